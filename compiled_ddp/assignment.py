@@ -1,0 +1,72 @@
+"""Which gradient goes into which bucket: a pure function of an order and two sizes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from compiled_ddp.plan import Bucket, BucketPlan, Gradient, GradientSpec, Riders
+
+
+@dataclass
+class _OpenBucket:
+    capacity_bytes: float
+    gradients: list[GradientSpec] = field(default_factory=list)
+    last_position: int = -1  # in the order given: when the bucket's last gradient is ready
+
+    @property
+    def nbytes(self) -> int:
+        return sum(gradient.nbytes for gradient in self.gradients)
+
+
+def assign_buckets(
+    gradients: Sequence[GradientSpec],
+    *,
+    first_bucket_bytes: float,
+    bucket_cap_bytes: float,
+    world_size: int,
+) -> BucketPlan:
+    """Fill buckets with `gradients` in the order given, which is the order in which backward produces them.
+
+    A bucket closes with the gradient that brings it to its capacity or beyond, as c10d's
+    `compute_bucket_assignment_by_size` does (torch/csrc/distributed/c10d/reducer.cpp): `first_bucket_bytes` for the
+    first bucket of each (dtype, device), `bucket_cap_bytes` for the others. Buckets launch in the order in which
+    their last gradients are ready. The riders follow the last bucket, in a bucket of their own where that one is not
+    float32. A `bucket_cap_bytes` of 0 is the naive plan: every gradient has a bucket of its own, and so have the
+    riders.
+
+    An empty sequence gives an empty plan.
+    """
+    open_buckets: dict[tuple[torch.dtype, torch.device], _OpenBucket] = {}
+    filled: list[_OpenBucket] = []
+    for position, gradient in enumerate(gradients):
+        kind = (gradient.dtype, gradient.device)
+        bucket = open_buckets.setdefault(kind, _OpenBucket(first_bucket_bytes))
+        bucket.gradients.append(gradient)
+        bucket.last_position = position
+        if bucket.nbytes >= bucket.capacity_bytes:
+            filled.append(bucket)
+            open_buckets[kind] = _OpenBucket(bucket_cap_bytes)
+    filled += [bucket for bucket in open_buckets.values() if bucket.gradients]
+    filled.sort(key=lambda bucket: bucket.last_position)
+    buckets = [_place(bucket.gradients) for bucket in filled]
+    return BucketPlan(tuple(_with_riders(buckets, apart=bucket_cap_bytes == 0)), world_size)
+
+
+def _place(gradients: Sequence[GradientSpec]) -> Bucket:
+    placed, offset = [], 0
+    for gradient in gradients:
+        placed.append(Gradient(gradient.index, gradient.size, gradient.stride, offset, gradient.numel))
+        offset += gradient.numel
+    return Bucket(tuple(placed), gradients[0].dtype, gradients[0].device, offset)
+
+
+def _with_riders(buckets: Sequence[Bucket], *, apart: bool) -> Sequence[Bucket]:
+    if not buckets:
+        return buckets
+    indices = tuple(index for bucket in buckets for index in bucket.indices)
+    *earlier, last = buckets
+    if apart or last.dtype != torch.float32:
+        earlier, last = [*buckets], Bucket((), torch.float32, last.device, 0)
+    riders = Riders(last.numel, indices)
+    return [*earlier, replace(last, numel=last.numel + riders.numel, riders=riders)]

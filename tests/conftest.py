@@ -1,0 +1,40 @@
+"""Fixtures that every test may use: the pools of rank processes and the session's own compile cache."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranks import RankPool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Directory of Inductor's and AOTAutograd's caches: the session's own, shared by all tests and ranks."""
+    directory = tmp_path_factory.mktemp("inductor")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
+        yield directory
+
+
+@pytest.fixture(scope="session")
+def ranks2(inductor_cache: Path) -> Iterator[RankPool]:
+    """Two rank processes, shared by the session's tests: `ranks2.run(function, *args)`."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks3(inductor_cache: Path) -> Iterator[RankPool]:
+    """Three rank processes, shared by the session's tests: `ranks3.run(function, *args)`."""
+    with RankPool(3) as pool:
+        yield pool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,89 @@
+# `make bench` and `make test` are the two commands of a fresh machine. Each sets up all it needs: a virtual environment
+# in .venv with the versions of constraints.txt. `make help` lists the rest.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SHAPE := .typecheck
+
+# Inductor takes g++ unless $CXX names another compiler. Make's own default for CXX is no choice of the user's.
+ifeq ($(origin CXX),default)
+CXX := $(shell command -v g++ || command -v clang++ || echo g++)
+endif
+export CXX
+
+.DEFAULT_GOAL := help
+.PHONY: help bench test lint format types docs clean check-python check-compiler shape
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+bench: check-compiler $(STAMP) ## Train the two benchmark models under every variant and print the table (ARGS="--help" for options)
+	@echo "==> make bench: the comparison table, python -m benchmarks.compare $(ARGS)"
+	$(BIN)/python -m benchmarks.compare $(ARGS)
+
+test: check-compiler $(STAMP) ## Run the tests (ARGS="-k name" picks some)
+	@echo "==> make test: python -m pytest $(ARGS)"
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## Check the sources with ruff
+	@echo "==> make lint: ruff check"
+	$(BIN)/ruff check
+
+format: $(STAMP) ## Format the sources and apply ruff's safe fixes
+	@echo "==> make format: ruff check --fix, ruff format"
+	$(BIN)/ruff check --fix --exit-zero
+	$(BIN)/ruff format
+
+types: shape ## Type-check the package as it is installed
+	@echo "==> make types: mypy of the installed shape"
+	cd $(SHAPE) && ../$(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p compiled_ddp
+
+docs: shape ## Build the documentation into site/, warnings being errors
+	@echo "==> make docs: mkdocs build --strict"
+	$(BIN)/mkdocs build --strict
+
+clean: ## Remove the virtual environment, caches and everything that was built
+	@echo "==> make clean: remove $(VENV), caches and build output"
+	rm -rf $(VENV) $(SHAPE) build dist site compiled_ddp.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The package as a user gets it: passes/ stands at compiled_ddp/passes, which mypy and mkdocstrings can read. A stale
+# build/ would bring deleted modules back.
+shape: $(STAMP)
+	@echo "==> install the package's shape into $(SHAPE)"
+	rm -rf build $(SHAPE)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(SHAPE) .
+
+$(STAMP): pyproject.toml constraints.txt | check-python
+	@echo "==> set-up: virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { \
+	    echo "error: '$(PYTHON) -m venv' failed: the venv module or pip is missing."; \
+	    echo "  Debian and Ubuntu: apt-get install python3-venv"; \
+	    exit 1; }
+	@echo "==> set-up: compiled-ddp and its tools, in the versions of constraints.txt"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+check-python:
+	@command -v "$(PYTHON)" >/dev/null || { \
+	    echo "error: '$(PYTHON)' was not found. Install Python 3.11 or newer, or name it: make PYTHON=/path/to/python3"; \
+	    exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	    echo "error: Python 3.11 or newer is needed, '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1)."; \
+	    echo "  Name a newer one: make PYTHON=python3.12"; \
+	    exit 1; }
+
+check-compiler: check-python
+	@command -v $(firstword $(CXX)) >/dev/null || { \
+	    echo "error: no C++ compiler: '$(firstword $(CXX))' was not found, and neither g++ nor clang++ is on PATH."; \
+	    echo "  torch.compile's Inductor backend compiles its CPU kernels with one."; \
+	    echo "  Debian and Ubuntu: apt-get install g++    Fedora: dnf install gcc-c++    macOS: xcode-select --install"; \
+	    echo "  If it is installed elsewhere, name it: CXX=/path/to/g++ make ..."; \
+	    exit 1; }
+	@"$(PYTHON)" -c 'import os, sys, sysconfig; \
+	    sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { \
+	    echo "error: Python.h of '$(PYTHON)' was not found. Inductor's CPU kernels are compiled against it."; \
+	    echo "  Debian and Ubuntu: apt-get install python3-dev    Fedora: dnf install python3-devel"; \
+	    exit 1; }

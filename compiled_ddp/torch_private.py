@@ -1,0 +1,295 @@
+"""Every use of a private torch API, in one place, each with the versions it was checked on.
+
+| name | used for | checked on |
+|---|---|---|
+| `torch._C._current_graph_task_id`, `_current_autograd_node`, `_will_engine_execute_node` | where a backward stands | 2.13 |
+| `Variable._execution_engine.queue_callback` | the end of a backward | 2.13 |
+| `torch._inductor.compile_fx.compile_fx` and its `inner_compile` | rewriting the backward graph before Inductor | 2.13 |
+| `_aot_autograd.descriptors` in an output's `meta["desc"]` | which output is whose gradient | 2.13 |
+| `CompiledFunction._backward_impl` of AOTAutograd | choosing a backward when it starts | 2.13 |
+| `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket | 2.13 |
+| `_register_process_group` | a communicator's name, the same on every rank and in every run | 2.13 |
+| `_broadcast_coalesced` | parameters and buffers | 2.13 |
+"""
+
+import contextlib
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+# Rewrites a backward graph in place, given its (fake) inputs; returns them with those it appended.
+RewriteBackward = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]
+
+SUPPORTED_TORCH = (2, 11), (2, 15)  # from, below
+
+
+def check_torch_version(version: str = torch.__version__) -> None:
+    """Raise RuntimeError unless `version` is one that the names in this module exist in."""
+    major, minor = (int(part) for part in version.split(".")[:2])
+    lowest, beyond = SUPPORTED_TORCH
+    if not lowest <= (major, minor) < beyond:
+        raise RuntimeError(
+            f"compiled_ddp supports torch >= {lowest[0]}.{lowest[1]} and < {beyond[0]}.{beyond[1]}, found {version}. "
+            "Install a supported torch, for example: pip install 'torch==2.13.0'."
+        )
+
+
+# ---- where a backward stands -----------------------------------------------------------------------------------------
+
+
+def current_graph_task() -> int:
+    """Id of the backward that this thread runs, -1 outside of one. A reentrant backward has an id of its own."""
+    return torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+
+
+def evaluating_node() -> Any | None:
+    """The autograd node that this thread is evaluating; inside a reentrant backward's callback, its outer node."""
+    return torch._C._current_autograd_node()  # type: ignore[attr-defined]
+
+
+def backward_will_execute(node: Any) -> bool:
+    """Whether the backward that this thread runs will evaluate, or has evaluated, `node`."""
+    return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that this thread runs, or its reentrant inner one, has evaluated all nodes."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+# ---- compiling a captured graph --------------------------------------------------------------------------------------
+
+
+def compile_captured(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    backend: str,
+    rewrite_backward: RewriteBackward | None,
+    cache_identity: str,
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """Compile a graph captured by Dynamo; its backward graph passes through `rewrite_backward` first.
+
+    `graph_module` is consumed. `cache_identity` must change whenever `rewrite_backward` would rewrite otherwise: it
+    enters the AOTAutograd cache's key. The forward graph is compiled exactly as plain torch.compile does, and shares
+    its cache entry.
+    """
+    if backend == "aot_eager":
+        return _compile_aot_eager(graph_module, example_inputs, rewrite_backward)
+    return _compile_inductor(graph_module, example_inputs, rewrite_backward, cache_identity, dict(options))
+
+
+def _compile_aot_eager(
+    graph_module: GraphModule, example_inputs: Sequence[Any], rewrite_backward: RewriteBackward | None
+) -> Callable[..., Any]:
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    def compile_backward(backward: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        if rewrite_backward is not None:
+            inputs = rewrite_backward(backward, inputs)
+            backward.recompile()
+        return boxed_nop(backward, inputs)
+
+    compiler = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=compile_backward,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return compiler(graph_module, example_inputs)
+
+
+_OVERLAP = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
+}
+
+
+def _compile_inductor(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    rewrite_backward: RewriteBackward | None,
+    cache_identity: str,
+    options: dict[str, Any],
+) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    if rewrite_backward is None:
+        return compile_fx(graph_module, example_inputs, config_patches=options)
+
+    class CacheIdentity(CustomGraphPass):
+        """Rewrites nothing; puts the identity of what does into the AOTAutograd cache's key."""
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            pass
+
+        def uuid(self) -> str:
+            return cache_identity
+
+    users_pass = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+
+    def compile_inner(inner: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        patches: dict[str, Any] = {"post_grad_custom_pre_pass": users_pass}
+        if kwargs.get("is_backward"):
+            inputs = rewrite_backward(inner, inputs)
+            patches |= _OVERLAP
+        with config.patch(patches):
+            return compile_fx_inner(inner, inputs, **kwargs)
+
+    _register_pack_lowering()
+    patches = options | {"post_grad_custom_pre_pass": CacheIdentity()}
+    return compile_fx(graph_module, example_inputs, inner_compile=compile_inner, config_patches=patches)
+
+
+def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    """Inductor's config patches for torch.compile's `mode` and `options`."""
+    import torch._inductor
+
+    patches = torch._inductor.list_mode_options(mode, dynamic) if mode and mode != "default" else {}
+    return {**patches, **{key.replace("-", "_"): value for key, value in (options or {}).items()}}
+
+
+def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:
+    """Which output of a backward graph is the gradient of which input of the captured graph.
+
+    AOTAutograd's partitioner describes each output as a `GradAOTOutput` of a `PlainAOTInput`; None outputs, which are
+    inputs without a gradient, have no description.
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    descriptions = backward.output_node().meta.get("desc", ())
+    return {
+        description.grad_of.idx: position
+        for position, description in enumerate(descriptions)
+        if isinstance(description, GradAOTOutput) and isinstance(description.grad_of, PlainAOTInput)
+    }
+
+
+# ---- choosing a backward when it starts ------------------------------------------------------------------------------
+
+
+def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Function] | None:
+    """AOTAutograd's autograd.Function behind a compiled callable; None for a graph without a backward.
+
+    AOTAutograd keeps it in the closures of its runtime wrappers, which are searched here; the shape of those closures
+    differs between a compilation and a cache hit.
+    """
+    seen: set[int] = set()
+    pending: list[Any] = [compiled]
+    while pending:
+        candidate = pending.pop()
+        if id(candidate) in seen:
+            continue
+        seen.add(id(candidate))
+        if isinstance(candidate, type):
+            if issubclass(candidate, torch.autograd.Function) and hasattr(candidate, "_backward_impl"):
+                return candidate
+        elif isinstance(candidate, types.FunctionType):
+            pending += _closure_of(candidate)
+        elif isinstance(candidate, types.MethodType | types.BuiltinMethodType):
+            pending.append(candidate.__self__)
+        elif isinstance(candidate, functools.partial):
+            pending += [candidate.func, *candidate.args]
+        elif hasattr(candidate, "compiled_fn"):
+            pending.append(candidate.compiled_fn)
+    return None
+
+
+def _closure_of(function: types.FunctionType) -> list[Any]:
+    cells = function.__closure__ or ()
+    contents = []
+    for cell in cells:
+        with contextlib.suppress(ValueError):  # an empty cell
+            contents.append(cell.cell_contents)
+    return [content for content in contents if callable(content)]
+
+
+BackwardImplementation = Callable[[Any, list[Any]], Any]  # (ctx, saved tensors and tangents) -> gradients
+
+
+def backward_implementation(compiled_function: type[torch.autograd.Function]) -> BackwardImplementation:
+    return compiled_function._backward_impl  # type: ignore[attr-defined,no-any-return]
+
+
+def replace_backward_implementation(
+    compiled_function: type[torch.autograd.Function], implementation: BackwardImplementation
+) -> None:
+    """Run `implementation` as the backward of `compiled_function`, between AOTAutograd's prologue and epilogue."""
+    compiled_function._backward_impl = staticmethod(implementation)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def tracing_context(context: Any) -> Iterator[None]:
+    """Compile under the tracing context (fake tensors, symbolic shapes) of an earlier capture."""
+    with torch._guards.tracing(context):
+        yield
+
+
+def current_tracing_context() -> Any:
+    return torch._guards.TracingContext.try_get()
+
+
+# ---- process groups --------------------------------------------------------------------------------------------------
+
+
+def register_group_name(name: str, group: dist.ProcessGroup) -> None:
+    """Let `name` resolve to `group` in graphs, beside the name that torch counted up for it."""
+    from torch._C._distributed_c10d import _register_process_group
+
+    _register_process_group(name, group)
+
+
+def unregister_group_name(name: str) -> None:
+    from torch._C._distributed_c10d import _unregister_process_group
+
+    _unregister_process_group(name)
+
+
+def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], *, source: int) -> None:
+    """Overwrite `tensors` with those of group rank `source`, in pieces of at most 250 MB, as torch's DDP does."""
+    dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, source)  # type: ignore[attr-defined]
+
+
+# ---- producing gradients inside their bucket -------------------------------------------------------------------------
+
+
+@functools.cache
+def _register_pack_lowering() -> None:
+    """Teach Inductor to place the parts of `compiled_ddp::pack` inside the packed buffer.
+
+    Each part becomes a ReinterpretView of the buffer; a producer whose output Inductor allocates writes there, any
+    other part is copied. The same as ConcatKernel's lowering of aten.cat, for parts of any rank.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+
+    @register_lowering(torch.ops.compiled_ddp.pack.default, type_promotion_kind=None)
+    def lower_pack(parts: list[ir.TensorBox]) -> ir.TensorBox:
+        sizes = [list(part.get_size()) for part in parts]
+        numels = [V.graph.sizevars.guard_int(ir.sympy_product(size)) for size in sizes]
+        layout = ir.FixedLayout(
+            device=parts[0].get_device_or_error(), dtype=parts[0].get_dtype(), size=[sum(numels)], stride=[1]
+        )
+        kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+        storage = ir.StorageBox(kernel)
+        offset = 0
+        placed = []
+        for part, size, numel in zip(parts, sizes, numels, strict=True):
+            place = ir.FixedLayout(layout.device, layout.dtype, size, ir.FlexibleLayout.contiguous_strides(size), offset)
+            placed.append(ir.ConcatKernel.realize_into(part, ir.ReinterpretView(data=storage, layout=place)))
+            offset += numel
+        kernel.name = V.graph.register_buffer(kernel)
+        kernel.inputs = ir.ConcatKernel.unwrap_storage(placed)
+        V.graph.register_operation(kernel)
+        return ir.TensorBox(storage)

@@ -1,0 +1,136 @@
+"""The naive program: one all-reduce and one wait for every gradient, right where the gradient is produced.
+
+It is the meaning that all other passes keep, and the reference they are tested against.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, Node
+
+from compiled_ddp.passes.graph_edit import (
+    add_placeholder,
+    emit,
+    emit_like,
+    fake_mode_of,
+    output_values,
+    set_output_values,
+)
+from compiled_ddp.passes.ops import all_reduce, wait_tensor
+from compiled_ddp.plan import Bucket, BucketPlan, Gradient
+
+_mul = torch.ops.aten.mul.Tensor
+_add = torch.ops.aten.add.Tensor
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One gradient's part of the naive program.
+
+    local_grad -> mean (mul by 1/world) [-> fold (add a pending gradient's share)] -> all_reduce -> wait -> output
+
+    `mean` is None once the mean has moved to the tangents.
+    """
+
+    gradient: Gradient
+    local: Node
+    mean: Node | None
+    fold: Node | None
+    launch: Node
+    wait: Node
+
+
+def insert_all_reduces(
+    graph: Graph, plan: BucketPlan, *, group_name: str, output_positions: Mapping[int, int], fold: bool = False
+) -> None:
+    """Reduce every planned gradient of a backward graph, on its own, to its mean over ranks.
+
+    Assumes that `output_positions` maps each of the plan's indices to its place among the graph's outputs, and that
+    a None there is a gradient known to be zero.
+
+    Appends one input, the riders (float32, `plan.riders.numel` elements), and one output, the riders' sum over
+    ranks. With `fold`, appends one more input per gradient in plan order: a pending gradient that an earlier
+    backward left unreduced, which joins this one's before the reduction.
+
+    Does nothing for an empty plan.
+    """
+    if not plan.buckets:
+        return
+    outputs = output_values(graph)
+    riders = _add_rider_placeholder(graph, plan)
+    pending = {
+        gradient.index: _add_pending_placeholder(graph, bucket, gradient) if fold else None
+        for bucket, gradient in plan.gradients
+    }
+    first_after_inputs = next(node for node in graph.nodes if node.op != "placeholder")
+    for bucket, gradient in plan.gradients:
+        position = output_positions[gradient.index]
+        local = outputs[position]
+        if local is None:
+            with graph.inserting_before(first_after_inputs):
+                local = _emit_zeros(graph, bucket, gradient)
+        with graph.inserting_before(first_after_inputs if local.op == "placeholder" else local.next):
+            reduced = emit(graph, _mul, local, 1.0 / plan.world_size)
+            share = pending[gradient.index]
+            if share is not None:
+                reduced = emit(graph, _add, reduced, emit(graph, _mul, share, 1.0 / plan.world_size))
+            outputs[position] = _emit_reduction(graph, reduced, group_name)
+    with graph.inserting_before(graph.output_node()):
+        outputs.append(_emit_reduction(graph, riders, group_name))
+    set_output_values(graph, outputs)
+
+
+def read_reductions(graph: Graph, plan: BucketPlan, output_positions: Mapping[int, int]) -> list[Reduction]:
+    """Match the naive program back, one `Reduction` per gradient in plan order; see there for the pattern."""
+    outputs = output_values(graph)
+    reductions = []
+    for _, gradient in plan.gradients:
+        wait = outputs[output_positions[gradient.index]]
+        assert wait is not None and wait.target is wait_tensor, f"gradient {gradient.index} is not waited for"
+        launch = _producer(wait)
+        assert launch.target is all_reduce, f"gradient {gradient.index} is not reduced"
+        local = _producer(launch)
+        fold = mean = None
+        if local.target is _add and _is_pending_share(local.args[1]):
+            fold, local = local, _producer(local)
+        if local.target is _mul and local.args[1] == 1.0 / plan.world_size and not _is_pending_share(local):
+            mean, local = local, _producer(local)
+        reductions.append(Reduction(gradient, local, mean, fold, launch, wait))
+    return reductions
+
+
+def _producer(node: Node) -> Node:
+    producer = node.args[0]
+    assert isinstance(producer, Node)
+    return producer
+
+
+def _is_pending_share(node: object) -> bool:
+    """Whether `node` is `pending_<index> * 1/world`."""
+    return isinstance(node, Node) and node.target is _mul and _producer(node).name.startswith("pending_")
+
+
+def _add_rider_placeholder(graph: Graph, plan: BucketPlan) -> Node:
+    last = plan.buckets[-1]
+    with fake_mode_of(graph) as fake:
+        value = torch.empty(plan.riders.numel, dtype=last.dtype, device=last.device) if fake else None
+    return add_placeholder(graph, "riders", value)
+
+
+def _add_pending_placeholder(graph: Graph, bucket: Bucket, gradient: Gradient) -> Node:
+    with fake_mode_of(graph) as fake:
+        value = None
+        if fake:
+            value = torch.empty_strided(gradient.size, gradient.stride, dtype=bucket.dtype, device=bucket.device)
+    return add_placeholder(graph, f"pending_{gradient.index}", value)
+
+
+def _emit_zeros(graph: Graph, bucket: Bucket, gradient: Gradient) -> Node:
+    zeros = torch.ops.aten.full.default
+    return emit_like(graph, zeros, list(gradient.size), 0.0, dtype=bucket.dtype, device=bucket.device)
+
+
+def _emit_reduction(graph: Graph, value: Node, group_name: str) -> Node:
+    launch = emit(graph, all_reduce, value, "sum", group_name)
+    return emit(graph, wait_tensor, launch)

@@ -1,0 +1,27 @@
+"""The one operator that compiled_ddp adds to a graph: `compiled_ddp::pack`.
+
+`pack(Tensor[] parts) -> Tensor` lays its parts, each contiguous, back to back in a new one-dimensional tensor. It is
+`torch.cat` of the flattened parts with one freedom more: a compiler may let the parts be written there in the first
+place. Inductor does so through the lowering in `compiled_ddp.torch_private`; every other backend copies.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+torch.library.define("compiled_ddp::pack", "(Tensor[] parts) -> Tensor")
+
+
+@torch.library.impl("compiled_ddp::pack", "CompositeExplicitAutograd")
+def _pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+@torch.library.register_fake("compiled_ddp::pack")
+def _pack_fake(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0].new_empty(sum(part.numel() for part in parts))
+
+
+pack = torch.ops.compiled_ddp.pack.default
+all_reduce = torch.ops._c10d_functional.all_reduce.default
+wait_tensor = torch.ops._c10d_functional.wait_tensor.default

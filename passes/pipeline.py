@@ -1,0 +1,77 @@
+"""The passes in the order in which they run on a backward graph.
+
+1. `insert_all_reduces`    reduces every gradient on its own: the naive program, the meaning of all that follows
+2. `place_mean`            moves the mean to the tangents where `prove_linearity` shows that nothing changes
+3. `form_buckets`          merges the all-reduces of each bucket
+4. `pack_buckets`          lets gradients be produced inside their bucket
+5. `schedule_collectives`  launches early, waits late
+6. `verify_collectives`    asserts that the graph launches what the plan says
+
+With `naive`, steps 2, 4 and 5 are left out, and the plan has one bucket per gradient.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.fx import Graph
+
+from compiled_ddp.passes.form_buckets import form_buckets
+from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
+from compiled_ddp.passes.pack_buckets import pack_buckets
+from compiled_ddp.passes.place_mean import place_mean
+from compiled_ddp.passes.schedule_collectives import schedule_collectives
+from compiled_ddp.passes.verify_collectives import verify_collectives
+from compiled_ddp.plan import BucketPlan
+
+Observer = Callable[[str, Graph], None]
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """How the backward graphs of one plan are rewritten. Frozen data: the same on every rank and in every run.
+
+    `group_name` is the registered name of the wrapper's communicator. With `fold`, gradients that earlier backwards
+    left unreduced are inputs of the graph. `naive` keeps the reference program.
+    """
+
+    plan: BucketPlan
+    group_name: str
+    fold: bool = False
+    naive: bool = False
+
+    @property
+    def cache_identity(self) -> str:
+        """A hash of the passes' sources and of everything they are given, for a compiler's cache key."""
+        given = f"{self.plan.fingerprint} {self.group_name} {self.fold} {self.naive}"
+        return hashlib.sha256((_source_hash() + given).encode()).hexdigest()
+
+    def run(self, graph: Graph, *, output_positions: Mapping[int, int], observe: Observer | None = None) -> None:
+        """Rewrite a backward graph in place; `observe` is called with each pass's name after it has run.
+
+        `output_positions` maps the plan's indices to places among the graph's outputs. Tangents are the inputs whose
+        names begin with "tangents", as AOTAutograd names them.
+        """
+        tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
+        common = {"group_name": self.group_name, "output_positions": output_positions}
+        seen = observe or (lambda name, graph: None)
+        insert_all_reduces(graph, self.plan, fold=self.fold, **common)  # type: ignore[arg-type]
+        seen("insert_all_reduces", graph)
+        if not self.naive:
+            place_mean(graph, self.plan, tangents=tangents, output_positions=output_positions)
+            seen("place_mean", graph)
+        form_buckets(graph, self.plan, **common)  # type: ignore[arg-type]
+        seen("form_buckets", graph)
+        if not self.naive:
+            pack_buckets(graph)
+            seen("pack_buckets", graph)
+            schedule_collectives(graph)
+            seen("schedule_collectives", graph)
+        verify_collectives(graph, self.plan, **common)  # type: ignore[arg-type]
+        seen("verify_collectives", graph)
+
+
+def _source_hash() -> str:
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

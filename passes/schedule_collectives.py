@@ -1,0 +1,65 @@
+"""When collectives are launched and waited for: as early, and as late, as the data allows."""
+
+from torch.fx import Graph, Node
+
+from compiled_ddp.passes.ops import all_reduce, wait_tensor
+
+
+def schedule_collectives(graph: Graph) -> None:
+    """Reorder the graph so that each launch follows the last gradient of its bucket, and waits come last.
+
+    Assumes that launches stand in the graph in plan order. Nodes are emitted on demand: for each launch in that
+    order what its gradients still need, then the launch itself; then everything else in its old order; then the
+    waits and what reads them. A weight gradient therefore runs before the data gradients that only later buckets
+    need.
+
+    Leaves the order of nodes as it is, but for the waits, in a graph that mutates something: nothing may move across
+    a mutation.
+    """
+    nodes = list(graph.nodes)
+    launches = [node for node in nodes if node.target is all_reduce]
+    if not launches:
+        return
+    after_wait = _descendants(nodes, [node for node in nodes if node.target is wait_tensor and node.args[0] in launches])
+    mutates = any(_mutates(node) for node in nodes)
+    order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
+    if not mutates:
+        for launch in launches:
+            _emit_with_inputs(launch, order)
+    for node in nodes:
+        if node not in after_wait and node.op != "output":
+            _emit_with_inputs(node, order)
+    order.update(dict.fromkeys(node for node in nodes if node not in order))
+    _apply_order(graph, list(order))
+
+
+def _emit_with_inputs(node: Node, order: dict[Node, None]) -> None:
+    """Append `node` and what it needs, inputs first, to `order` (a stack, as backward graphs are deep)."""
+    stack = [node]
+    while stack:
+        current = stack[-1]
+        missing = [producer for producer in current.all_input_nodes if producer not in order]
+        if missing:
+            stack += reversed(missing)
+        else:
+            stack.pop()
+            order.setdefault(current)
+
+
+def _descendants(nodes: list[Node], roots: list[Node]) -> set[Node]:
+    reached = set(roots)
+    for node in nodes:
+        if any(producer in reached for producer in node.all_input_nodes):
+            reached.add(node)
+    return reached
+
+
+def _mutates(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _apply_order(graph: Graph, order: list[Node]) -> None:
+    for earlier, later in zip(order, order[1:], strict=False):
+        if earlier.next is not later:
+            earlier.append(later)

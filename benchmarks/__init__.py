@@ -1,0 +1,15 @@
+"""Comparison of data-parallel wrappers on real data: the same step, interleaved, in one table.
+
+From the inside out:
+
+workload.py   what is trained: a model from a module that is loaded anew per variant, its data, its optimizer
+variants.py   what is compared: how a wrapper is put around a model, and the floor its row is measured against
+measure.py    one process per rank: warm-up, then one step of every variant per round
+parity.py     largest gradient difference to plain autograd averaged by hand
+collectives.py  collectives per step, and communication alone
+probe.py      fresh processes: first step cold and warm, peak memory
+table.py, chart.py, record.py   the numbers derived from raw samples; the picture; the recipe around them
+launch.py, link.py, worker.py   starting ranks: torch's elastic launcher, or two network namespaces and a shaped link
+models.py, data.py, tasks.py    the two workloads of this project; nothing above imports them
+compare.py, train.py            the two commands
+"""

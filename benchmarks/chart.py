@@ -1,0 +1,84 @@
+"""The picture of a comparison: one stacked bar per variant, communication that was not hidden marked in it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.result import Comparison
+from benchmarks.table import Row, Table, derive
+
+PARTS = {
+    "forward": "#9ecae1",
+    "backward": "#3182bd",
+    "exposed communication": "#e6550d",
+    "optimizer": "#bdbdbd",
+}
+LIMIT_STYLES = (("--", "#252525"), (":", "#252525"))
+
+
+def parts_ms(row: Row) -> dict[str, float]:
+    """The row's bar cut into PARTS. Exposed communication is taken out of the phase that it is in, the backward; what
+    a noisy run shows below zero counts as zero."""
+    assert row.forward_ms is not None and row.backward_ms is not None and row.optimizer_ms is not None
+    exposed = min(max(row.exposed_ms or 0.0, 0.0), row.backward_ms)
+    return dict(zip(PARTS, (row.forward_ms, row.backward_ms - exposed, exposed, row.optimizer_ms), strict=True))
+
+
+def _draw_panel(axes: Any, comparison: Comparison, table: Table) -> None:
+    names = [row.name for row in table.variants]
+    ends = []
+    for position, row in enumerate(table.variants):
+        left = 0.0
+        for part, width in parts_ms(row).items():
+            hatch = "//" if part == "exposed communication" else None
+            axes.barh(position, width, left=left, color=PARTS[part], edgecolor="white", hatch=hatch, linewidth=0.6)
+            left += width
+        ends.append(left)
+        ratio = "" if row.ratio_to_baseline is None else f"  ({row.ratio_to_baseline:.2f}x)"
+        axes.annotate(f"{row.step_ms:.0f} ms{ratio}", (left, position), (5, 0), textcoords="offset points", va="center")
+    for row, (style, color) in zip(table.limits, LIMIT_STYLES, strict=False):
+        axes.axvline(row.step_ms, linestyle=style, color=color, linewidth=1.2, zorder=0)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max([*ends, *(row.step_ms or 0.0 for row in table.limits)]) * 1.22)
+    axes.set_xlabel("ms per step (median); in brackets the ratio to torch DDP")
+    axes.set_title(
+        f"{comparison.workload}, {comparison.parameters / 1e6:.1f} M parameters, {comparison.world_size} ranks, "
+        f"{comparison.link}; communication alone {table.communication.step_ms:.0f} ms",
+        loc="left",
+        fontsize=11,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(comparisons: Sequence[Comparison], path: Path) -> None:
+    """One panel per comparison, into the PNG file `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    tables = [derive(comparison) for comparison in comparisons]
+    heights = [len(table.variants) + 2 for table in tables]
+    figure, panels = plt.subplots(
+        len(tables),
+        1,
+        figsize=(10, 0.45 * sum(heights) + 1),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axes, comparison, table in zip(panels[:, 0], comparisons, tables, strict=True):
+        _draw_panel(axes, comparison, table)
+    keys: list[Any] = [
+        Patch(facecolor=color, edgecolor="white", hatch="//" if part == "exposed communication" else None, label=part)
+        for part, color in PARTS.items()
+    ]
+    for (style, color), row in zip(LIMIT_STYLES, tables[0].limits, strict=False):
+        keys.append(Line2D([], [], linestyle=style, color=color, label=row.name))
+    figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

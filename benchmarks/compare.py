@@ -1,0 +1,143 @@
+"""Compare data-parallel wrappers on real data: `python -m benchmarks.compare`, or the same under torchrun.
+
+Without a launcher the command starts its own ranks. Under torchrun it takes part as the rank it was started as; then
+there is no shaped link, and the columns that need fresh processes (peak memory, first step) stay empty.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks import chart, table
+from benchmarks.launch import run_job
+from benchmarks.link import LOOPBACK, LinkUnavailable, ShapedLink, parse_rate
+from benchmarks.probe import MALLOC_ENVIRONMENT
+from benchmarks.ranks import joined_rank
+from benchmarks.record import recipe
+from benchmarks.result import Comparison
+from benchmarks.tasks import WORKLOADS
+from benchmarks.variants import make_variants
+from benchmarks.worker import run
+
+ROUNDS = {"gpt": {"quick": 15, "full": 40}, "conv": {"quick": 60, "full": 200}}
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    extent = parser.add_mutually_exclusive_group()
+    extent.add_argument("--quick", action="store_true", help="the GPT alone, few rounds: within 5 minutes (default)")
+    extent.add_argument("--full", action="store_true", help="both models, more rounds, peak memory and first step")
+    parser.add_argument("--model", choices=(*WORKLOADS, "both"), help="default gpt, with --full both")
+    parser.add_argument("--steps", type=int, help="rounds, each one step of every variant")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of each variant before the first round")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--link", default=LOOPBACK, help="loopback, or a rate like 1gbit or 600mbit (needs root)")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", help="some of: " + "; ".join(make_variants()))
+    parser.add_argument("--bucket-cap-mb", type=float, help="for every wrapper, torch's too; default each one's own")
+    parser.add_argument("--json", type=Path, help="write recipe and raw samples to this file")
+    parser.add_argument("--png", type=Path, help="draw the chart into this file")
+    options = parser.parse_args(arguments)
+    options.variants = options.variants or list(make_variants())
+    if unknown := set(options.variants) - set(make_variants()):
+        parser.error(f"unknown variants {sorted(unknown)}; known are {list(make_variants())}")
+    if options.link != LOOPBACK:
+        try:
+            parse_rate(options.link)
+        except ValueError as error:
+            parser.error(str(error))
+    options.model = options.model or ("both" if options.full else "gpt")
+    return options
+
+
+def _job(options: argparse.Namespace, workload: str, link: str) -> dict[str, Any]:
+    rounds = options.steps or ROUNDS[workload]["full" if options.full else "quick"]
+    return {
+        "workload": workload,
+        "variants": options.variants,
+        "bucket_cap_mb": options.bucket_cap_mb,
+        "device": options.device,
+        "warmup": options.warmup,
+        "rounds": rounds,
+        "link": link,
+    }
+
+
+def _with_probes(comparison: Comparison, job: dict[str, Any], ranks: int, link: ShapedLink | None) -> Comparison:
+    """First step cold and warm and peak memory of each variant: two fresh starts on an Inductor cache of its own."""
+    results = []
+    for result in tqdm(comparison.variants, desc=f"{comparison.workload}: fresh processes", leave=False):
+        with tempfile.TemporaryDirectory(prefix="cddp-cache-") as cache:
+            environment = {**MALLOC_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": cache}
+            probe = {**job, "variants": [result.name], "steps": 5}
+            cold = run_job("probe", probe, ranks=ranks, link=link, environment=environment)
+            warm = run_job("probe", probe, ranks=ranks, link=link, environment=environment)
+        results.append(
+            replace(
+                result,
+                first_step_cold_s=cold["first_step_s"],
+                first_step_warm_s=warm["first_step_s"],
+                peak_memory_bytes=warm["peak_memory_bytes"],
+            )
+        )
+    return replace(comparison, variants=results)
+
+
+def _report(options: argparse.Namespace, comparisons: Sequence[Comparison]) -> None:
+    for comparison in comparisons:
+        print(f"\n{table.render(comparison)}")
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        data = {"recipe": recipe(), "comparisons": [comparison.to_json() for comparison in comparisons]}
+        options.json.write_text(json.dumps(data, indent=1))
+        print(f"\nRaw samples and recipe: {options.json}")
+    if options.png:
+        chart.draw(comparisons, options.png)
+        print(f"Chart: {options.png}")
+
+
+def _run_as_rank(options: argparse.Namespace, workloads: Sequence[str]) -> None:
+    with joined_rank(options.device) as rank:
+        answers = [run("compare", _job(options, workload, LOOPBACK), rank) for workload in workloads]
+        if rank.index == 0:
+            _report(options, [Comparison.from_json(answer) for answer in answers])
+
+
+def _run_as_launcher(options: argparse.Namespace, workloads: Sequence[str], link: ShapedLink | None) -> None:
+    comparisons = []
+    for workload in workloads:
+        job = _job(options, workload, LOOPBACK if link is None else link.rate)
+        comparison = Comparison.from_json(run_job("compare", job, ranks=options.ranks, link=link))
+        if options.full:
+            comparison = _with_probes(comparison, job, options.ranks, link)
+        comparisons.append(comparison)
+    _report(options, comparisons)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    workloads = list(WORKLOADS) if options.model == "both" else [options.model]
+    if "RANK" in os.environ:
+        _run_as_rank(options, workloads)
+        return
+    try:
+        with nullcontext() if options.link == LOOPBACK else ShapedLink(options.link) as link:
+            _run_as_launcher(options, workloads, link)
+    except LinkUnavailable as reason:
+        print(f"--link {options.link} is not available: {reason}.")
+        print(
+            "Falling back to loopback. A shaped link needs root and iproute2 (ip, tc), and a kernel that allows both."
+        )
+        _run_as_launcher(options, workloads, None)
+
+
+if __name__ == "__main__":
+    main()

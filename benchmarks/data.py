@@ -1,0 +1,47 @@
+"""Real data that every Python installation with scikit-learn has: no download, the same bytes on every rank."""
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
+
+
+def stdlib_source(max_bytes: int = 4_000_000) -> Tensor:
+    """The standard library's own *.py files, sorted by path and concatenated: up to `max_bytes` bytes as uint8."""
+    root = Path(sysconfig.get_path("stdlib"))
+    text = bytearray()
+    for path in sorted(root.rglob("*.py")):
+        if SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
+            text += path.read_bytes()
+            if len(text) >= max_bytes:
+                break
+    return torch.frombuffer(text[:max_bytes], dtype=torch.uint8)
+
+
+def byte_batches(
+    rank: int, world_size: int, *, batch: int, context: int, seed: int = 0, max_bytes: int = 4_000_000
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless (x, y), int64 of shape (batch, context), y one byte ahead of x, from this rank's share of the text."""
+    share = stdlib_source(max_bytes).chunk(world_size)[rank]
+    generator = torch.Generator().manual_seed(seed * world_size + rank)
+    while True:
+        starts = torch.randint(len(share) - context - 1, (batch, 1), generator=generator)
+        window = share[starts + torch.arange(context + 1)].long()
+        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def digit_batches(rank: int, world_size: int, *, batch: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless (images in [0, 1] of shape (batch, 1, 8, 8), labels of shape (batch,)) from every world_size-th digit."""
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[rank::world_size].unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)[rank::world_size]
+    generator = torch.Generator().manual_seed(seed * world_size + rank)
+    while True:
+        chosen = torch.randint(len(labels), (batch,), generator=generator)
+        yield images[chosen], labels[chosen]

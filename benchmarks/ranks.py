@@ -1,0 +1,58 @@
+"""One rank of a comparison: its place in the group, its device and its core, and a control group of its own."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Rank:
+    """`control` is a gloo group apart from every group under test: for barriers before timed steps and for results."""
+
+    index: int
+    world_size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+    def barrier(self) -> None:
+        dist.barrier(self.control)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order, on every rank."""
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, self.control)
+        return gathered
+
+
+def pin_to_core(local_rank: int, local_world_size: int) -> None:
+    """One core and one compute thread per rank, if there are enough cores; otherwise one thread and no pin."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) >= local_world_size:
+        os.sched_setaffinity(0, {cores[local_rank]})
+
+
+@contextmanager
+def joined_rank(device: str) -> Iterator[Rank]:
+    """This process as a rank of the group that the launcher's environment describes; `device` is "cpu" or "cuda"."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+        place = torch.device("cuda", local_rank)
+    else:
+        pin_to_core(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        place = torch.device("cpu")
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield Rank(dist.get_rank(), dist.get_world_size(), place, dist.new_group(backend="gloo"))
+    finally:
+        dist.destroy_process_group()

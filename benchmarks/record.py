@@ -1,0 +1,56 @@
+"""The recipe a result ships with: command, date, versions, hardware."""
+
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "compiled-ddp", "numpy", "scikit-learn", "tabulate", "matplotlib")
+
+
+def recipe() -> dict[str, Any]:
+    """Everything needed to run the same thing again, as a JSON value."""
+    return {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "hardware": {
+            "cpu": _cpu_name(),
+            "cores": os.cpu_count(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+            "system": platform.platform(),
+        },
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    folder = Path(__file__).parent
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return answer.stdout.strip() or None
+
+
+def _cpu_name() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

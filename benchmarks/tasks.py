@@ -1,0 +1,24 @@
+"""The two workloads of this project. A comparison of your own model needs one more entry like these."""
+
+from functools import partial
+
+import torch
+
+from benchmarks.data import byte_batches, digit_batches
+from benchmarks.workload import Workload
+
+GPT = Workload(
+    name="gpt",
+    model_module="benchmarks.models",
+    model_factory="GPT",
+    batches=partial(byte_batches, batch=4, context=128),
+    optimizer=partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.1, fused=True),
+)
+CONV = Workload(
+    name="conv",
+    model_module="benchmarks.models",
+    model_factory="DigitsNet",
+    batches=partial(digit_batches, batch=64),
+    optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
+)
+WORKLOADS = {workload.name: workload for workload in (GPT, CONV)}

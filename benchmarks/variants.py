@@ -1,0 +1,67 @@
+"""What is compared: how each wrapper is put around a model, and which floor its row is measured against."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+Floor = Literal["eager", "compiled"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of the table.
+
+    `wrap` turns a bare model into the module that is trained. A row that does not communicate is the floor of its
+    kind. `bucket_bytes` reads, after a backward, the size of each all-reduce of the wrapped module, if it can tell.
+    """
+
+    name: str
+    floor: Floor
+    wrap: Callable[[nn.Module], nn.Module]
+    communicates: bool = True
+    bucket_bytes: Callable[[nn.Module], list[int]] | None = None
+
+    @property
+    def label(self) -> str:
+        """The name as part of an identifier or of a path."""
+        return re.sub(r"\W+", "_", self.name).strip("_")
+
+
+def _torch_ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+
+
+def _eager_ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    from compiled_ddp import EagerDDP
+
+    return EagerDDP(model, **options)
+
+
+def _compile_ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    from compiled_ddp import compile_ddp
+
+    return compile_ddp(model, **options)
+
+
+def _planned_bytes(module: nn.Module) -> list[int]:
+    return [bucket.nbytes for bucket in module.plan.buckets]
+
+
+def make_variants(bucket_cap_mb: float | None = None) -> dict[str, Variant]:
+    """All variants by name, in the order of the table. A given `bucket_cap_mb` holds for every wrapper, torch's too."""
+    options = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
+    variants = (
+        Variant("no communication, eager", "eager", lambda model: model, communicates=False),
+        Variant("no communication, compiled", "compiled", torch.compile, communicates=False),
+        Variant("torch DDP", "eager", lambda model: _torch_ddp(model, options)),
+        Variant("torch.compile(DDP)", "compiled", lambda model: torch.compile(_torch_ddp(model, options))),
+        Variant("DDP(torch.compile)", "compiled", lambda model: _torch_ddp(torch.compile(model), options)),
+        Variant("EagerDDP", "eager", lambda model: _eager_ddp(model, options), bucket_bytes=_planned_bytes),
+        Variant("compile_ddp", "compiled", lambda model: _compile_ddp(model, options), bucket_bytes=_planned_bytes),
+    )
+    return {variant.name: variant for variant in variants}

@@ -1,0 +1,41 @@
+"""What a launched rank runs: `python -m benchmarks.worker JOB`, JOB being the file that launch.py wrote."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import compare
+from benchmarks.probe import probe
+from benchmarks.ranks import Rank, joined_rank
+from benchmarks.tasks import WORKLOADS
+from benchmarks.train import train
+from benchmarks.variants import make_variants
+
+
+def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
+    """The job's answer as a JSON value, the same on every rank."""
+    workload = WORKLOADS[arguments["workload"]]
+    known = make_variants(arguments["bucket_cap_mb"])
+    variants = [known[name] for name in arguments["variants"]]
+    match kind:
+        case "compare":
+            link, warmup, rounds = arguments["link"], arguments["warmup"], arguments["rounds"]
+            return compare(workload, variants, warmup=warmup, rounds=rounds, link=link, rank=rank).to_json()
+        case "probe":
+            return probe(workload, variants[0], steps=arguments["steps"], rank=rank)
+        case "train":
+            return train(workload, variants, steps=arguments["steps"], rank=rank)
+    raise ValueError(f"Unknown kind of job '{kind}'; expected compare, probe or train")
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    with joined_rank(job["arguments"]["device"]) as rank:
+        answer = run(job["kind"], job["arguments"], rank)
+        if rank.index == 0:
+            Path(job["answer"]).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

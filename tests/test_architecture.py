@@ -1,0 +1,176 @@
+"""What may import what, read from the sources.
+
+Passes know the plan's plain data types, torch and the standard library; private names of torch stand in one module.
+"""
+
+import ast
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH_PRIVATE = ROOT / "compiled_ddp" / "torch_private.py"
+PASSES = sorted((ROOT / "passes").rglob("*.py"))
+SHIPPED = [
+    path
+    for folder in ("compiled_ddp", "passes", "benchmarks", "docs/examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if path != TORCH_PRIVATE
+]
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+# What a pass may import: these modules and what lies below them, compared in whole dotted parts.
+OPEN_TO_PASSES = ("compiled_ddp.plan", "compiled_ddp.passes", "torch", "functorch", *sys.stdlib_module_names)
+
+# Operators as they stand in captured graphs (torch.ops._c10d_functional.all_reduce), and the types of those objects,
+# which have no public name and which a pass could not take from torch_private.
+OPERATORS = ("torch.ops", "torch._ops.OpOverload", "torch._ops.HigherOrderOperator")
+
+# Private by name, but documented, and needed by tests alone.
+OPEN_TO_TESTS = ("torch._dynamo.reset",)
+
+
+def lies_in(name: str, packages: tuple[str, ...]) -> bool:
+    """Whether the dotted `name` is one of `packages` or lies below one, in whole parts."""
+    return any(name == package or name.startswith(package + ".") for package in packages)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """(line, full dotted name, name it is bound to) of each import; a relative one begins with its dots."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, alias.asname or alias.name.partition(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            for alias in node.names:
+                yield node.lineno, f"{module}.{alias.name}", alias.asname or alias.name
+
+
+def foreign_imports(tree: ast.AST) -> list[str]:
+    """Imports that a pass must not have."""
+    return [f"line {line}: {name}" for line, name, _ in imports(tree) if not lies_in(name, OPEN_TO_PASSES)]
+
+
+def dotted_name(node: ast.expr) -> str | None:
+    """`a.b.c` for an attribute chain rooted at a plain name, None for any other expression."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (base := dotted_name(node.value)) is not None:
+        return f"{base}.{node.attr}"
+    return None
+
+
+def is_private(name: str) -> bool:
+    parts = name.split(".")
+    if parts[0] != "torch" or lies_in(name, OPERATORS):
+        return False
+    return any(part.startswith("_") and not part.endswith("__") for part in parts)
+
+
+def private_torch_names(tree: ast.AST, allowed: tuple[str, ...] = ()) -> list[str]:
+    """Private torch names that the source imports or reaches by attribute access, through an alias too."""
+    found = {(line, name) for line, name, _ in imports(tree) if is_private(name)}
+    bound = {"torch": "torch"}
+    for _, name, local in imports(tree):
+        if lies_in(name, ("torch",)) and local != "torch":
+            bound[local] = name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (chain := dotted_name(node)) is not None:
+            root, _, rest = chain.partition(".")
+            name = f"{bound.get(root, root)}.{rest}"
+            # A chain contains its own beginnings: torch._C.f holds torch._C. The longest says the most.
+            if is_private(name):
+                found = {(line, other) for line, other in found if line != node.lineno or not lies_in(name, (other,))}
+                if not any(line == node.lineno and lies_in(other, (name,)) for line, other in found):
+                    found.add((node.lineno, name))
+    return [f"line {line}: {name}" for line, name in sorted(found) if not lies_in(name, allowed)]
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", PASSES, ids=relative)
+def test_pass_imports_only_plan_and_torch(path: Path) -> None:
+    assert not foreign_imports(parse(path)), (
+        f"{relative(path)} may import only compiled_ddp.plan, compiled_ddp.passes, torch, functorch and the standard "
+        "library, by absolute names: a pass receives frozen data and knows nothing else of the library"
+    )
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=relative)
+def test_private_torch_names_stand_in_one_module(path: Path) -> None:
+    assert not private_torch_names(parse(path)), (
+        f"{relative(path)} uses a private torch API: give it a name in compiled_ddp/torch_private.py, with the "
+        "versions it was checked on, and import that"
+    )
+
+
+@pytest.mark.parametrize("path", TESTS, ids=relative)
+def test_tests_use_private_torch_names_through_torch_private(path: Path) -> None:
+    assert not private_torch_names(parse(path), allowed=OPEN_TO_TESTS)
+
+
+def test_editor_bans_what_passes_may_not_import() -> None:
+    config = tomllib.loads((ROOT / "passes" / "ruff.toml").read_text())
+    banned = set(config["lint"]["flake8-tidy-imports"]["banned-api"])
+    modules = {f"compiled_ddp.{path.stem}" for path in (ROOT / "compiled_ddp").glob("*.py") if path.stem != "__init__"}
+    expected = modules - {"compiled_ddp.plan"} | {"passes"}
+    assert banned == expected, (
+        f"passes/ruff.toml must ban every module of compiled_ddp but plan: add {sorted(expected - banned)}, "
+        f"remove {sorted(banned - expected)}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import compiled_ddp.plan", []),
+        ("from compiled_ddp import plan", []),
+        ("from compiled_ddp.plan import Bucket", []),
+        ("from compiled_ddp.passes.insert import insert_all_reduces", []),
+        ("import torch.fx, math\nfrom functorch.compile import min_cut_rematerialization_partition", []),
+        ("from compiled_ddp.planner import plan", ["line 1: compiled_ddp.planner.plan"]),
+        ("from compiled_ddp import compile_ddp", ["line 1: compiled_ddp.compile_ddp"]),
+        ("def f():\n    import numpy as np", ["line 2: numpy"]),
+        ("from . import insert", ["line 1: ..insert"]),
+        ("import torchvision", ["line 1: torchvision"]),
+    ],
+)
+def test_imports_are_compared_in_whole_parts(source: str, found: list[str]) -> None:
+    assert foreign_imports(ast.parse(source)) == found
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import torch\ntorch.ops._c10d_functional.all_reduce\ntorch.__version__", []),
+        ("import torch\nmodule._parameters", []),
+        ("import torch._inductor.config as config", ["line 1: torch._inductor.config"]),
+        ("from torch._inductor import config", ["line 1: torch._inductor.config"]),
+        ("from torch import _dynamo", ["line 1: torch._dynamo"]),
+        ("import torch\ntorch._C._current_graph_task_id()", ["line 2: torch._C._current_graph_task_id"]),
+        ("import torch.distributed as dist\ndist._x()", ["line 2: torch.distributed._x"]),
+        ("from torch import nn\nnn.Module._call_impl", ["line 2: torch.nn.Module._call_impl"]),
+        (
+            "from torch.distributed.distributed_c10d import _world",
+            ["line 1: torch.distributed.distributed_c10d._world"],
+        ),
+    ],
+)
+def test_private_names_are_found_through_aliases(source: str, found: list[str]) -> None:
+    assert private_torch_names(ast.parse(source)) == found
+
+
+def test_reset_of_dynamo_is_open_to_tests_alone() -> None:
+    tree = ast.parse("import torch\ntorch._dynamo.reset()")
+    assert private_torch_names(tree) == ["line 2: torch._dynamo.reset"]
+    assert private_torch_names(tree, allowed=OPEN_TO_TESTS) == []

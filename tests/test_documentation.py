@@ -1,0 +1,146 @@
+"""Every Python snippet of the README and of docs/ runs.
+
+The blocks of a page run in order, in one namespace, in one spawned process that is rank 0 of 1 by its environment. A
+block opened by ```python notest does not run, and an HTML comment directly above it says why.
+"""
+
+import inspect
+import os
+import re
+import socket
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch.nn.parallel import DistributedDataParallel
+
+from ranks import RankError, RankPool
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
+PAGE_SECONDS = 240.0
+
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *python\b(?P<options>[^\n]*)$")
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """A fenced Python block: its code, and where the code begins in the page."""
+
+    code: str
+    first_line: int  # counted from 1
+    runs: bool
+    reason: str | None  # why it does not run
+
+
+def snippets(text: str) -> list[Snippet]:
+    """The fenced Python blocks of a Markdown page, those inside tabs and admonitions too."""
+    found = []
+    lines = text.splitlines()
+    number = 0
+    while number < len(lines):
+        opening = FENCE.match(lines[number])
+        number += 1
+        if opening is None:
+            continue
+        first = number
+        while number < len(lines) and lines[number].strip() != opening["fence"]:
+            number += 1
+        comment = re.fullmatch(r"\s*<!--\s*(.*?\S)\s*-->\s*", lines[first - 2]) if first >= 2 else None
+        found.append(
+            Snippet(
+                code=textwrap.dedent("\n".join(lines[first:number])),
+                first_line=first + 1,
+                runs="notest" not in opening["options"].split(),
+                reason=comment[1] if comment else None,
+            )
+        )
+        number += 1
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_page(rank: int, page: str, blocks: list[Snippet], directory: str) -> None:
+    """Run `blocks` one after the other, as torchrun would run them with one process."""
+    os.chdir(directory)  # what a snippet saves goes there
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks:
+        # Blank lines in front: a traceback then names the line of the page, and shows it.
+        code = "\n" * (block.first_line - 1) + block.code
+        exec(compile(code, page, "exec"), namespace)
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page.read_text())], ids=relative)
+def test_snippets_of_page_run(page: Path, tmp_path: Path) -> None:
+    blocks = [snippet for snippet in snippets(page.read_text()) if snippet.runs]
+    with RankPool(1) as pool:
+        pool.run(run_page, str(page), blocks, str(tmp_path), process_group=False, timeout_seconds=PAGE_SECONDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_snippet_that_does_not_run_has_a_reason(page: Path) -> None:
+    bare = [block.first_line for block in snippets(page.read_text()) if not block.runs and block.reason is None]
+    assert not bare, f"{relative(page)}: put <!-- why it cannot run --> directly above the blocks at lines {bare}"
+
+
+def test_migration_page_names_every_ddp_argument() -> None:
+    first_cells = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "migration.md").read_text(), flags=re.MULTILINE)
+    arguments = set(inspect.signature(DistributedDataParallel).parameters)
+    assert not arguments - set(first_cells), "docs/migration.md lists every argument of DistributedDataParallel"
+
+
+def test_snippets_are_found_with_their_lines() -> None:
+    page = """text
+```python title="a.py"
+one = 1
+```
+<!-- needs two ranks -->
+```python notest
+two = 2
+```
+=== "Tab"
+
+    ```python
+    if one:
+        three = 3
+    ```
+
+```console
+$ python
+```
+```python notest
+```
+"""
+    assert snippets(page) == [
+        Snippet("one = 1", 3, True, None),
+        Snippet("two = 2", 7, False, "needs two ranks"),
+        Snippet("if one:\n    three = 3", 12, True, None),
+        Snippet("", 20, False, None),
+    ]
+
+
+def test_failing_snippet_names_the_line_of_its_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n\n```python\nvalue = 1\n```\n\n```python\nvalue / 0\n```\n")
+    with RankPool(1) as pool, pytest.raises(RankError, match="ZeroDivisionError") as failure:
+        pool.run(run_page, str(page), snippets(page.read_text()), str(tmp_path), process_group=False)
+    assert f'"{page}", line 8' in str(failure.value)

@@ -7,9 +7,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SHAPE := .typecheck
 
-# Inductor takes g++ unless $CXX names another compiler. Make's own default for CXX is no choice of the user's.
+# Inductor takes g++ unless $CXX names another compiler; where only clang++ is installed, name that. Make's own default
+# for CXX is no choice of the user's.
 ifeq ($(origin CXX),default)
-CXX := $(shell command -v g++ || command -v clang++ || echo g++)
+CXX := $(if $(shell command -v g++),g++,$(if $(shell command -v clang++),clang++,g++))
 endif
 export CXX
 
@@ -42,7 +43,7 @@ types: shape ## Type-check the package as it is installed
 
 docs: shape ## Build the documentation into site/, warnings being errors
 	@echo "==> make docs: mkdocs build --strict"
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove the virtual environment, caches and everything that was built
 	@echo "==> make clean: remove $(VENV), caches and build output"
@@ -77,10 +78,10 @@ check-python:
 
 check-compiler: check-python
 	@command -v $(firstword $(CXX)) >/dev/null || { \
-	    echo "error: no C++ compiler: '$(firstword $(CXX))' was not found, and neither g++ nor clang++ is on PATH."; \
+	    echo "error: no C++ compiler: '$(firstword $(CXX))' was not found."; \
 	    echo "  torch.compile's Inductor backend compiles its CPU kernels with one."; \
 	    echo "  Debian and Ubuntu: apt-get install g++    Fedora: dnf install gcc-c++    macOS: xcode-select --install"; \
-	    echo "  If it is installed elsewhere, name it: CXX=/path/to/g++ make ..."; \
+	    echo "  If one is installed elsewhere, or is called neither g++ nor clang++, name it: CXX=/path/to/g++ make ..."; \
 	    exit 1; }
 	@"$(PYTHON)" -c 'import os, sys, sysconfig; \
 	    sys.exit(not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")))' || { \

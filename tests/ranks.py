@@ -101,6 +101,7 @@ class RankPool:
         that a missing broadcast shows. Raises RankError, with every failing rank's traceback, when a rank raises,
         dies, or has not returned within `timeout_seconds`; then with the Python stacks of all ranks.
         """
+        __tracebackhide__ = True
         if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
             raise ValueError(f"{function.__qualname__} must be a module-level function: ranks import it by its name")
         self._runs += 1
@@ -162,6 +163,7 @@ class RankPool:
         self._gather(f"starting {self.world_size} ranks", STARTUP_SECONDS)
 
     def _ask(self, message: bytes, name: str, timeout_seconds: float) -> list[bytes]:
+        __tracebackhide__ = True
         for rank in self._ranks:
             with contextlib.suppress(BrokenPipeError):  # a dead rank: _gather says how it ended
                 rank.connection.send_bytes(message)
@@ -169,6 +171,7 @@ class RankPool:
 
     def _gather(self, name: str, timeout_seconds: float) -> list[bytes]:
         """One reply of every rank. The first failure leaves the others a short grace."""
+        __tracebackhide__ = True
         replies: dict[int, _Reply] = {}
         pending = {rank.connection: index for index, rank in enumerate(self._ranks)}
         deadline = time.monotonic() + timeout_seconds
@@ -277,7 +280,7 @@ def _call(job: _Job, rank: int, world_size: int, store: dist.Store) -> bytes:
 
 def _clean_up() -> bytes:
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -8,7 +8,7 @@
 | `_aot_autograd.descriptors` in an output's `meta["desc"]` | which output is whose gradient | 2.13 |
 | `CompiledFunction._backward_impl` of AOTAutograd | choosing a backward when it starts | 2.13 |
 | `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket | 2.13 |
-| `_register_process_group` | a communicator's name, the same on every rank and in every run | 2.13 |
+| `distributed_c10d._new_process_group_helper` | a communicator's name, the same on every rank and in every run | 2.13 |
 | `_broadcast_coalesced` | parameters and buffers | 2.13 |
 """
 
@@ -16,10 +16,12 @@ import contextlib
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.fx import GraphModule
 
 # Rewrites a backward graph in place, given its (fake) inputs; returns them with those it appended.
@@ -242,17 +244,43 @@ def current_tracing_context() -> Any:
 # ---- process groups --------------------------------------------------------------------------------------------------
 
 
-def register_group_name(name: str, group: dist.ProcessGroup) -> None:
-    """Let `name` resolve to `group` in graphs, beside the name that torch counted up for it."""
-    from torch._C._distributed_c10d import _register_process_group
+def new_group_named(
+    name: str, ranks: Sequence[int], *, parent: dist.ProcessGroup, timeout: timedelta
+) -> tuple[dist.ProcessGroup, str]:
+    """Make a process group of the global `ranks`, with `parent`'s backend, under a name of our choice.
 
-    _register_process_group(name, group)
+    Only its members call this. torch's own `new_group` counts names up, and the name is part of a compiled graph and
+    so of its cache key; its local variant hashes in the number of groups that a rank happens to know.
+    """
+    group_name = distributed_c10d.GroupName(name)
+    backend, _ = distributed_c10d._world.pg_map[parent]
+    group, _ = distributed_c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        backend,
+        default_store(),
+        group_name,
+        timeout=timeout,
+        device_id=distributed_c10d._get_default_group().bound_device_id,
+        group_desc="compiled_ddp",
+    )
+    distributed_c10d._world.pg_group_ranks[group] = {
+        global_rank: group_rank for group_rank, global_rank in enumerate(ranks)
+    }
+    return group, group_name
 
 
-def unregister_group_name(name: str) -> None:
-    from torch._C._distributed_c10d import _unregister_process_group
+def default_store() -> dist.Store:
+    return distributed_c10d._get_default_store()
 
-    _unregister_process_group(name)
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that the user gave to `group`."""
+    device = torch.device("cuda" if "cuda" in dist.get_backend_config(group) and torch.cuda.is_available() else "cpu")
+    with contextlib.suppress(RuntimeError):  # no backend for this device
+        return group._get_backend(device).options._timeout  # type: ignore[no-any-return,attr-defined]
+    return distributed_c10d.default_pg_timeout  # type: ignore[no-any-return]
 
 
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], *, source: int) -> None:

@@ -1,0 +1,103 @@
+"""The wrapper's own communicator: one process group, one store, one timeout."""
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from compiled_ddp import torch_private
+
+# How many wrappers each rank set has had, per default process group. [Note: one communicator per wrapper]
+_wrappers_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class RankGroup:
+    """The user's ranks, and the store through which they agree on things; no collective is needed for that.
+
+    `name` is made of the global ranks and the wrapper's ordinal among the wrappers of these ranks, so it is the same
+    on every rank and in every run.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """Read the user's group; None is the default one.
+
+        Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not in `group`.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group() before wrapping "
+                "the model, and start the script with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."
+            )
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                f"global rank {dist.get_rank()} is not a member of process_group: wrap the model only on the ranks "
+                "that belong to the group."
+            )
+        self.group = group or dist.group.WORLD
+        assert self.group is not None
+        self.ranks = tuple(dist.get_process_group_ranks(self.group))
+        self.rank = dist.get_rank(self.group)
+        self.world_size = dist.get_world_size(self.group)
+        self.timeout: timedelta = torch_private.group_timeout(self.group)
+        made = _wrappers_made.setdefault(dist.group.WORLD, {})
+        ordinal = made.get(self.ranks, 0)
+        made[self.ranks] = ordinal + 1
+        ranks_hash = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
+        self.name = f"compiled_ddp/{ranks_hash}/{ordinal}"
+        self.store = dist.PrefixStore(self.name, torch_private.default_store())
+
+    def publish(self, key: str, value: str) -> None:
+        """Make `value` readable by every rank under `key`."""
+        self.store.set(key, value)
+
+    def read(self, key: str, *, writer: int, purpose: str) -> str:
+        """Wait for what rank `writer` publishes under `key`.
+
+        Raises RuntimeError, naming the silent rank, when the group's timeout is over.
+        """
+        try:
+            self.store.wait([key], self.timeout)
+        except dist.DistStoreError as error:
+            raise RuntimeError(
+                f"rank {self.rank} waited {self.timeout.total_seconds():.0f} s for rank {writer} ({purpose}), which "
+                f"stayed silent: it has stopped, or does not take part in {self.name}. Every rank of the group must "
+                "wrap the same models in the same order and run the same synchronised backwards."
+            ) from error
+        return self.store.get(key).decode()
+
+
+class Communicator:
+    """[Note: one communicator per wrapper]
+
+    The order of collectives on it depends on nothing but its wrapper: neither on other wrappers, nor on collectives
+    of the model or the user. On a shared group, two ranks that swap two all-reduces of equal size both get wrong
+    sums and no error.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self.ranks = ranks
+        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.group, self.group_name = torch_private.new_group_named(
+            ranks.name, ranks.ranks, parent=ranks.group, timeout=ranks.timeout
+        )
+
+    def all_reduce(self, flat_buffer: torch.Tensor) -> dist.Work:
+        """Launch the sum over ranks of `flat_buffer`, in place."""
+        work = dist.all_reduce(flat_buffer, group=self.group, async_op=True)
+        assert work is not None
+        return work
+
+    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Overwrite `tensors` with those of the group's rank 0."""
+        if tensors and self.world_size > 1:
+            torch_private.broadcast_coalesced(self.group, list(tensors), source=0)
+
+    def close(self) -> None:
+        """Destroy the communicator; a no-op once torch.distributed has been shut down."""
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)

@@ -1,7 +1,8 @@
 """Every Python snippet of the README and of docs/ runs.
 
 The blocks of a page run in order, in one namespace, in one spawned process that is rank 0 of 1 by its environment. A
-block opened by ```python notest does not run, and an HTML comment directly above it says why.
+block opened by ```{.python notest} does not run, and an HTML comment directly above it says why. (The README may also
+write ```python notest, which MkDocs does not render.)
 """
 
 import inspect
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
 PAGE_SECONDS = 240.0
 
-FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *python\b(?P<options>[^\n]*)$")
+FENCE = re.compile(r"^ *(?P<fence>`{3,}|~{3,}) *(?:\{ *\.)?python\b(?P<options>[^}\n]*)\}?$")
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,13 @@ def test_snippet_that_does_not_run_has_a_reason(page: Path) -> None:
     assert not bare, f"{relative(page)}: put <!-- why it cannot run --> directly above the blocks at lines {bare}"
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=relative)
+def test_snippet_that_does_not_run_renders(page: Path) -> None:
+    assert not re.search(r"^ *[`~]{3,} *python\b.* notest", page.read_text(), flags=re.MULTILINE), (
+        f"{relative(page)}: write ```{{.python notest}}, MkDocs does not render ```python notest"
+    )
+
+
 def test_migration_page_names_every_ddp_argument() -> None:
     first_cells = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "migration.md").read_text(), flags=re.MULTILINE)
     arguments = set(inspect.signature(DistributedDataParallel).parameters)
@@ -127,7 +135,7 @@ two = 2
 ```console
 $ python
 ```
-```python notest
+```{.python notest}
 ```
 """
     assert snippets(page) == [

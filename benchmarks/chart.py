@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.result import Comparison
-from benchmarks.table import Row, Table, derive
+from benchmarks.table import LIMITS, Row, Table, derive
 
 PARTS = {
     "forward": "#9ecae1",
@@ -35,13 +35,14 @@ def _draw_panel(axes: Any, comparison: Comparison, table: Table) -> None:
             left += width
         ends.append(left)
         ratio = "" if row.ratio_to_baseline is None else f"  ({row.ratio_to_baseline:.2f}x)"
-        axes.annotate(f"{row.step_ms:.0f} ms{ratio}", (left, position), (5, 0), textcoords="offset points", va="center")
+        # beside the panel, where neither a bar nor a limit's line can cross it
+        axes.text(1.01, position, f"{row.step_ms:.4g} ms{ratio}", transform=axes.get_yaxis_transform(), va="center")
     for row, (style, color) in zip(table.limits, LIMIT_STYLES, strict=False):
-        axes.axvline(row.step_ms, linestyle=style, color=color, linewidth=1.2, zorder=0)
+        axes.axvline(row.step_ms, linestyle=style, color=color, linewidth=1.2)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlim(0, max([*ends, *(row.step_ms or 0.0 for row in table.limits)]) * 1.22)
-    axes.set_xlabel("ms per step (median); in brackets the ratio to torch DDP")
+    axes.set_xlim(0, max([*ends, *(row.step_ms or 0.0 for row in table.limits)]) * 1.02)
+    axes.set_xlabel("ms per step (medians); in brackets the ratio to torch DDP")
     axes.set_title(
         f"{comparison.workload}, {comparison.parameters / 1e6:.1f} M parameters, {comparison.world_size} ranks, "
         f"{comparison.link}; communication alone {table.communication.step_ms:.0f} ms",
@@ -77,7 +78,7 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
         for part, color in PARTS.items()
     ]
     for (style, color), row in zip(LIMIT_STYLES, tables[0].limits, strict=False):
-        keys.append(Line2D([], [], linestyle=style, color=color, label=row.name))
+        keys.append(Line2D([], [], linestyle=style, color=color, label=f"{row.name}: {LIMITS[row.name]}"))
     figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

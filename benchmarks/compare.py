@@ -7,9 +7,9 @@ there is no shaped link, and the columns that need fresh processes (peak memory,
 import argparse
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from benchmarks import chart, table
 from benchmarks.launch import run_job
-from benchmarks.link import LOOPBACK, LinkUnavailable, ShapedLink, parse_rate
+from benchmarks.link import LOOPBACK, ShapedLink, link_or_loopback, parse_rate
 from benchmarks.probe import MALLOC_ENVIRONMENT
 from benchmarks.ranks import joined_rank
 from benchmarks.record import recipe
@@ -43,6 +43,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--link", default=LOOPBACK, help="loopback, or a rate like 1gbit or 600mbit (needs root)")
     parser.add_argument("--variants", nargs="+", metavar="NAME", help="some of: " + "; ".join(make_variants()))
     parser.add_argument("--bucket-cap-mb", type=float, help="for every wrapper, torch's too; default each one's own")
+    parser.add_argument(
+        "--probe",
+        action=argparse.BooleanOptionalAction,
+        help="measure peak memory and first steps in fresh processes; default with --full only",
+    )
     parser.add_argument("--json", type=Path, help="write recipe and raw samples to this file")
     parser.add_argument("--png", type=Path, help="draw the chart into this file")
     options = parser.parse_args(arguments)
@@ -54,6 +59,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parse_rate(options.link)
         except ValueError as error:
             parser.error(str(error))
+    options.probe = options.full if options.probe is None else options.probe
     options.model = options.model or ("both" if options.full else "gpt")
     return options
 
@@ -71,24 +77,25 @@ def _job(options: argparse.Namespace, workload: str, link: str) -> dict[str, Any
     }
 
 
-def _with_probes(comparison: Comparison, job: dict[str, Any], ranks: int, link: ShapedLink | None) -> Comparison:
-    """First step cold and warm and peak memory of each variant: two fresh starts on an Inductor cache of its own."""
-    results = []
-    for result in tqdm(comparison.variants, desc=f"{comparison.workload}: fresh processes", leave=False):
-        with tempfile.TemporaryDirectory(prefix="cddp-cache-") as cache:
-            environment = {**MALLOC_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": cache}
-            probe = {**job, "variants": [result.name], "steps": 5}
+def _probe_all(job: dict[str, Any], ranks: int, link: ShapedLink | None, cache: Path) -> dict[str, dict[str, Any]]:
+    """First step cold and warm and peak memory of each variant: two fresh starts on an Inductor cache of its own.
+
+    What they compile is gathered in `cache`, so that the timed run need not compile it again.
+    """
+    probes = {}
+    for name in tqdm(job["variants"], desc=f"{job['workload']}: fresh processes", leave=False):
+        with tempfile.TemporaryDirectory(prefix="cddp-cache-") as own_cache:
+            environment = {**MALLOC_ENVIRONMENT, "TORCHINDUCTOR_CACHE_DIR": own_cache}
+            probe = {**job, "variants": [name], "steps": 5}
             cold = run_job("probe", probe, ranks=ranks, link=link, environment=environment)
             warm = run_job("probe", probe, ranks=ranks, link=link, environment=environment)
-        results.append(
-            replace(
-                result,
-                first_step_cold_s=cold["first_step_s"],
-                first_step_warm_s=warm["first_step_s"],
-                peak_memory_bytes=warm["peak_memory_bytes"],
-            )
-        )
-    return replace(comparison, variants=results)
+            shutil.copytree(own_cache, cache, dirs_exist_ok=True)
+        probes[name] = {
+            "first_step_cold_s": cold["first_step_s"],
+            "first_step_warm_s": warm["first_step_s"],
+            "peak_memory_bytes": warm["peak_memory_bytes"],
+        }
+    return probes
 
 
 def _report(options: argparse.Namespace, comparisons: Sequence[Comparison]) -> None:
@@ -111,15 +118,16 @@ def _run_as_rank(options: argparse.Namespace, workloads: Sequence[str]) -> None:
             _report(options, [Comparison.from_json(answer) for answer in answers])
 
 
-def _run_as_launcher(options: argparse.Namespace, workloads: Sequence[str], link: ShapedLink | None) -> None:
-    comparisons = []
-    for workload in workloads:
-        job = _job(options, workload, LOOPBACK if link is None else link.rate)
-        comparison = Comparison.from_json(run_job("compare", job, ranks=options.ranks, link=link))
-        if options.full:
-            comparison = _with_probes(comparison, job, options.ranks, link)
-        comparisons.append(comparison)
-    _report(options, comparisons)
+def _run_as_launcher(options: argparse.Namespace, workload: str, link: ShapedLink | None) -> Comparison:
+    job = _job(options, workload, LOOPBACK if link is None else link.rate)
+    if not options.probe:
+        return Comparison.from_json(run_job("compare", job, ranks=options.ranks, link=link))
+    with tempfile.TemporaryDirectory(prefix="cddp-cache-") as cache:
+        probes = _probe_all(job, options.ranks, link, Path(cache))
+        environment = {"TORCHINDUCTOR_CACHE_DIR": cache}
+        answer = run_job("compare", job, ranks=options.ranks, link=link, environment=environment)
+    comparison = Comparison.from_json(answer)
+    return replace(comparison, variants=[replace(result, **probes[result.name]) for result in comparison.variants])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -128,15 +136,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ:
         _run_as_rank(options, workloads)
         return
-    try:
-        with nullcontext() if options.link == LOOPBACK else ShapedLink(options.link) as link:
-            _run_as_launcher(options, workloads, link)
-    except LinkUnavailable as reason:
-        print(f"--link {options.link} is not available: {reason}.")
-        print(
-            "Falling back to loopback. A shaped link needs root and iproute2 (ip, tc), and a kernel that allows both."
-        )
-        _run_as_launcher(options, workloads, None)
+    with link_or_loopback(options.link) as link:
+        comparisons = [_run_as_launcher(options, workload, link) for workload in workloads]
+    _report(options, comparisons)
 
 
 if __name__ == "__main__":

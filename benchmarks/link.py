@@ -11,8 +11,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 LOOPBACK = "loopback"
 
@@ -58,7 +58,7 @@ def setup_commands(namespaces: Sequence[str], interfaces: Sequence[str], rate: s
 
 
 class ShapedLink:
-    """Makes the namespaces on entry and removes them, and nothing else, on exit."""
+    """Two namespaces of this process, and the link between them from `create` to `remove`. It removes nothing else."""
 
     STORE_ADDRESS = "10.213.0.1"
     STORE_PORT = "29500"  # always free: the namespace is ours
@@ -68,26 +68,20 @@ class ShapedLink:
         self.namespaces = [f"cddp-{os.getpid()}-{end}" for end in (0, 1)]
         self.interfaces = [f"cddp{os.getpid()}{end}" for end in ("a", "b")]
 
-    def __enter__(self) -> "ShapedLink":
+    def create(self) -> None:
+        """Raises LinkUnavailable, and leaves nothing behind, where the link cannot be made."""
         if reason := unavailable_reason():
             raise LinkUnavailable(reason)
         try:
             for command in setup_commands(self.namespaces, self.interfaces, self.rate):
                 subprocess.run(command, check=True, capture_output=True, text=True)
-        except subprocess.CalledProcessError as error:
-            self._remove()
-            raise LinkUnavailable(f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from error
-        except BaseException:
-            self._remove()
+        except BaseException as error:
+            self.remove()
+            if isinstance(error, subprocess.CalledProcessError):
+                raise LinkUnavailable(f"`{' '.join(error.cmd)}` failed: {error.stderr.strip()}") from error
             raise
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._remove()
-
-    def _remove(self) -> None:
+    def remove(self) -> None:
         for namespace in self.namespaces:  # takes the interfaces inside along
             subprocess.run(["ip", "netns", "del", namespace], check=False, capture_output=True)
 
@@ -109,3 +103,25 @@ class ShapedLink:
             "MASTER_PORT": self.STORE_PORT,
             "GLOO_SOCKET_IFNAME": self.interfaces[self.end_of(rank, world_size)],
         }
+
+
+@contextmanager
+def link_or_loopback(rate: str) -> Iterator[ShapedLink | None]:
+    """A ready link; None for "loopback", and, with a message that says how to get it, where it cannot be had."""
+    if rate == LOOPBACK:
+        yield None
+        return
+    link = ShapedLink(rate)
+    try:
+        link.create()
+    except LinkUnavailable as reason:
+        print(
+            f"--link {rate} is not available here: {reason}. It needs root, iproute2, and veth and tbf in the kernel."
+        )
+        print("Falling back to loopback; the table says so.")
+        yield None
+        return
+    try:
+        yield link
+    finally:
+        link.remove()

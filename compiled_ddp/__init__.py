@@ -1,0 +1,19 @@
+"""Data-parallel training in which the gradients' all-reduces are part of the compiled graph."""
+
+import compiled_ddp.passes.ops  # noqa: F401  (defines compiled_ddp::pack, which cached graphs call)
+from compiled_ddp.compiled import CompiledDDP, compile_ddp
+from compiled_ddp.eager import EagerDDP
+from compiled_ddp.explain import Explanation
+from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence, Riders
+
+__all__ = [
+    "Bucket",
+    "BucketPlan",
+    "CompiledDDP",
+    "EagerDDP",
+    "Explanation",
+    "ReductionSequence",
+    "Riders",
+    "compile_ddp",
+]
+__version__ = "0.1.0"

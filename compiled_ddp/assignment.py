@@ -49,8 +49,18 @@ def assign_buckets(
             open_buckets[kind] = _OpenBucket(bucket_cap_bytes)
     filled += [bucket for bucket in open_buckets.values() if bucket.gradients]
     filled.sort(key=lambda bucket: bucket.last_position)
-    buckets = [_place(bucket.gradients) for bucket in filled]
-    return BucketPlan(tuple(_with_riders(buckets, apart=bucket_cap_bytes == 0)), world_size)
+    return place_buckets([bucket.gradients for bucket in filled], world_size, riders_apart=bucket_cap_bytes == 0)
+
+
+def place_buckets(
+    buckets: Sequence[Sequence[GradientSpec]], world_size: int, *, riders_apart: bool = False
+) -> BucketPlan:
+    """The plan that has these buckets in this order: gradients back to back, riders at the end.
+
+    `riders_apart` gives the riders a bucket of their own also where the last one is float32.
+    """
+    placed = [_place(gradients) for gradients in buckets]
+    return BucketPlan(tuple(_with_riders(placed, apart=riders_apart)), world_size)
 
 
 def _place(gradients: Sequence[GradientSpec]) -> Bucket:

@@ -21,6 +21,7 @@ Sizes are in elements where a name ends in `_elements`, in bytes where it ends i
 """
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -42,16 +43,31 @@ class GradientSpec:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, index: int, parameter: torch.Tensor) -> "GradientSpec":
+        """The gradient of `parameter`: strided like it where it is dense, contiguous where it has gaps or overlaps."""
+        size, stride = tuple(parameter.shape), tuple(parameter.stride())
+        if not _is_dense(size, stride):
+            stride = torch.empty(size, device="meta").stride()
+        return cls(index, size, stride, parameter.dtype, parameter.device)
+
     @property
     def numel(self) -> int:
-        numel = 1
-        for length in self.size:
-            numel *= length
-        return numel
+        return math.prod(self.size)
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether a tensor's elements fill their memory without gap or overlap, in some order of its dimensions."""
+    expected = 1
+    for length, step in sorted(((n, s) for n, s in zip(size, stride, strict=True) if n != 1), key=lambda pair: pair[1]):
+        if step != expected:
+            return False
+        expected *= length
+    return True
 
 
 @dataclass(frozen=True)

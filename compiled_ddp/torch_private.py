@@ -13,6 +13,7 @@
 """
 
 import contextlib
+import copy
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -55,8 +56,11 @@ def evaluating_node() -> Any | None:
 
 
 def backward_will_execute(node: Any) -> bool:
-    """Whether the backward that this thread runs will evaluate, or has evaluated, `node`."""
-    return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    """Whether the backward that this thread runs will evaluate, or has evaluated, `node`.
+
+    The engine does not count a single root among the nodes it will execute; it is the node under evaluation then.
+    """
+    return node is evaluating_node() or torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -230,15 +234,70 @@ def replace_backward_implementation(
     compiled_function._backward_impl = staticmethod(implementation)  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def tracing_context(context: Any) -> Iterator[None]:
-    """Compile under the tracing context (fake tensors, symbolic shapes) of an earlier capture."""
-    with torch._guards.tracing(context):
-        yield
+def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[Any]) -> Any | None:
+    """The autograd node that a call of `compiled_function` made, found behind the call's outputs.
+
+    An output that is a view of another tensor hangs on the node through the nodes of its views.
+    """
+    pending = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None]
+    for _ in range(64):
+        if not pending:
+            break
+        node = pending.pop(0)
+        if getattr(type(node), "_forward_cls", None) is compiled_function:
+            return node
+        pending += [following for following, _ in node.next_functions if following is not None]
+    return None
 
 
-def current_tracing_context() -> Any:
-    return torch._guards.TracingContext.try_get()
+def attach(node: Any, call: object) -> None:
+    """Keep `call` with an autograd node of a Python function, for its backward."""
+    node._compiled_ddp_call = call
+
+
+def attached(node: Any) -> Any | None:
+    return getattr(node, "_compiled_ddp_call", None)
+
+
+def has_tensor_hooks(parameter: torch.Tensor) -> bool:
+    """Whether Tensor.register_hook was called on `parameter`."""
+    return bool(parameter._backward_hooks)
+
+
+def copy_captured(graph_module: GraphModule) -> GraphModule:
+    """A copy of a graph captured by Dynamo that AOTAutograd will partition in the same way.
+
+    A deepcopy loses the sources that Dynamo notes; without them AOTAutograd does not know which inputs are parameters,
+    which are free to save, and saves other tensors for backward.
+    """
+    copied = copy.deepcopy(graph_module)
+    for original, node in zip(graph_module.graph.nodes, copied.graph.nodes, strict=True):
+        if hasattr(original, "_dynamo_source"):
+            node._dynamo_source = original._dynamo_source
+    copied.meta.update(graph_module.meta)
+    if hasattr(graph_module, "_param_name_to_source"):
+        copied._param_name_to_source = graph_module._param_name_to_source
+    return copied
+
+
+class CaptureState:
+    """The ambient state under which a graph was captured, to compile it again under the same."""
+
+    def __init__(self, device_types: Sequence[str]) -> None:
+        self._context = torch._guards.TracingContext.try_get()
+        self._autocast = [
+            (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in device_types
+        ]
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Fake tensors and symbolic shapes, autocast, and gradients enabled, as they were at capture."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch._guards.tracing(self._context))
+            stack.enter_context(torch.enable_grad())
+            for device, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            yield
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------
@@ -321,3 +380,31 @@ def _register_pack_lowering() -> None:
         kernel.inputs = ir.ConcatKernel.unwrap_storage(placed)
         V.graph.register_operation(kernel)
         return ir.TensorBox(storage)
+
+
+# ---- the user's module -----------------------------------------------------------------------------------------------
+
+
+def without_compile_wrapper(module: torch.nn.Module) -> torch.nn.Module:
+    """The module behind torch.compile(module); any other module as it is."""
+    while isinstance(module, torch._dynamo.OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
+def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
+    """Undo model.compile(), which would compile the module's call a second time inside ours."""
+    module._compiled_call_impl = None  # type: ignore[assignment]
+    return module
+
+
+def allow_recurrent(compiled: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """Let Dynamo capture nn.LSTM, nn.GRU and nn.RNN, which it leaves to eager by default; a no-op without them."""
+    if not any(isinstance(part, torch.nn.RNNBase) for part in module.modules()):
+        return compiled
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(allow_rnn=True):
+            return compiled(*args, **kwargs)
+
+    return call

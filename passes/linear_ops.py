@@ -84,8 +84,8 @@ _ATEN: tuple[tuple[LinearityRule, str], ...] = (
     # Sums, and maps with constant weights.
     (
         linear_in("self"),
-        """_adaptive_avg_pool2d _adaptive_avg_pool3d _fft_c2c _fft_c2r _fft_r2c avg_pool2d avg_pool3d col2im cumsum im2col
-        imag mean mean.dim neg real reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
+        """_adaptive_avg_pool2d _adaptive_avg_pool3d _fft_c2c _fft_c2r _fft_r2c avg_pool2d avg_pool3d col2im cumsum
+        im2col imag mean mean.dim neg real reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
         replication_pad2d replication_pad3d sum sum.dim_IntList trace upsample_bilinear2d upsample_nearest1d
         upsample_nearest2d upsample_nearest3d""",
     ),

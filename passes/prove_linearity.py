@@ -59,8 +59,8 @@ def prove_linearity(graph: torch.fx.Graph, tangents: Sequence[Node], gradients: 
                 _refuse_dtype(node)
         for gradient in gradients:
             if degrees[gradient] is _Degree.INDEPENDENT:
-                raise _Refusal(gradient, "is a gradient that depends on no tangent and is not known to be zero")
-    except _Refusal as refusal:
+                raise _NotProvenError(gradient, "is a gradient that depends on no tangent and is not known to be zero")
+    except _NotProvenError as refusal:
         return LinearityProof(proven=False, reason=str(refusal))
     return LinearityProof(proven=True, reason="")
 
@@ -73,7 +73,7 @@ class _Degree(Enum):
     LINEAR = "linear in the tangents"
 
 
-class _Refusal(Exception):
+class _NotProvenError(Exception):
     """The proof stops at `node`; never leaves this module."""
 
     def __init__(self, node: Node, what: str) -> None:
@@ -96,7 +96,7 @@ def _degree_of(node: Node, degrees: dict[Node, _Degree]) -> _Degree:
             return _apply(rule, node, degrees)
     for place, argument in _arguments_in_order(node):
         if _degree_of_argument(argument, degrees) is _Degree.LINEAR:
-            raise _Refusal(node, f"is not known to be linear in {place}")
+            raise _NotProvenError(node, f"is not known to be linear in {place}")
     return _Degree.INDEPENDENT
 
 
@@ -105,12 +105,12 @@ def _apply(rule: LinearityRule, node: Node, degrees: dict[Node, _Degree]) -> _De
     arguments = _arguments_by_name(node)
     for name, allowed in rule.only_when:
         if arguments[name] not in allowed:
-            raise _Refusal(node, f"is linear only with {name} in {allowed}, not with {arguments[name]!r}")
+            raise _NotProvenError(node, f"is linear only with {name} in {allowed}, not with {arguments[name]!r}")
     factors = {name for term in rule.terms for name in term}
     for position, (name, argument) in enumerate(arguments.items()):
-        ignored = name in factors or name in rule.shape_only
-        if not ignored and _degree_of_argument(argument, degrees) is _Degree.LINEAR:
-            raise _Refusal(node, f"is not known to be linear in argument {position} ({name})")
+        covered = name in factors or name in rule.shape_only
+        if not covered and _degree_of_argument(argument, degrees) is _Degree.LINEAR:
+            raise _NotProvenError(node, f"is not known to be linear in argument {position} ({name})")
 
     terms: list[tuple[Argument, _Degree]] = []
     for term in rule.terms:
@@ -131,7 +131,7 @@ def _product(node: Node, factors: Sequence[Argument], degrees: dict[Node, _Degre
     found = [_degree_of_argument(factor, degrees) for factor in factors]
     if found.count(_Degree.LINEAR) > 1:
         linear = [str(factor) for factor, degree in zip(factors, found, strict=True) if degree is _Degree.LINEAR]
-        raise _Refusal(node, f"multiplies values that both depend on the tangents ({' and '.join(linear)})")
+        raise _NotProvenError(node, f"multiplies values that both depend on the tangents ({' and '.join(linear)})")
     for degree in (_Degree.LINEAR, _Degree.ZERO):
         if degree in found:
             return degree
@@ -142,7 +142,9 @@ def _sum(node: Node, terms: Sequence[tuple[Argument, _Degree]]) -> _Degree:
     found = [degree for _, degree in terms]
     if _Degree.LINEAR in found and _Degree.INDEPENDENT in found:
         constant = terms[found.index(_Degree.INDEPENDENT)][0]
-        raise _Refusal(node, f"combines a value that depends on the tangents with one that does not ({constant})")
+        raise _NotProvenError(
+            node, f"combines a value that depends on the tangents with one that does not ({constant})"
+        )
     for degree in (_Degree.LINEAR, _Degree.INDEPENDENT):
         if degree in found:
             return degree
@@ -166,16 +168,16 @@ def _degree_of_argument(argument: Argument, degrees: dict[Node, _Degree]) -> _De
 
 
 def _refuse_dtype(node: Node) -> None:
-    value = node.meta.get("val")
-    for tensor in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(tensor, list | tuple | None) and value is not None:
-            continue  # an output that is masked out, or a nested list: its getitem is looked at
-        if not isinstance(tensor, torch.Tensor):
-            raise _Refusal(node, 'depends on a tangent and has no tensor in meta["val"], so its dtype is not known')
+    """Refuse a value that depends on a tangent and whose dtype cannot be scaled safely, or is not known."""
+    leaves = list(_leaves(node.meta.get("val")))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors or len(tensors) < len(leaves):
+        raise _NotProvenError(node, 'depends on a tangent and has no tensor in meta["val"], so its dtype is not known')
+    for tensor in tensors:
         if tensor.dtype is torch.float16:
-            raise _Refusal(node, "depends on a tangent in torch.float16, which may underflow when it is scaled")
+            raise _NotProvenError(node, "depends on a tangent in torch.float16, which may underflow when it is scaled")
         if tensor.dtype not in _SCALABLE_DTYPES:
-            raise _Refusal(node, f"depends on a tangent in {tensor.dtype}, which does not scale")
+            raise _NotProvenError(node, f"depends on a tangent in {tensor.dtype}, which does not scale")
 
 
 def _refuse_hidden_effect(node: Node, dependents: set[Node]) -> None:
@@ -184,18 +186,19 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node]) -> None:
     Writing an independent value into a graph input stays allowed (`copy_` of a buffer at the end of a graph): inputs
     are independent before it and after it.
     """
+    if node.op in ("call_method", "call_module"):
+        raise _NotProvenError(node, "is not an ATen op, so its effects are not known")
     if isinstance(node.target, HigherOrderOperator) and not node.users:
-        raise _Refusal(node, "is called for an effect that is not known")
+        raise _NotProvenError(node, "is called for an effect that is not known")
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
         return
     arguments = _arguments_by_name(node)
     written = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    for name in written:
-        target = arguments[name]
+    for target in (arguments[name] for name in written if arguments[name] is not None):
         if not isinstance(target, Node) or target.op != "placeholder":
-            raise _Refusal(node, f"writes into {target}, which is not an input of the graph")
+            raise _NotProvenError(node, f"writes into {target}, which is not an input of the graph")
     if node in dependents:
-        raise _Refusal(node, "writes into an input of the graph while it depends on the tangents")
+        raise _NotProvenError(node, "writes into an input of the graph while it depends on the tangents")
 
 
 def _rule_of(target: Target) -> LinearityRule | None:
@@ -226,6 +229,15 @@ def _arguments_in_order(node: Node) -> Iterator[tuple[str, Argument]]:
         yield f"argument {name}", argument
 
 
+def _leaves(value: object) -> Iterator[object]:
+    """What a node's (nested) result holds, without the outputs that are masked out."""
+    if isinstance(value, list | tuple):
+        for element in value:
+            yield from _leaves(element)
+    elif value is not None:
+        yield value
+
+
 def _ancestors_of(nodes: Sequence[Node]) -> set[Node]:
     """`nodes` and everything they are computed from."""
     ancestors: set[Node] = set()
@@ -248,6 +260,6 @@ def _dependents_of(graph: torch.fx.Graph, nodes: Sequence[Node]) -> set[Node]:
 
 
 def _name_of(node: Node) -> str:
-    if node.op != "call_function" or isinstance(node.target, OpOverload):
-        return str(node.target)
-    return getattr(node.target, "__name__", str(node.target))
+    if node.op != "call_function":
+        return f"{node.op} {node.target}"
+    return str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "a function")

@@ -1,0 +1,312 @@
+"""One synchronised backward: what has been launched, what is missing, and what becomes of .grad at its end."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from compiled_ddp.communicator import Communicator
+from compiled_ddp.flat_buffers import SequenceBuffers
+from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Bucket, BucketPlan, Section
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """The wrapper's trainable parameters in registration order; everywhere else a parameter is its index in here."""
+
+    names: tuple[str, ...]
+    tensors: tuple[torch.nn.Parameter, ...]
+
+    def named(self, indices: Iterable[int], most: int = 5) -> str:
+        """Names for a message, at most `most` of them."""
+        listed = [self.names[index] for index in indices]
+        more = f" and {len(listed) - most} more" if len(listed) > most else ""
+        return ", ".join(listed[:most]) + more
+
+
+@dataclass
+class _Progress:
+    """One bucket in one backward."""
+
+    section: int
+    bucket: Bucket
+    missing: set[int]
+    work: dist.Work | None = None
+
+
+@dataclass
+class Observations:
+    """What rank 0 saw in a backward, from which the sequence for all later ones is made."""
+
+    arrivals: list[tuple[str, int]] = field(default_factory=list)  # ("graph", section) or ("hook", parameter)
+    mixed: set[int] = field(default_factory=set)  # in a graph's bucket, but used outside of the graph too
+
+
+class SynchronisedBackward:
+    """Launches the sections of a sequence in order, whoever produces the gradients.
+
+    A section is launched by the captured segment that claims it, at the moment it claims it; otherwise bucket by
+    bucket as hooks bring the gradients, and at the end of backward with what there is. [Note: every rank launches in
+    the same order]: the cursor only moves forward, over whole buckets, and `finish` moves it to the end, so whatever
+    a rank ran, it issues the same collectives with the same sizes in the same order as all others.
+    """
+
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        buffers: SequenceBuffers,
+        communicator: Communicator,
+        parameters: TrainedParameters,
+        *,
+        used_before: set[int],
+        forward_count: int,
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        self.sections = sections
+        self.observations = Observations()
+        self.pending: dict[int, torch.Tensor] = {}  # .grad tensors that a graph folds in; restored at the end
+        self._buffers, self._communicator, self._parameters = buffers, communicator, parameters
+        self._used = used_before
+        self._forward_count = forward_count
+        self._as_view = gradient_as_bucket_view
+        self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
+        self._cursor = 0
+        self._hooks_only: set[int] = set()
+        self._in_graph: dict[int, torch.Tensor | None] = {}  # section -> its reduced riders, once it has run
+        self._graph_gradients: dict[int, int | None] = {}  # parameter -> address of its gradient; None: several
+        self._arrived: set[int] = set()
+        self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, for parameters that turn out unused everywhere
+        self._existing = {
+            index: parameter.grad
+            for index, parameter in enumerate(parameters.tensors)
+            if parameter.grad is not None and not self._holds(index, parameter.grad)
+        }
+
+    # ---- launching ---------------------------------------------------------------------------------------------------
+
+    def claim(self, section: int) -> bool:
+        """Hand a section to the captured segment that is about to run, if everything before it has been launched."""
+        self._launch_complete()
+        if section in self._hooks_only or section in self._in_graph or self._cursor != self._buffers.first_position[section]:
+            return False
+        self._in_graph[section] = None
+        self._cursor += len(self.sections[section].plan.buckets)
+        self.observations.arrivals.append(("graph", section))
+        return True
+
+    def leave_to_hooks(self, indices: set[int]) -> None:
+        """Let no graph claim a section with one of these parameters in this backward."""
+        self._hooks_only = {n for n, section in enumerate(self.sections) if indices & set(section.plan.indices)}
+
+    def take_pending(self, plan: BucketPlan) -> list[torch.Tensor]:
+        """Take the .grad tensors that a claimed section must fold in, one per gradient in plan order.
+
+        Empty if there are none. Parameters without a .grad get zeros; the .grad of the others is None until the
+        backward ends, when `restore_pending` gives the same tensors back.
+        """
+        gradients = [(bucket, gradient) for bucket, gradient in plan.gradients]
+        parameters = self._parameters.tensors
+        if all(parameters[gradient.index].grad is None for _, gradient in gradients):
+            return []
+        pending = []
+        for bucket, gradient in gradients:
+            parameter = parameters[gradient.index]
+            existing = parameter.grad
+            if existing is not None:
+                self._check(gradient.index, existing)
+                self.pending[gradient.index] = existing
+                parameter.grad = None
+                if existing.stride() == gradient.stride:
+                    pending.append(existing.detach())
+                    continue
+            laid_out = torch.empty_strided(gradient.size, gradient.stride, dtype=bucket.dtype, device=bucket.device)
+            pending.append(laid_out.zero_() if existing is None else laid_out.copy_(existing))
+        return pending
+
+    def segment_ran(self, section: int, riders: torch.Tensor, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Note the results of a claimed section: its reduced riders, and where its gradients lie in memory."""
+        self._in_graph[section] = riders
+        for index, gradient in gradients:
+            self._graph_gradients[index] = None if index in self._graph_gradients else gradient.data_ptr()
+            self._arrived.add(index)
+
+    def accumulated_before_start(self, index: int) -> None:
+        """Correct the record for the parameter whose hook began this backward: its .grad had been None."""
+        self._existing.pop(index, None)
+
+    def gradient_arrived(self, index: int) -> None:
+        """Take over a gradient that autograd has just accumulated, and launch every bucket that it completes."""
+        gradient = self._parameters.tensors[index].grad
+        positions = [p for p in self._buffers.positions_of[index] if self._progress[p].section not in self._in_graph]
+        if gradient is None or not positions:
+            return
+        self.observations.arrivals.append(("hook", index))
+        self._check(index, gradient)
+        if any(self._progress[position].work is not None for position in positions):
+            raise RuntimeError(
+                f"parameter {self._parameters.names[index]} got a second gradient in one backward, after its bucket "
+                "had been launched. This happens when reentrant checkpoints share parameters: use "
+                "checkpoint(..., use_reentrant=False)."
+            )
+        self._arrived.add(index)
+        self._fill(index, positions, gradient)
+        self._launch_complete()
+
+    def _check(self, index: int, gradient: torch.Tensor) -> None:
+        name = self._parameters.names[index]
+        parameter = self._parameters.tensors[index]
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter {name} got a {gradient.layout} gradient; only dense gradients can be reduced. "
+                "Pass sparse=False to its nn.Embedding or nn.EmbeddingBag."
+            )
+        if gradient.dtype != parameter.dtype or gradient.device != parameter.device:
+            raise RuntimeError(
+                f"the gradient of parameter {name} is {gradient.dtype} on {gradient.device}, the parameter is "
+                f"{parameter.dtype} on {parameter.device}. Assign gradients of the parameter's dtype and device."
+            )
+
+    def _fill(self, index: int, positions: Sequence[int], gradient: torch.Tensor) -> None:
+        if len(positions) > 1:
+            gradient = gradient.clone()  # the first buffer may hold it, and scales it in place
+        for position in positions:
+            self._buffers[position].put(index, gradient)
+            self._progress[position].missing.discard(index)
+        if self._as_view and index not in self._existing:
+            # The gradient's own memory is free from here on, as in DDP.
+            self._parameters.tensors[index].grad = self._buffers[positions[-1]].views[index]
+
+    def _launch_complete(self) -> None:
+        while self._cursor < len(self._progress):
+            progress = self._progress[self._cursor]
+            if progress.missing or (not progress.bucket.gradients and not self._section_begun(self._cursor)):
+                return
+            self._launch(self._cursor)
+            self._cursor += 1
+
+    def _section_begun(self, position: int) -> bool:
+        """Whether the bucket before `position`, of the same section, was launched by hooks."""
+        return position > 0 and self._progress[position - 1].work is not None
+
+    def _launch(self, position: int, aborted: bool = False) -> None:
+        progress, buffer = self._progress[position], self._buffers[position]
+        if buffer.riders is not None:
+            buffer.riders.copy_(self._rider_values(progress, aborted))
+        try:
+            progress.work = self._communicator.all_reduce(buffer.flat)
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._words(position)} could not be launched: {error}") from error
+
+    def _rider_values(self, progress: _Progress, aborted: bool) -> torch.Tensor:
+        assert progress.bucket.riders is not None
+        count = float(self._forward_count % 1024)
+        values = [0.0] * FIRST_USED
+        values[FORWARD_COUNT], values[FORWARD_COUNT_SQUARED] = count, count * count
+        values[ABORTED] = float(aborted)
+        return torch.tensor(values + [float(self._is_used(index)) for index in progress.bucket.riders.indices])
+
+    def _is_used(self, index: int) -> bool:
+        """Whether this rank produced a gradient since the last synchronised backward."""
+        return index in self._arrived or index in self._used
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def launch_rest(self, *, aborted: bool = False) -> None:
+        """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce."""
+        while self._cursor < len(self._progress):
+            for index in sorted(self._progress[self._cursor].missing):
+                self._fill_missing(index, self._cursor)
+            self._launch(self._cursor, aborted)
+            self._cursor += 1
+
+    def _fill_missing(self, index: int, position: int) -> None:
+        buffer, gradient = self._buffers[position], self._parameters.tensors[index].grad
+        if gradient is None:
+            buffer.put_zeros(index)
+            return
+        if buffer.holds(index, gradient) and not self._is_used(index):
+            self._untouched[index] = gradient.clone()
+        buffer.put(index, gradient)
+
+    def wait(self) -> int:
+        """Wait for every bucket that hooks launched; returns on how many ranks this backward broke off."""
+        for position, progress in enumerate(self._progress):
+            if progress.work is not None:
+                try:
+                    progress.work.wait()
+                except RuntimeError as error:
+                    raise RuntimeError(f"{self._words(position)} was launched but not reduced: {error}") from error
+        return max((int(riders[ABORTED]) for riders in self._reduced_riders() if not riders.is_cuda), default=0)
+
+    def _reduced_riders(self) -> Iterable[torch.Tensor]:
+        for position, progress in enumerate(self._progress):
+            riders = self._buffers[position].riders if progress.work is not None else None
+            if riders is not None:
+                yield riders
+        yield from (riders for riders in self._in_graph.values() if riders is not None)
+
+    def write_back(self) -> None:
+        """Leave the mean in .grad: a view of the bucket, or the tensor that was there before.
+
+        A parameter that no rank has used since the last synchronised backward keeps its .grad untouched.
+        """
+        self._find_mixed()
+        for position, progress in enumerate(self._progress):
+            if progress.work is None:
+                continue
+            for index in progress.bucket.indices:
+                if self._is_used(index) or self._used_elsewhere(progress.section, index):
+                    self._write(index, self._buffers[position].views[index])
+                elif index in self._untouched:
+                    self._parameters.tensors[index].grad.copy_(self._untouched[index])  # type: ignore[union-attr]
+        self.restore_pending()
+
+    def _find_mixed(self) -> None:
+        """A .grad that is not the very tensor a graph returned has another contribution, which was not reduced."""
+        for index, address in self._graph_gradients.items():
+            gradient = self._parameters.tensors[index].grad
+            by_hooks = any(self._progress[position].work for position in self._buffers.positions_of[index])
+            if address is not None and gradient is not None and gradient.data_ptr() != address and not by_hooks:
+                self.observations.mixed.add(index)
+
+    def _used_elsewhere(self, section: int, index: int) -> bool:
+        """Whether another rank used a parameter that this one did not. Reads from the device, for such ranks alone."""
+        riders = self.sections[section].plan.riders
+        last = self._buffers.first_position[section] + len(self.sections[section].plan.buckets) - 1
+        values = self._buffers[last].riders
+        assert values is not None
+        return bool(values[FIRST_USED + riders.indices.index(index)] > 0)
+
+    @torch.no_grad()
+    def _write(self, index: int, view: torch.Tensor) -> None:
+        parameter = self._parameters.tensors[index]
+        existing = self._existing.get(index)
+        if existing is not None:
+            existing.copy_(view)
+            parameter.grad = existing
+        elif self._as_view:
+            parameter.grad = view
+        elif parameter.grad is None:
+            parameter.grad = view.clone()
+        else:
+            parameter.grad.copy_(view)
+
+    @torch.no_grad()
+    def restore_pending(self) -> None:
+        """Give back the .grad tensors that a graph folded in, with the reduced values."""
+        for index, tensor in self.pending.items():
+            parameter = self._parameters.tensors[index]
+            if parameter.grad is not None:
+                tensor.copy_(parameter.grad)
+            parameter.grad = tensor
+        self.pending.clear()
+
+    def _holds(self, index: int, gradient: torch.Tensor) -> bool:
+        view = self._buffers.view_of(index)
+        return view is not None and view.data_ptr() == gradient.data_ptr()
+
+    def _words(self, position: int) -> str:
+        bucket = self._progress[position].bucket
+        names = self._parameters.named(bucket.indices)
+        return f"bucket {position} ({names}; {bucket.nbytes} bytes) on rank {self._communicator.rank}"

@@ -1,0 +1,150 @@
+"""compile_ddp: averaging gradients inside the compiled backward graph."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.fx import GraphModule
+
+from compiled_ddp import torch_private
+from compiled_ddp.capture import plan_segment
+from compiled_ddp.options import Options
+from compiled_ddp.plan import GradientSpec
+from compiled_ddp.segment import Segment, SegmentCall
+from compiled_ddp.wrapper import DataParallelWrapper
+
+
+def compile_ddp(
+    model: nn.Module,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    bucket_cap_mb: float | None = None,
+    first_bucket_mb: float = 1.0,
+    broadcast_buffers: bool = True,
+    init_sync: bool = True,
+    find_unused_parameters: bool = False,
+    gradient_as_bucket_view: bool = True,
+    strict: bool = False,
+    backend: str = "inductor",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> "CompiledDDP":
+    """Compile `model` for data-parallel training, with the gradients' all-reduces part of the backward graph.
+
+    The training loop stays the ordinary one: `loss = ddp(x, y); loss.backward(); optimizer.step()`. After a backward
+    each .grad is the mean over ranks, as under torch's DistributedDataParallel.
+
+    Args:
+        model: the model, also one that has been through torch.compile or model.compile(). Its parameters and buffers
+            are overwritten by those of the group's rank 0.
+        process_group: the ranks to average over; None is all of them.
+        bucket_cap_mb: size of a bucket in MiB; None is 4 MiB (docs/benchmarks.md, "Bucket size").
+        first_bucket_mb: size of the first bucket, which decides how soon communication starts.
+        broadcast_buffers: overwrite buffers by rank 0's at the begin of a forward, by DDP's rule.
+        init_sync: overwrite parameters and buffers by rank 0's at construction.
+        find_unused_parameters: accepted for compatibility; unused parameters need no flag.
+        gradient_as_bucket_view: leave .grad as views of the buckets where they were None. False keeps them plain
+            tensors where hooks reduce; where a graph does they are views at no cost.
+        strict: raise where a graph cannot serve, instead of falling back to hooks with a warning.
+        backend: "inductor", or "aot_eager" for the same passes without code generation (debugging, fast tests).
+        fullgraph, dynamic, mode, options: as in torch.compile. `options={"compiled_ddp.naive": True}` keeps the
+            reference program: one all-reduce for each gradient.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, the models differ between ranks, or torch is unsupported.
+        TypeError, ValueError: the model or an option cannot be used; the message says what to do.
+
+    `COMPILED_DDP_MODE=hooks` in the environment switches the passes off: the model is compiled as by torch.compile
+    and hooks reduce its gradients.
+    """
+    return CompiledDDP(
+        model,
+        process_group,
+        Options(
+            bucket_cap_mb=bucket_cap_mb,
+            first_bucket_mb=first_bucket_mb,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            strict=strict,
+            backend=backend,
+            fullgraph=fullgraph,
+            dynamic=dynamic,
+            mode=mode,
+            options=options,
+        ),
+    )
+
+
+class CompiledDDP(DataParallelWrapper):
+    """What `compile_ddp` returns: a module to call and train like the one it wraps."""
+
+    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
+        self._calls: list[weakref.ref[SegmentCall]] = []
+        self._calls_of_forward: list[SegmentCall] = []
+        bare = torch_private.without_compile_wrapper(module) if isinstance(module, nn.Module) else module
+        super().__init__(bare, process_group, options)
+        self._index_of_parameter = {id(tensor): n for n, tensor in enumerate(self._runtime.parameters.tensors)}
+        self._compiler_options = torch_private.inductor_options(options.mode, options.compiler_options, options.dynamic)
+        compiled = torch.compile(
+            torch_private.without_own_compilation(self.module),
+            backend=self._compile_graph,
+            fullgraph=options.fullgraph,
+            dynamic=options.dynamic,
+        )
+        # In a tuple, so that it is no submodule: the model has one place in this wrapper, `module`.
+        self._compiled: tuple[Callable[..., Any]] = (torch_private.allow_recurrent(compiled, self.module),)
+
+    def _hooks_reason(self) -> str | None:
+        return "COMPILED_DDP_MODE=hooks" if self._mode == "hooks" else None
+
+    def _run_module(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls_of_forward = []
+        (compiled,) = self._compiled
+        outputs = compiled(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._runtime.end_forward(self._calls_of_forward)
+        self._calls_of_forward = []
+        return outputs
+
+    def _called(self, call: SegmentCall) -> None:
+        self._calls_of_forward.append(call)
+        self._calls = [reference for reference in self._calls if reference() is not None]
+        self._calls.append(weakref.ref(call))
+
+    def _live_calls(self) -> Sequence[SegmentCall]:
+        calls = [call for reference in self._calls if (call := reference()) is not None]
+        return sorted(calls, key=lambda call: -call.serial)
+
+    def _compile_graph(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """The torch.compile backend: called by Dynamo once for every graph it captures."""
+        gradients = {
+            position: GradientSpec.of(position, value)
+            for position, value in enumerate(example_inputs)
+            if id(value) in self._index_of_parameter and value.requires_grad
+        }
+        if self._mode == "hooks" or not gradients or not torch.is_grad_enabled():
+            return torch_private.compile_captured(
+                graph_module,
+                example_inputs,
+                backend=self._options.backend,
+                rewrite_backward=None,
+                cache_identity="",
+                options=self._compiler_options,
+            )
+        return Segment(
+            graph_module,
+            example_inputs,
+            plan_segment(graph_module.graph, gradients, self._options, self._runtime.communicator.world_size),
+            self._runtime,
+            index_of_parameter=self._index_of_parameter,
+            backend=self._options.backend,
+            compiler_options=self._compiler_options,
+            naive=self._options.naive,
+            called=self._called,
+        )

@@ -1,0 +1,63 @@
+"""EagerDDP: averaging gradients by hooks, overlapped with backward, where there is no graph."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from compiled_ddp.options import Options
+from compiled_ddp.wrapper import DataParallelWrapper
+
+
+class EagerDDP(DataParallelWrapper):
+    """Data-parallel training of an eager model: hooks, flat buckets and asynchronous all-reduces.
+
+    A gradient is copied into its bucket when autograd has accumulated it; a bucket is launched when it is full and
+    all buckets before it have been; at the end of the outermost backward what is missing is launched with zeros,
+    everything is waited for, and .grad is left as a view of its bucket. The first backward fills buckets in reverse
+    registration order; rank 0's order of arrival in it is the order of all later ones.
+
+    In the spirit of apex's `DistributedDataParallel` (apex/parallel/distributed.py) and c10d's Reducer
+    (torch/csrc/distributed/c10d/reducer.cpp).
+
+    Args:
+        module: the model; its parameters and buffers are overwritten by those of the group's rank 0.
+        process_group: the ranks to average over; None is all of them.
+        bucket_cap_mb: size of a bucket in MiB; None is 4 MiB (docs/benchmarks.md, "Bucket size").
+        first_bucket_mb: size of the first bucket, which decides how soon communication starts.
+        broadcast_buffers: overwrite buffers by rank 0's at the begin of a forward, by DDP's rule.
+        init_sync: overwrite parameters and buffers by rank 0's at construction.
+        find_unused_parameters: accepted for compatibility; unused parameters need no flag.
+        gradient_as_bucket_view: leave .grad as views of the buckets; False keeps plain tensors, at a copy each.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, the models differ between ranks, or torch is unsupported.
+        TypeError, ValueError: the model or an option cannot be used; the message says what to do.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        first_bucket_mb: float = 1.0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = True,
+    ) -> None:
+        options = Options(
+            bucket_cap_mb=bucket_cap_mb,
+            first_bucket_mb=first_bucket_mb,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        super().__init__(module, process_group, options)
+
+    def _hooks_reason(self) -> str:
+        return "the model runs eagerly"
+
+    def _run_module(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)

@@ -1,0 +1,63 @@
+"""The flat buffers that hooks fill: one per bucket, kept from step to step, with the views that become .grad."""
+
+import torch
+
+from compiled_ddp.plan import Bucket, ReductionSequence, Section
+
+
+class FlatBuffer:
+    """One bucket's flat buffer. A gradient put into it becomes this rank's share of the mean over ranks."""
+
+    def __init__(self, bucket: Bucket, world_size: int) -> None:
+        self.bucket = bucket
+        self._share = 1.0 / world_size
+        self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
+        self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
+
+    def holds(self, index: int, gradient: torch.Tensor | None) -> bool:
+        """Whether `gradient` is this buffer's own view of gradient `index`."""
+        view = self.views[index]
+        return gradient is not None and gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride()
+
+    @torch.no_grad()
+    def put(self, index: int, gradient: torch.Tensor) -> None:
+        """Place `gradient` / world size; in place where it is the buffer's own view already."""
+        view = self.views[index]
+        if self.holds(index, gradient):
+            view.mul_(self._share)
+        else:
+            torch.mul(gradient, self._share, out=view)
+
+    @torch.no_grad()
+    def put_zeros(self, index: int) -> None:
+        self.views[index].zero_()
+
+
+class SequenceBuffers:
+    """The flat buffers of a sequence, each allocated when hooks first fill it, and where each gradient goes."""
+
+    def __init__(self, sections: tuple[Section, ...], world_size: int) -> None:
+        self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
+        self._world_size = world_size
+        self._buffers: dict[int, FlatBuffer] = {}
+        self.positions_of: dict[int, list[int]] = {}  # gradient -> positions in the launch order
+        self.first_position: dict[int, int] = {}  # section -> position of its first bucket
+        for position, (section, bucket) in enumerate(self.buckets):
+            self.first_position.setdefault(section, position)
+            for index in bucket.indices:
+                self.positions_of.setdefault(index, []).append(position)
+
+    @classmethod
+    def of(cls, sequence: ReductionSequence, world_size: int) -> "SequenceBuffers":
+        return cls(sequence.sections, world_size)
+
+    def __getitem__(self, position: int) -> FlatBuffer:
+        if position not in self._buffers:
+            self._buffers[position] = FlatBuffer(self.buckets[position][1], self._world_size)
+        return self._buffers[position]
+
+    def view_of(self, index: int) -> torch.Tensor | None:
+        """The view that .grad of parameter `index` is after a reduction by hooks; None before there was one."""
+        allocated = [p for p in self.positions_of.get(index, ()) if p in self._buffers]
+        return self._buffers[allocated[-1]].views[index] if allocated else None

@@ -1,0 +1,299 @@
+"""The state that both wrappers share: which sequence is kept, and which backward is under way."""
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from compiled_ddp import torch_private
+from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
+from compiled_ddp.communicator import Communicator
+from compiled_ddp.flat_buffers import SequenceBuffers
+from compiled_ddp.options import Options
+from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
+from compiled_ddp.sequence import MIXED, SequencePlanner
+
+
+class SegmentCall(Protocol):
+    """One call of a captured segment in a forward: a graph and the parameters it was called with."""
+
+    plan: BucketPlan  # over parameters
+    fingerprint: str
+
+    def will_run(self) -> bool:
+        """Whether the backward that this thread runs will evaluate the call's node."""
+
+
+class Runtime:
+    """Begins and ends synchronised backwards, and keeps what lives longer than one of them."""
+
+    def __init__(
+        self,
+        parameters: TrainedParameters,
+        communicator: Communicator,
+        options: Options,
+        *,
+        live_calls: Callable[[], Sequence[SegmentCall]],
+        hooks_reason: str | None,
+    ) -> None:
+        """`live_calls` returns the segment calls whose backward may still run, latest first.
+
+        With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why.
+        """
+        self.parameters, self.communicator = parameters, communicator
+        self.sequence: ReductionSequence | None = None
+        self._options = options
+        self._planner = SequencePlanner(parameters, options, communicator.world_size)
+        self._live_calls = live_calls
+        self._synchronise = True  # whether the next backward does, as its forward was called under no_sync or not
+        self._forward_count = 0
+        self._refined = False
+        self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
+        self._grads_at_forward: dict[int, int] = {}
+        self._current: SynchronisedBackward | None = None
+        self._open_tasks: set[int] = set()
+        self._hook_handles: list[Any] = []
+        self._reported: set[str] = set()
+        self._lock = threading.RLock()
+        self.install_hooks()  # until the sequence shows that graphs reduce everything
+        if hooks_reason is not None:
+            self._adopt(self._planner.propose([], reason=hooks_reason))
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, *, synchronise: bool) -> None:
+        """Note a forward with gradients enabled, and end a backward that an exception broke off before it."""
+        if torch_private.current_graph_task() != -1:
+            return  # a recomputation during backward is not a new forward
+        self._finish_broken_backward()
+        self._synchronise = synchronise
+        self._forward_count += synchronise
+        self._grads_at_forward = {
+            index: id(parameter.grad)
+            for index, parameter in enumerate(self.parameters.tensors if self._hook_handles else ())
+            if parameter.grad is not None
+        }
+
+    def end_forward(self, calls: Sequence[SegmentCall]) -> None:
+        """Watch the parameters by hooks unless the segments that this forward called cover every graph section."""
+        if self.sequence is not None and not self._hook_handles:
+            called = {call.fingerprint for call in calls}
+            if not self._sections_of.keys() <= called:
+                self.install_hooks()
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+
+    def enter_backward(self) -> SynchronisedBackward | None:
+        """The synchronised backward that this thread is in, begun if need be; None in a local one."""
+        with self._lock:
+            if not self._synchronise:
+                return None
+            task = torch_private.current_graph_task()
+            if task not in self._open_tasks:
+                self._open_tasks.add(task)
+                torch_private.call_at_end_of_backward(functools.partial(self._task_ended, task))
+            if self._current is None:
+                self._current = self._begin()
+            return self._current
+
+    def _begin(self) -> SynchronisedBackward:
+        if self.sequence is None:
+            self._adopt(self._agree_on_proposal())
+        assert self.sequence is not None
+        backward = self._new_backward(self.sequence.sections, self._buffers)
+        if self._sections_of:
+            self._leave_surplus_to_hooks(backward)
+        return backward
+
+    def _leave_surplus_to_hooks(self, backward: SynchronisedBackward) -> None:
+        """Where this backward runs more calls with a parameter than the sequence has sections, hooks sum them up."""
+        free = {fingerprint: len(sections) for fingerprint, sections in self._sections_of.items()}
+        surplus: set[int] = set()
+        for call in self._live_calls():
+            if call.will_run():
+                free[call.fingerprint] = free.get(call.fingerprint, 0) - 1
+                if free[call.fingerprint] < 0:
+                    surplus.update(call.plan.indices)
+        if surplus:
+            backward.leave_to_hooks(surplus)
+
+    def _new_backward(self, sections: Sequence[Section], buffers: SequenceBuffers) -> SynchronisedBackward:
+        return SynchronisedBackward(
+            sections,
+            buffers,
+            self.communicator,
+            self.parameters,
+            used_before=self._used,
+            forward_count=self._forward_count,
+            gradient_as_bucket_view=self._options.gradient_as_bucket_view,
+        )
+
+    def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
+        """The section that `call` may launch in its graph now; None if it must run locally."""
+        with self._lock:
+            backward = self.enter_backward()
+            if backward is None:
+                self._used.update(call.plan.indices)
+                return None
+            hooked = [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
+            if hooked:
+                self.report("a tensor hook on the parameter must see its local gradient", hooked)
+            else:
+                for section in self._sections_of.get(call.fingerprint, ()):
+                    if backward.claim(section):
+                        return backward, section
+                self.report("the graph does not fit the agreed sequence of this backward", call.plan.indices)
+            self.install_hooks()
+            return None
+
+    def rider_values(self, plan: BucketPlan) -> torch.Tensor:
+        """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
+        count = float(self._forward_count % 1024)
+        values = torch.ones(plan.riders.numel)
+        values[:4] = torch.tensor([count, count * count, 0.0, 0.0])
+        return values.to(plan.buckets[-1].device, non_blocking=True)
+
+    def remove_hooks(self) -> None:
+        for handle in self._hook_handles:
+            handle.remove()
+        self._hook_handles.clear()
+
+    def install_hooks(self) -> None:
+        """Let gradients be reduced as autograd accumulates them; a no-op when the hooks are there."""
+        if self._hook_handles:
+            return
+        for index, parameter in enumerate(self.parameters.tensors):
+            hook = functools.partial(self._gradient_accumulated, index)
+            self._hook_handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _gradient_accumulated(self, index: int, parameter: torch.Tensor) -> None:
+        with self._lock:
+            begun = self._current is not None
+            backward = self.enter_backward()
+            if backward is None:
+                self._used.add(index)
+                return
+            if not begun and self._grads_at_forward.get(index) != id(parameter.grad):
+                backward.accumulated_before_start(index)
+            backward.gradient_arrived(index)
+
+    # ---- the end of backward -----------------------------------------------------------------------------------------
+
+    def _task_ended(self, task: int) -> None:
+        with self._lock:
+            self._open_tasks.discard(task)
+            outer = torch_private.evaluating_node()
+            if outer is None:
+                self._finish()
+                return
+            # A reentrant backward has ended inside `outer`. What follows `outer` runs in the outer backward, whose
+            # end is the one to finish at.
+            for following, _ in outer.next_functions:
+                if following is not None:
+                    self._enter_before(following)
+
+    def _enter_before(self, node: Any) -> None:
+        def enter(*_: object) -> None:
+            handle.remove()
+            self.enter_backward()
+
+        handle = node.register_prehook(enter)
+
+    def _finish(self) -> None:
+        backward, self._current = self._current, None
+        if backward is None:
+            return
+        backward.launch_rest()
+        aborted_on = backward.wait()
+        if aborted_on:
+            backward.restore_pending()
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: the backward of forward {self._forward_count} broke off on "
+                f"{aborted_on} other rank(s) and was not reduced. Drop this step on every rank (zero_grad), and look "
+                "for the exception on the other ranks."
+            )
+        backward.write_back()
+        self._used = set()
+        if not self._refined:
+            self._refine(backward)
+        elif backward.observations.mixed:
+            raise RuntimeError(
+                f"parameter {self.parameters.named(backward.observations.mixed)} got a gradient from outside of its "
+                "captured graph, which it did not in the first backward; it was not reduced. Call unwrap() and wrap "
+                "the model again, or set COMPILED_DDP_MODE=hooks."
+            )
+
+    def _finish_broken_backward(self) -> None:
+        """Take part, with zeros, in what is left of a backward that an exception ended; other ranks may wait in it."""
+        backward, self._current = self._current, None
+        self._open_tasks.clear()
+        if backward is not None:
+            backward.launch_rest(aborted=True)
+            backward.wait()
+            backward.restore_pending()
+            self._used = set()
+
+    # ---- the agreed sequence -----------------------------------------------------------------------------------------
+
+    def _agree_on_proposal(self) -> ReductionSequence:
+        calls = [call for call in self._live_calls() if call.will_run()]
+        return self._agree("proposal", lambda: self._planner.propose([call.plan for call in calls]))
+
+    def _refine(self, backward: SynchronisedBackward) -> None:
+        """Fix the sequence after the first synchronised backward, and reduce what it left mixed."""
+        self._refined = True
+        assert self.sequence is not None
+        before = self.sequence
+        self._adopt(self._agree("sequence", lambda: self._planner.refine(before, backward.observations)))
+        mixed = [section for section in self.sequence.sections if section.reason == MIXED]
+        if mixed:
+            again = self._new_backward(mixed, SequenceBuffers(tuple(mixed), self.communicator.world_size))
+            again.launch_rest()
+            again.wait()
+            again.write_back()
+        by_hooks = [section for section in self.sequence.sections if section.origin == "hooks"]
+        if not by_hooks:
+            self.remove_hooks()
+        elif self._sections_of:
+            for section in by_hooks:
+                self.report(section.reason, section.plan.indices)
+
+    def _agree(self, key: str, make: Callable[[], ReductionSequence]) -> ReductionSequence:
+        """Rank 0's sequence, on every rank."""
+        ranks = self.communicator.ranks
+        if ranks.rank == 0:
+            sequence = make()
+            ranks.publish(key, self._planner.encode(sequence))
+            return sequence
+        return self._planner.decode(ranks.read(key, writer=0, purpose="for the sequence of the first backward"))
+
+    def _adopt(self, sequence: ReductionSequence) -> None:
+        self.sequence = sequence
+        self._buffers = SequenceBuffers.of(sequence, self.communicator.world_size)
+        self._sections_of: dict[str, list[int]] = {}
+        for place, section in enumerate(sequence.sections):
+            if section.origin == "graph":
+                self._sections_of.setdefault(section.plan.fingerprint, []).append(place)
+
+    # ---- reports -----------------------------------------------------------------------------------------------------
+
+    def report(self, reason: str, indices: Iterable[int]) -> None:
+        """Say once that hooks reduce these parameters although a graph was wanted; raise under `strict`."""
+        message = f"gradients of {self.parameters.named(indices)} are reduced by hooks: {reason}."
+        if self._options.strict:
+            raise RuntimeError(f"{message} compile_ddp(strict=True) does not fall back.")
+        if reason not in self._reported:
+            self._reported.add(reason)
+            warnings.warn(message, stacklevel=2)
+
+    @property
+    def fallback_reasons(self) -> Sequence[str]:
+        return sorted(self._reported)
+
+    def close(self) -> None:
+        """Remove every hook and give the communicator back."""
+        self.remove_hooks()
+        self.communicator.close()

@@ -1,0 +1,156 @@
+"""A captured segment: one graph, its plan, and the variants of its backward."""
+
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule
+
+from compiled_ddp import torch_private
+from compiled_ddp.passes.pipeline import Pipeline
+from compiled_ddp.plan import BucketPlan
+from compiled_ddp.runtime import Runtime
+
+# [Note: backward variants] A graph has one forward and up to three backwards, each compiled when it is first needed:
+# local          no collective, no scaling: what plain torch.compile produces, and shares its cache entry
+# synchronised   the passes' program
+# folding        the same, with gradients of earlier local backwards as further inputs
+# Which one runs is decided when the backward starts.
+Variant = Literal["local", "synchronised", "folding"]
+
+_serial_numbers = itertools.count()
+
+
+class SegmentCall:
+    """One call of a segment in a forward: the graph, bound to the parameters that it was called with."""
+
+    def __init__(self, plan: BucketPlan, fingerprint: str, index_of: dict[int, int], node: Any) -> None:
+        self.plan, self.fingerprint = plan, fingerprint  # over parameters
+        self.index_of = index_of  # graph input -> parameter
+        self.serial = next(_serial_numbers)
+        self._node = weakref.ref(node)
+
+    def will_run(self) -> bool:
+        node = self._node()
+        return node is not None and torch_private.backward_will_execute(node)
+
+
+class Segment:
+    """What Dynamo calls in place of a captured graph.
+
+    `plan` is over graph inputs. Which parameters these are is read from the real inputs at every call: one graph
+    serves every module of the same shape.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        example_inputs: Sequence[Any],
+        plan: BucketPlan,
+        runtime: Runtime,
+        *,
+        index_of_parameter: dict[int, int],
+        backend: str,
+        compiler_options: dict[str, Any],
+        naive: bool,
+        called: Callable[[SegmentCall], None],
+    ) -> None:
+        """`index_of_parameter` maps id(parameter) to its index; `called` is told of every call with gradients."""
+        self.plan = plan
+        self._runtime = runtime
+        self._index_of_parameter = index_of_parameter
+        self._backend, self._compiler_options, self._naive = backend, compiler_options, naive
+        self._called = called
+        self._graph_module = torch_private.copy_captured(graph_module)
+        self._fake_inputs = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+        self._state = torch_private.CaptureState(sorted({bucket.device.type for bucket in plan.buckets}))
+        self._bound: dict[tuple[int, ...], tuple[BucketPlan, str]] = {}
+        self._backwards: dict[Variant, torch_private.BackwardImplementation] = {}
+        self._function: type[torch.autograd.Function] | None = None  # whose node the outputs hang on
+        self._forward = self._compile("synchronised", graph_module, example_inputs)
+
+    # ---- compiling ---------------------------------------------------------------------------------------------------
+
+    def _pipeline(self, variant: Variant) -> Pipeline:
+        name = self._runtime.communicator.group_name
+        return Pipeline(self.plan, name, fold=variant == "folding", naive=self._naive)
+
+    def _compile(self, variant: Variant, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one variant, register its backward, and return its forward."""
+        pipeline = None if variant == "local" else self._pipeline(variant)
+
+        def rewrite(backward: GraphModule, backward_inputs: Sequence[Any]) -> Sequence[Any]:
+            assert pipeline is not None
+            positions = torch_private.gradient_output_positions(backward.graph)
+            pipeline.run(backward.graph, output_positions=positions)
+            backward.recompile()
+            placeholders = backward.graph.find_nodes(op="placeholder")
+            return [*backward_inputs, *(node.meta["val"] for node in placeholders[len(backward_inputs) :])]
+
+        compiled = torch_private.compile_captured(
+            graph_module,
+            inputs,
+            backend=self._backend,
+            rewrite_backward=rewrite if pipeline else None,
+            cache_identity=pipeline.cache_identity if pipeline else "",
+            options=self._compiler_options,
+        )
+        function = torch_private.compiled_function_of(compiled)
+        if function is not None:  # None without gradients: an inference graph has no backward
+            self._backwards[variant] = torch_private.backward_implementation(function)
+            if variant == "synchronised":
+                self._function = function
+                torch_private.replace_backward_implementation(function, self._run_backward)
+        return compiled
+
+    def _backward(self, variant: Variant) -> torch_private.BackwardImplementation:
+        if variant not in self._backwards:
+            with self._state.restored():
+                self._compile(variant, torch_private.copy_captured(self._graph_module), self._fake_inputs)
+        return self._backwards[variant]
+
+    # ---- running -----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any) -> Any:
+        outputs = self._forward(*inputs)
+        if self._function is not None and torch.is_grad_enabled():
+            node = torch_private.node_of(self._function, outputs)
+            if node is not None:
+                call = self._bind(inputs, node)
+                torch_private.attach(node, call)
+                if call is not None:
+                    self._called(call)
+        return outputs
+
+    def _bind(self, inputs: Sequence[Any], node: Any) -> SegmentCall | None:
+        """The call's plan over parameters; None if an input that was a parameter of the wrapper is none now."""
+        index_of = {}
+        for position in self.plan.indices:
+            index = self._index_of_parameter.get(id(inputs[position]))
+            if index is None:
+                return None
+            index_of[position] = index
+        key = tuple(index_of.values())
+        if key not in self._bound:
+            plan = self.plan.renumbered(index_of)
+            self._bound[key] = plan, plan.fingerprint
+        return SegmentCall(*self._bound[key], index_of, node)
+
+    def _run_backward(self, node: Any, saved_and_tangents: list[Any]) -> Any:
+        """The backward of every variant's forward, between AOTAutograd's prologue and epilogue."""
+        call: SegmentCall | None = torch_private.attached(node)
+        claimed = self._runtime.claim(call) if call is not None else None
+        if call is None or claimed is None:
+            return self._backward("local")(node, saved_and_tangents)
+        backward, section = claimed
+        pending = backward.take_pending(call.plan)
+        variant: Variant = "folding" if pending else "synchronised"
+        saved_and_tangents.append(self._runtime.rider_values(call.plan))
+        saved_and_tangents += pending
+        *gradients, riders = self._backward(variant)(node, saved_and_tangents)
+        positions = call.index_of
+        reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
+        backward.segment_ran(section, riders, reduced)
+        return tuple(gradients)

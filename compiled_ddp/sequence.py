@@ -1,0 +1,87 @@
+"""How the sequence that all ranks keep comes about.
+
+1. When the first synchronised backward begins, rank 0 proposes it: a section per captured segment that this backward
+   will run, in the order in which it will run them, and the remaining parameters, in reverse registration order, for
+   the hooks. A wrapper without graphs needs no proposal; all parameters are the hooks'.
+2. When that backward ends, rank 0 orders the hooks' parameters by their arrival in it, between the segments they
+   arrived between, and adds the parameters that turned out to be used both inside a graph and outside of it.
+
+Both go through the store, as plain lists of parameter indices. From then on the sequence is fixed.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+
+from compiled_ddp.assignment import assign_buckets, place_buckets
+from compiled_ddp.backward import Observations, TrainedParameters
+from compiled_ddp.options import Options
+from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionSequence, Section
+
+NOT_CAPTURED = "not in a captured graph: used in eager code, or unused"
+MIXED = "used both inside a captured graph and outside of it"
+
+
+class SequencePlanner:
+    """Makes sequences from what a rank knows; the same inputs give the same sequence on every rank."""
+
+    def __init__(self, parameters: TrainedParameters, options: Options, world_size: int) -> None:
+        self._parameters, self._options, self._world_size = parameters, options, world_size
+
+    def propose(self, segments: Sequence[BucketPlan], *, reason: str = NOT_CAPTURED) -> ReductionSequence:
+        """The sequence for a backward that will run `segments` (plans over parameters) in this order."""
+        captured = {index for plan in segments for index in plan.indices}
+        rest = [index for index in reversed(range(len(self._parameters.names))) if index not in captured]
+        sections = [Section(plan, "graph") for plan in segments]
+        return self._sequence([*sections, *self._hooks(rest, reason)])
+
+    def refine(self, sequence: ReductionSequence, observations: Observations) -> ReductionSequence:
+        """The sequence for all later backwards, from what rank 0 observed in the first one."""
+        by_hooks = {index: s.reason for s in sequence.sections if s.origin == "hooks" for index in s.plan.indices}
+        sections: list[Section] = []
+        arrived: list[int] = []
+        launched = [number for kind, number in observations.arrivals if kind == "graph"]
+        not_launched = [n for n, section in enumerate(sequence.sections) if section.origin == "graph" and n not in launched]
+        for kind, number in [*observations.arrivals, *(("graph", number) for number in not_launched)]:
+            if kind == "graph":
+                sections += [*self._hooks_of(arrived, by_hooks), sequence.sections[number]]
+                arrived = []
+            elif number in by_hooks:
+                arrived.append(number)
+        placed = {index for section in sections if section.origin == "hooks" for index in section.plan.indices}
+        rest = [index for index in dict.fromkeys([*arrived, *by_hooks]) if index not in placed]
+        return self._sequence([*sections, *self._hooks_of(rest, by_hooks), *self._hooks(sorted(observations.mixed), MIXED)])
+
+    def _hooks_of(self, indices: Sequence[int], reasons: dict[int, str]) -> list[Section]:
+        return self._hooks(indices, reasons[indices[0]]) if indices else []
+
+    def _hooks(self, indices: Sequence[int], reason: str) -> list[Section]:
+        if not indices:
+            return []
+        plan = assign_buckets(
+            [GradientSpec.of(index, self._parameters.tensors[index]) for index in indices],
+            first_bucket_bytes=self._options.first_bucket_bytes,
+            bucket_cap_bytes=self._options.bucket_cap_bytes,
+            world_size=self._world_size,
+        )
+        return [Section(plan, "hooks", reason)]
+
+    def _sequence(self, sections: Iterable[Section]) -> ReductionSequence:
+        return ReductionSequence(tuple(sections), self._parameters.names)
+
+    # ---- as text, for the store --------------------------------------------------------------------------------------
+
+    def encode(self, sequence: ReductionSequence) -> str:
+        """A sequence as JSON: for each section its origin, its reason and its buckets' parameters."""
+        return json.dumps(
+            [[s.origin, s.reason, [bucket.indices for bucket in s.plan.buckets]] for s in sequence.sections]
+        )
+
+    def decode(self, text: str) -> ReductionSequence:
+        """The sequence that `encode` wrote, on any rank."""
+        sections = []
+        for origin, reason, buckets in json.loads(text):
+            specs = [[GradientSpec.of(index, self._parameters.tensors[index]) for index in bucket] for bucket in buckets]
+            sections.append(Section(place_buckets([spec for spec in specs if spec], self._world_size,
+                                                  riders_apart=not specs[-1]), origin, reason))
+        return self._sequence(sections)
+

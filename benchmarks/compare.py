@@ -27,6 +27,7 @@ from benchmarks.tasks import WORKLOADS
 from benchmarks.variants import make_variants
 from benchmarks.worker import run
 
+OUTPUT = Path("benchmarks/out")
 ROUNDS = {"gpt": {"quick": 15, "full": 40}, "conv": {"quick": 60, "full": 200}}
 
 
@@ -48,8 +49,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="measure peak memory and first steps in fresh processes; default with --full only",
     )
-    parser.add_argument("--json", type=Path, help="write recipe and raw samples to this file")
-    parser.add_argument("--png", type=Path, help="draw the chart into this file")
+    parser.add_argument("--json", type=Path, help="recipe and raw samples; default benchmarks/out/compare-LINK.json")
+    parser.add_argument("--png", type=Path, help="the chart; default benchmarks/out/compare-LINK.png")
     options = parser.parse_args(arguments)
     options.variants = options.variants or list(make_variants())
     if unknown := set(options.variants) - set(make_variants()):
@@ -101,14 +102,14 @@ def _probe_all(job: dict[str, Any], ranks: int, link: ShapedLink | None, cache: 
 def _report(options: argparse.Namespace, comparisons: Sequence[Comparison]) -> None:
     for comparison in comparisons:
         print(f"\n{table.render(comparison)}")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        data = {"recipe": recipe(), "comparisons": [comparison.to_json() for comparison in comparisons]}
-        options.json.write_text(json.dumps(data, indent=1))
-        print(f"\nRaw samples and recipe: {options.json}")
-    if options.png:
-        chart.draw(comparisons, options.png)
-        print(f"Chart: {options.png}")
+    link = comparisons[0].link
+    samples = options.json or OUTPUT / f"compare-{link}.json"
+    picture = options.png or OUTPUT / f"compare-{link}.png"
+    samples.parent.mkdir(parents=True, exist_ok=True)
+    data = {"recipe": recipe(), "comparisons": [comparison.to_json() for comparison in comparisons]}
+    samples.write_text(json.dumps(data))
+    chart.draw(comparisons, picture)
+    print(f"\nRaw samples and recipe: {samples}\nChart: {picture}")
 
 
 def _run_as_rank(options: argparse.Namespace, workloads: Sequence[str]) -> None:

@@ -60,7 +60,7 @@ def _launch_elastic(command: Sequence[str], ranks: int, settings: Mapping[str, s
     )
     before = dict(os.environ)
     os.environ.update(settings)  # the launcher hands its own environment to the ranks
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     try:
         elastic_launch(config, command[0])(*command[1:])
     finally:

@@ -77,8 +77,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--variants", nargs="+", default=["torch DDP", "compile_ddp"], metavar="NAME")
     parser.add_argument("--bucket-cap-mb", type=float)
-    parser.add_argument("--json", type=Path, default=Path("bench-results/train.json"))
-    parser.add_argument("--png", type=Path, default=Path("bench-results/train.png"))
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/out/train.json"))
+    parser.add_argument("--png", type=Path, default=Path("benchmarks/out/train.png"))
     options = parser.parse_args(arguments)
     options.steps = options.steps or (60 if options.quick else 300)
     return options

@@ -1,0 +1,111 @@
+"""The table's derived numbers, from samples small enough to check by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import chart, table
+from benchmarks.result import Comparison, VariantResult
+
+
+def result(name: str, floor: str, rounds: list[list[list[float]]], communicates: bool = True) -> VariantResult:
+    """`rounds`: for each round and rank the milliseconds of forward, backward and optimizer."""
+    seconds = [[[phase / 1e3 for phase in phases] for phases in ranks] for ranks in rounds]
+    return VariantResult(name, floor, communicates, seconds)
+
+
+def comparison(*variants: VariantResult, communication_ms: float = 40.0) -> Comparison:
+    rounds = len(variants[0].samples)
+    alone = [[communication_ms / 2e3, communication_ms / 1e3]] * rounds
+    return Comparison("toy", "cpu", "loopback", 2, 1000, [3000, 1000], alone, list(variants))
+
+
+def steady(name: str, floor: str, phases: list[float], communicates: bool = True) -> VariantResult:
+    return result(name, floor, [[phases, phases]] * 3, communicates)
+
+
+EAGER_FLOOR = steady("eager floor", "eager", [10, 20, 2], communicates=False)
+COMPILED_FLOOR = steady("compiled floor", "compiled", [8, 16, 2], communicates=False)
+TORCH_DDP = steady("torch DDP", "eager", [10, 60, 2])
+FASTER = steady("faster", "compiled", [8, 40, 2])
+
+
+def rows(of: Comparison) -> dict[str, table.Row]:
+    derived = table.derive(of)
+    return {row.name: row for row in [*derived.variants, derived.communication, *derived.limits]}
+
+
+def test_a_step_is_that_of_the_slowest_rank_and_its_phases_are_of_the_same_rank() -> None:
+    row = rows(comparison(result("a", "eager", [[[1, 2, 3], [9, 2, 0]]])))["a"]
+    assert row.step_ms == pytest.approx(11)
+    assert (row.forward_ms, row.backward_ms, row.optimizer_ms) == (pytest.approx(9), pytest.approx(2), 0)
+
+
+def test_each_row_is_compared_with_the_floor_of_its_own_kind() -> None:
+    found = rows(comparison(EAGER_FLOOR, COMPILED_FLOOR, TORCH_DDP, FASTER))
+    assert found["torch DDP"].exposed_ms == pytest.approx(72 - 32)
+    assert found["faster"].exposed_ms == pytest.approx(50 - 26)
+    assert found["eager floor"].exposed_ms is None
+
+
+def test_overlap_is_the_share_of_communication_that_is_hidden() -> None:
+    found = rows(comparison(EAGER_FLOOR, COMPILED_FLOOR, TORCH_DDP, FASTER))
+    assert found["torch DDP"].overlap == pytest.approx(0)
+    assert found["faster"].overlap == pytest.approx(1 - 24 / 40)
+
+
+def test_a_row_without_its_floor_has_no_exposed_communication() -> None:
+    row = rows(comparison(EAGER_FLOOR, TORCH_DDP, FASTER))["faster"]
+    assert row.exposed_ms is None and row.overlap is None and row.ratio_to_limit is None
+
+
+def test_both_limits_come_from_the_compiled_floor() -> None:
+    found = rows(comparison(EAGER_FLOOR, COMPILED_FLOOR, TORCH_DDP, FASTER))
+    assert found["communication alone"].step_ms == pytest.approx(40)
+    assert found["limit 1"].step_ms == pytest.approx(8 + 40 + 2)
+    assert found["limit 2"].step_ms == pytest.approx(40)
+    assert found["faster"].ratio_to_limit == pytest.approx(1)
+
+
+def test_fast_communication_makes_the_compute_the_limit() -> None:
+    found = rows(comparison(COMPILED_FLOOR, FASTER, communication_ms=4))
+    assert found["limit 1"].step_ms == found["limit 2"].step_ms == pytest.approx(26)
+
+
+def test_ratios_are_paired_by_round_so_that_drift_cancels() -> None:
+    speeds = [1, 2, 10]
+    baseline = result("torch DDP", "eager", [[[0, 10 * s, 0]] * 2 for s in speeds])
+    half = result("half", "eager", [[[0, 5 * s, 0]] * 2 for s in speeds])
+    row = rows(comparison(baseline, half))["half"]
+    assert row.ratio_to_baseline == pytest.approx(0.5)
+    assert (row.p10_ms, row.p90_ms) == (pytest.approx(6), pytest.approx(42))
+
+
+def test_a_slower_row_is_printed_as_it_is() -> None:
+    loser = steady("loser", "eager", [10, 90, 2])
+    row = rows(comparison(EAGER_FLOOR, TORCH_DDP, loser))["loser"]
+    assert row.ratio_to_baseline == pytest.approx(102 / 72)
+    assert row.overlap == pytest.approx(1 - 70 / 40)
+    assert "-75%" in table.render(comparison(EAGER_FLOOR, TORCH_DDP, loser))
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    line = next(line for line in table.render(comparison(TORCH_DDP)).splitlines() if line.startswith("torch DDP"))
+    assert line.split()[-1] == "-"
+
+
+def test_collectives_other_than_all_reduces_are_named() -> None:
+    variant = replace(TORCH_DDP, collectives={"broadcast": 2, "allreduce": 13})
+    assert rows(comparison(variant))["torch DDP"].collectives == "13 + 2 broadcast"
+
+
+def test_a_comparison_survives_json() -> None:
+    original = comparison(EAGER_FLOOR, TORCH_DDP)
+    assert Comparison.from_json(original.to_json()) == original
+
+
+def test_the_parts_of_a_bar_add_up_to_the_phases() -> None:
+    found = rows(comparison(EAGER_FLOOR, COMPILED_FLOOR, TORCH_DDP, FASTER))
+    parts = chart.parts_ms(found["faster"])
+    assert sum(parts.values()) == pytest.approx(50)
+    assert parts["exposed communication"] == pytest.approx(24)

@@ -131,10 +131,6 @@ class SynchronisedBackward:
             self._graph_gradients[index] = None if index in self._graph_gradients else gradient.data_ptr()
             self._arrived.add(index)
 
-    def accumulated_before_start(self, index: int) -> None:
-        """Correct the record for the parameter whose hook began this backward: its .grad had been None."""
-        self._existing.pop(index, None)
-
     def gradient_arrived(self, index: int) -> None:
         """Take over a gradient that autograd has just accumulated, and launch every bucket that it completes."""
         gradient = self._parameters.tensors[index].grad

@@ -22,6 +22,7 @@ class SegmentCall(Protocol):
 
     plan: BucketPlan  # over parameters
     fingerprint: str
+    synchronise: bool  # whether its forward was called outside of no_sync
 
     def will_run(self) -> bool:
         """Whether the backward that this thread runs will evaluate the call's node."""
@@ -48,11 +49,10 @@ class Runtime:
         self._options = options
         self._planner = SequencePlanner(parameters, options, communicator.world_size)
         self._live_calls = live_calls
-        self._synchronise = True  # whether the next backward does, as its forward was called under no_sync or not
+        self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
         self._forward_count = 0
         self._refined = False
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
-        self._grads_at_forward: dict[int, int] = {}
         self._current: SynchronisedBackward | None = None
         self._open_tasks: set[int] = set()
         self._hook_handles: list[Any] = []
@@ -69,13 +69,8 @@ class Runtime:
         if torch_private.current_graph_task() != -1:
             return  # a recomputation during backward is not a new forward
         self._finish_broken_backward()
-        self._synchronise = synchronise
+        self.synchronise = synchronise
         self._forward_count += synchronise
-        self._grads_at_forward = {
-            index: id(parameter.grad)
-            for index, parameter in enumerate(self.parameters.tensors if self._hook_handles else ())
-            if parameter.grad is not None
-        }
 
     def end_forward(self, calls: Sequence[SegmentCall]) -> None:
         """Watch the parameters by hooks unless the segments that this forward called cover every graph section."""
@@ -84,13 +79,22 @@ class Runtime:
             if not self._sections_of.keys() <= called:
                 self.install_hooks()
 
+    def watch(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Begin a synchronised backward when one reaches these outputs, before it has accumulated any gradient.
+
+        A backward that does not come through the wrapper's outputs, of `wrapper.module` called by itself, stays
+        local, as under DDP.
+        """
+        if self.synchronise:
+            for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+                if torch_private.attached(node) is None:  # a captured segment's node begins it by itself
+                    node.register_prehook(lambda _: self.enter_backward() and None)
+
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    def enter_backward(self) -> SynchronisedBackward | None:
-        """The synchronised backward that this thread is in, begun if need be; None in a local one."""
+    def enter_backward(self) -> SynchronisedBackward:
+        """The synchronised backward that this thread is in, begun if need be."""
         with self._lock:
-            if not self._synchronise:
-                return None
             task = torch_private.current_graph_task()
             if task not in self._open_tasks:
                 self._open_tasks.add(task)
@@ -134,10 +138,10 @@ class Runtime:
     def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self._lock:
-            backward = self.enter_backward()
-            if backward is None:
+            if not call.synchronise and self._current is None:
                 self._used.update(call.plan.indices)
                 return None
+            backward = self.enter_backward()
             hooked = [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
             if hooked:
                 self.report("a tensor hook on the parameter must see its local gradient", hooked)
@@ -169,16 +173,12 @@ class Runtime:
             hook = functools.partial(self._gradient_accumulated, index)
             self._hook_handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _gradient_accumulated(self, index: int, parameter: torch.Tensor) -> None:
+    def _gradient_accumulated(self, index: int, _: torch.Tensor) -> None:
         with self._lock:
-            begun = self._current is not None
-            backward = self.enter_backward()
-            if backward is None:
+            if self._current is None:
                 self._used.add(index)
-                return
-            if not begun and self._grads_at_forward.get(index) != id(parameter.grad):
-                backward.accumulated_before_start(index)
-            backward.gradient_arrived(index)
+            else:
+                self.enter_backward().gradient_arrived(index)
 
     # ---- the end of backward -----------------------------------------------------------------------------------------
 

@@ -26,8 +26,11 @@ _serial_numbers = itertools.count()
 class SegmentCall:
     """One call of a segment in a forward: the graph, bound to the parameters that it was called with."""
 
-    def __init__(self, plan: BucketPlan, fingerprint: str, index_of: dict[int, int], node: Any) -> None:
+    def __init__(
+        self, plan: BucketPlan, fingerprint: str, *, index_of: dict[int, int], node: Any, synchronise: bool
+    ) -> None:
         self.plan, self.fingerprint = plan, fingerprint  # over parameters
+        self.synchronise = synchronise
         self.index_of = index_of  # graph input -> parameter
         self.serial = next(_serial_numbers)
         self._node = weakref.ref(node)
@@ -136,7 +139,7 @@ class Segment:
         if key not in self._bound:
             plan = self.plan.renumbered(index_of)
             self._bound[key] = plan, plan.fingerprint
-        return SegmentCall(*self._bound[key], index_of, node)
+        return SegmentCall(*self._bound[key], index_of=index_of, node=node, synchronise=self._runtime.synchronise)
 
     def _run_backward(self, node: Any, saved_and_tangents: list[Any]) -> Any:
         """The backward of every variant's forward, between AOTAutograd's prologue and epilogue."""

@@ -86,9 +86,27 @@ def compile_captured(
     enters the AOTAutograd cache's key. The forward graph is compiled exactly as plain torch.compile does, and shares
     its cache entry.
     """
-    if backend == "aot_eager":
-        return _compile_aot_eager(graph_module, example_inputs, rewrite_backward)
-    return _compile_inductor(graph_module, example_inputs, rewrite_backward, cache_identity, dict(options))
+    with _recurrent_layers_in_ops(graph_module):
+        if backend == "aot_eager":
+            return _compile_aot_eager(graph_module, example_inputs, rewrite_backward)
+        return _compile_inductor(graph_module, example_inputs, rewrite_backward, cache_identity, dict(options))
+
+
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+@contextlib.contextmanager
+def _recurrent_layers_in_ops(graph_module: GraphModule) -> Iterator[None]:
+    """Trace nn.LSTM and its kin step by step: AOTAutograd cannot partition oneDNN's fused layers (torch 2.13)."""
+    if not any(node.target in _RECURRENT for node in graph_module.graph.nodes):
+        yield
+        return
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
 
 
 def _compile_aot_eager(

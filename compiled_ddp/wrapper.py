@@ -1,7 +1,7 @@
 """What both wrappers share: the module, its state, its buffers, no_sync."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -91,6 +91,8 @@ class DataParallelWrapper(nn.Module):
         if self._buffers_stale and self._options.broadcast_buffers:
             self._broadcast_buffers()
         outputs = self._run_module(*args, **kwargs)
+        if with_gradients:
+            self._runtime.watch(tensors_in(outputs))
         self._buffers_stale = with_gradients and self._require_sync
         return outputs
 
@@ -137,6 +139,24 @@ class DataParallelWrapper(nn.Module):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
+
+
+def tensors_in(value: object, depth: int = 16) -> Iterator[torch.Tensor]:
+    """The tensors in a module's output: in lists, tuples, sets, mappings, dataclasses and other plain objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | bool | nn.Module):
+        return
+    parts: Iterable[object] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, Sequence | Set):
+        parts = value
+    elif hasattr(value, "__dict__"):
+        parts = vars(value).values()
+    for part in parts:
+        yield from tensors_in(part, depth - 1)
 
 
 def _strip_own_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:

@@ -56,7 +56,7 @@ def _progress(items: Iterable, label: str, rank: Rank) -> tqdm:
 
 def warm_up(
     variants: Sequence[Variant], workload: Workload, steps: int, rank: Rank
-) -> tuple[list[Contender], list[float | None]]:
+) -> tuple[list[Contender], list[float]]:
     """Every contender after `steps` steps, and its largest gradient difference at the first backward and after them."""
     reference = Reference.compute(workload, rank)
     contenders, differences = [], []
@@ -64,12 +64,12 @@ def warm_up(
     for variant in bar:
         bar.set_postfix_str(variant.name)
         contender = Contender(variant, workload, rank)
-        first = reference.difference(contender.module, rank)
+        first = reference.difference(contender.module, rank, communicates=variant.communicates)
         for _ in range(steps):
             contender.step(contender.next_batch())
-        settled = reference.difference(contender.module, rank)
+        settled = reference.difference(contender.module, rank, communicates=variant.communicates)
         contenders.append(contender)
-        differences.append(max(first, settled) if variant.communicates else None)
+        differences.append(max(first, settled))
     return contenders, differences
 
 

@@ -59,7 +59,10 @@ class GPT(nn.Module):
 
 
 class DigitsNet(nn.Module):
-    """Convolutions with BatchNorm for 8x8 digits: many small gradients, and buffers that have to be synchronised."""
+    """Convolutions with BatchNorm for 8x8 digits: many small gradients, and buffers that have to be synchronised.
+
+    SiLU because it is smooth: with ReLU a rounding error turns a unit on or off, and its gradient jumps by 1e-3.
+    """
 
     def __init__(self, *, width: int = 64) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class DigitsNet(nn.Module):
             stages += [
                 nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False),
                 nn.BatchNorm2d(after),
-                nn.ReLU(),
+                nn.SiLU(),
             ]
         self.features = nn.Sequential(*stages)
         self.classifier = nn.Linear(2 * width, 10)

@@ -14,6 +14,20 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
+def _on_cpu(parameter: nn.Parameter) -> Tensor:
+    """A float32 copy of the gradient; zeros where there is none."""
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.to("cpu", torch.float32, copy=True)
+
+
+def _means(module: nn.Module, rank: Rank) -> list[Tensor]:
+    """The mean over ranks of each gradient, taken by hand on the control group."""
+    gradients = [_on_cpu(parameter) for parameter in trainable(module)]
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=rank.control)
+    return [gradient / rank.world_size for gradient in gradients]
+
+
 @dataclass(frozen=True)
 class Reference:
     """Initial weights, one batch of this rank, and the mean over ranks of the gradients they give."""
@@ -27,13 +41,7 @@ class Reference:
         model = workload.build_model("reference", rank.device)
         batch = tuple(tensor.to(rank.device) for tensor in next(workload.batches(rank.index, rank.world_size)))
         model(*batch).backward()
-        gradients = []
-        for parameter in trainable(model):
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            mean = gradient.to("cpu", torch.float32, copy=True)
-            dist.all_reduce(mean, group=rank.control)
-            gradients.append(mean / rank.world_size)
-        return Reference([parameter.detach() for parameter in trainable(model)], batch, gradients)
+        return Reference([parameter.detach() for parameter in trainable(model)], batch, _means(model, rank))
 
     def restore(self, module: nn.Module) -> None:
         """Give `module` the initial weights, in place."""
@@ -41,16 +49,16 @@ class Reference:
             for parameter, weight in zip(trainable(module), self.weights, strict=True):
                 parameter.copy_(weight)
 
-    def difference(self, module: nn.Module, rank: Rank) -> float:
-        """Largest |gradient - reference| over the largest |reference|, on the worst rank. Clears the gradients."""
+    def difference(self, module: nn.Module, rank: Rank, *, communicates: bool) -> float:
+        """Largest |gradient - reference| over the largest |reference|, on the worst rank. Clears the gradients.
+
+        Gradients of a module that does not communicate are averaged by hand: what is left is the compiler's rounding.
+        """
         self.restore(module)
         module(*self.batch).backward()
-        largest = max(float(expected.abs().max()) for expected in self.gradients)
-        worst = 0.0
-        for parameter, expected in zip(trainable(module), self.gradients, strict=True):
-            if parameter.grad is None:
-                worst = max(worst, float(expected.abs().max()))
-            else:
-                worst = max(worst, float((parameter.grad.to("cpu", torch.float32) - expected).abs().max()))
+        found = _means(module, rank) if not communicates else [_on_cpu(parameter) for parameter in trainable(module)]
         module.zero_grad(set_to_none=True)
+        largest = max(float(expected.abs().max()) for expected in self.gradients)
+        differences = zip(found, self.gradients, strict=True)
+        worst = max(float((gradient - expected).abs().max()) for gradient, expected in differences)
         return max(rank.gather(worst / largest))

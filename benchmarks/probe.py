@@ -60,8 +60,10 @@ def _resident_peak(contender: Contender, steps: int) -> int:
         contender.step(contender.next_batch())
     peak = _status_bytes("VmHWM")
     parameters = [weakref.ref(parameter) for parameter in trainable(contender.module)]
+    if contender.variant.unwrap is not None:
+        contender.variant.unwrap(contender.module)
     del contender.module, contender.optimizer
-    torch._dynamo.reset()
+    torch.compiler.reset()
     _return_freed_memory()
     alive = sum(parameter() is not None for parameter in parameters)
     if alive:

@@ -18,6 +18,7 @@ class Variant:
 
     `wrap` turns a bare model into the module that is trained. A row that does not communicate is the floor of its
     kind. `bucket_bytes` reads, after a backward, the size of each all-reduce of the wrapped module, if it can tell.
+    `unwrap` is what has to be called before a wrapped module can be freed, if anything.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Variant:
     wrap: Callable[[nn.Module], nn.Module]
     communicates: bool = True
     bucket_bytes: Callable[[nn.Module], list[int]] | None = None
+    unwrap: Callable[[nn.Module], object] | None = None
 
     @property
     def label(self) -> str:
@@ -52,6 +54,10 @@ def _planned_bytes(module: nn.Module) -> list[int]:
     return [bucket.nbytes for bucket in module.plan.buckets]
 
 
+def _unwrap(module: nn.Module) -> nn.Module:
+    return module.unwrap()
+
+
 def make_variants(bucket_cap_mb: float | None = None) -> dict[str, Variant]:
     """All variants by name, in the order of the table. A given `bucket_cap_mb` holds for every wrapper, torch's too."""
     options = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
@@ -61,7 +67,15 @@ def make_variants(bucket_cap_mb: float | None = None) -> dict[str, Variant]:
         Variant("torch DDP", "eager", lambda model: _torch_ddp(model, options)),
         Variant("torch.compile(DDP)", "compiled", lambda model: torch.compile(_torch_ddp(model, options))),
         Variant("DDP(torch.compile)", "compiled", lambda model: _torch_ddp(torch.compile(model), options)),
-        Variant("EagerDDP", "eager", lambda model: _eager_ddp(model, options), bucket_bytes=_planned_bytes),
-        Variant("compile_ddp", "compiled", lambda model: _compile_ddp(model, options), bucket_bytes=_planned_bytes),
+        Variant(
+            "EagerDDP", "eager", lambda model: _eager_ddp(model, options), bucket_bytes=_planned_bytes, unwrap=_unwrap
+        ),
+        Variant(
+            "compile_ddp",
+            "compiled",
+            lambda model: _compile_ddp(model, options),
+            bucket_bytes=_planned_bytes,
+            unwrap=_unwrap,
+        ),
     )
     return {variant.name: variant for variant in variants}

@@ -39,6 +39,7 @@ def run_job(
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": "1",
             "KINETO_LOG_LEVEL": "99",  # counting collectives would print the profiler's own lines
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # no names to resolve in a namespace
             **(environment or {}),
         }
         if link is None:

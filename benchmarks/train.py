@@ -56,7 +56,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     for name, curve in others:
         above.plot(curve, label=name, linewidth=1.2, linestyle="--", color="#08306b")
         below.plot([abs(a - b) for a, b in zip(curve, first, strict=True)], linewidth=1, color="#08306b")
-    above.set_ylabel("loss (nats per byte)")
+    above.set_ylabel("loss, mean over ranks")
     above.legend(frameon=False)
     below.set_ylabel(f"distance to\n{first_name}")
     below.set_xlabel("step")

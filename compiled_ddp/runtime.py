@@ -68,7 +68,7 @@ class Runtime:
         """Note a forward with gradients enabled, and end a backward that an exception broke off before it."""
         if torch_private.current_graph_task() != -1:
             return  # a recomputation during backward is not a new forward
-        self._finish_broken_backward()
+        self.finish_broken_backward()
         self.synchronise = synchronise
         self._forward_count += synchronise
 
@@ -107,7 +107,7 @@ class Runtime:
         if self.sequence is None:
             self._adopt(self._agree_on_proposal())
         assert self.sequence is not None
-        backward = self._new_backward(self.sequence.sections, self._buffers)
+        backward = self._new_backward(self.sequence.sections, self._buffers, self._used)
         if self._sections_of:
             self._leave_surplus_to_hooks(backward)
         return backward
@@ -124,13 +124,15 @@ class Runtime:
         if surplus:
             backward.leave_to_hooks(surplus)
 
-    def _new_backward(self, sections: Sequence[Section], buffers: SequenceBuffers) -> SynchronisedBackward:
+    def _new_backward(
+        self, sections: Sequence[Section], buffers: SequenceBuffers, used_before: set[int]
+    ) -> SynchronisedBackward:
         return SynchronisedBackward(
             sections,
             buffers,
             self.communicator,
             self.parameters,
-            used_before=self._used,
+            used_before=used_before,
             forward_count=self._forward_count,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
         )
@@ -226,7 +228,7 @@ class Runtime:
                 "the model again, or set COMPILED_DDP_MODE=hooks."
             )
 
-    def _finish_broken_backward(self) -> None:
+    def finish_broken_backward(self) -> None:
         """Take part, with zeros, in what is left of a backward that an exception ended; other ranks may wait in it."""
         backward, self._current = self._current, None
         self._open_tasks.clear()
@@ -250,7 +252,8 @@ class Runtime:
         self._adopt(self._agree("sequence", lambda: self._planner.refine(before, backward.observations)))
         mixed = [section for section in self.sequence.sections if section.reason == MIXED]
         if mixed:
-            again = self._new_backward(mixed, SequenceBuffers(tuple(mixed), self.communicator.world_size))
+            used = {index for section in mixed for index in section.plan.indices}
+            again = self._new_backward(mixed, SequenceBuffers(tuple(mixed), self.communicator.world_size), used)
             again.launch_rest()
             again.wait()
             again.write_back()

@@ -426,3 +426,21 @@ def allow_recurrent(compiled: Callable[..., Any], module: torch.nn.Module) -> Ca
             return compiled(*args, **kwargs)
 
     return call
+
+
+# ---- for tests -------------------------------------------------------------------------------------------------------
+
+
+def generated_code(run: Callable[[], object]) -> list[str]:
+    """The Python sources that Inductor generates while `run()` compiles, caches aside, in order of compilation."""
+    from torch._inductor.utils import run_and_get_code
+
+    _, sources = run_and_get_code(run)
+    return list(sources)
+
+
+def compiler_counters() -> dict[str, dict[str, int]]:
+    """Dynamo's and Inductor's counters so far: cache hits and misses, graphs captured."""
+    from torch._dynamo.utils import counters
+
+    return {group: dict(values) for group, values in counters.items()}

@@ -112,6 +112,14 @@ class DataParallelWrapper(nn.Module):
         finally:
             self._require_sync = before
 
+    def abandon_backward(self) -> None:
+        """Take part in what is left of a backward that an exception broke off on this rank.
+
+        Other ranks may be waiting for it. The next forward does this by itself; call it where there is none, for
+        example before leaving the training loop. A no-op when no backward is broken.
+        """
+        self._runtime.finish_broken_backward()
+
     # ---- what users look at ------------------------------------------------------------------------------------------
 
     @property

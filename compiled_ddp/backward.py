@@ -225,17 +225,17 @@ class SynchronisedBackward:
             self._untouched[index] = gradient.clone()
         buffer.put(index, gradient)
 
-    def wait(self) -> int:
-        """Wait for every bucket that hooks launched; returns on how many ranks this backward broke off."""
+    def wait(self) -> None:
+        """Wait for every bucket that hooks launched; a graph waits for its own."""
         for position, progress in enumerate(self._progress):
             if progress.work is not None:
                 try:
                     progress.work.wait()
                 except RuntimeError as error:
                     raise RuntimeError(f"{self._words(position)} was launched but not reduced: {error}") from error
-        return max((int(riders[ABORTED]) for riders in self._reduced_riders() if not riders.is_cuda), default=0)
 
-    def _reduced_riders(self) -> Iterable[torch.Tensor]:
+    def reduced_riders(self) -> Iterable[torch.Tensor]:
+        """The sums over ranks of the riders of every section."""
         for position, progress in enumerate(self._progress):
             riders = self._buffers[position].riders if progress.work is not None else None
             if riders is not None:

@@ -3,6 +3,7 @@
 import functools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -57,6 +58,7 @@ class Runtime:
         self._open_tasks: set[int] = set()
         self._hook_handles: list[Any] = []
         self._reported: set[str] = set()
+        self._abort_reader = AbortReader()
         self._lock = threading.RLock()
         self.install_hooks()  # until the sequence shows that graphs reduce everything
         if hooks_reason is not None:
@@ -172,10 +174,12 @@ class Runtime:
         if self._hook_handles:
             return
         for index, parameter in enumerate(self.parameters.tensors):
-            hook = functools.partial(self._gradient_accumulated, index)
+            # The parameter must not keep the runtime alive: the collector does not see through autograd's hooks.
+            hook = functools.partial(_gradient_accumulated, weakref.ref(self), index)
             self._hook_handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    def _gradient_accumulated(self, index: int, _: torch.Tensor) -> None:
+    def gradient_accumulated(self, index: int) -> None:
+        """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self._lock:
             if self._current is None:
                 self._used.add(index)
@@ -209,13 +213,14 @@ class Runtime:
         if backward is None:
             return
         backward.launch_rest()
-        aborted_on = backward.wait()
+        backward.wait()
+        aborted_on = self._abort_reader.read(backward.reduced_riders())
         if aborted_on:
             backward.restore_pending()
             raise RuntimeError(
                 f"rank {self.communicator.rank}: the backward of forward {self._forward_count} broke off on "
-                f"{aborted_on} other rank(s) and was not reduced. Drop this step on every rank (zero_grad), and look "
-                "for the exception on the other ranks."
+                f"{aborted_on} other rank(s) and was not reduced (on a GPU it may have been the one before). Drop this "
+                "step on every rank (zero_grad), and look for the exception on the other ranks."
             )
         backward.write_back()
         self._used = set()
@@ -300,3 +305,9 @@ class Runtime:
         """Remove every hook and give the communicator back."""
         self.remove_hooks()
         self.communicator.close()
+
+
+def _gradient_accumulated(runtime: weakref.ref[Runtime], index: int, _: torch.Tensor) -> None:
+    alive = runtime()
+    if alive is not None:
+        alive.gradient_accumulated(index)

@@ -1,0 +1,173 @@
+"""What Inductor makes of the passes' graphs, read from the code it generates, and what its caches keep."""
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Mlp, TokenModel, assert_gradients, expected_mean, token_batch
+from ranks import RankPool
+from torch import Tensor, nn
+
+from compiled_ddp import compile_ddp, torch_private
+
+pytestmark = pytest.mark.inductor
+
+# ---- the generated code ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A line of generated code that does something: a kernel or a collective, and the buffers it names."""
+
+    kind: str  # "launch", "wait", "mm" or "kernel"
+    buffers: tuple[str, ...]
+    text: str
+
+
+def read_statements(source: str) -> tuple[list[Statement], dict[str, str]]:
+    """The statements of a generated backward in order, and which buffer each alias lies in."""
+    body = source[source.rindex("def call(") : source.rindex("runner = ")]
+    aliases = dict(re.findall(r"(buf\d+) = reinterpret_tensor\((buf\d+),.*# alias", body))
+    statements = []
+    for line in body.splitlines():
+        text = line.strip()
+        if "_c10d_functional.all_reduce_" in text:
+            kind = "launch"
+        elif "_c10d_functional.wait_tensor" in text:
+            kind = "wait"
+        elif text.startswith("extern_kernels.mm("):
+            kind = "mm"
+        elif re.match(r"(cpp_fused|extern_kernels|aoti|torch\.ops)", text):
+            kind = "kernel"
+        else:
+            continue
+        statements.append(Statement(kind, tuple(re.findall(r"\bbuf\d+\b", text)), text))
+    return statements, aliases
+
+
+def _backward_source(rank: int) -> tuple[str, list[int], int]:
+    model = TokenModel(width=32, blocks=3)
+    ddp = compile_ddp(model, bucket_cap_mb=0.01, first_bucket_mb=0.005, fullgraph=True)
+    x, y = token_batch(rank)
+    expected = expected_mean(model, lambda module: module(x, y))
+    sources = torch_private.generated_code(lambda: ddp(x, y).backward())
+    assert_gradients(model, expected, rtol=1e-4, atol=1e-6)
+    (backward,) = [source for source in sources if "all_reduce_" in source]
+    assert not any("all_reduce" in source or "wait_tensor" in source for source in sources if source is not backward)
+    linear_layers = sum(isinstance(module, nn.Linear) for module in model.modules())
+    return backward, [bucket.numel for bucket in ddp.plan.buckets], linear_layers
+
+
+def test_generated_backward_launches_early_waits_late_and_copies_nothing(ranks2: RankPool) -> None:
+    (source, numels, linear_layers), (other_source, _, _) = ranks2.run(_backward_source, timeout_seconds=300)
+    assert source == other_source, "the code depends on the rank"
+    statements, aliases = read_statements(source)
+    launches = [n for n, statement in enumerate(statements) if statement.kind == "launch"]
+    waits = [n for n, statement in enumerate(statements) if statement.kind == "wait"]
+    assert len(launches) == len(waits) == len(numels) > 3
+
+    buckets = [statements[n].buffers[0] for n in launches]
+    sizes = [int(re.search(rf"{bucket} = empty_strided_cpu\(\((\d+), \)", source)[1]) for bucket in buckets]
+    assert sizes == numels, "launches are not in the plan's order"
+    assert all("'sum'" in statements[n].text for n in launches)
+
+    assert min(waits) > max(launches), "a wait stands before the last launch"
+    assert sorted(statements[n].buffers[0] for n in waits) == sorted(buckets)
+    assert max(waits) == len(statements) - 1, "something runs after the first wait"
+
+    for n, bucket in zip(launches, buckets, strict=True):
+        before = [statement for statement in statements[:n] if statement.kind in ("mm", "kernel")]
+        writers = [statement for statement in before if bucket in {aliases.get(name, name) for name in statement.buffers}]
+        assert statements[n - 1] is writers[-1], f"{bucket} is not launched right after its last gradient"
+
+    written_in_place = [s for s in statements if s.kind == "mm" and aliases.get(s.buffers[-1]) in buckets]
+    assert len(written_in_place) == linear_layers, "a weight gradient was not written straight into its bucket"
+    assert "copy_" not in source
+    assert "cat" not in source.replace("allocat", "")
+    allocated = [int(n) for n in re.findall(r"empty_strided_cpu\(\((\d+), \)", source)]
+    assert sorted(n for n in allocated if n >= min(numels)) == sorted(numels), "a bucket was copied"
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.silu(self.norm(self.conv(x))).mean((2, 3))).square().sum()
+
+
+def _trains(rank: int) -> None:
+    """A no_sync step, a folding one and plain ones, with Inductor."""
+    model = ConvNet()
+    ddp = compile_ddp(model, bucket_cap_mb=0.001, first_bucket_mb=0.0005)
+    batches = [torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * n + rank)) for n in range(3)]
+    for first, second in ((0, 1), (1, 2)):
+        expected = expected_mean(model, lambda module: module(batches[first]) + module(batches[second]))  # noqa: B023
+        with ddp.no_sync():
+            ddp(batches[first]).backward()
+        before = {name: parameter.grad for name, parameter in model.named_parameters()}
+        ddp(batches[second]).backward()
+        assert_gradients(model, expected, rtol=1e-3, atol=1e-5)
+        assert all(parameter.grad is before[name] for name, parameter in model.named_parameters())
+        ddp.zero_grad()
+    expected = expected_mean(model, lambda module: module(batches[0]))
+    ddp(batches[0]).backward()
+    assert_gradients(model, expected, rtol=1e-3, atol=1e-5)
+    assert {section.origin for section in ddp.plan.sections} == {"graph"}
+
+
+def test_convolution_accumulates_and_folds_under_inductor(ranks2: RankPool) -> None:
+    ranks2.run(_trains, timeout_seconds=400)
+
+
+# ---- the caches ------------------------------------------------------------------------------------------------------
+
+
+def _first_step(rank: int, directories: list[str], bucket_cap_mb: float, earlier_wrappers: int) -> dict[str, int]:
+    """Cache hits and misses of a process's first step, and that explain() and gradients are right in it."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directories[rank]
+    for _ in range(earlier_wrappers):
+        compile_ddp(Mlp(), backend="aot_eager")
+    model = Mlp()
+    ddp = compile_ddp(model, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=bucket_cap_mb)
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+    expected = expected_mean(model, lambda module: module(x).square().sum())
+    ddp(x).square().sum().backward()
+    assert_gradients(model, expected, rtol=1e-4, atol=1e-6)
+    buckets = ddp.plan.buckets
+    assert [row[1] for row in ddp.explain().rows] == ["graph"] * len(buckets)
+    counters = torch_private.compiler_counters()
+    names = ("autograd_cache_hit", "autograd_cache_miss"), ("fxgraph_cache_hit", "fxgraph_cache_miss")
+    groups = counters["aot_autograd"], counters["inductor"]
+    found = {name: group.get(name, 0) for group, pair in zip(groups, names, strict=True) for name in pair}
+    return {**found, "buckets": len(buckets)}
+
+
+def test_caches_serve_a_second_start_and_every_rank_and_nothing_else(tmp_path: Path) -> None:
+    mine, shared = str(tmp_path / "mine"), str(tmp_path / "shared")
+
+    def start(ranks: int, directories: list[str], bucket_cap_mb: float = 0.0001, earlier_wrappers: int = 0) -> list:
+        with RankPool(ranks) as fresh_processes:
+            arguments = (directories, bucket_cap_mb, earlier_wrappers)
+            return fresh_processes.run(_first_step, *arguments, timeout_seconds=300)
+
+    def warm(result: dict[str, int]) -> bool:
+        return result["autograd_cache_hit"] == 1 and result["fxgraph_cache_miss"] == result["autograd_cache_miss"] == 0
+
+    cold = start(2, [shared, mine])
+    assert [result["autograd_cache_miss"] for result in cold] == [1, 1]
+    again = start(2, [shared, shared])
+    assert all(warm(result) for result in again), again
+    assert again[0]["buckets"] == cold[0]["buckets"] > 1
+    changes = {
+        "bucket size": start(2, [shared, shared], bucket_cap_mb=0.0002),
+        "world size": start(3, [shared, shared, shared]),
+        "group": start(2, [shared, shared], earlier_wrappers=1),
+    }
+    for change, results in changes.items():
+        assert all(result["autograd_cache_hit"] == 0 for result in results), (change, results)

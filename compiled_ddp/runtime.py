@@ -15,6 +15,7 @@ from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
+from compiled_ddp.riders import AbortReader
 from compiled_ddp.sequence import MIXED, SequencePlanner
 
 

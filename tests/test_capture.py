@@ -1,0 +1,154 @@
+"""What a captured forward graph tells: the order of its gradients, and from it the exact buckets."""
+
+import operator
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from compiled_ddp.capture import gradient_order, plan_segment
+from compiled_ddp.options import DEFAULT_BUCKET_CAP_MB, MEBIBYTE, NAIVE, Options
+from compiled_ddp.plan import BucketPlan, GradientSpec
+
+# What each input of `forward_graph` is, by its position: registration order, which is not the order of use.
+HEAD, NORM, EMBEDDING, X, WEIGHT, BIAS, SCALE = range(7)
+PARAMETERS = (HEAD, NORM, EMBEDDING, WEIGHT, BIAS, SCALE)
+
+
+def forward_graph() -> Graph:
+    """x -> EMBEDDING -> * SCALE -> WEIGHT and BIAS, in one node -> * NORM -> * SCALE, again -> HEAD -> output"""
+    graph = Graph()
+    inputs = [graph.placeholder(name) for name in ("head", "norm", "embedding", "x", "weight", "bias", "scale")]
+
+    def call(*arguments: Node) -> Node:
+        return graph.call_function(operator.mul, arguments)
+
+    embedded = call(inputs[X], inputs[EMBEDDING])
+    scaled = call(embedded, inputs[SCALE])
+    hidden = call(scaled, inputs[WEIGHT], inputs[BIAS])
+    normed = call(hidden, inputs[NORM])
+    scaled_again = call(normed, inputs[SCALE])
+    graph.output((call(scaled_again, inputs[HEAD]),))
+    graph.lint()
+    return graph
+
+
+def specs(dtypes: dict[int, torch.dtype] | None = None, numel: int = 2) -> dict[int, GradientSpec]:
+    """Gradients of `numel` elements each, float32 where `dtypes` says nothing else."""
+    return {
+        index: GradientSpec.of(index, torch.empty(numel, dtype=(dtypes or {}).get(index, torch.float32)))
+        for index in PARAMETERS
+    }
+
+
+def options(*, first_bytes: int, cap_bytes: int) -> Options:
+    return Options(first_bucket_mb=first_bytes / MEBIBYTE, bucket_cap_mb=cap_bytes / MEBIBYTE)
+
+
+def indices(plan: BucketPlan) -> list[tuple[int, ...]]:
+    return [bucket.indices for bucket in plan.buckets]
+
+
+# ---- order -----------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_come_in_the_reverse_order_of_first_use_not_of_registration() -> None:
+    order = gradient_order(forward_graph(), [HEAD, NORM, EMBEDDING, WEIGHT])
+    assert order == [HEAD, NORM, WEIGHT, EMBEDDING]
+
+
+def test_parameter_used_twice_is_complete_after_its_first_use_has_run_backward() -> None:
+    assert gradient_order(forward_graph(), [SCALE, NORM, WEIGHT, EMBEDDING]) == [NORM, WEIGHT, SCALE, EMBEDDING]
+
+
+def test_parameters_read_by_the_same_node_keep_the_reverse_order_of_the_inputs() -> None:
+    assert gradient_order(forward_graph(), [WEIGHT, BIAS]) == [BIAS, WEIGHT]
+
+
+@pytest.mark.parametrize("given", [PARAMETERS, PARAMETERS[::-1]], ids=["as registered", "reversed"])
+def test_order_does_not_depend_on_the_order_in_which_parameters_are_named(given: tuple[int, ...]) -> None:
+    assert gradient_order(forward_graph(), given) == [HEAD, NORM, BIAS, WEIGHT, SCALE, EMBEDDING]
+
+
+def test_input_that_is_not_a_parameter_has_no_place_in_the_order() -> None:
+    assert X not in gradient_order(forward_graph(), PARAMETERS)
+
+
+def test_parameters_without_a_reader_come_last() -> None:
+    graph = Graph()
+    unused, also_unused, used = (graph.placeholder(name) for name in ("unused", "also_unused", "used"))
+    graph.output((graph.call_function(operator.neg, (used,)),))
+    assert not unused.users and not also_unused.users
+    assert gradient_order(graph, [0, 1, 2]) == [2, 1, 0]
+
+
+def test_parameter_that_is_an_output_itself_comes_first() -> None:
+    graph = Graph()
+    returned, used = graph.placeholder("returned"), graph.placeholder("used")
+    graph.output((graph.call_function(operator.neg, (used,)), returned))
+    assert gradient_order(graph, [0, 1]) == [0, 1]
+
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------
+
+
+def test_buckets_follow_the_reverse_topological_order() -> None:
+    plan = plan_segment(forward_graph(), specs(), options(first_bytes=8, cap_bytes=16), world_size=2)
+    assert indices(plan) == [(HEAD,), (NORM, BIAS), (WEIGHT, SCALE), (EMBEDDING,)]
+    assert plan.riders.indices == (HEAD, NORM, BIAS, WEIGHT, SCALE, EMBEDDING)
+    assert plan.world_size == 2
+
+
+def test_first_bucket_size_and_cap_hold_for_each_dtype() -> None:
+    dtypes = {NORM: torch.float16, WEIGHT: torch.float16, SCALE: torch.float16, HEAD: torch.float64}
+    plan = plan_segment(forward_graph(), specs(dtypes), options(first_bytes=4, cap_bytes=8), world_size=2)
+    assert indices(plan) == [(HEAD,), (NORM,), (BIAS,), (WEIGHT, SCALE), (EMBEDDING,)]
+    assert [bucket.dtype for bucket in plan.buckets] == [
+        torch.float64,
+        torch.float16,
+        torch.float32,
+        torch.float16,
+        torch.float32,
+    ]
+
+
+def test_riders_have_a_bucket_of_their_own_where_the_last_gradient_is_not_float32() -> None:
+    dtypes = {EMBEDDING: torch.float16, BIAS: torch.float16}
+    plan = plan_segment(forward_graph(), specs(dtypes), options(first_bytes=64, cap_bytes=64), world_size=2)
+    assert indices(plan) == [(HEAD, NORM, WEIGHT, SCALE), (BIAS, EMBEDDING), ()]
+
+
+def test_each_device_has_buckets_of_its_own() -> None:
+    gradients = specs()
+    for index in (NORM, SCALE):
+        gradients[index] = GradientSpec.of(index, torch.empty(2, device="meta"))
+    plan = plan_segment(forward_graph(), gradients, options(first_bytes=8, cap_bytes=16), world_size=2)
+    assert indices(plan) == [(HEAD,), (NORM,), (BIAS, WEIGHT), (SCALE,), (EMBEDDING,)]
+
+
+def test_first_bucket_is_never_larger_than_the_cap() -> None:
+    plan = plan_segment(forward_graph(), specs(), options(first_bytes=1000, cap_bytes=16), world_size=2)
+    assert indices(plan) == [(HEAD, NORM), (BIAS, WEIGHT), (SCALE, EMBEDDING)]
+
+
+def test_default_cap_holds_where_none_is_given() -> None:
+    half = specs(numel=int(DEFAULT_BUCKET_CAP_MB * MEBIBYTE) // 8)
+    plan = plan_segment(forward_graph(), half, Options(), world_size=2)
+    assert indices(plan) == [(HEAD,), (NORM, BIAS), (WEIGHT, SCALE), (EMBEDDING,)]
+
+
+def test_naive_option_gives_every_gradient_a_bucket() -> None:
+    plan = plan_segment(forward_graph(), specs(), Options(options={NAIVE: True}), world_size=2)
+    assert indices(plan) == [(HEAD,), (NORM,), (BIAS,), (WEIGHT,), (SCALE,), (EMBEDDING,), ()]
+
+
+def test_same_graph_and_options_give_the_same_plan() -> None:
+    def plan(world_size: int) -> BucketPlan:
+        return plan_segment(forward_graph(), specs(), options(first_bytes=8, cap_bytes=16), world_size)
+
+    assert plan(2) == plan(2)
+    assert plan(2).fingerprint != plan(3).fingerprint
+
+
+def test_graph_without_parameters_has_an_empty_plan() -> None:
+    assert plan_segment(forward_graph(), {}, Options(), world_size=2) == BucketPlan((), 2)

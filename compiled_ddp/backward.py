@@ -74,9 +74,9 @@ class SynchronisedBackward:
         self._cursor = 0
         self._hooks_only: set[int] = set()
         self._in_graph: dict[int, torch.Tensor | None] = {}  # section -> its reduced riders, once it has run
-        self._graph_gradients: dict[int, int | None] = {}  # parameter -> address of its gradient; None: several
+        self._graph_gradients: dict[int, int | None] = {}  # parameter -> its gradient's address; None: several
         self._arrived: set[int] = set()
-        self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, for parameters that turn out unused everywhere
+        self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
         self._existing = {
             index: parameter.grad
             for index, parameter in enumerate(parameters.tensors)
@@ -88,7 +88,11 @@ class SynchronisedBackward:
     def claim(self, section: int) -> bool:
         """Hand a section to the captured segment that is about to run, if everything before it has been launched."""
         self._launch_complete()
-        if section in self._hooks_only or section in self._in_graph or self._cursor != self._buffers.first_position[section]:
+        if (
+            section in self._hooks_only
+            or section in self._in_graph
+            or self._cursor != self._buffers.first_position[section]
+        ):
             return False
         self._in_graph[section] = None
         self._cursor += len(self.sections[section].plan.buckets)

@@ -26,9 +26,7 @@ def gradient_order(graph: Graph, parameter_inputs: Sequence[int]) -> list[int]:
     return sorted(parameter_inputs, key=first_read, reverse=True)
 
 
-def plan_segment(
-    graph: Graph, gradients: Mapping[int, GradientSpec], options: Options, world_size: int
-) -> BucketPlan:
+def plan_segment(graph: Graph, gradients: Mapping[int, GradientSpec], options: Options, world_size: int) -> BucketPlan:
     """The buckets of a captured graph: a function of the graph and of inputs that are equal on every rank."""
     return assign_buckets(
         [gradients[index] for index in gradient_order(graph, list(gradients))],

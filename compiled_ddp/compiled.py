@@ -87,8 +87,7 @@ class CompiledDDP(DataParallelWrapper):
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
         self._calls: list[weakref.ref[SegmentCall]] = []
         self._calls_of_forward: list[SegmentCall] = []
-        bare = torch_private.without_compile_wrapper(module) if isinstance(module, nn.Module) else module
-        super().__init__(bare, process_group, options)
+        super().__init__(torch_private.without_compile_wrapper(module), process_group, options)
         self._index_of_parameter = {id(tensor): n for n, tensor in enumerate(self._runtime.parameters.tensors)}
         self._compiler_options = torch_private.inductor_options(options.mode, options.compiler_options, options.dynamic)
         compiled = torch.compile(

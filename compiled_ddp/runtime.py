@@ -91,7 +91,10 @@ class Runtime:
         if self.synchronise:
             for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
                 if torch_private.attached(node) is None:  # a captured segment's node begins it by itself
-                    node.register_prehook(lambda _: self.enter_backward() and None)
+                    node.register_prehook(self._reached)
+
+    def _reached(self, _: object) -> None:
+        self.enter_backward()
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,8 @@ class SequencePlanner:
         sections: list[Section] = []
         arrived: list[int] = []
         launched = [number for kind, number in observations.arrivals if kind == "graph"]
-        not_launched = [n for n, section in enumerate(sequence.sections) if section.origin == "graph" and n not in launched]
+        graphs = [number for number, section in enumerate(sequence.sections) if section.origin == "graph"]
+        not_launched = [number for number in graphs if number not in launched]
         for kind, number in [*observations.arrivals, *(("graph", number) for number in not_launched)]:
             if kind == "graph":
                 sections += [*self._hooks_of(arrived, by_hooks), sequence.sections[number]]
@@ -49,7 +50,8 @@ class SequencePlanner:
                 arrived.append(number)
         placed = {index for section in sections if section.origin == "hooks" for index in section.plan.indices}
         rest = [index for index in dict.fromkeys([*arrived, *by_hooks]) if index not in placed]
-        return self._sequence([*sections, *self._hooks_of(rest, by_hooks), *self._hooks(sorted(observations.mixed), MIXED)])
+        mixed = self._hooks(sorted(observations.mixed), MIXED)
+        return self._sequence([*sections, *self._hooks_of(rest, by_hooks), *mixed])
 
     def _hooks_of(self, indices: Sequence[int], reasons: dict[int, str]) -> list[Section]:
         return self._hooks(indices, reasons[indices[0]]) if indices else []
@@ -58,12 +60,15 @@ class SequencePlanner:
         if not indices:
             return []
         plan = assign_buckets(
-            [GradientSpec.of(index, self._parameters.tensors[index]) for index in indices],
+            self._specs(indices),
             first_bucket_bytes=self._options.first_bucket_bytes,
             bucket_cap_bytes=self._options.bucket_cap_bytes,
             world_size=self._world_size,
         )
         return [Section(plan, "hooks", reason)]
+
+    def _specs(self, indices: Iterable[int]) -> list[GradientSpec]:
+        return [GradientSpec.of(index, self._parameters.tensors[index]) for index in indices]
 
     def _sequence(self, sections: Iterable[Section]) -> ReductionSequence:
         return ReductionSequence(tuple(sections), self._parameters.names)
@@ -80,8 +85,7 @@ class SequencePlanner:
         """The sequence that `encode` wrote, on any rank."""
         sections = []
         for origin, reason, buckets in json.loads(text):
-            specs = [[GradientSpec.of(index, self._parameters.tensors[index]) for index in bucket] for bucket in buckets]
-            sections.append(Section(place_buckets([spec for spec in specs if spec], self._world_size,
-                                                  riders_apart=not specs[-1]), origin, reason))
+            filled = [self._specs(bucket) for bucket in buckets if bucket]
+            plan = place_buckets(filled, self._world_size, riders_apart=not buckets[-1])
+            sections.append(Section(plan, origin, reason))
         return self._sequence(sections)
-

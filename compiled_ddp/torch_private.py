@@ -1,15 +1,20 @@
 """Every use of a private torch API, in one place, each with the versions it was checked on.
 
-| name | used for | checked on |
-|---|---|---|
-| `torch._C._current_graph_task_id`, `_current_autograd_node`, `_will_engine_execute_node` | where a backward stands | 2.13 |
-| `Variable._execution_engine.queue_callback` | the end of a backward | 2.13 |
-| `torch._inductor.compile_fx.compile_fx` and its `inner_compile` | rewriting the backward graph before Inductor | 2.13 |
-| `_aot_autograd.descriptors` in an output's `meta["desc"]` | which output is whose gradient | 2.13 |
-| `CompiledFunction._backward_impl` of AOTAutograd | choosing a backward when it starts | 2.13 |
-| `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket | 2.13 |
-| `distributed_c10d._new_process_group_helper` | a communicator's name, the same on every rank and in every run | 2.13 |
-| `_broadcast_coalesced` | parameters and buffers | 2.13 |
+All were checked on torch 2.13.0. On another version of `SUPPORTED_TORCH` a name that is missing is an AttributeError or
+ImportError from this module.
+
+| name | used for |
+|---|---|
+| `torch._C._current_graph_task_id`, `_current_autograd_node`, `_will_engine_execute_node` | where a backward stands |
+| `Variable._execution_engine.queue_callback` | the end of a backward |
+| `torch._inductor.compile_fx.compile_fx` and its `inner_compile` | rewriting the backward graph before Inductor |
+| `_aot_autograd.descriptors` in an output's `meta["desc"]` | which output is whose gradient |
+| `CompiledFunction._backward_impl` of AOTAutograd | choosing a backward when it starts |
+| `GraphModule._param_name_to_source`, `Node._dynamo_source` | compiling a captured graph a second time |
+| `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket |
+| `torch._C._set_mkldnn_enabled`, `torch._dynamo.config.allow_rnn` | capturing recurrent layers |
+| `distributed_c10d._new_process_group_helper` | a communicator's name, the same on every rank and in every run |
+| `_broadcast_coalesced` | parameters and buffers |
 """
 
 import contextlib
@@ -47,12 +52,12 @@ def check_torch_version(version: str = torch.__version__) -> None:
 
 def current_graph_task() -> int:
     """Id of the backward that this thread runs, -1 outside of one. A reentrant backward has an id of its own."""
-    return torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+    return torch._C._current_graph_task_id()
 
 
 def evaluating_node() -> Any | None:
     """The autograd node that this thread is evaluating; inside a reentrant backward's callback, its outer node."""
-    return torch._C._current_autograd_node()  # type: ignore[attr-defined]
+    return torch._C._current_autograd_node()
 
 
 def backward_will_execute(node: Any) -> bool:
@@ -65,7 +70,7 @@ def backward_will_execute(node: Any) -> bool:
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that this thread runs, or its reentrant inner one, has evaluated all nodes."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 # ---- compiling a captured graph --------------------------------------------------------------------------------------
@@ -120,7 +125,7 @@ def _compile_aot_eager(
         if rewrite_backward is not None:
             inputs = rewrite_backward(backward, inputs)
             backward.recompile()
-        return boxed_nop(backward, inputs)
+        return boxed_nop(backward, list(inputs))
 
     compiler = aot_autograd(
         fw_compiler=boxed_nop,
@@ -149,7 +154,7 @@ def _compile_inductor(
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     if rewrite_backward is None:
-        return compile_fx(graph_module, example_inputs, config_patches=options)
+        return _callable(compile_fx(graph_module, example_inputs, config_patches=options))
 
     class CacheIdentity(CustomGraphPass):
         """Rewrites nothing; puts the identity of what does into the AOTAutograd cache's key."""
@@ -172,7 +177,13 @@ def _compile_inductor(
 
     _register_pack_lowering()
     patches = options | {"post_grad_custom_pre_pass": CacheIdentity()}
-    return compile_fx(graph_module, example_inputs, inner_compile=compile_inner, config_patches=patches)
+    return _callable(compile_fx(graph_module, example_inputs, inner_compile=compile_inner, config_patches=patches))
+
+
+def _callable(compiled: object) -> Callable[..., Any]:
+    """What compile_fx returns for a graph that runs in this process; its other results are of ahead-of-time modes."""
+    assert callable(compiled)
+    return compiled
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
@@ -356,13 +367,13 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     """The timeout that the user gave to `group`."""
     device = torch.device("cuda" if "cuda" in dist.get_backend_config(group) and torch.cuda.is_available() else "cpu")
     with contextlib.suppress(RuntimeError):  # no backend for this device
-        return group._get_backend(device).options._timeout  # type: ignore[no-any-return,attr-defined]
-    return distributed_c10d.default_pg_timeout  # type: ignore[no-any-return]
+        return group._get_backend(device).options._timeout
+    return distributed_c10d.default_pg_timeout
 
 
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], *, source: int) -> None:
     """Overwrite `tensors` with those of group rank `source`, in pieces of at most 250 MB, as torch's DDP does."""
-    dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, source)  # type: ignore[attr-defined]
+    dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, source)
 
 
 # ---- producing gradients inside their bucket -------------------------------------------------------------------------
@@ -391,7 +402,8 @@ def _register_pack_lowering() -> None:
         offset = 0
         placed = []
         for part, size, numel in zip(parts, sizes, numels, strict=True):
-            place = ir.FixedLayout(layout.device, layout.dtype, size, ir.FlexibleLayout.contiguous_strides(size), offset)
+            stride = ir.FlexibleLayout.contiguous_strides(size)
+            place = ir.FixedLayout(layout.device, layout.dtype, size, stride, offset)
             placed.append(ir.ConcatKernel.realize_into(part, ir.ReinterpretView(data=storage, layout=place)))
             offset += numel
         kernel.name = V.graph.register_buffer(kernel)
@@ -412,7 +424,7 @@ def without_compile_wrapper(module: torch.nn.Module) -> torch.nn.Module:
 
 def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
     """Undo model.compile(), which would compile the module's call a second time inside ours."""
-    module._compiled_call_impl = None  # type: ignore[assignment]
+    module._compiled_call_impl = None
     return module
 
 

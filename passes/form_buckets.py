@@ -18,9 +18,15 @@ def form_buckets(graph: Graph, plan: BucketPlan, *, group_name: str, output_posi
 
     Assumes the naive program. For each bucket,
 
-        grad_0 -> all_reduce -> wait -> output            grad_0 -> flatten \\                           / view -> output
-        grad_1 -> all_reduce -> wait -> output   becomes  grad_1 -> flatten - cat -> all_reduce -> wait - view -> output
-        riders -> all_reduce -> wait -> output            riders -----------/                           \\ view -> output
+        grad_0 -> all_reduce -> wait -> output
+        grad_1 -> all_reduce -> wait -> output
+        riders -> all_reduce -> wait -> output
+
+    becomes
+
+        grad_0 -> flatten \\                              / view -> output
+        grad_1 -> flatten -- cat -> all_reduce -> wait -- view -> output
+        riders ----------- /                              \\ view -> output
 
     Flattening keeps each gradient's memory order, so that the view of it has the parameter's strides. A bucket's
     reduction stands where its last gradient was reduced, but never before that of the bucket that launches before it.

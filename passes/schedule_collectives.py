@@ -1,5 +1,7 @@
 """When collectives are launched and waited for: as early, and as late, as the data allows."""
 
+from itertools import pairwise
+
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
@@ -20,7 +22,8 @@ def schedule_collectives(graph: Graph) -> None:
     launches = [node for node in nodes if node.target is all_reduce]
     if not launches:
         return
-    after_wait = _descendants(nodes, [node for node in nodes if node.target is wait_tensor and node.args[0] in launches])
+    waits = [node for node in nodes if node.target is wait_tensor and node.args[0] in launches]
+    after_wait = _descendants(nodes, waits)
     mutates = any(_mutates(node) for node in nodes)
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
     if not mutates:
@@ -60,6 +63,6 @@ def _mutates(node: Node) -> bool:
 
 
 def _apply_order(graph: Graph, order: list[Node]) -> None:
-    for earlier, later in zip(order, order[1:], strict=False):
+    for earlier, later in pairwise(order):
         if earlier.next is not later:
             earlier.append(later)

@@ -106,12 +106,11 @@ def expected_mean(module: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dic
     return mean_over_ranks(local_gradients(module, loss), module)
 
 
-def assert_gradients(
-    module: nn.Module, expected: dict[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-7
-) -> None:
+def assert_gradients(module: nn.Module, expected: dict[str, Tensor], *, rtol: float = 1e-5, atol: float = 1e-7) -> None:
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        found = parameter.grad.double()
+        torch.testing.assert_close(found, expected[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def assert_equal_on_all_ranks(value: Any) -> None:

@@ -30,7 +30,10 @@ OPEN_TO_PASSES = ("compiled_ddp.plan", "compiled_ddp.passes", "torch", "functorc
 OPERATORS = ("torch.ops", "torch._ops.OpOverload", "torch._ops.HigherOrderOperator")
 
 # Private by name, but documented, and needed by tests alone.
-OPEN_TO_TESTS = ("torch._dynamo.graph_break", "torch._dynamo.reset",)
+OPEN_TO_TESTS = (
+    "torch._dynamo.graph_break",
+    "torch._dynamo.reset",
+)
 
 
 def lies_in(name: str, packages: tuple[str, ...]) -> bool:

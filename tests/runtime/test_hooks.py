@@ -17,11 +17,11 @@ from models import (
     token_batch,
     wrappers,
 )
-from ranks import RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import EagerDDP, compile_ddp
+from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
 

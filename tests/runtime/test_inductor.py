@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Mlp, TokenModel, assert_gradients, expected_mean, token_batch
-from ranks import RankPool
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp, torch_private
+from ranks import RankPool
 
 pytestmark = pytest.mark.inductor
 
@@ -81,7 +81,7 @@ def test_generated_backward_launches_early_waits_late_and_copies_nothing(ranks2:
 
     for n, bucket in zip(launches, buckets, strict=True):
         before = [statement for statement in statements[:n] if statement.kind in ("mm", "kernel")]
-        writers = [statement for statement in before if bucket in {aliases.get(name, name) for name in statement.buffers}]
+        writers = [s for s in before if bucket in {aliases.get(name, name) for name in s.buffers}]
         assert statements[n - 1] is writers[-1], f"{bucket} is not launched right after its last gradient"
 
     written_in_place = [s for s in statements if s.kind == "mm" and aliases.get(s.buffers[-1]) in buckets]

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from models import assert_gradients, expected_mean
-from ranks import RankPool
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp
+from ranks import RankPool
 
 
 class AuxiliaryLoss(torch.autograd.Function):
@@ -162,5 +162,3 @@ def test_a_non_linear_backward_scales_each_gradient_and_no_tangent(ranks2: RankP
     for scaled in ranks2.run(_scaled_nodes, WithAuxiliaryLoss):
         assert len(scaled) == 4
         assert not any(name.startswith("tangents") for name in scaled)
-
-

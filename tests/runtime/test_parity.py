@@ -19,11 +19,11 @@ from models import (
     token_batch,
     wrappers,
 )
-from ranks import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_ddp import compile_ddp
+from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
 

@@ -1,0 +1,112 @@
+"""What every pass edits graphs with: values for new nodes, inputs, and outputs by position."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from compiled_ddp.passes.graph_edit import (
+    add_placeholder,
+    emit,
+    emit_like,
+    fake_mode_of,
+    output_values,
+    set_output_values,
+)
+
+aten = torch.ops.aten
+
+
+def doubled(x: Tensor, y: Tensor) -> tuple[Tensor, None]:
+    return x + x, None
+
+
+@pytest.fixture
+def traced() -> Graph:
+    """x, y -> add -> output (add, None), with fake values."""
+    return make_fx(doubled, tracing_mode="fake")(torch.ones(2, 3), torch.ones(4)).graph
+
+
+@pytest.fixture
+def hand_built() -> Graph:
+    """The same graph without values."""
+    graph = Graph()
+    x, _ = graph.placeholder("x"), graph.placeholder("y")
+    graph.output((graph.create_node("call_function", aten.add.Tensor, (x, x), name="add"), None))
+    return graph
+
+
+def names(graph: Graph) -> list[str]:
+    return [node.name for node in graph.nodes]
+
+
+def test_emitted_node_stands_at_the_insertion_point_and_has_a_fake_value(traced: Graph) -> None:
+    x = next(iter(traced.nodes))
+    (add,) = traced.find_nodes(op="call_function", target=aten.add.Tensor)
+    with traced.inserting_before(add):
+        node = emit(traced, aten.sum.dim_IntList, x, [0])
+    traced.lint()
+    assert node.next is add
+    assert node.meta["val"].shape == (3,)
+    assert node.meta["val"].fake_mode is x.meta["val"].fake_mode
+
+
+def test_node_emitted_from_values_in_a_list_has_a_value_too(traced: Graph) -> None:
+    x = next(iter(traced.nodes))
+    with traced.inserting_before(traced.output_node()):
+        assert emit(traced, aten.cat.default, [x, x]).meta["val"].shape == (4, 3)
+
+
+def test_node_emitted_in_a_graph_without_values_has_none(hand_built: Graph) -> None:
+    x = next(iter(hand_built.nodes))
+    with hand_built.inserting_before(hand_built.output_node()):
+        assert "val" not in emit(hand_built, aten.neg.default, x).meta
+        assert "val" not in emit_like(hand_built, aten.full.default, [2], 0.0).meta
+    hand_built.lint()
+
+
+def test_node_without_tensor_arguments_gets_its_value_in_the_mode_of_the_graph(traced: Graph) -> None:
+    x = next(iter(traced.nodes))
+    with traced.inserting_before(traced.output_node()):
+        node = emit_like(traced, aten.full.default, [5], 0.0, dtype=torch.float64)
+    assert node.kwargs == {"dtype": torch.float64}
+    assert (node.meta["val"].shape, node.meta["val"].dtype) == ((5,), torch.float64)
+    assert node.meta["val"].fake_mode is x.meta["val"].fake_mode
+
+
+def test_mode_of_a_graph_is_active_inside_and_only_inside(traced: Graph) -> None:
+    with fake_mode_of(traced) as fake:
+        inside = torch.empty(1)
+    assert fake
+    assert type(inside) is not Tensor
+    assert type(torch.empty(1)) is Tensor
+
+
+def test_graph_without_values_has_no_mode(hand_built: Graph) -> None:
+    with fake_mode_of(hand_built) as fake:
+        assert not fake
+        assert type(torch.empty(1)) is Tensor
+
+
+@pytest.mark.parametrize("value", [None, torch.ones(2)], ids=["no value", "value"])
+def test_added_placeholder_follows_all_other_inputs(hand_built: Graph, value: Tensor | None) -> None:
+    node = add_placeholder(hand_built, "riders", value)
+    hand_built.lint()
+    assert names(hand_built) == ["x", "y", "riders", "add", "output"]
+    assert node.meta.get("val") is value
+
+
+def test_outputs_are_read_and_replaced_by_position(hand_built: Graph) -> None:
+    x, _, add, output = hand_built.nodes
+    output.meta["desc"] = "what the positions mean"
+    assert output_values(hand_built) == [add, None]
+    set_output_values(hand_built, [None, x, add])
+    hand_built.lint()
+    assert output_values(hand_built) == [None, x, add]
+    assert output.meta == {"desc": "what the positions mean"}
+
+
+def test_list_of_outputs_is_a_copy(hand_built: Graph) -> None:
+    output_values(hand_built).clear()
+    assert len(output_values(hand_built)) == 2

@@ -12,6 +12,8 @@ from compiled_ddp.communicator import RankGroup
 
 Description = dict[str, list[object]]  # what there is to compare -> its properties, in order
 
+_PURPOSE = "to compare the models of all ranks"
+
 
 def agree_on_description(ranks: RankGroup, describe: Callable[[], Description]) -> None:
     """Raise the same error on every rank unless `describe()` succeeds everywhere and returns the same everywhere.
@@ -23,10 +25,13 @@ def agree_on_description(ranks: RankGroup, describe: Callable[[], Description]) 
     description: Description = {}
     try:
         description = describe()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # raised below, when the other ranks have been told
         own_error = error
     own_problem = f"{type(own_error).__name__}: {own_error}" if own_error else None
-    problems = _exchange(ranks, description, own_problem)
+    try:
+        problems = _exchange(ranks, description, own_problem)
+    except RuntimeError as silence:
+        raise own_error or silence from silence
     if own_error is not None:
         raise own_error
     if problems:
@@ -34,39 +39,57 @@ def agree_on_description(ranks: RankGroup, describe: Callable[[], Description]) 
 
 
 def _exchange(ranks: RankGroup, description: Description, own_problem: str | None) -> Sequence[str]:
-    """Every rank's problems, one line each, the same on every rank."""
-    purpose = "to compare the models of all ranks"
+    """Every rank's problems, one line each, the same on every rank. Ranks are called by their global numbers."""
     if ranks.rank == 0:
         ranks.publish("description", json.dumps([description, own_problem]))
-        verdicts = {0: own_problem}
-        for rank in range(1, ranks.world_size):
-            verdicts[rank] = json.loads(ranks.read(f"verdict/{rank}", writer=rank, purpose=purpose))
-        problems = [f"- rank {rank}: {problem}" for rank, problem in verdicts.items() if problem]
+        problems = _collect_verdicts(ranks, own_problem)
         ranks.publish("problems", json.dumps(problems))
         return problems
-    expected, problem_on_0 = json.loads(ranks.read("description", writer=0, purpose=purpose))
+    expected, problem_on_0 = json.loads(ranks.read("description", writer=0, purpose=_PURPOSE))
     verdict = own_problem
     if verdict is None and problem_on_0 is None:
-        verdict = first_difference(expected, json.loads(json.dumps(description)))
+        verdict = first_difference(expected, json.loads(json.dumps(description)), reference_rank=ranks.ranks[0])
     ranks.publish(f"verdict/{ranks.rank}", json.dumps(verdict))
-    problems = json.loads(ranks.read("problems", writer=0, purpose=purpose))
+    # Rank 0 may itself be waiting for a silent rank, and has to be outwaited to learn which one.
+    problems = json.loads(ranks.read("problems", writer=0, purpose=_PURPOSE, patience=2.0))
     assert isinstance(problems, list)
     return problems
 
 
-def first_difference(expected: Mapping[str, object], found: Mapping[str, object]) -> str | None:
-    """The first entry in which two descriptions differ, in words; None if they are equal."""
+def _collect_verdicts(ranks: RankGroup, own_problem: str | None) -> Sequence[str]:
+    verdicts = {0: own_problem}
+    for rank in range(1, ranks.world_size):
+        try:
+            verdicts[rank] = json.loads(ranks.read(f"verdict/{rank}", writer=rank, purpose=_PURPOSE))
+        except RuntimeError as error:
+            ranks.publish("problems", json.dumps([f"- {error}"]))
+            raise
+    return [f"- rank {ranks.ranks[rank]}: {problem}" for rank, problem in verdicts.items() if problem]
+
+
+def first_difference(
+    expected: Mapping[str, object], found: Mapping[str, object], *, reference_rank: int = 0
+) -> str | None:
+    """The first entry in which two descriptions differ, in words; None if they are equal.
+
+    `expected` is that of global rank `reference_rank`.
+    """
+    there = f"on rank {reference_rank}"
     missing = [name for name in expected if name not in found]
     if missing:
-        return f"{_listed(missing)} missing here, found on rank 0. Build the same model on every rank."
+        return f"{_listed(missing)} missing here, found {there}. Build the same model on every rank."
     extra = [name for name in found if name not in expected]
     if extra:
-        return f"{_listed(extra)} found here, missing on rank 0. Build the same model on every rank."
+        return f"{_listed(extra)} found here, missing {there}. Build the same model on every rank."
     for name, value in expected.items():
         if found[name] != value:
-            return f"{name} is {_words(found[name])} here, {_words(value)} on rank 0. Make them equal on every rank."
+            return f"{name} is {_words(found[name])} here, {_words(value)} {there}. Make them equal on every rank."
     if list(expected) != list(found):
-        return "the same parameters in another order. Build the model in the same order on every rank."
+        place, name = next((n, name) for n, name in enumerate(found) if name != list(expected)[n])
+        return (
+            f"{list(expected)[place]} stands {there} where {name} stands here: the same parameters and buffers, "
+            "registered in another order. Build the model in the same order on every rank."
+        )
     return None
 
 

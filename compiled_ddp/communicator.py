@@ -11,9 +11,7 @@ import torch.distributed as dist
 from compiled_ddp import torch_private
 
 # How many wrappers each rank set has had, per default process group. [Note: one communicator per wrapper]
-_wrappers_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = (
-    weakref.WeakKeyDictionary()
-)
+_wrappers_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
 
 
 class RankGroup:
@@ -55,16 +53,18 @@ class RankGroup:
         """Make `value` readable by every rank under `key`."""
         self.store.set(key, value)
 
-    def read(self, key: str, *, writer: int, purpose: str) -> str:
-        """Wait for what rank `writer` publishes under `key`.
+    def read(self, key: str, *, writer: int, purpose: str, patience: float = 1.0) -> str:
+        """Wait for what the group's rank `writer` publishes under `key`.
 
-        Raises RuntimeError, naming the silent rank, when the group's timeout is over.
+        Raises RuntimeError, naming the silent rank, when `patience` times the group's timeout is over.
         """
+        timeout = self.timeout * patience
         try:
-            self.store.wait([key], self.timeout)
+            self.store.wait([key], timeout)
         except dist.DistStoreError as error:
+            here, there = self.ranks[self.rank], self.ranks[writer]
             raise RuntimeError(
-                f"rank {self.rank} waited {self.timeout.total_seconds():.0f} s for rank {writer} ({purpose}), which "
+                f"rank {here} waited {timeout.total_seconds():g} s for rank {there} ({purpose}), which "
                 f"stayed silent: it has stopped, or does not take part in {self.name}. Every rank of the group must "
                 "wrap the same models in the same order and run the same synchronised backwards."
             ) from error
@@ -82,6 +82,8 @@ class Communicator:
     def __init__(self, ranks: RankGroup) -> None:
         self.ranks = ranks
         self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.closed = False
+        self._world = dist.group.WORLD
         self.group, self.group_name = torch_private.new_group_named(
             ranks.name, ranks.ranks, parent=ranks.group, timeout=ranks.timeout
         )
@@ -98,6 +100,7 @@ class Communicator:
             torch_private.broadcast_coalesced(self.group, list(tensors), source=0)
 
     def close(self) -> None:
-        """Destroy the communicator; a no-op once torch.distributed has been shut down."""
-        if dist.is_initialized():
+        """Destroy the communicator; a no-op the second time, and once torch.distributed has been shut down."""
+        if not self.closed and dist.is_initialized() and dist.group.WORLD is self._world:
             dist.destroy_process_group(self.group)
+        self.closed = True

@@ -1,25 +1,42 @@
 """What a model must be to be wrapped, and what must be equal on every rank."""
 
+import weakref
+
 import torch
 from torch import nn
 
+from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description
 from compiled_ddp.options import Options
 
-WRAPPED_BY = "_compiled_ddp_wrapper"  # the name of the mark that a wrapper leaves on the module it wraps
+# Modules that are wrapped now, and the name of their wrapper. Not a mark on the module itself, which a copy of the
+# module, or a module loaded from a file, would carry too.
+_wrapped_by: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
+
+
+def mark_wrapped(module: nn.Module, wrapper: str) -> None:
+    """Note that `module` is wrapped, until `unmark_wrapped`."""
+    _wrapped_by[torch_private.without_compile_wrapper(module)] = wrapper
+
+
+def unmark_wrapped(module: nn.Module) -> None:
+    _wrapped_by.pop(torch_private.without_compile_wrapper(module), None)
 
 
 def check_model(module: nn.Module, wrapper: str) -> None:
     """Raise TypeError or ValueError, with what to do, if `module` cannot be wrapped by `wrapper`."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{wrapper} wraps a torch.nn.Module, found {type(module).__name__}.")
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise ValueError(f"the model is already wrapped by torch's DistributedDataParallel: pass its .module to {wrapper}.")
-    if getattr(module, "is_compiled_ddp_wrapper", False):
-        raise ValueError("the model is a compiled_ddp wrapper already: use it as it is, or wrap its .unwrap().")
-    if WRAPPED_BY in vars(module):
-        owner = vars(module)[WRAPPED_BY]
-        raise ValueError(f"the model is already wrapped by {owner}: call that wrapper's unwrap() first.")
+    bare = torch_private.without_compile_wrapper(module)
+    if isinstance(bare, nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"the model is already wrapped by torch's DistributedDataParallel: pass its .module to {wrapper}."
+        )
+    if getattr(bare, "is_compiled_ddp_wrapper", False):
+        raise ValueError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
+    if bare in _wrapped_by:
+        raise ValueError(f"the model is already wrapped by {_wrapped_by[bare]}: call that wrapper's unwrap() first.")
+    _check_materialised(module)
     parameters = trainable_parameters(module)
     if not parameters:
         raise ValueError(
@@ -29,12 +46,20 @@ def check_model(module: nn.Module, wrapper: str) -> None:
     _check_parameters(parameters)
 
 
+def _check_materialised(module: nn.Module) -> None:
+    tensors: list[tuple[str, torch.Tensor]] = [
+        (f"parameter {name}", parameter) for name, parameter in module.named_parameters()
+    ]
+    tensors += [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+    for name, tensor in tensors:
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name} is uninitialised (lazy): run one forward before wrapping the model.")
+        if tensor.is_meta:
+            raise ValueError(f"{name} is on the meta device: materialise the model before wrapping it.")
+
+
 def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"parameter {name} is uninitialised (lazy): run one forward before wrapping the model.")
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device: materialise the model before wrapping it.")
         if parameter.layout != torch.strided:
             raise ValueError(f"parameter {name} has layout {parameter.layout}: only strided parameters are supported.")
     devices = {parameter.device: name for name, parameter in parameters.items()}

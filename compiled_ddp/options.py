@@ -1,8 +1,12 @@
 """The options of both wrappers: their defaults, and what makes them valid."""
 
+import numbers
 import os
-from dataclasses import asdict, dataclass
+import re
+from dataclasses import dataclass, fields
 from typing import Any, Literal
+
+from compiled_ddp import torch_private
 
 MEBIBYTE = 1024 * 1024
 
@@ -30,14 +34,18 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError, with what is allowed, for a value that is not."""
-        for name in ("bucket_cap_mb", "first_bucket_mb"):
-            size = getattr(self, name)
-            if size is not None and not size > 0:
+        sizes = {"first_bucket_mb": self.first_bucket_mb}
+        if self.bucket_cap_mb is not None:
+            sizes["bucket_cap_mb"] = self.bucket_cap_mb
+        for name, size in sizes.items():
+            if not isinstance(size, numbers.Real) or not size > 0:
                 raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
         if self.backend not in ("inductor", "aot_eager"):
             raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {self.backend!r}.")
         if self.mode is not None and self.options is not None:
             raise ValueError("mode and options are alternatives, as in torch.compile: pass one of them.")
+        if self.mode is not None:
+            torch_private.inductor_options(self.mode, None, self.dynamic)  # refuses an unknown mode, naming the known
 
     @property
     def first_bucket_bytes(self) -> float:
@@ -61,10 +69,16 @@ class Options:
 
     def shared(self) -> dict[str, object]:
         """The options that must be equal on every rank, in a form that can be compared."""
-        return {name: repr(value) for name, value in asdict(self).items()}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.options is not None:
+            values["options"] = dict(sorted(self.options.items()))
+        return {name: _ADDRESS.sub("", repr(value)) for name, value in values.items()}
 
 
 NAIVE = "compiled_ddp.naive"
+
+# In the repr of an object, for example of a pass among Inductor's options: another one in every process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def mode_from_environment() -> Mode:
@@ -76,4 +90,3 @@ def mode_from_environment() -> Mode:
     if mode not in ("graph", "hooks"):
         raise ValueError(f"COMPILED_DDP_MODE must be 'graph' or 'hooks', found {mode!r}.")
     return mode  # type: ignore[return-value]
-

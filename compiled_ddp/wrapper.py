@@ -1,7 +1,10 @@
 """What both wrappers share: the module, its state, its buffers, no_sync."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+import itertools
+import types
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.backward import TrainedParameters
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.explain import Explanation, explain_sequence
-from compiled_ddp.model_check import WRAPPED_BY, check_model, describe_model, trainable_parameters
+from compiled_ddp.model_check import check_model, describe_model, mark_wrapped, trainable_parameters, unmark_wrapped
 from compiled_ddp.options import Mode, Options, mode_from_environment
 from compiled_ddp.plan import ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
@@ -30,7 +33,6 @@ class DataParallelWrapper(nn.Module):
 
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
         super().__init__()
-        torch_private.check_torch_version()
         self._options = options
         ranks = RankGroup(process_group)
         name = type(self).__name__
@@ -54,11 +56,13 @@ class DataParallelWrapper(nn.Module):
         except BaseException:
             communicator.close()
             raise
-        vars(module)[WRAPPED_BY] = name
+        self._unwrapped = False
+        mark_wrapped(module, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)
         self.register_state_dict_post_hook(_strip_own_prefix)
 
     def _check_and_describe(self, module: nn.Module, name: str) -> dict[str, list[object]]:
+        torch_private.check_torch_version()
         self._options.check()
         check_model(module, name)
         return {"wrapper": [name], **describe_model(module, self._options, mode_from_environment())}
@@ -85,6 +89,10 @@ class DataParallelWrapper(nn.Module):
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._unwrapped:
+            raise RuntimeError(
+                "this wrapper has been unwrapped: use the module that unwrap() returned, or wrap it again."
+            )
         with_gradients = torch.is_grad_enabled()
         if with_gradients:
             self._runtime.begin_forward(synchronise=self._require_sync)
@@ -98,7 +106,8 @@ class DataParallelWrapper(nn.Module):
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
-        self._runtime.communicator.broadcast(list(self.module.buffers()))
+        # Of .data, which has a version counter of its own: a graph that saved a buffer may still run its backward.
+        self._runtime.communicator.broadcast([buffer.data for buffer in self.module.buffers()])
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -124,20 +133,38 @@ class DataParallelWrapper(nn.Module):
 
     @property
     def plan(self) -> ReductionSequence | None:
-        """The agreed sequence of buckets; None until the first synchronised backward has begun."""
+        """The agreed sequence of buckets, fixed from the end of the first synchronised backward on.
+
+        Before that backward it is None where graphs take part, and the order it will try where hooks do everything.
+        """
         return self._runtime.sequence
 
     def explain(self) -> Explanation:
         """What is reduced where, and why; `print` it for a table."""
         return explain_sequence(self._runtime.sequence, self._runtime.fallback_reasons)
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what the bare module, or any wrapper of it, has saved: keys may carry `module.` and `_orig_mod.`.
+
+        Missing and unexpected keys are reported under the bare module's names. Raises ValueError for `assign=True`,
+        which would put other parameters in the place of those that are reduced.
+        """
+        if assign:
+            raise ValueError(
+                "assign=True would replace the parameters whose gradients are reduced: load without it, or load into "
+                "the module before wrapping it."
+            )
+        return self.module.load_state_dict(bare_state(state_dict, list(self.module.state_dict())), strict=strict)
+
     def unwrap(self) -> nn.Module:
         """Remove every hook, give the communicator back, and return the module, ready to be wrapped again.
 
-        A collective: every rank calls it. The wrapper itself cannot be used afterwards.
+        A collective: every rank calls it. The wrapper itself cannot be used afterwards; a second call changes nothing.
         """
-        self._runtime.close()
-        vars(self.module).pop(WRAPPED_BY, None)
+        if not self._unwrapped:
+            self._unwrapped = True
+            self._runtime.close()
+            unmark_wrapped(self.module)
         return self.module
 
     def __getattr__(self, name: str) -> Any:
@@ -149,45 +176,92 @@ class DataParallelWrapper(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-def tensors_in(value: object, depth: int = 16) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """The tensors in a module's output: in lists, tuples, sets, mappings, dataclasses and other plain objects."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if depth == 0 or value is None or isinstance(value, str | bytes | int | float | bool | nn.Module):
-        return
-    parts: Iterable[object] = ()
+    seen: dict[int, object] = {}  # keeps what it holds alive, so that no id comes up twice
+    pending = [value]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif id(part) not in seen and not isinstance(part, _WITHOUT_TENSORS):
+            seen[id(part)] = part
+            pending += _parts_of(part)
+
+
+# Also what leads to the whole program from any output that mentions it.
+_WITHOUT_TENSORS = (
+    *(str, bytes, int, float, complex, range, type(None)),
+    *(type, types.ModuleType, types.FunctionType, nn.Module),
+)
+
+
+def _parts_of(value: object) -> list[object]:
+    parts: list[object] = []
     if isinstance(value, Mapping):
-        parts = value.values()
+        parts += value.values()
     elif isinstance(value, Sequence | Set):
-        parts = value
-    elif hasattr(value, "__dict__"):
-        parts = vars(value).values()
-    for part in parts:
-        yield from tensors_in(part, depth - 1)
+        parts += value
+    parts += getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        parts += [getattr(value, slot, None) for slot in ((slots,) if isinstance(slots, str) else slots)]
+    return parts
 
 
 def _strip_own_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
     own = f"{prefix}module."
-    for key in [key for key in state if key.startswith(own)]:
-        state[prefix + key[len(own) :]] = state.pop(key)
+    # First all out, then all in: a bare key may begin with "module." itself.
+    moved = {prefix + key[len(own) :]: state.pop(key) for key in list(state) if key.startswith(own)}
+    state.update(moved)
     versions = getattr(state, "_metadata", None)
     if versions is not None:
-        for key in [key for key in versions if key == own[:-1] or key.startswith(own)]:
-            versions[(prefix + key[len(own) :]).rstrip(".")] = versions.pop(key)
+        own_versions = [key for key in versions if f"{key}.".startswith(own)]
+        versions.update({f"{prefix}{key[len(own) :]}".rstrip("."): versions.pop(key) for key in own_versions})
 
 
-def _accept_wrapped_keys(
-    wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object
-) -> None:
-    """Rename the keys under `prefix` to the wrapper's own, whatever wrappers they were saved from."""
+def _accept_wrapped_keys(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Rename the keys under `prefix` to the wrapper's own, where it is loaded as part of a larger module."""
     module = wrapper.module
     assert isinstance(module, nn.Module)
-    known = {_bare(key): key for key in module.state_dict()}
-    for key in [key for key in state if key.startswith(prefix)]:
-        bare = _bare(key[len(prefix) :])
-        state[f"{prefix}module.{known.get(bare, key[len(prefix):])}"] = state.pop(key)
+    saved = {key[len(prefix) :]: state.pop(key) for key in list(state) if key.startswith(prefix)}
+    for key, value in bare_state(saved, list(module.state_dict())).items():
+        state[f"{prefix}module.{key}"] = value
 
 
-def _bare(key: str) -> str:
+def bare_state(saved: Mapping[str, Any], bare_keys: Sequence[str]) -> dict[str, Any]:
+    """`saved` under the names of `bare_keys`, whatever wrappers it was saved from; other keys as they are.
+
+    The prefix that all saved keys share is taken off as far as this makes more of them fit, so that a module which
+    has a submodule called "module" is told from a wrapper. Then wrappers inside the model are looked through, where
+    that is not ambiguous. The versions of modules (`state_dict()._metadata`) are renamed alike.
+    """
+    known = set(bare_keys)
+    prefix = max(_wrapper_prefixes(saved), key=lambda prefix: sum(key[len(prefix) :] in known for key in saved))
+    through: dict[str, list[str]] = {}
+    for key in bare_keys:
+        through.setdefault(_without_wrappers(key), []).append(key)
+
+    def bare(key: str) -> str:
+        key = key.removeprefix(prefix)
+        candidates = through.get(_without_wrappers(key), [])
+        return candidates[0] if key not in known and len(candidates) == 1 else key
+
+    state = OrderedDict((bare(key), value) for key, value in saved.items())
+    versions = getattr(saved, "_metadata", None)
+    if versions is not None:
+        renamed = {f"{key}.".removeprefix(prefix).rstrip("."): version for key, version in versions.items()}
+        state._metadata = OrderedDict(renamed)  # type: ignore[attr-defined]
+    return state
+
+
+def _wrapper_prefixes(keys: Collection[str]) -> list[str]:
+    """The prefixes made of wrappers' names alone that all `keys` begin with, shortest first."""
+    first = next(iter(keys), "").split(".")
+    wrappers = itertools.takewhile(lambda part: part in _WRAPPER_PREFIXES, first)
+    prefixes = ["", *itertools.accumulate(f"{part}." for part in wrappers)]
+    return [prefix for prefix in prefixes if all(key.startswith(prefix) for key in keys)]
+
+
+def _without_wrappers(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in _WRAPPER_PREFIXES)

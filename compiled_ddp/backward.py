@@ -86,7 +86,7 @@ class SynchronisedBackward:
     # ---- launching ---------------------------------------------------------------------------------------------------
 
     def claim(self, section: int) -> bool:
-        """Hand a section to the captured segment that is about to run, if everything before it has been launched."""
+        """Hand a section to the captured segment that is about to run, if all before it has been launched."""
         self._launch_complete()
         if (
             section in self._hooks_only

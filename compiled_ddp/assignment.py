@@ -32,7 +32,7 @@ def assign_buckets(
     `compute_bucket_assignment_by_size` does (torch/csrc/distributed/c10d/reducer.cpp): `first_bucket_bytes` for the
     first bucket of each (dtype, device), `bucket_cap_bytes` for the others. Buckets launch in the order in which
     their last gradients are ready. The riders follow the last bucket, in a bucket of their own where that one is not
-    float32. A `bucket_cap_bytes` of 0 is the naive plan: every gradient has a bucket of its own, and so have the
+    float32. With both capacities 0 it is the naive plan: every gradient has a bucket of its own, and so have the
     riders.
 
     An empty sequence gives an empty plan.

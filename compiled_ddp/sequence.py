@@ -39,16 +39,17 @@ class SequencePlanner:
         by_hooks = {index: s.reason for s in sequence.sections if s.origin == "hooks" for index in s.plan.indices}
         sections: list[Section] = []
         arrived: list[int] = []
+        placed: set[int] = set()
         launched = [number for kind, number in observations.arrivals if kind == "graph"]
         graphs = [number for number, section in enumerate(sequence.sections) if section.origin == "graph"]
         not_launched = [number for number in graphs if number not in launched]
         for kind, number in [*observations.arrivals, *(("graph", number) for number in not_launched)]:
             if kind == "graph":
                 sections += [*self._hooks_of(arrived, by_hooks), sequence.sections[number]]
+                placed.update(arrived)
                 arrived = []
-            elif number in by_hooks:
+            elif number in by_hooks and number not in placed and number not in arrived:
                 arrived.append(number)
-        placed = {index for section in sections if section.origin == "hooks" for index in section.plan.indices}
         rest = [index for index in dict.fromkeys([*arrived, *by_hooks]) if index not in placed]
         mixed = self._hooks(sorted(observations.mixed), MIXED)
         return self._sequence([*sections, *self._hooks_of(rest, by_hooks), *mixed])

@@ -20,9 +20,11 @@ ImportError from this module.
 import contextlib
 import copy
 import functools
+import hashlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -156,28 +158,36 @@ def _compile_inductor(
     if rewrite_backward is None:
         return _callable(compile_fx(graph_module, example_inputs, config_patches=options))
 
-    class CacheIdentity(CustomGraphPass):
-        """Rewrites nothing; puts the identity of what does into the AOTAutograd cache's key."""
-
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            pass
-
-        def uuid(self) -> str:
-            return cache_identity
-
     users_pass = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
 
+    class CacheIdentity(CustomGraphPass):
+        """Rewrites nothing but what the user's own pass does; puts our identity into the caches' keys."""
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            if users_pass is not None:
+                users_pass(graph)
+
+        def uuid(self) -> Any:
+            users_identity = users_pass.uuid() if isinstance(users_pass, CustomGraphPass) else users_pass
+            return cache_identity, _own_source_hash(), users_identity
+
     def compile_inner(inner: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        patches: dict[str, Any] = {"post_grad_custom_pre_pass": users_pass}
-        if kwargs.get("is_backward"):
-            inputs = rewrite_backward(inner, inputs)
-            patches |= _OVERLAP
-        with config.patch(patches):
+        if not kwargs.get("is_backward"):
+            with config.patch(post_grad_custom_pre_pass=users_pass):
+                return compile_fx_inner(inner, inputs, **kwargs)
+        inputs = rewrite_backward(inner, inputs)
+        with config.patch(_OVERLAP):
             return compile_fx_inner(inner, inputs, **kwargs)
 
     _register_pack_lowering()
     patches = options | {"post_grad_custom_pre_pass": CacheIdentity()}
     return _callable(compile_fx(graph_module, example_inputs, inner_compile=compile_inner, config_patches=patches))
+
+
+@functools.cache
+def _own_source_hash() -> str:
+    """The lowering of `pack` is in this file, and a cached kernel must not outlive it."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def _callable(compiled: object) -> Callable[..., Any]:

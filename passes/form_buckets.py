@@ -39,18 +39,16 @@ def form_buckets(graph: Graph, plan: BucketPlan, *, group_name: str, output_posi
     outputs = output_values(graph)
     riders_wait = outputs[-1]
     assert riders_wait is not None
-    position = {node: place for place, node in enumerate(graph.nodes)}
-    waits = {index: reduction.wait for index, reduction in reductions.items()}
-    last_wait, end_of_previous = -1, riders_wait
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    last_place, anchor = -1, riders_wait  # behind which the next bucket's reduction goes
     for bucket in plan.buckets:
         merged = [reductions[index] for index in bucket.indices]
-        anchor = max([waits[index] for index in bucket.indices], key=position.__getitem__, default=end_of_previous)
-        if position.get(anchor, -1) < last_wait:
-            anchor = end_of_previous
-        last_wait = max(last_wait, position.get(anchor, -1))
+        latest = max((reduction.wait for reduction in merged), key=place.__getitem__, default=None)
+        if latest is not None and place[latest] > last_place:
+            last_place, anchor = place[latest], latest
         with graph.inserting_before(anchor.next):
             views, rider_view = _merge(graph, bucket, merged, riders_wait, group_name)
-        end_of_previous = rider_view or views[-1]
+        anchor = rider_view or views[-1]
         for index, view in zip(bucket.indices, views, strict=True):
             outputs[output_positions[index]] = view
         if rider_view is not None:

@@ -9,7 +9,7 @@ from compiled_ddp.passes.ops import all_reduce, pack
 _aten = torch.ops.aten
 
 
-def pack_buckets(graph: Graph) -> None:
+def pack_buckets(graph: Graph, *, group_name: str) -> None:
     """Replace the concatenation that fills each bucket by `compiled_ddp::pack`.
 
     Assumes buckets as `form_buckets` leaves them:
@@ -18,11 +18,11 @@ def pack_buckets(graph: Graph) -> None:
 
     `pack` takes gradients in their own shape, so that the compiler may hand each producer its place in the bucket.
 
-    Does nothing to a `cat` that is not the input of an all-reduce.
+    Does nothing to a `cat` that is not the input of an all-reduce on the group `group_name`.
     """
     for launch in graph.find_nodes(op="call_function", target=all_reduce):
         flat = launch.args[0]
-        if flat.target is not _aten.cat.default:
+        if launch.args[2] != group_name or flat.target is not _aten.cat.default:
             continue
         flattened: list[Node] = flat.args[0]
         parts = [part.args[0] if part.target is _aten.reshape.default else part for part in flattened]

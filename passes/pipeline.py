@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch.fx import Graph
 
+from compiled_ddp import plan
 from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
 from compiled_ddp.passes.pack_buckets import pack_buckets
@@ -54,24 +55,24 @@ class Pipeline:
         names begin with "tangents", as AOTAutograd names them.
         """
         tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
-        common = {"group_name": self.group_name, "output_positions": output_positions}
         seen = observe or (lambda name, graph: None)
-        insert_all_reduces(graph, self.plan, fold=self.fold, **common)  # type: ignore[arg-type]
+        group, positions = self.group_name, output_positions
+        insert_all_reduces(graph, self.plan, group_name=group, output_positions=positions, fold=self.fold)
         seen("insert_all_reduces", graph)
         if not self.naive:
-            place_mean(graph, self.plan, tangents=tangents, output_positions=output_positions)
+            place_mean(graph, self.plan, tangents=tangents, output_positions=positions)
             seen("place_mean", graph)
-        form_buckets(graph, self.plan, **common)  # type: ignore[arg-type]
+        form_buckets(graph, self.plan, group_name=group, output_positions=positions)
         seen("form_buckets", graph)
         if not self.naive:
-            pack_buckets(graph)
+            pack_buckets(graph, group_name=group)
             seen("pack_buckets", graph)
-            schedule_collectives(graph)
+            schedule_collectives(graph, group_name=group)
             seen("schedule_collectives", graph)
-        verify_collectives(graph, self.plan, **common)  # type: ignore[arg-type]
+        verify_collectives(graph, self.plan, group_name=group, output_positions=positions)
         seen("verify_collectives", graph)
 
 
 def _source_hash() -> str:
-    sources = sorted(Path(__file__).parent.glob("*.py"))
+    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(plan.__file__)]
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()

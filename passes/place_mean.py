@@ -6,8 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
-from compiled_ddp.passes.insert_all_reduces import read_reductions
-from compiled_ddp.passes.ops import wait_tensor
+from compiled_ddp.passes.insert_all_reduces import Reduction, read_reductions
 from compiled_ddp.passes.prove_linearity import LinearityProof, prove_linearity
 from compiled_ddp.plan import BucketPlan
 
@@ -29,20 +28,19 @@ def place_mean(
     if not plan.buckets:
         return LinearityProof(False, "the plan is empty")
     reductions = read_reductions(graph, plan, output_positions)
-    reduced = {reduction.wait for reduction in reductions}
-    others = [node for node in output_values(graph)[:-1] if node is not None and node not in reduced]
-    if others and plan.world_size & (plan.world_size - 1):
-        return LinearityProof(False, f"{others[0].name}: not a parameter's gradient, and 1/world would round it")
-    proof = prove_linearity(graph, tangents, [*(reduction.local for reduction in reductions), *others])
-    if not proof.proven:
-        return proof
-    for tangent in tangents:
-        _scale(graph, tangent, 1.0 / plan.world_size)
-    for reduction in reductions:
-        assert reduction.mean is not None
-        reduction.mean.replace_all_uses_with(reduction.local)
-        graph.erase_node(reduction.mean)
-    _scale_back(graph, set(others), float(plan.world_size))
+    outputs = output_values(graph)
+    # The riders are the last output; what else is not reduced belongs to activations and inputs.
+    others = sorted(set(range(len(outputs) - 1)) - {output_positions[r.gradient.index] for r in reductions})
+    other_nodes = [node for position in others if (node := outputs[position]) is not None]
+    if other_nodes and plan.world_size & (plan.world_size - 1):
+        return LinearityProof(False, f"{other_nodes[0].name}: not a parameter's gradient, and 1/world would round it")
+    proof = prove_linearity(graph, tangents, [*(reduction.local for reduction in reductions), *other_nodes])
+    if proof.proven:
+        for tangent in tangents:
+            _scale(graph, tangent, 1.0 / plan.world_size)
+        for reduction in reductions:
+            _drop_mean(graph, reduction)
+        _scale_back(graph, others, float(plan.world_size))
     return proof
 
 
@@ -53,10 +51,19 @@ def _scale(graph: Graph, tangent: Node, factor: float) -> None:
     tangent.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
 
 
-def _scale_back(graph: Graph, others: set[Node], factor: float) -> None:
+def _drop_mean(graph: Graph, reduction: Reduction) -> None:
+    # Not `reduction.local`: where that was a tangent, the mean now reads the scaled one.
+    assert reduction.mean is not None
+    (scaled,) = reduction.mean.all_input_nodes
+    reduction.mean.replace_all_uses_with(scaled)
+    graph.erase_node(reduction.mean)
+
+
+def _scale_back(graph: Graph, positions: Sequence[int], factor: float) -> None:
     outputs = output_values(graph)
     with graph.inserting_before(graph.output_node()):
-        for position, node in enumerate(outputs):
-            if node is not None and node in others and node.target is not wait_tensor:
+        for position in positions:
+            node = outputs[position]
+            if node is not None:
                 outputs[position] = emit(graph, _mul, node, factor)
     set_output_values(graph, outputs)

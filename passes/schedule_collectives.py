@@ -7,10 +7,11 @@ from torch.fx import Graph, Node
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
 
 
-def schedule_collectives(graph: Graph) -> None:
+def schedule_collectives(graph: Graph, *, group_name: str) -> None:
     """Reorder the graph so that each launch follows the last gradient of its bucket, and waits come last.
 
-    Assumes that launches stand in the graph in plan order. Nodes are emitted on demand: for each launch in that
+    Assumes that launches on the group `group_name` stand in the graph in plan order; other collectives are left to
+    where the data puts them. Nodes are emitted on demand: for each launch in that
     order what its gradients still need, then the launch itself; then everything else in its old order; then the
     waits and what reads them. A weight gradient therefore runs before the data gradients that only later buckets
     need.
@@ -19,7 +20,7 @@ def schedule_collectives(graph: Graph) -> None:
     a mutation.
     """
     nodes = list(graph.nodes)
-    launches = [node for node in nodes if node.target is all_reduce]
+    launches = [node for node in nodes if node.target is all_reduce and node.args[2] == group_name]
     if not launches:
         return
     waits = [node for node in nodes if node.target is wait_tensor and node.args[0] in launches]

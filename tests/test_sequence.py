@@ -149,7 +149,6 @@ def test_parameter_that_arrives_twice_is_placed_by_its_first_arrival(planner: Se
     assert describe(planner.refine(sequence, Observations(arrivals))) == [("hooks", "why", [(5, 4), (3, 2), (1, 0)])]
 
 
-@pytest.mark.xfail(reason="bug: refine drops a second arrival only behind the last graph section")
 @pytest.mark.parametrize(
     "arrivals",
     [

@@ -147,7 +147,6 @@ def test_gradient_that_the_backward_itself_multiplies_by_one_by_world_keeps_that
     assert program.launched()[0].name == "mul"
 
 
-@pytest.mark.xfail(reason="bug: the tangent itself is launched, so its sum over ranks becomes the gradient")
 def test_gradient_that_is_the_tangent_itself_is_launched_scaled() -> None:
     program = Program(lambda tangents: (tangents,), parameters=1)
     program.place()
@@ -155,7 +154,6 @@ def test_gradient_that_is_the_tangent_itself_is_launched_scaled() -> None:
     assert launched.target is aten.mul.Tensor
 
 
-@pytest.mark.xfail(reason="bug: an activation's gradient that is the tangent itself is scaled and not scaled back")
 def test_activations_gradient_that_is_the_tangent_itself_is_not_scaled() -> None:
     program = Program(lambda tangents, x: (tangents @ x, tangents), parameters=1)
     program.place()
@@ -168,7 +166,6 @@ def test_activations_gradient_that_is_the_tangent_itself_is_not_scaled() -> None
     assert factor == 1.0
 
 
-@pytest.mark.xfail(reason="bug: an activation's gradient that the model's own all-reduce made is not scaled back")
 def test_activations_gradient_that_the_models_own_all_reduce_made_is_scaled_back() -> None:
     def backward(tangents: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return tangents @ x, wait_tensor(all_reduce(tangents.neg(), "sum", "theirs"))

@@ -162,3 +162,29 @@ def test_a_non_linear_backward_scales_each_gradient_and_no_tangent(ranks2: RankP
     for scaled in ranks2.run(_scaled_nodes, WithAuxiliaryLoss):
         assert len(scaled) == 4
         assert not any(name.startswith("tangents") for name in scaled)
+
+
+class AddsParameter(nn.Module):
+    """The tangent itself is the parameter's gradient, and the input's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+def _tangent_is_the_gradient(rank: int) -> tuple[Tensor, Tensor]:
+    ddp = compile_ddp(AddsParameter(), backend="aot_eager", fullgraph=True)
+    x = torch.zeros(3, 5, requires_grad=True)
+    (ddp(x) * (rank + 1)).sum().backward()
+    assert x.grad is not None
+    assert ddp.module.shift.grad is not None
+    return ddp.module.shift.grad, x.grad
+
+
+def test_a_gradient_that_is_the_tangent_itself_is_averaged_and_the_inputs_is_not(ranks2: RankPool) -> None:
+    for rank, (parameter_gradient, input_gradient) in enumerate(ranks2.run(_tangent_is_the_gradient)):
+        assert torch.equal(parameter_gradient, torch.full((3, 5), 1.5))
+        assert torch.equal(input_gradient, torch.full((3, 5), rank + 1.0))

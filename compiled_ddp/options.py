@@ -11,7 +11,7 @@ from compiled_ddp import torch_private
 MEBIBYTE = 1024 * 1024
 
 # Measured: docs/benchmarks.md, "Bucket size".
-DEFAULT_BUCKET_CAP_MB = 4.0
+DEFAULT_BUCKET_CAP_MB = 2.0
 
 Mode = Literal["graph", "hooks"]
 

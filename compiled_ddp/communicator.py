@@ -31,18 +31,19 @@ class RankGroup:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() before wrapping "
                 "the model, and start the script with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."
             )
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
+        if not isinstance(group, dist.ProcessGroup | None):  # GroupMember.NON_GROUP_MEMBER
             raise ValueError(
                 f"global rank {dist.get_rank()} is not a member of process_group: wrap the model only on the ranks "
                 "that belong to the group."
             )
-        self.group = group or dist.group.WORLD
-        assert self.group is not None
+        default_group = dist.group.WORLD
+        assert default_group is not None
+        self.group: dist.ProcessGroup = group or default_group
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         self.rank = dist.get_rank(self.group)
         self.world_size = dist.get_world_size(self.group)
         self.timeout: timedelta = torch_private.group_timeout(self.group)
-        made = _wrappers_made.setdefault(dist.group.WORLD, {})
+        made = _wrappers_made.setdefault(default_group, {})
         ordinal = made.get(self.ranks, 0)
         made[self.ranks] = ordinal + 1
         ranks_hash = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
@@ -90,7 +91,7 @@ class Communicator:
 
     def all_reduce(self, flat_buffer: torch.Tensor) -> dist.Work:
         """Launch the sum over ranks of `flat_buffer`, in place."""
-        work = dist.all_reduce(flat_buffer, group=self.group, async_op=True)
+        work: dist.Work | None = dist.all_reduce(flat_buffer, group=self.group, async_op=True)
         assert work is not None
         return work
 

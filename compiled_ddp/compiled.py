@@ -88,6 +88,13 @@ class CompiledDDP(DataParallelWrapper):
         self._calls: list[weakref.ref[SegmentCall]] = []
         self._calls_of_forward: list[SegmentCall] = []
         super().__init__(torch_private.without_compile_wrapper(module), process_group, options)
+        try:
+            self._prepare_to_compile(options)
+        except BaseException:
+            self.unwrap()
+            raise
+
+    def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter = {id(tensor): n for n, tensor in enumerate(self._runtime.parameters.tensors)}
         self._compiler_options = torch_private.inductor_options(options.mode, options.compiler_options, options.dynamic)
         compiled = torch.compile(

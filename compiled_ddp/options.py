@@ -1,6 +1,5 @@
 """The options of both wrappers: their defaults, and what makes them valid."""
 
-import numbers
 import os
 import re
 from dataclasses import dataclass, fields
@@ -38,14 +37,13 @@ class Options:
         if self.bucket_cap_mb is not None:
             sizes["bucket_cap_mb"] = self.bucket_cap_mb
         for name, size in sizes.items():
-            if not isinstance(size, numbers.Real) or not size > 0:
+            if not _is_positive_number(size):
                 raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
         if self.backend not in ("inductor", "aot_eager"):
             raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {self.backend!r}.")
         if self.mode is not None and self.options is not None:
             raise ValueError("mode and options are alternatives, as in torch.compile: pass one of them.")
-        if self.mode is not None:
-            torch_private.inductor_options(self.mode, None, self.dynamic)  # refuses an unknown mode, naming the known
+        torch_private.inductor_options(self.mode, self.compiler_options, self.dynamic)  # refuses what is unknown
 
     @property
     def first_bucket_bytes(self) -> float:
@@ -73,6 +71,10 @@ class Options:
         if self.options is not None:
             values["options"] = dict(sorted(self.options.items()))
         return {name: _ADDRESS.sub("", repr(value)) for name, value in values.items()}
+
+
+def _is_positive_number(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0  # false for nan
 
 
 NAIVE = "compiled_ddp.naive"

@@ -52,6 +52,7 @@ class Runtime:
         self._planner = SequencePlanner(parameters, options, communicator.world_size)
         self._live_calls = live_calls
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
+        self._expected = False  # whether a synchronised forward still waits for its backward
         self._forward_count = 0
         self._refined = False
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
@@ -72,7 +73,7 @@ class Runtime:
         if torch_private.current_graph_task() != -1:
             return  # a recomputation during backward is not a new forward
         self.finish_broken_backward()
-        self.synchronise = synchronise
+        self.synchronise = self._expected = synchronise
         self._forward_count += synchronise
 
     def end_forward(self, calls: Sequence[SegmentCall]) -> None:
@@ -85,8 +86,8 @@ class Runtime:
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """Begin a synchronised backward when one reaches these outputs, before it has accumulated any gradient.
 
-        A backward that does not come through the wrapper's outputs, of `wrapper.module` called by itself, stays
-        local, as under DDP.
+        The first gradient after a synchronised forward begins one too: the loss may not be among the outputs. A later
+        backward that does not come through them, of `wrapper.module` called by itself, stays local, as under DDP.
         """
         if self.synchronise:
             for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
@@ -110,6 +111,7 @@ class Runtime:
             return self._current
 
     def _begin(self) -> SynchronisedBackward:
+        self._expected = False
         if self.sequence is None:
             self._adopt(self._agree_on_proposal())
         assert self.sequence is not None
@@ -185,7 +187,7 @@ class Runtime:
     def gradient_accumulated(self, index: int) -> None:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self._lock:
-            if self._current is None:
+            if self._current is None and not self._expected:
                 self._used.add(index)
             else:
                 self.enter_backward().gradient_arrived(index)
@@ -216,8 +218,12 @@ class Runtime:
         backward, self._current = self._current, None
         if backward is None:
             return
-        backward.launch_rest()
-        backward.wait()
+        try:
+            backward.launch_rest()
+            backward.wait()
+        except BaseException:
+            backward.restore_pending()
+            raise
         aborted_on = self._abort_reader.read(backward.reduced_riders())
         if aborted_on:
             backward.restore_pending()

@@ -67,7 +67,7 @@ def backward_will_execute(node: Any) -> bool:
 
     The engine does not count a single root among the nodes it will execute; it is the node under evaluation then.
     """
-    return node is evaluating_node() or torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
+    return node is evaluating_node() or torch._C._will_engine_execute_node(node)
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -197,11 +197,22 @@ def _callable(compiled: object) -> Callable[..., Any]:
 
 
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
-    """Inductor's config patches for torch.compile's `mode` and `options`."""
+    """Inductor's config patches for torch.compile's `mode` and `options`.
+
+    Raises RuntimeError for an unknown mode, ValueError for an unknown option.
+    """
     import torch._inductor
+    from torch._inductor import config
 
     patches = torch._inductor.list_mode_options(mode, dynamic) if mode and mode != "default" else {}
-    return {**patches, **{key.replace("-", "_"): value for key, value in (options or {}).items()}}
+    patches = {**patches, **{key.replace("-", "_"): value for key, value in (options or {}).items()}}
+    known = config.get_config_copy() if patches else {}
+    unknown = [key for key in patches if key not in known]
+    if unknown:
+        raise ValueError(
+            f"options has {unknown[0]!r}, which Inductor does not know; see torch._inductor.list_options()."
+        )
+    return patches
 
 
 def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:

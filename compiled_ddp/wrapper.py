@@ -58,8 +58,8 @@ class DataParallelWrapper(nn.Module):
             raise
         self._unwrapped = False
         mark_wrapped(module, name)
-        self.register_load_state_dict_pre_hook(_accept_wrapped_keys)
-        self.register_state_dict_post_hook(_strip_own_prefix)
+        self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_strip_own_prefix)  # type: ignore[no-untyped-call]
 
     def _check_and_describe(self, module: nn.Module, name: str) -> dict[str, list[object]]:
         torch_private.check_torch_version()

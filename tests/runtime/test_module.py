@@ -467,10 +467,7 @@ def _kept_loss(rank: int, wrapper: str) -> None:
         assert_trains(ddp, rank, loss)
 
 
-_NOT_SEEN = pytest.mark.xfail(reason="EagerDDP begins a backward at the outputs alone: this one stays local")
-
-
-@pytest.mark.parametrize("wrapper", ["compile_ddp", pytest.param("EagerDDP", marks=_NOT_SEEN)])
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
 def test_a_loss_that_is_not_among_the_outputs_is_synchronised(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_kept_loss, wrapper)
 

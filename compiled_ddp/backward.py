@@ -100,8 +100,17 @@ class SynchronisedBackward:
         return True
 
     def leave_to_hooks(self, indices: set[int]) -> None:
-        """Let no graph claim a section with one of these parameters in this backward."""
-        self._hooks_only = {n for n, section in enumerate(self.sections) if indices & set(section.plan.indices)}
+        """Let no graph claim a section with one of these parameters, or one that shares others with such a section."""
+        found = -1
+        while len(self._hooks_only) != found:
+            found = len(self._hooks_only)
+            touched = [n for n, section in enumerate(self.sections) if not indices.isdisjoint(section.plan.indices)]
+            self._hooks_only.update(touched)
+            indices = indices.union(*(self.sections[n].plan.indices for n in touched))
+
+    def shares_with_claimed(self, indices: Iterable[int]) -> set[int]:
+        """Which of these parameters stand in a section that a graph has claimed in this backward."""
+        return {i for section in self._in_graph for i in self.sections[section].plan.indices} & set(indices)
 
     def take_pending(self, plan: BucketPlan) -> list[torch.Tensor]:
         """Take the .grad tensors that a claimed section must fold in, one per gradient in plan order.
@@ -138,7 +147,7 @@ class SynchronisedBackward:
     def gradient_arrived(self, index: int) -> None:
         """Take over a gradient that autograd has just accumulated, and launch every bucket that it completes."""
         gradient = self._parameters.tensors[index].grad
-        positions = [p for p in self._buffers.positions_of[index] if self._progress[p].section not in self._in_graph]
+        positions = self._positions_by_hooks(index)
         if gradient is None or not positions:
             return
         self.observations.arrivals.append(("hook", index))
@@ -168,14 +177,27 @@ class SynchronisedBackward:
             )
 
     def _fill(self, index: int, positions: Sequence[int], gradient: torch.Tensor) -> None:
-        if len(positions) > 1:
-            gradient = gradient.clone()  # the first buffer may hold it, and scales it in place
-        for position in positions:
-            self._buffers[position].put(index, gradient)
+        """[Note: one gradient, several sections] Put a gradient into the buckets that hooks launch for it.
+
+        Where a parameter stands in several graphs' sections, other ranks add up what each of them brings: the whole
+        gradient goes into the first and zeros into the others. A section that reduces again waits for their sum.
+        """
+        first, *others = [p for p in positions if not self._reduces_again(p)] or positions
+        for position in (first, *others):
+            if position == first:
+                self._buffers[position].put(index, gradient)
+            else:
+                self._buffers[position].put_zeros(index)
             self._progress[position].missing.discard(index)
-        if self._as_view and index not in self._existing:
+        if self._as_view and index not in self._existing and len(positions) == 1:
             # The gradient's own memory is free from here on, as in DDP.
-            self._parameters.tensors[index].grad = self._buffers[positions[-1]].views[index]
+            self._parameters.tensors[index].grad = self._buffers[first].views[index]
+
+    def _reduces_again(self, position: int) -> bool:
+        return self.sections[self._progress[position].section].reduces_again
+
+    def _positions_by_hooks(self, index: int) -> list[int]:
+        return [p for p in self._buffers.positions_of[index] if self._progress[p].section not in self._in_graph]
 
     def _launch_complete(self) -> None:
         while self._cursor < len(self._progress):
@@ -222,19 +244,31 @@ class SynchronisedBackward:
 
     def _fill_missing(self, index: int, position: int) -> None:
         buffer, gradient = self._buffers[position], self._parameters.tensors[index].grad
-        if gradient is None:
+        summed = [p for p in self._positions_by_hooks(index) if not self._reduces_again(p)]
+        if self._reduces_again(position) and summed:
+            self._wait(*summed)
+            buffer.put(index, self._sum(index, summed))
+        elif gradient is None or (summed and position != summed[0]):
             buffer.put_zeros(index)
-            return
-        if buffer.holds(index, gradient) and not self._is_used(index):
-            self._untouched[index] = gradient.clone()
-        buffer.put(index, gradient)
+        else:
+            if buffer.holds(index, gradient) and not self._is_used(index):
+                self._untouched[index] = gradient.clone()
+            buffer.put(index, gradient)
+
+    def _sum(self, index: int, positions: Sequence[int]) -> torch.Tensor:
+        views = [self._buffers[position].views[index] for position in positions]
+        return views[0] if len(views) == 1 else torch.stack(views).sum(0)
 
     def wait(self) -> None:
         """Wait for every bucket that hooks launched; a graph waits for its own."""
-        for position, progress in enumerate(self._progress):
-            if progress.work is not None:
+        self._wait(*range(len(self._progress)))
+
+    def _wait(self, *positions: int) -> None:
+        for position in positions:
+            work = self._progress[position].work
+            if work is not None:
                 try:
-                    progress.work.wait()
+                    work.wait()
                 except RuntimeError as error:
                     raise RuntimeError(f"{self._words(position)} was launched but not reduced: {error}") from error
 
@@ -252,14 +286,14 @@ class SynchronisedBackward:
         A parameter that no rank has used since the last synchronised backward keeps its .grad untouched.
         """
         self._find_mixed()
-        for position, progress in enumerate(self._progress):
-            if progress.work is None:
-                continue
-            for index in progress.bucket.indices:
-                if self._is_used(index) or self._used_elsewhere(progress.section, index):
-                    self._write(index, self._buffers[position].views[index])
-                elif index in self._untouched:
-                    self._parameters.tensors[index].grad.copy_(self._untouched[index])  # type: ignore[union-attr]
+        by_hooks = {index for progress in self._progress if progress.work for index in progress.bucket.indices}
+        for index in sorted(by_hooks):
+            positions = self._positions_by_hooks(index)
+            if self._is_used(index) or any(self._used_elsewhere(position, index) for position in positions):
+                again = [position for position in positions if self._reduces_again(position)]
+                self._write(index, self._sum(index, again or positions))
+            elif index in self._untouched:
+                self._parameters.tensors[index].grad.copy_(self._untouched[index])  # type: ignore[union-attr]
         self.restore_pending()
 
     def _find_mixed(self) -> None:
@@ -270,8 +304,9 @@ class SynchronisedBackward:
             if address is not None and gradient is not None and gradient.data_ptr() != address and not by_hooks:
                 self.observations.mixed.add(index)
 
-    def _used_elsewhere(self, section: int, index: int) -> bool:
+    def _used_elsewhere(self, position: int, index: int) -> bool:
         """Whether another rank used a parameter that this one did not. Reads from the device, for such ranks alone."""
+        section = self._progress[position].section
         riders = self.sections[section].plan.riders
         last = self._buffers.first_position[section] + len(self.sections[section].plan.buckets) - 1
         values = self._buffers[last].riders

@@ -36,4 +36,5 @@ def explain_sequence(sequence: ReductionSequence | None, fallback_reasons: Seque
             names = [sequence.parameter_names[index] for index in bucket.indices]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             rows.append((len(rows), section.origin, len(names), bucket.nbytes, shown or "(riders)", section.reason))
-    return Explanation(tuple(rows), tuple(fallback_reasons))
+    planned = {section.reason for section in sequence.sections}
+    return Explanation(tuple(rows), tuple(reason for reason in fallback_reasons if reason not in planned))

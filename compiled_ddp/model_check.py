@@ -44,6 +44,9 @@ def check_model(module: nn.Module, wrapper: str) -> None:
             "reduce. Use it unwrapped, or unfreeze parameters before wrapping it."
         )
     _check_parameters(parameters)
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ValueError(f"{name or type(part).__name__} has sparse=True: sparse gradients cannot be reduced yet.")
 
 
 def _check_materialised(module: nn.Module) -> None:

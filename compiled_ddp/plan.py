@@ -213,6 +213,10 @@ class BucketPlan:
 
 Origin = Literal["graph", "hooks"]
 
+# Why parameters are the hooks'.
+NOT_CAPTURED = "not in a captured graph: used in eager code, or unused"
+MIXED = "used both inside a captured graph and outside of it"
+
 
 @dataclass(frozen=True)
 class Section:
@@ -225,6 +229,14 @@ class Section:
     plan: BucketPlan
     origin: Origin
     reason: str = ""  # why hooks, in words; empty for a graph
+
+    @property
+    def reduces_again(self) -> bool:
+        """Whether its parameters stand in a graph's section too, whose result is averaged together with the rest.
+
+        The mean of a mean is that mean, so reducing all of .grad again is right.
+        """
+        return self.reason == MIXED
 
 
 @dataclass(frozen=True)

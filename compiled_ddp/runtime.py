@@ -16,7 +16,7 @@ from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
 from compiled_ddp.riders import AbortReader
-from compiled_ddp.sequence import MIXED, SequencePlanner
+from compiled_ddp.sequence import SequencePlanner
 
 
 class SegmentCall(Protocol):
@@ -117,20 +117,30 @@ class Runtime:
         assert self.sequence is not None
         backward = self._new_backward(self.sequence.sections, self._buffers, self._used)
         if self._sections_of:
-            self._leave_surplus_to_hooks(backward)
+            self._leave_unmatched_to_hooks(backward)
         return backward
 
-    def _leave_surplus_to_hooks(self, backward: SynchronisedBackward) -> None:
-        """Where this backward runs more calls with a parameter than the sequence has sections, hooks sum them up."""
-        free = {fingerprint: len(sections) for fingerprint, sections in self._sections_of.items()}
-        surplus: set[int] = set()
+    def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
+        """Hooks reduce what this backward's calls and the sequence's graph sections do not both have.
+
+        With all that shares a parameter with it: a gradient must not be reduced partly in a graph.
+        """
+        free = {fingerprint: list(sections) for fingerprint, sections in self._sections_of.items()}
+        unmatched: set[int] = set()
         for call in self._live_calls():
             if call.will_run():
-                free[call.fingerprint] = free.get(call.fingerprint, 0) - 1
-                if free[call.fingerprint] < 0:
-                    surplus.update(call.plan.indices)
-        if surplus:
-            backward.leave_to_hooks(surplus)
+                if free.get(call.fingerprint) and not self._with_tensor_hooks(call):
+                    free[call.fingerprint].pop()
+                else:
+                    unmatched.update(call.plan.indices)
+        for sections in free.values():
+            for section in sections:
+                unmatched.update(backward.sections[section].plan.indices)
+        if unmatched:
+            backward.leave_to_hooks(unmatched)
+
+    def _with_tensor_hooks(self, call: SegmentCall) -> list[int]:
+        return [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
 
     def _new_backward(
         self, sections: Sequence[Section], buffers: SequenceBuffers, used_before: set[int]
@@ -152,16 +162,26 @@ class Runtime:
                 self._used.update(call.plan.indices)
                 return None
             backward = self.enter_backward()
-            hooked = [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
-            if hooked:
-                self.report("a tensor hook on the parameter must see its local gradient", hooked)
-            else:
-                for section in self._sections_of.get(call.fingerprint, ()):
-                    if backward.claim(section):
-                        return backward, section
-                self.report("the graph does not fit the agreed sequence of this backward", call.plan.indices)
+            for section in self._sections_of.get(call.fingerprint, ()):
+                if backward.claim(section):
+                    return backward, section
+            self._report_not_claimed(backward, call)
             self.install_hooks()
             return None
+
+    def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
+        shared = backward.shares_with_claimed(call.plan.indices)
+        if shared:
+            raise RuntimeError(
+                f"parameter {self.parameters.named(shared)} stands in two captured graphs, one of which did not come "
+                "at its place in the agreed sequence after the other had been reduced. Run the parts of the model in "
+                "the same order in every step, or set COMPILED_DDP_MODE=hooks."
+            )
+        hooked = self._with_tensor_hooks(call)
+        if hooked:
+            self.report("a tensor hook on the parameter must see its local gradient", hooked)
+        else:
+            self.report("the graph does not fit the agreed sequence of this backward", call.plan.indices)
 
     def rider_values(self, plan: BucketPlan) -> torch.Tensor:
         """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
@@ -180,6 +200,8 @@ class Runtime:
         if self._hook_handles:
             return
         for index, parameter in enumerate(self.parameters.tensors):
+            if not parameter.requires_grad:
+                continue  # frozen since it was wrapped
             # The parameter must not keep the runtime alive: the collector does not see through autograd's hooks.
             hook = functools.partial(_gradient_accumulated, weakref.ref(self), index)
             self._hook_handles.append(parameter.register_post_accumulate_grad_hook(hook))
@@ -265,7 +287,7 @@ class Runtime:
         assert self.sequence is not None
         before = self.sequence
         self._adopt(self._agree("sequence", lambda: self._planner.refine(before, backward.observations)))
-        mixed = [section for section in self.sequence.sections if section.reason == MIXED]
+        mixed = [section for section in self.sequence.sections if section.reduces_again]
         if mixed:
             used = {index for section in mixed for index in section.plan.indices}
             again = self._new_backward(mixed, SequenceBuffers(tuple(mixed), self.communicator.world_size), used)

@@ -123,17 +123,22 @@ class Segment:
             if node is not None:
                 call = self._bind(inputs, node)
                 torch_private.attach(node, call)
-                if call is not None:
-                    self._called(call)
+                self._called(call)
         return outputs
 
-    def _bind(self, inputs: Sequence[Any], node: Any) -> SegmentCall | None:
-        """The call's plan over parameters; None if an input that was a parameter of the wrapper is none now."""
+    def _bind(self, inputs: Sequence[Any], node: Any) -> SegmentCall:
+        """The call's plan over parameters.
+
+        Raises RuntimeError if an input that was a parameter of the wrapper at capture is another tensor now.
+        """
         index_of = {}
         for position in self.plan.indices:
             index = self._index_of_parameter.get(id(inputs[position]))
             if index is None:
-                return None
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(inputs[position].shape)} is not one of those that were wrapped: it "
+                    "was replaced after compile_ddp. Call unwrap() and wrap the model again."
+                )
             index_of[position] = index
         key = tuple(index_of.values())
         if key not in self._bound:

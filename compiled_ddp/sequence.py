@@ -15,10 +15,7 @@ from collections.abc import Iterable, Sequence
 from compiled_ddp.assignment import assign_buckets, place_buckets
 from compiled_ddp.backward import Observations, TrainedParameters
 from compiled_ddp.options import Options
-from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionSequence, Section
-
-NOT_CAPTURED = "not in a captured graph: used in eager code, or unused"
-MIXED = "used both inside a captured graph and outside of it"
+from compiled_ddp.plan import MIXED, NOT_CAPTURED, BucketPlan, GradientSpec, ReductionSequence, Section
 
 
 class SequencePlanner:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from models import (
     Mlp,
     TokenModel,
@@ -299,10 +300,10 @@ def test_after_an_exception_on_one_rank_the_others_raise_and_the_next_step_is_ri
 class SparseEmbedding(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.token = nn.Embedding(7, 3, sparse=True)
+        self.token = nn.Embedding(7, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.token(x).square().sum()
+        return F.embedding(x, self.token.weight, sparse=True).square().sum()
 
 
 def _sparse(rank: int) -> None:
@@ -412,6 +413,51 @@ def _falls_to_eager(rank: int) -> None:
 
 def test_a_rank_that_runs_eagerly_reduces_the_same_buckets_by_hooks(ranks2: RankPool) -> None:
     ranks2.run(_falls_to_eager)
+
+
+class SharedByTwoGraphs(nn.Module):
+    """One parameter in two captured graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.shared(x))
+        torch._dynamo.graph_break()
+        return self.own(self.shared(x)).square().sum()
+
+
+def _eager_on_rank_one(rank: int, model_class: type[nn.Module]) -> None:
+    """Rank 1 leaves its graphs in some steps, in which parameters stand in several sections."""
+    ddp = compile_ddp(model_class(), backend="aot_eager", bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
+    for step in range(6):
+        expected = expected_mean(ddp.module, lambda module: module(_batch(rank, step)))  # noqa: B023
+        ddp.zero_grad()
+        stance = "force_eager" if rank == 1 and step in (2, 3, 5) else "default"
+        with torch.compiler.set_stance(stance), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ddp(_batch(rank, step)).backward()
+        assert_gradients(ddp.module, expected)
+
+
+@pytest.mark.parametrize("model_class", [SharedByTwoGraphs, PartlyEager])
+def test_a_parameter_of_several_sections_is_right_when_one_rank_runs_eagerly(
+    ranks2: RankPool, model_class: type[nn.Module]
+) -> None:
+    ranks2.run(_eager_on_rank_one, model_class)
+
+
+def _replaced_parameter(rank: int) -> None:
+    ddp = compile_ddp(Mlp(), backend="aot_eager")
+    ddp(_batch(rank)).square().sum().backward()
+    ddp.module.head.weight = nn.Parameter(ddp.module.head.weight.detach().clone())
+    with pytest.raises(RuntimeError, match=r"was replaced after compile_ddp. Call unwrap\(\)"):
+        ddp(_batch(rank))
+
+
+def test_a_parameter_that_was_replaced_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_replaced_parameter)
 
 
 def _another_shape_on_one_rank(rank: int) -> None:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
-from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Bucket, BucketPlan, Section
+from compiled_ddp.plan import FIRST_USED, Bucket, BucketPlan, Section
+from compiled_ddp.riders import rider_values
 
 
 @dataclass(frozen=True)
@@ -213,20 +214,15 @@ class SynchronisedBackward:
 
     def _launch(self, position: int, aborted: bool = False) -> None:
         progress, buffer = self._progress[position], self._buffers[position]
-        if buffer.riders is not None:
-            buffer.riders.copy_(self._rider_values(progress, aborted))
+        layout = progress.bucket.riders
+        if layout is not None and buffer.riders is not None:
+            buffer.riders.copy_(
+                rider_values(layout, forward_count=self._forward_count, used=self._is_used, aborted=aborted)
+            )
         try:
             progress.work = self._communicator.all_reduce(buffer.flat)
         except RuntimeError as error:
             raise RuntimeError(f"{self._words(position)} could not be launched: {error}") from error
-
-    def _rider_values(self, progress: _Progress, aborted: bool) -> torch.Tensor:
-        assert progress.bucket.riders is not None
-        count = float(self._forward_count % 1024)
-        values = [0.0] * FIRST_USED
-        values[FORWARD_COUNT], values[FORWARD_COUNT_SQUARED] = count, count * count
-        values[ABORTED] = float(aborted)
-        return torch.tensor(values + [float(self._is_used(index)) for index in progress.bucket.riders.indices])
 
     def _is_used(self, index: int) -> bool:
         """Whether this rank produced a gradient since the last synchronised backward."""
@@ -234,13 +230,18 @@ class SynchronisedBackward:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def launch_rest(self, *, aborted: bool = False) -> None:
-        """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce."""
+    def launch_rest(self, *, aborted: bool = False) -> bool:
+        """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce.
+
+        Returns whether there was one; the last of them carries riders, and so `aborted` to every rank.
+        """
+        launched = self._cursor < len(self._progress)
         while self._cursor < len(self._progress):
             for index in sorted(self._progress[self._cursor].missing):
                 self._fill_missing(index, self._cursor)
             self._launch(self._cursor, aborted)
             self._cursor += 1
+        return launched
 
     def _fill_missing(self, index: int, position: int) -> None:
         buffer, gradient = self._buffers[position], self._parameters.tensors[index].grad

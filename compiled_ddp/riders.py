@@ -1,10 +1,21 @@
-"""Reading the riders that came back, without making a GPU wait."""
+"""What riders carry from this rank, and reading what came back without making a GPU wait."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from compiled_ddp.plan import ABORTED
+from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Riders
+
+
+def rider_values(
+    riders: Riders, *, forward_count: int, used: Callable[[int], bool], aborted: bool = False
+) -> torch.Tensor:
+    """This rank's rider elements, shape (riders.numel,), on CPU; `used` tells whether it produced a gradient."""
+    count = float(forward_count % 1024)
+    values = [0.0] * FIRST_USED
+    values[FORWARD_COUNT], values[FORWARD_COUNT_SQUARED] = count, count * count
+    values[ABORTED] = float(aborted)
+    return torch.tensor(values + [float(used(index)) for index in riders.indices])
 
 
 class AbortReader:
@@ -18,12 +29,15 @@ class AbortReader:
         self._copied: torch.Tensor | None = None
         self._ready: torch.Event | None = None
 
-    def read(self, riders: Iterable[torch.Tensor]) -> int:
-        """The largest number of broken-off ranks in `riders`, or in those of the call before."""
+    def read(self, riders: Iterable[torch.Tensor], *, at_once: bool = False) -> int:
+        """The largest number of broken-off ranks in `riders`, or in those of the call before.
+
+        With `at_once` the device is waited for: what follows must not happen on some ranks alone.
+        """
         values = [rider[ABORTED] for rider in riders]
         if not values:
             return 0
-        if values[0].device.type == "cpu":
+        if at_once or values[0].device.type == "cpu":
             return int(max(value.item() for value in values))
         before = self._earlier()
         self._copied = torch.stack(values).amax().to("cpu", non_blocking=True)

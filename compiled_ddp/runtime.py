@@ -15,7 +15,7 @@ from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
-from compiled_ddp.riders import AbortReader
+from compiled_ddp.riders import AbortReader, rider_values
 from compiled_ddp.sequence import SequencePlanner
 
 
@@ -185,9 +185,7 @@ class Runtime:
 
     def rider_values(self, plan: BucketPlan) -> torch.Tensor:
         """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
-        count = float(self._forward_count % 1024)
-        values = torch.ones(plan.riders.numel)
-        values[:4] = torch.tensor([count, count * count, 0.0, 0.0])
+        values = rider_values(plan.riders, forward_count=self._forward_count, used=lambda _: True)
         return values.to(plan.buckets[-1].device, non_blocking=True)
 
     def remove_hooks(self) -> None:
@@ -246,7 +244,7 @@ class Runtime:
         except BaseException:
             backward.restore_pending()
             raise
-        aborted_on = self._abort_reader.read(backward.reduced_riders())
+        aborted_on = self._abort_reader.read(backward.reduced_riders(), at_once=not self._refined)
         if aborted_on:
             backward.restore_pending()
             raise RuntimeError(
@@ -270,10 +268,12 @@ class Runtime:
         backward, self._current = self._current, None
         self._open_tasks.clear()
         if backward is not None:
-            backward.launch_rest(aborted=True)
+            others_know = backward.launch_rest(aborted=True)
             backward.wait()
             backward.restore_pending()
             self._used = set()
+            if not others_know and not self._refined:
+                self._refine(backward)  # as they do: for them the backward ended well
 
     # ---- the agreed sequence -----------------------------------------------------------------------------------------
 

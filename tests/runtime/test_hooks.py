@@ -294,6 +294,36 @@ def test_after_an_exception_on_one_rank_the_others_raise_and_the_next_step_is_ri
     assert "zero_grad" in other
 
 
+class BreaksOffAtTheEnd(BreaksOff):
+    """Everything has been launched when the exception comes: other ranks cannot know."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = RaisesInBackward.apply(x.requires_grad_(), self.armed)
+        return self.second(self.first(x)).square().sum()
+
+
+def _break_off_in_first_backward(rank: int, model_class: type[BreaksOff]) -> str:
+    ddp = EagerDDP(model_class(), bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
+    ddp.module.armed = rank == 0
+    message = ""
+    try:
+        ddp(_batch(rank, 0)).backward()
+    except (RuntimeError, ValueError) as error:
+        message = str(error)
+    ddp.module.armed = False
+    for step in (1, 2, 3):
+        _step(ddp, rank, step)
+    assert_equal_on_all_ranks(ddp.plan.fingerprint)
+    return message
+
+
+@pytest.mark.parametrize("model_class", [BreaksOff, BreaksOffAtTheEnd])
+def test_an_exception_in_the_first_backward_leaves_one_sequence(ranks2: RankPool, model_class: type[BreaksOff]) -> None:
+    broken, other = ranks2.run(_break_off_in_first_backward, model_class)
+    assert broken == "planted"
+    assert ("broke off on 1" in other) == (model_class is BreaksOff)
+
+
 # ---- what hooks refuse -----------------------------------------------------------------------------------------------
 
 

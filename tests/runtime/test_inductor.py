@@ -16,6 +16,8 @@ from ranks import RankPool
 
 pytestmark = pytest.mark.inductor
 
+LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}  # ranks wait for each other's compiler
+
 # ---- the generated code ----------------------------------------------------------------------------------------------
 
 
@@ -63,7 +65,9 @@ def _backward_source(rank: int) -> tuple[str, list[int], int]:
 
 
 def test_generated_backward_launches_early_waits_late_and_copies_nothing(ranks2: RankPool) -> None:
-    (source, numels, linear_layers), (other_source, _, _) = ranks2.run(_backward_source, timeout_seconds=300)
+    (source, numels, linear_layers), (other_source, _, _) = ranks2.run(
+        _backward_source, timeout_seconds=300, collective_timeout_seconds=120
+    )
     assert source == other_source, "the code depends on the rank"
     statements, aliases = read_statements(source)
     launches = [n for n, statement in enumerate(statements) if statement.kind == "launch"]
@@ -122,7 +126,7 @@ def _trains(rank: int) -> None:
 
 
 def test_convolution_accumulates_and_folds_under_inductor(ranks2: RankPool) -> None:
-    ranks2.run(_trains, timeout_seconds=400)
+    ranks2.run(_trains, **LIMITS)
 
 
 # ---- the caches ------------------------------------------------------------------------------------------------------
@@ -154,7 +158,7 @@ def test_caches_serve_a_second_start_and_every_rank_and_nothing_else(tmp_path: P
     def start(ranks: int, directories: list[str], bucket_cap_mb: float = 0.0001, earlier_wrappers: int = 0) -> list:
         with RankPool(ranks) as fresh_processes:
             arguments = (directories, bucket_cap_mb, earlier_wrappers)
-            return fresh_processes.run(_first_step, *arguments, timeout_seconds=300)
+            return fresh_processes.run(_first_step, *arguments, **LIMITS)
 
     def warm(result: dict[str, int]) -> bool:
         return result["autograd_cache_hit"] == 1 and result["fxgraph_cache_miss"] == result["autograd_cache_miss"] == 0

@@ -77,7 +77,9 @@ def test_mean_is_right_whether_backward_is_linear_or_not_on_three_ranks(
 
 @pytest.mark.inductor
 def test_mean_is_right_with_an_auxiliary_loss_under_inductor(ranks2: RankPool) -> None:
-    ranks2.run(_gradients, WithAuxiliaryLoss, torch.float32, "inductor", timeout_seconds=300)
+    ranks2.run(
+        _gradients, WithAuxiliaryLoss, torch.float32, "inductor", timeout_seconds=300, collective_timeout_seconds=120
+    )
 
 
 def _tiny_gradients(rank: int) -> float:

@@ -1,0 +1,25 @@
+"""The documents show what was measured: their tables come from benchmarks/results/."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.publish import BEGIN, END, RESULTS, ROOT, RUNS, fill, page_text, readme_text
+
+DOCUMENTS = {"README.md": readme_text, "docs/benchmarks.md": page_text}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_documents_figures_are_those_of_the_committed_results(document: str) -> None:
+    runs = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in RUNS}
+    shown = (ROOT / document).read_text().split(BEGIN)[1].split(END)[0].strip()
+    assert shown == DOCUMENTS[document](runs).strip()
+
+
+def test_filling_replaces_what_stands_between_the_markers(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    fill(document, "new")
+    fill(document, "newer")
+    assert document.read_text() == f"before\n{BEGIN}\nnewer\n{END}\nafter\n"

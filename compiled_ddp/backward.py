@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from compiled_ddp import torch_private
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import FIRST_USED, Bucket, BucketPlan, Section
@@ -76,6 +77,7 @@ class SynchronisedBackward:
         self._hooks_only: set[int] = set()
         self._in_graph: dict[int, torch.Tensor | None] = {}  # section -> its reduced riders, once it has run
         self._graph_gradients: dict[int, int | None] = {}  # parameter -> its gradient's address; None: several
+        self._aliases: list[torch.Tensor] = []  # of graphs' gradients
         self._arrived: set[int] = set()
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
         self._existing = {
@@ -99,6 +101,12 @@ class SynchronisedBackward:
         self._cursor += len(self.sections[section].plan.buckets)
         self.observations.arrivals.append(("graph", section))
         return True
+
+    def give_back(self, section: int) -> None:
+        """Undo a claim before the graph has launched anything: hooks launch the section."""
+        del self._in_graph[section]
+        self._hooks_only.add(section)
+        self._cursor = self._buffers.first_position[section]
 
     def leave_to_hooks(self, indices: set[int]) -> None:
         """Let no graph claim a section with one of these parameters, or one that shares others with such a section."""
@@ -143,13 +151,18 @@ class SynchronisedBackward:
         self._in_graph[section] = riders
         for index, gradient in gradients:
             self._graph_gradients[index] = None if index in self._graph_gradients else gradient.data_ptr()
+            # Shares the storage, so that autograd adds other contributions out of place and `_find_mixed` sees them.
+            self._aliases.append(gradient.detach())
             self._arrived.add(index)
 
     def gradient_arrived(self, index: int) -> None:
         """Take over a gradient that autograd has just accumulated, and launch every bucket that it completes."""
         gradient = self._parameters.tensors[index].grad
         positions = self._positions_by_hooks(index)
-        if gradient is None or not positions:
+        if not positions:
+            return
+        self._refuse_users_hook(index)
+        if gradient is None:
             return
         self.observations.arrivals.append(("hook", index))
         self._check(index, gradient)
@@ -162,6 +175,14 @@ class SynchronisedBackward:
         self._arrived.add(index)
         self._fill(index, positions, gradient)
         self._launch_complete()
+
+    def _refuse_users_hook(self, index: int) -> None:
+        if torch_private.has_other_post_accumulate_hooks(self._parameters.tensors[index]):
+            raise RuntimeError(
+                f"parameter {self._parameters.names[index]} has a post-accumulate hook besides ours, which would see "
+                "its gradient before it is reduced. Step the optimizer after backward, or let a graph reduce the "
+                "parameter (compile_ddp, strict=True tells where it cannot)."
+            )
 
     def _check(self, index: int, gradient: torch.Tensor) -> None:
         name = self._parameters.names[index]

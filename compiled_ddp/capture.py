@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.assignment import assign_buckets
@@ -24,6 +25,16 @@ def gradient_order(graph: Graph, parameter_inputs: Sequence[int]) -> list[int]:
         return min((position[reader] for reader in readers), default=position[placeholders[index]]), index
 
     return sorted(parameter_inputs, key=first_read, reverse=True)
+
+
+def only_detached(graph: Graph) -> set[int]:
+    """Graph inputs that are read through `detach` alone: they get no gradient, as in eager mode."""
+
+    def is_detach(node: Node) -> bool:
+        return node.target in ("detach", torch.Tensor.detach, torch.detach)
+
+    placeholders = enumerate(graph.find_nodes(op="placeholder"))
+    return {place for place, node in placeholders if node.users and all(is_detach(user) for user in node.users)}
 
 
 def plan_segment(graph: Graph, gradients: Mapping[int, GradientSpec], options: Options, world_size: int) -> BucketPlan:

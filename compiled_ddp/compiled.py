@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
-from compiled_ddp.capture import plan_segment
+from compiled_ddp.capture import only_detached, plan_segment
 from compiled_ddp.options import Options
 from compiled_ddp.plan import GradientSpec
 from compiled_ddp.segment import Segment, SegmentCall
@@ -52,8 +52,11 @@ def compile_ddp(
             tensors where hooks reduce; where a graph does they are views at no cost.
         strict: raise where a graph cannot serve, instead of falling back to hooks with a warning.
         backend: "inductor", or "aot_eager" for the same passes without code generation (debugging, fast tests).
-        fullgraph, dynamic, mode, options: as in torch.compile. `options={"compiled_ddp.naive": True}` keeps the
-            reference program: one all-reduce for each gradient.
+        fullgraph: as in torch.compile.
+        dynamic: as in torch.compile.
+        mode: as in torch.compile; an alternative to `options`.
+        options: as in torch.compile. `{"compiled_ddp.naive": True}` keeps the reference program: one all-reduce for
+            each gradient.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, the models differ between ranks, or torch is unsupported.
@@ -127,12 +130,23 @@ class CompiledDDP(DataParallelWrapper):
         calls = [call for reference in self._calls if (call := reference()) is not None]
         return sorted(calls, key=lambda call: -call.serial)
 
+    def _refuse_replaced(self, inputs: Sequence[Any]) -> None:
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        for value in inputs:
+            if id(value) in names and value.requires_grad and id(value) not in self._index_of_parameter:
+                raise RuntimeError(
+                    f"parameter {names[id(value)]} was replaced or unfrozen after compile_ddp: nothing would reduce "
+                    "its gradient. Call unwrap() and wrap the model again."
+                )
+
     def _compile_graph(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The torch.compile backend: called by Dynamo once for every graph it captures."""
+        self._refuse_replaced(example_inputs)
+        detached = only_detached(graph_module.graph)
         gradients = {
             position: GradientSpec.of(position, value)
             for position, value in enumerate(example_inputs)
-            if id(value) in self._index_of_parameter and value.requires_grad
+            if id(value) in self._index_of_parameter and value.requires_grad and position not in detached
         }
         if self._mode == "hooks" or not gradients or not torch.is_grad_enabled():
             return torch_private.compile_captured(

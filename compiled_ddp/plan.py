@@ -93,6 +93,8 @@ ABORTED = 2
 VERIFY = 3
 FIRST_USED = 4
 
+COUNT_MODULUS = 64  # sums of squares stay exact in float32 up to 4096 ranks
+
 
 @dataclass(frozen=True)
 class Riders:
@@ -100,7 +102,7 @@ class Riders:
 
     | element | value on each rank, summed over ranks |
     |---|---|
-    | `FORWARD_COUNT` | forwards begun to be synchronised, modulo 1024 |
+    | `FORWARD_COUNT` | forwards begun to be synchronised, modulo `COUNT_MODULUS` |
     | `FORWARD_COUNT_SQUARED` | its square: the counts agree if and only if the variance over ranks is zero |
     | `ABORTED` | 1 where the backward broke off and the rest of it goes out as zeros |
     | `VERIFY` | 1 where a rank wishes to prove the reduction |

@@ -4,14 +4,14 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Riders
+from compiled_ddp.plan import ABORTED, COUNT_MODULUS, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Riders
 
 
 def rider_values(
     riders: Riders, *, forward_count: int, used: Callable[[int], bool], aborted: bool = False
 ) -> torch.Tensor:
     """This rank's rider elements, shape (riders.numel,), on CPU; `used` tells whether it produced a gradient."""
-    count = float(forward_count % 1024)
+    count = float(forward_count % COUNT_MODULUS)
     values = [0.0] * FIRST_USED
     values[FORWARD_COUNT], values[FORWARD_COUNT_SQUARED] = count, count * count
     values[ABORTED] = float(aborted)

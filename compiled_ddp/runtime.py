@@ -69,10 +69,7 @@ class Runtime:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, *, synchronise: bool) -> None:
-        """Note a forward with gradients enabled, and end a backward that an exception broke off before it."""
-        if torch_private.current_graph_task() != -1:
-            return  # a recomputation during backward is not a new forward
-        self.finish_broken_backward()
+        """Note a forward with gradients enabled, which is not a recomputation inside a backward."""
         self.synchronise = self._expected = synchronise
         self._forward_count += synchronise
 
@@ -198,11 +195,12 @@ class Runtime:
         if self._hook_handles:
             return
         for index, parameter in enumerate(self.parameters.tensors):
-            if not parameter.requires_grad:
-                continue  # frozen since it was wrapped
             # The parameter must not keep the runtime alive: the collector does not see through autograd's hooks.
             hook = functools.partial(_gradient_accumulated, weakref.ref(self), index)
+            trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
             self._hook_handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            parameter.requires_grad_(trained)
 
     def gradient_accumulated(self, index: int) -> None:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
@@ -254,13 +252,22 @@ class Runtime:
             )
         backward.write_back()
         self._used = set()
+        if not backward.observations.arrivals:
+            # torch.autograd.grad came through: the backward that accumulates is still to come.
+            self._expected = self.synchronise
         if not self._refined:
             self._refine(backward)
-        elif backward.observations.mixed:
+        if backward.observations.mixed:
+            self._refuse_mixed(backward.observations.mixed)
+
+    def _refuse_mixed(self, mixed: set[int]) -> None:
+        assert self.sequence is not None
+        again = {index for s in self.sequence.sections if s.reduces_again for index in s.plan.indices}
+        if mixed - again:
             raise RuntimeError(
-                f"parameter {self.parameters.named(backward.observations.mixed)} got a gradient from outside of its "
-                "captured graph, which it did not in the first backward; it was not reduced. Call unwrap() and wrap "
-                "the model again, or set COMPILED_DDP_MODE=hooks."
+                f"parameter {self.parameters.named(mixed - again)} got a gradient from outside of its captured graph, "
+                "which it did not on rank 0 in the first backward; it was not reduced. Call unwrap() and wrap the "
+                "model again, or set COMPILED_DDP_MODE=hooks."
             )
 
     def finish_broken_backward(self) -> None:
@@ -268,9 +275,9 @@ class Runtime:
         backward, self._current = self._current, None
         self._open_tasks.clear()
         if backward is not None:
+            backward.pending.clear()  # the user may have cleared .grad since
             others_know = backward.launch_rest(aborted=True)
             backward.wait()
-            backward.restore_pending()
             self._used = set()
             if not others_know and not self._refined:
                 self._refine(backward)  # as they do: for them the backward ended well

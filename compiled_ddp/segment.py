@@ -153,11 +153,14 @@ class Segment:
         if call is None or claimed is None:
             return self._backward("local")(node, saved_and_tangents)
         backward, section = claimed
-        pending = backward.take_pending(call.plan)
-        variant: Variant = "folding" if pending else "synchronised"
-        saved_and_tangents.append(self._runtime.rider_values(call.plan))
-        saved_and_tangents += pending
-        *gradients, riders = self._backward(variant)(node, saved_and_tangents)
+        try:
+            pending = backward.take_pending(call.plan)
+            implementation = self._backward("folding" if pending else "synchronised")
+            saved_and_tangents += [self._runtime.rider_values(call.plan), *pending]
+        except BaseException:
+            backward.give_back(section)  # nothing has been launched: others get zeros
+            raise
+        *gradients, riders = implementation(node, saved_and_tangents)
         positions = call.index_of
         reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
         backward.segment_ran(section, riders, reduced)

@@ -126,7 +126,6 @@ def _compile_aot_eager(
     def compile_backward(backward: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if rewrite_backward is not None:
             inputs = rewrite_backward(backward, inputs)
-            backward.recompile()
         return boxed_nop(backward, list(inputs))
 
     compiler = aot_autograd(
@@ -328,6 +327,11 @@ def copy_captured(graph_module: GraphModule) -> GraphModule:
     if hasattr(graph_module, "_param_name_to_source"):
         copied._param_name_to_source = graph_module._param_name_to_source
     return copied
+
+
+def has_other_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
+    """Whether hooks beside the runtime's one are registered by register_post_accumulate_grad_hook."""
+    return len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
 class CaptureState:

@@ -57,6 +57,7 @@ class DataParallelWrapper(nn.Module):
             communicator.close()
             raise
         self._unwrapped = False
+        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
         mark_wrapped(module, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_strip_own_prefix)  # type: ignore[no-untyped-call]
@@ -94,15 +95,27 @@ class DataParallelWrapper(nn.Module):
                 "this wrapper has been unwrapped: use the module that unwrap() returned, or wrap it again."
             )
         with_gradients = torch.is_grad_enabled()
-        if with_gradients:
+        recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
+        if not recomputing:
+            self._refuse_unfrozen()
+            self._runtime.finish_broken_backward()
+        if with_gradients and not recomputing:
             self._runtime.begin_forward(synchronise=self._require_sync)
-        if self._buffers_stale and self._options.broadcast_buffers:
+        if self._buffers_stale and self._options.broadcast_buffers and not recomputing:
             self._broadcast_buffers()
         outputs = self._run_module(*args, **kwargs)
         if with_gradients:
             self._runtime.watch(tensors_in(outputs))
         self._buffers_stale = with_gradients and self._require_sync
         return outputs
+
+    def _refuse_unfrozen(self) -> None:
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when the model was wrapped and requires a gradient now, which "
+                    "nothing would reduce. Call unwrap() and wrap the model again."
+                )
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:

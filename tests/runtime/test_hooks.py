@@ -479,6 +479,109 @@ def test_a_parameter_of_several_sections_is_right_when_one_rank_runs_eagerly(
     ranks2.run(_eager_on_rank_one, model_class)
 
 
+def _freezes_in_turns(rank: int) -> None:
+    """Gradual unfreezing: in each step another part is frozen, which changes the captured graph."""
+    ddp = compile_ddp(UsedInReverse(), backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, frozen in enumerate((None, "first", "third", None)):
+            for name, part in ddp.module.named_children():
+                part.requires_grad_(name != frozen)
+            expected = expected_mean(ddp.module, lambda module: module(_batch(rank, step)))  # noqa: B023
+            ddp.zero_grad()
+            ddp(_batch(rank, step)).backward()
+            for name, parameter in ddp.module.named_parameters():
+                if parameter.requires_grad:
+                    torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-5, atol=1e-6)
+                else:
+                    assert parameter.grad is None, name
+
+
+def test_parts_may_be_frozen_in_turns(ranks2: RankPool) -> None:
+    ranks2.run(_freezes_in_turns)
+
+
+def _unfrozen(rank: int, wrapper: str) -> None:
+    model = Mlp()
+    model.first.requires_grad_(False)
+    ddp = wrappers([wrapper])[wrapper](model)
+    model.first.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"first.weight was frozen when the model was wrapped"):
+        ddp(_batch(rank))
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_parameter_that_was_frozen_when_wrapped_may_not_be_trained(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_unfrozen, wrapper)
+
+
+def _gradient_penalty(rank: int) -> None:
+    ddp = EagerDDP(Mlp())
+    for step in range(2):
+        x = _batch(rank, step).requires_grad_()
+
+        def penalty(module: nn.Module) -> Tensor:
+            (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)  # noqa: B023
+            return gradient.square().sum()
+
+        local = local_gradients(ddp.module, penalty)
+        expected = mean_over_ranks(local, ddp.module)
+        ddp.zero_grad()
+        penalty(ddp).backward()
+        for name, parameter in ddp.module.named_parameters():
+            if local[name] is not None:
+                torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_penalty_is_reduced_in_the_backward_that_accumulates(ranks2: RankPool) -> None:
+    ranks2.run(_gradient_penalty)
+
+
+def _users_post_accumulate_hook(rank: int) -> None:
+    ddp = EagerDDP(Mlp())
+    ddp.module.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(RuntimeError, match=r"head.weight has a post-accumulate hook besides ours"):
+        ddp(_batch(rank)).square().sum().backward()
+
+
+def test_a_users_post_accumulate_hook_is_refused_where_hooks_reduce(ranks2: RankPool) -> None:
+    ranks2.run(_users_post_accumulate_hook)
+
+
+def _pending_after_a_broken_backward(rank: int) -> None:
+    """What was accumulated under no_sync before a broken backward does not come back after zero_grad()."""
+    ddp = compile_ddp(TwoPartsBreakingOff(), backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ddp(_batch(rank)).backward()
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(_batch(rank, 1)).backward()
+        ddp.module.armed = True
+        with pytest.raises(ValueError, match="planted"):
+            ddp(_batch(rank, 2)).backward()
+        ddp.module.armed = False
+        ddp.abandon_backward()
+        ddp.zero_grad()
+        expected = expected_mean(ddp.module, lambda module: module(_batch(rank, 3)))
+        ddp(_batch(rank, 3)).backward()
+    assert_gradients(ddp.module, expected)
+
+
+class TwoPartsBreakingOff(BreaksOff):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.break_off(self.first(x))
+        return self.second(x).square().sum()
+
+    @torch.compiler.disable
+    def break_off(self, x: Tensor) -> Tensor:
+        return RaisesInBackward.apply(x, self.armed)
+
+
+def test_gradients_cleared_after_a_broken_backward_stay_cleared(ranks2: RankPool) -> None:
+    ranks2.run(_pending_after_a_broken_backward)
+
+
 def _replaced_parameter(rank: int) -> None:
     ddp = compile_ddp(Mlp(), backend="aot_eager")
     ddp(_batch(rank)).square().sum().backward()

@@ -68,7 +68,8 @@ def test_generated_backward_launches_early_waits_late_and_copies_nothing(ranks2:
     (source, numels, linear_layers), (other_source, _, _) = ranks2.run(
         _backward_source, timeout_seconds=300, collective_timeout_seconds=120
     )
-    assert source == other_source, "the code depends on the rank"
+    code, other_code = (text[text.index("def call(") :] for text in (source, other_source))  # the head numbers graphs
+    assert code == other_code, "the code depends on the rank"
     statements, aliases = read_statements(source)
     launches = [n for n, statement in enumerate(statements) if statement.kind == "launch"]
     waits = [n for n, statement in enumerate(statements) if statement.kind == "wait"]

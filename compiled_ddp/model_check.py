@@ -4,6 +4,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description
@@ -14,9 +15,16 @@ from compiled_ddp.options import Options
 _wrapped_by: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
 
 
+# The wrapped module that a parameter belongs to.
+_owner_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
 def mark_wrapped(module: nn.Module, wrapper: str) -> None:
     """Note that `module` is wrapped, until `unmark_wrapped`."""
-    _wrapped_by[torch_private.without_compile_wrapper(module)] = wrapper
+    bare = torch_private.without_compile_wrapper(module)
+    _wrapped_by[bare] = wrapper
+    for parameter in bare.parameters():
+        _owner_of[parameter] = weakref.ref(bare)
 
 
 def unmark_wrapped(module: nn.Module) -> None:
@@ -44,9 +52,20 @@ def check_model(module: nn.Module, wrapper: str) -> None:
             "reduce. Use it unwrapped, or unfreeze parameters before wrapping it."
         )
     _check_parameters(parameters)
+    _check_not_owned(parameters)
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ValueError(f"{name or type(part).__name__} has sparse=True: sparse gradients cannot be reduced yet.")
+
+
+def _check_not_owned(parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        owner = _owner_of[parameter]() if parameter in _owner_of else None
+        if owner is not None and owner in _wrapped_by:
+            raise ValueError(
+                f"parameter {name} belongs to a {type(owner).__name__} that {_wrapped_by[owner]} wraps: two wrappers "
+                "would both scale its gradient. Wrap one module that contains both, or unwrap() the other."
+            )
 
 
 def _check_materialised(module: nn.Module) -> None:

@@ -620,3 +620,16 @@ def test_strict_raises_on_every_rank_where_hooks_would_reduce(
     for message in ranks2.run(_strict, model_type):
         assert name in message
         assert "compile_ddp(strict=True) does not fall back" in message
+
+
+def _parameter_of_another_wrapper(rank: int) -> None:
+    shared = nn.Linear(5, 5)
+    first = EagerDDP(nn.Sequential(shared, nn.Linear(5, 3)))
+    with pytest.raises(ValueError, match=r"parameter 0.weight belongs to a Sequential that EagerDDP wraps.*unwrap\(\)"):
+        EagerDDP(nn.Sequential(shared, nn.Linear(5, 2)))
+    first.unwrap()
+    EagerDDP(nn.Sequential(shared, nn.Linear(5, 2))).unwrap()
+
+
+def test_a_parameter_of_another_wrapper_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_parameter_of_another_wrapper)

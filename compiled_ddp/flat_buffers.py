@@ -1,16 +1,18 @@
 """The flat buffers that hooks fill: one per bucket, kept from step to step, with the views that become .grad."""
 
+from collections.abc import Sequence
+
 import torch
 
-from compiled_ddp.plan import Bucket, ReductionSequence, Section
+from compiled_ddp.plan import Bucket, Section
 
 
 class FlatBuffer:
     """One bucket's flat buffer. A gradient put into it becomes this rank's share of the mean over ranks."""
 
-    def __init__(self, bucket: Bucket, world_size: int) -> None:
+    def __init__(self, bucket: Bucket, share: float) -> None:
         self.bucket = bucket
-        self._share = 1.0 / world_size
+        self._share = share
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
@@ -37,9 +39,9 @@ class FlatBuffer:
 class SequenceBuffers:
     """The flat buffers of a sequence, each allocated when hooks first fill it, and where each gradient goes."""
 
-    def __init__(self, sections: tuple[Section, ...], world_size: int) -> None:
+    def __init__(self, sections: Sequence[Section]) -> None:
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
-        self._world_size = world_size
+        self._sections = sections
         self._buffers: dict[int, FlatBuffer] = {}
         self.positions_of: dict[int, list[int]] = {}  # gradient -> positions in the launch order
         self.first_position: dict[int, int] = {}  # section -> position of its first bucket
@@ -48,13 +50,10 @@ class SequenceBuffers:
             for index in bucket.indices:
                 self.positions_of.setdefault(index, []).append(position)
 
-    @classmethod
-    def of(cls, sequence: ReductionSequence, world_size: int) -> "SequenceBuffers":
-        return cls(sequence.sections, world_size)
-
     def __getitem__(self, position: int) -> FlatBuffer:
         if position not in self._buffers:
-            self._buffers[position] = FlatBuffer(self.buckets[position][1], self._world_size)
+            section, bucket = self.buckets[position]
+            self._buffers[position] = FlatBuffer(bucket, self._sections[section].plan.share)
         return self._buffers[position]
 
     def view_of(self, index: int) -> torch.Tensor | None:

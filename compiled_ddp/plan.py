@@ -190,6 +190,11 @@ class BucketPlan:
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
+    def share(self) -> float:
+        """The factor that makes a sum over ranks their mean."""
+        return 1.0 / self.world_size
+
+    @property
     def riders(self) -> Riders:
         riders = self.buckets[-1].riders
         assert riders is not None

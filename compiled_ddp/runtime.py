@@ -297,7 +297,7 @@ class Runtime:
         mixed = [section for section in self.sequence.sections if section.reduces_again]
         if mixed:
             used = {index for section in mixed for index in section.plan.indices}
-            again = self._new_backward(mixed, SequenceBuffers(tuple(mixed), self.communicator.world_size), used)
+            again = self._new_backward(mixed, SequenceBuffers(mixed), used)
             again.launch_rest()
             again.wait()
             again.write_back()
@@ -319,7 +319,7 @@ class Runtime:
 
     def _adopt(self, sequence: ReductionSequence) -> None:
         self.sequence = sequence
-        self._buffers = SequenceBuffers.of(sequence, self.communicator.world_size)
+        self._buffers = SequenceBuffers(sequence.sections)
         self._sections_of: dict[str, list[int]] = {}
         for place, section in enumerate(sequence.sections):
             if section.origin == "graph":

@@ -71,10 +71,10 @@ def insert_all_reduces(
             with graph.inserting_before(first_after_inputs):
                 local = _emit_zeros(graph, bucket, gradient)
         with graph.inserting_before(first_after_inputs if local.op == "placeholder" else local.next):
-            reduced = emit(graph, _mul, local, 1.0 / plan.world_size)
-            share = pending[gradient.index]
-            if share is not None:
-                reduced = emit(graph, _add, reduced, emit(graph, _mul, share, 1.0 / plan.world_size))
+            reduced = emit(graph, _mul, local, plan.share)
+            unreduced = pending[gradient.index]
+            if unreduced is not None:
+                reduced = emit(graph, _add, reduced, emit(graph, _mul, unreduced, plan.share))
             outputs[position] = _emit_reduction(graph, reduced, group_name)
     with graph.inserting_before(graph.output_node()):
         outputs.append(_emit_reduction(graph, riders, group_name))
@@ -94,7 +94,7 @@ def read_reductions(graph: Graph, plan: BucketPlan, output_positions: Mapping[in
         fold = mean = None
         if local.target is _add and _is_pending_share(local.args[1]):
             fold, local = local, _producer(local)
-        if local.target is _mul and local.args[1] == 1.0 / plan.world_size and not _is_pending_share(local):
+        if local.target is _mul and local.args[1] == plan.share and not _is_pending_share(local):
             mean, local = local, _producer(local)
         reductions.append(Reduction(gradient, local, mean, fold, launch, wait))
     return reductions

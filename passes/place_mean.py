@@ -37,7 +37,7 @@ def place_mean(
     proof = prove_linearity(graph, tangents, [*(reduction.local for reduction in reductions), *other_nodes])
     if proof.proven:
         for tangent in tangents:
-            _scale(graph, tangent, 1.0 / plan.world_size)
+            _scale(graph, tangent, plan.share)
         for reduction in reductions:
             _drop_mean(graph, reduction)
         _scale_back(graph, others, float(plan.world_size))

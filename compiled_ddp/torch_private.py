@@ -14,6 +14,7 @@ ImportError from this module.
 | `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket |
 | `torch._C._set_mkldnn_enabled`, `torch._dynamo.config.allow_rnn` | capturing recurrent layers |
 | `distributed_c10d._new_process_group_helper` | a communicator's name, the same on every rank and in every run |
+| `ProcessGroupGloo._Options`, `distributed_c10d.ProcessGroupGloo` | how many collectives gloo runs at once |
 | `_broadcast_coalesced` | parameters and buffers |
 """
 
@@ -21,7 +22,9 @@ import contextlib
 import copy
 import functools
 import hashlib
+import os
 import types
+import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -357,6 +360,30 @@ class CaptureState:
 # ---- process groups --------------------------------------------------------------------------------------------------
 
 
+GLOO_COLLECTIVES_IN_FLIGHT = 4  # docs/benchmarks.md, "Collectives in flight"
+
+
+class _ConcurrentGloo(dist.ProcessGroupGloo):
+    """Gloo with `GLOO_COLLECTIVES_IN_FLIGHT` worker threads, each of which runs one collective at a time.
+
+    torch gives it two for each device, and takes no options from Python's constructors of a group. A small all-reduce
+    is bound by the latency of its steps; with four under way the link does not idle between them.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        gloo = dist.ProcessGroupGloo
+        options = gloo._Options()  # type: ignore[attr-defined]
+        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # which gloo heeds only where it makes the options itself
+        options._timeout = timeout
+        options._threads = GLOO_COLLECTIVES_IN_FLIGHT
+        options._devices = (
+            [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
+            if interfaces
+            else [gloo.create_default_device()]
+        )
+        super().__init__(store, rank, size, options)  # type: ignore[call-arg, arg-type]
+
+
 def new_group_named(
     name: str, ranks: Sequence[int], *, parent: dist.ProcessGroup, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, str]:
@@ -367,17 +394,18 @@ def new_group_named(
     """
     group_name = distributed_c10d.GroupName(name)
     backend, _ = distributed_c10d._world.pg_map[parent]
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(dist.get_rank()),
-        list(ranks),
-        backend,
-        default_store(),
-        group_name,
-        timeout=timeout,
-        device_id=distributed_c10d._get_default_group().bound_device_id,
-        group_desc="compiled_ddp",
-    )
+    with unittest.mock.patch.object(distributed_c10d, "ProcessGroupGloo", _ConcurrentGloo):
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            backend,
+            default_store(),
+            group_name,
+            timeout=timeout,
+            device_id=distributed_c10d._get_default_group().bound_device_id,
+            group_desc="compiled_ddp",
+        )
     distributed_c10d._world.pg_group_ranks[group] = {
         global_rank: group_rank for group_rank, global_rank in enumerate(ranks)
     }

@@ -27,6 +27,7 @@ def compile_ddp(
     init_sync: bool = True,
     find_unused_parameters: bool = False,
     gradient_as_bucket_view: bool = True,
+    check_steps: str = "error",
     strict: bool = False,
     backend: str = "inductor",
     fullgraph: bool = False,
@@ -50,6 +51,8 @@ def compile_ddp(
         find_unused_parameters: accepted for compatibility; unused parameters need no flag.
         gradient_as_bucket_view: leave .grad as views of the buckets where they were None. False keeps them plain
             tensors where hooks reduce; where a graph does they are views at no cost.
+        check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
+            "error" raises on every rank, "warn" warns once, "off" does not look.
         strict: raise where a graph cannot serve, instead of falling back to hooks with a warning.
         backend: "inductor", or "aot_eager" for the same passes without code generation (debugging, fast tests).
         fullgraph: as in torch.compile.
@@ -74,6 +77,7 @@ def compile_ddp(
             broadcast_buffers=broadcast_buffers,
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            check_steps=check_steps,
             strict=strict,
             backend=backend,
             fullgraph=fullgraph,

@@ -29,6 +29,8 @@ class EagerDDP(DataParallelWrapper):
         init_sync: overwrite parameters and buffers by rank 0's at construction.
         find_unused_parameters: accepted for compatibility; unused parameters need no flag.
         gradient_as_bucket_view: leave .grad as views of the buckets; False keeps plain tensors, at a copy each.
+        check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
+            "error" raises on every rank, "warn" warns once, "off" does not look.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, the models differ between ranks, or torch is unsupported.
@@ -46,6 +48,7 @@ class EagerDDP(DataParallelWrapper):
         init_sync: bool = True,
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
+        check_steps: str = "error",
     ) -> None:
         options = Options(
             bucket_cap_mb=bucket_cap_mb,
@@ -53,6 +56,7 @@ class EagerDDP(DataParallelWrapper):
             broadcast_buffers=broadcast_buffers,
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            check_steps=check_steps,
         )
         super().__init__(module, process_group, options)
 

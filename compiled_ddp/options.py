@@ -24,6 +24,7 @@ class Options:
     broadcast_buffers: bool = True
     init_sync: bool = True
     gradient_as_bucket_view: bool = True
+    check_steps: str = "error"
     strict: bool = False
     backend: str = "inductor"
     fullgraph: bool = False
@@ -39,6 +40,8 @@ class Options:
         for name, size in sizes.items():
             if not _is_positive_number(size):
                 raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
+        if self.check_steps not in ("error", "warn", "off"):
+            raise ValueError(f"check_steps must be 'error', 'warn' or 'off', found {self.check_steps!r}.")
         if self.backend not in ("inductor", "aot_eager"):
             raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {self.backend!r}.")
         if self.mode is not None and self.options is not None:

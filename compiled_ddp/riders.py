@@ -1,6 +1,7 @@
 """What riders carry from this rank, and reading what came back without making a GPU wait."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -18,35 +19,54 @@ def rider_values(
     return torch.tensor(values + [float(used(index)) for index in riders.indices])
 
 
-class AbortReader:
-    """On how many ranks a backward broke off: at once on CPU, one backward later elsewhere.
+@dataclass(frozen=True)
+class Findings:
+    """What the riders of a backward say, the same on every rank."""
 
-    A device-to-host read in every step would stall a GPU, so there the value is copied to pinned memory behind the
+    aborted_on: int = 0  # ranks on which the backward broke off
+    counts_differ: bool = False  # whether the ranks have begun different numbers of forwards
+
+
+class RiderReader:
+    """Reads what every rank must know of a backward: at once on CPU, one backward later elsewhere.
+
+    A device-to-host read in every step would stall a GPU, so there the values are copied to pinned memory behind the
     kernels of this backward, and read when the next one ends.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
         self._copied: torch.Tensor | None = None
         self._ready: torch.Event | None = None
 
-    def read(self, riders: Iterable[torch.Tensor], *, at_once: bool = False) -> int:
-        """The largest number of broken-off ranks in `riders`, or in those of the call before.
+    def read(self, riders: Iterable[torch.Tensor], *, at_once: bool = False) -> Findings:
+        """What `riders`, one tensor per section, say; or those of the call before.
 
         With `at_once` the device is waited for: what follows must not happen on some ranks alone.
         """
-        values = [rider[ABORTED] for rider in riders]
-        if not values:
-            return 0
-        if at_once or values[0].device.type == "cpu":
-            return int(max(value.item() for value in values))
+        leading = [rider[:FIRST_USED] for rider in riders]
+        if not leading:
+            return Findings()
+        if at_once or leading[0].device.type == "cpu":
+            return self._findings(torch.stack(leading))
         before = self._earlier()
-        self._copied = torch.stack(values).amax().to("cpu", non_blocking=True)
-        self._ready = torch.Event(values[0].device)
+        self._copied = torch.stack(leading).to("cpu", non_blocking=True)
+        self._ready = torch.Event(leading[0].device)
         self._ready.record()
         return before
 
-    def _earlier(self) -> int:
+    def _earlier(self) -> Findings:
         if self._copied is None or self._ready is None:
-            return 0
+            return Findings()
         self._ready.synchronize()
-        return int(self._copied.item())
+        return self._findings(self._copied)
+
+    def _findings(self, leading: torch.Tensor) -> Findings:
+        sections = leading.tolist()
+        return Findings(
+            aborted_on=int(max(sums[ABORTED] for sums in sections)),
+            # The variance of the counts over ranks, exact in these sums of small integers.
+            counts_differ=any(
+                self._world_size * sums[FORWARD_COUNT_SQUARED] != sums[FORWARD_COUNT] ** 2 for sums in sections
+            ),
+        )

@@ -13,9 +13,10 @@ from compiled_ddp import torch_private
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
+from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
-from compiled_ddp.riders import AbortReader, rider_values
+from compiled_ddp.riders import RiderReader, rider_values
 from compiled_ddp.sequence import SequencePlanner
 
 
@@ -53,14 +54,16 @@ class Runtime:
         self._live_calls = live_calls
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
         self._expected = False  # whether a synchronised forward still waits for its backward
-        self._forward_count = 0
+        self._counted = False  # whether the latest forward is one of `_forwards`
+        self._forwards = ForwardCount()
         self._refined = False
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
         self._current: SynchronisedBackward | None = None
         self._open_tasks: set[int] = set()
         self._hook_handles: list[Any] = []
         self._reported: set[str] = set()
-        self._abort_reader = AbortReader()
+        self._rider_reader = RiderReader(communicator.world_size)
+        self._disagreements = 0  # on the number of forwards
         self._lock = threading.RLock()
         self.install_hooks()  # until the sequence shows that graphs reduce everything
         if hooks_reason is not None:
@@ -68,10 +71,20 @@ class Runtime:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, *, synchronise: bool) -> None:
-        """Note a forward with gradients enabled, which is not a recomputation inside a backward."""
+    def begin_forward(self, *, synchronise: bool, counted: bool) -> None:
+        """Note a forward with gradients enabled, which is not a recomputation inside a backward.
+
+        `counted` tells whether every rank is to begin as many such forwards as this one.
+        """
         self.synchronise = self._expected = synchronise
-        self._forward_count += synchronise
+        self._counted = synchronise and counted
+        if self._counted:
+            self._forwards.begin()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether the latest forward was synchronised and no backward has begun since."""
+        return self._expected
 
     def end_forward(self, calls: Sequence[SegmentCall]) -> None:
         """Watch the parameters by hooks unless the segments that this forward called cover every graph section."""
@@ -87,7 +100,10 @@ class Runtime:
         backward that does not come through them, of `wrapper.module` called by itself, stays local, as under DDP.
         """
         if self.synchronise:
-            for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
+            nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
+            if self._counted:
+                self._forwards.returned(nodes)
+            for node in nodes:
                 if torch_private.attached(node) is None:  # a captured segment's node begins it by itself
                     node.register_prehook(self._reached)
 
@@ -108,14 +124,30 @@ class Runtime:
             return self._current
 
     def _begin(self) -> SynchronisedBackward:
-        self._expected = False
+        self._note_begin()
         if self.sequence is None:
-            self._adopt(self._agree_on_proposal())
+            self._adopt(self._agree_on_proposal([call for call in self._live_calls() if call.will_run()]))
         assert self.sequence is not None
         backward = self._new_backward(self.sequence.sections, self._buffers, self._used)
         if self._sections_of:
             self._leave_unmatched_to_hooks(backward)
         return backward
+
+    def _note_begin(self) -> None:
+        self._expected = False
+        self._forwards.backward_began()
+
+    def skip_backward(self) -> None:
+        """Take part in the other ranks' synchronised backward with zeros, and receive its mean."""
+        with self._lock:
+            self._note_begin()
+            if self.sequence is None:
+                calls = [call for call in self._live_calls() if call.synchronise]
+                self._adopt(self._agree_on_proposal(calls))
+            assert self.sequence is not None
+            self._current = self._new_backward(self.sequence.sections, self._buffers, self._used)
+            self._finish()
+            self._expected = False
 
     def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
         """Hooks reduce what this backward's calls and the sequence's graph sections do not both have.
@@ -148,7 +180,7 @@ class Runtime:
             self.communicator,
             self.parameters,
             used_before=used_before,
-            forward_count=self._forward_count,
+            forward_count=self._forwards.value,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
         )
 
@@ -182,7 +214,7 @@ class Runtime:
 
     def rider_values(self, plan: BucketPlan) -> torch.Tensor:
         """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
-        values = rider_values(plan.riders, forward_count=self._forward_count, used=lambda _: True)
+        values = rider_values(plan.riders, forward_count=self._forwards.value, used=lambda _: True)
         return values.to(plan.buckets[-1].device, non_blocking=True)
 
     def remove_hooks(self) -> None:
@@ -242,14 +274,20 @@ class Runtime:
         except BaseException:
             backward.restore_pending()
             raise
-        aborted_on = self._abort_reader.read(backward.reduced_riders(), at_once=not self._refined)
-        if aborted_on:
+        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self._refined)
+        if findings.aborted_on:
             backward.restore_pending()
             raise RuntimeError(
-                f"rank {self.communicator.rank}: the backward of forward {self._forward_count} broke off on "
-                f"{aborted_on} other rank(s) and was not reduced (on a GPU it may have been the one before). Drop this "
-                "step on every rank (zero_grad), and look for the exception on the other ranks."
+                f"rank {self.communicator.rank}: the backward of forward {self._forwards.value} broke off on "
+                f"{findings.aborted_on} other rank(s) and was not reduced (on a GPU it may have been the one before). "
+                "Drop this step on every rank (zero_grad), and look for the exception on the other ranks."
             )
+        if findings.counts_differ:
+            try:
+                self._report_different_steps()
+            except BaseException:
+                backward.restore_pending()
+                raise
         backward.write_back()
         self._used = set()
         if not backward.observations.arrivals:
@@ -259,6 +297,29 @@ class Runtime:
             self._refine(backward)
         if backward.observations.mixed:
             self._refuse_mixed(backward.observations.mixed)
+
+    def _report_different_steps(self) -> None:
+        """Say, with every rank's count, that gradients of different steps were averaged; all ranks are in here."""
+        if self._options.check_steps == "off" or (self._options.check_steps == "warn" and self._disagreements):
+            return
+        self._disagreements += 1
+        key, ranks = f"forward_count/{self._disagreements}", self.communicator.ranks
+        ranks.publish(f"{key}/{ranks.rank}", str(self._forwards.value))
+        counts = [
+            ranks.read(f"{key}/{writer}", writer=writer, purpose="for its number of forwards")
+            for writer in range(ranks.world_size)
+        ]
+        listed = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks.ranks, counts, strict=True))
+        message = (
+            f"rank {ranks.ranks[ranks.rank]}: this backward averaged gradients of different steps. Synchronised "
+            f"forwards begun since wrapping, {listed}. A rank that drops a step after its forward (if loss.isnan(): "
+            "continue) must call skip_step() in place of backward, and a forward for evaluation belongs under "
+            'torch.no_grad(). Where ranks differ on purpose, wrap with check_steps="warn" or "off".'
+        )
+        if self._options.check_steps == "warn":
+            warnings.warn(message, stacklevel=2)
+        else:
+            raise RuntimeError(f"{message} Load the latest checkpoint on every rank.")
 
     def _refuse_mixed(self, mixed: set[int]) -> None:
         assert self.sequence is not None
@@ -270,22 +331,26 @@ class Runtime:
                 "model again, or set COMPILED_DDP_MODE=hooks."
             )
 
-    def finish_broken_backward(self) -> None:
-        """Take part, with zeros, in what is left of a backward that an exception ended; other ranks may wait in it."""
+    def finish_broken_backward(self) -> bool:
+        """Take part, with zeros, in what is left of a backward that an exception ended; other ranks may wait in it.
+
+        Returns whether there was one.
+        """
         backward, self._current = self._current, None
         self._open_tasks.clear()
-        if backward is not None:
-            backward.pending.clear()  # the user may have cleared .grad since
-            others_know = backward.launch_rest(aborted=True)
-            backward.wait()
-            self._used = set()
-            if not others_know and not self._refined:
-                self._refine(backward)  # as they do: for them the backward ended well
+        if backward is None:
+            return False
+        backward.pending.clear()  # the user may have cleared .grad since
+        others_know = backward.launch_rest(aborted=True)
+        backward.wait()
+        self._used = set()
+        if not others_know and not self._refined:
+            self._refine(backward)  # as they do: for them the backward ended well
+        return True
 
     # ---- the agreed sequence -----------------------------------------------------------------------------------------
 
-    def _agree_on_proposal(self) -> ReductionSequence:
-        calls = [call for call in self._live_calls() if call.will_run()]
+    def _agree_on_proposal(self, calls: Sequence[SegmentCall]) -> ReductionSequence:
         return self._agree("proposal", lambda: self._planner.propose([call.plan for call in calls]))
 
     def _refine(self, backward: SynchronisedBackward) -> None:

@@ -98,16 +98,19 @@ class DataParallelWrapper(nn.Module):
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
         if not recomputing:
             self._refuse_unfrozen()
-            self._runtime.finish_broken_backward()
-        if with_gradients and not recomputing:
-            self._runtime.begin_forward(synchronise=self._require_sync)
-        if self._buffers_stale and self._options.broadcast_buffers and not recomputing:
-            self._broadcast_buffers()
+            self._begin_forward(with_gradients=with_gradients)
         outputs = self._run_module(*args, **kwargs)
         if with_gradients:
             self._runtime.watch(tensors_in(outputs))
         self._buffers_stale = with_gradients and self._require_sync
         return outputs
+
+    def _begin_forward(self, *, with_gradients: bool) -> None:
+        self._runtime.finish_broken_backward()
+        if with_gradients:
+            self._runtime.begin_forward(synchronise=self._require_sync, counted=self.training)
+        if self._buffers_stale and self._options.broadcast_buffers:
+            self._broadcast_buffers()
 
     def _refuse_unfrozen(self) -> None:
         for name, parameter in self._frozen.items():
@@ -133,6 +136,31 @@ class DataParallelWrapper(nn.Module):
             yield
         finally:
             self._require_sync = before
+
+    def skip_step(self) -> None:
+        """Take part in this step's backward with zeros: what a rank that drops a step calls in place of backward.
+
+            loss = ddp(x, y)
+            if loss.isnan():
+                ddp.skip_step()
+            else:
+                loss.backward()
+            optimizer.step()  # on every rank
+
+        Afterwards each .grad is the mean over ranks, as after a backward on the others, so the optimizer's step must
+        follow here too. Without a forward before it (a rank whose data has run out) it takes the place of that as
+        well. After an exception in backward it is `abandon_backward()`. A no-op under `no_sync()`.
+
+        Raises RuntimeError when called inside a backward.
+        """
+        if torch_private.current_graph_task() != -1:
+            raise RuntimeError("skip_step() was called inside a backward: call it in place of backward.")
+        if not self._require_sync or self._runtime.finish_broken_backward():
+            return
+        if not self._runtime.awaits_backward:
+            self._begin_forward(with_gradients=True)
+            self._buffers_stale = True
+        self._runtime.skip_backward()
 
     def abandon_backward(self) -> None:
         """Take part in what is left of a backward that an exception broke off on this rank.

@@ -1,0 +1,312 @@
+"""Ranks that drop a step: what is detected, what is harmless, and how to take part with zeros."""
+
+import copy
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, assert_equal_on_all_ranks, assert_gradients, expected_mean, mean_over_ranks, wrappers
+from models import local_gradients as gradients_here
+from torch import Tensor, nn
+
+from compiled_ddp.forward_count import ForwardCount
+from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Riders
+from compiled_ddp.riders import Findings, RiderReader, rider_values
+from ranks import RankPool
+
+BOTH = ("compile_ddp", "EagerDDP")
+
+
+class Loss(nn.Module):
+    """An MLP with its loss; raises in forward while `armed`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+        self.armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed:
+            raise ValueError("planted")
+        return self.mlp(x).square().sum()
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def _step(ddp: nn.Module, rank: int, step: int) -> None:
+    """One ordinary step, checked against plain autograd averaged by hand.
+
+    By hand on a copy: a backward of `ddp.module` after a forward of `ddp` would be taken for that forward's.
+    """
+    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(_batch(rank, step)))
+    ddp.zero_grad()
+    ddp(_batch(rank, step)).backward()
+    assert_gradients(ddp.module, expected)
+
+
+def _error_of(ddp: nn.Module, rank: int, step: int) -> str:
+    ddp.zero_grad()
+    with pytest.raises(RuntimeError) as caught:
+        ddp(_batch(rank, step)).backward()
+    return str(caught.value)
+
+
+# ---- without ranks ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("counts", [(7, 7), (7, 6), (63, 64), (0, 64), (5, 5, 5), (5, 6, 4), tuple(range(70))])
+def test_counts_differ_exactly_when_they_are_not_all_equal_modulo_64(counts: tuple[int, ...]) -> None:
+    riders = Riders(0, (0,))
+    values = [rider_values(riders, forward_count=count, used=lambda _: True) for count in counts]
+    found = RiderReader(len(counts)).read([torch.stack(values).sum(0)])
+    assert found == Findings(counts_differ=len({count % 64 for count in counts}) > 1)
+
+
+def test_sums_of_counts_stay_exact_on_4096_ranks() -> None:
+    def sums(counts: list[int]) -> Tensor:
+        riders = torch.zeros(FIRST_USED)
+        for count in counts:  # in float32 and one by one, the worst order
+            riders[FORWARD_COUNT] += count
+            riders[FORWARD_COUNT_SQUARED] += count * count
+        return riders
+
+    assert not RiderReader(4096).read([sums([63] * 4096)]).counts_differ
+    assert RiderReader(4096).read([sums([63] * 4095 + [62])]).counts_differ
+
+
+def test_the_reader_counts_broken_ranks() -> None:
+    riders = torch.zeros(FIRST_USED)
+    riders[ABORTED] = 2
+    assert RiderReader(3).read([torch.zeros(FIRST_USED), riders]) == Findings(aborted_on=2)
+    assert RiderReader(3).read([]) == Findings()
+
+
+def test_a_forward_is_taken_back_when_its_graph_died_before_the_next_one_and_without_a_backward() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    count = ForwardCount()
+
+    def forward() -> Tensor:
+        count.begin()
+        output = weight.square().sum()
+        count.returned({output.grad_fn})
+        return output
+
+    forward()
+    kept = forward()  # the first one was thrown away
+    assert count.value == 1
+    forward()
+    assert count.value == 2, "an output that is alive may still be dropped"
+    count.backward_began()
+    count.begin()  # raises, say
+    assert count.value == 3
+    count.begin()
+    assert count.value == 4, "a forward that raised may have left other ranks in its backward"
+    del kept
+
+
+def test_counting_keeps_no_graph_alive() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    count = ForwardCount()
+    count.begin()
+    output = weight.square().sum()
+    count.returned({output.grad_fn})
+    node = weakref.ref(output.grad_fn.metadata["compiled_ddp.forward"])
+    assert node() is not None
+    del output
+    assert node() is None
+
+
+# ---- a dropped step --------------------------------------------------------------------------------------------------
+
+
+def _drop_on_last_rank(rank: int, name: str) -> str:
+    ddp = wrappers(BOTH)[name](Loss())
+    _step(ddp, rank, 0)
+    if rank == dist.get_world_size() - 1:
+        loss = ddp(_batch(rank, 1))
+        loss = ddp(_batch(rank, 2))
+    else:
+        loss = ddp(_batch(rank, 1))
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_dropped_step_is_an_error_on_every_rank(ranks2: RankPool, name: str) -> None:
+    for rank, message in enumerate(ranks2.run(_drop_on_last_rank, name)):
+        assert message.startswith(f"rank {rank}: this backward averaged gradients of different steps")
+        assert "rank 0: 2, rank 1: 3" in message
+        assert "skip_step()" in message
+        assert "check_steps=" in message
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_dropped_step_is_an_error_on_every_one_of_three_ranks(ranks3: RankPool, name: str) -> None:
+    assert all("rank 0: 2, rank 1: 2, rank 2: 3" in message for message in ranks3.run(_drop_on_last_rank, name))
+
+
+def _drop_on_purpose(rank: int, name: str, check_steps: str) -> list[str]:
+    ddp = wrappers(BOTH)[name](Loss(), check_steps=check_steps)
+    kept = ddp(_batch(rank, 0)) if rank == 1 else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in (1, 2, 3):
+            _step(ddp, rank, step)
+    del kept
+    return [str(warning.message) for warning in caught if "different steps" in str(warning.message)]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_ranks_that_differ_on_purpose_are_warned_once_or_not_at_all(ranks2: RankPool, name: str) -> None:
+    for messages in ranks2.run(_drop_on_purpose, name, "warn"):
+        assert len(messages) == 1
+        assert "rank 0: 1, rank 1: 2" in messages[0]
+    assert ranks2.run(_drop_on_purpose, name, "off") == [[], []]
+
+
+# ---- what is harmless ------------------------------------------------------------------------------------------------
+
+
+def _extra_forwards(rank: int, name: str) -> None:
+    ddp = wrappers(BOTH)[name](Loss())
+    kept = []
+    for step in range(3):
+        if rank == 1:
+            ddp(_batch(rank, 50 + step))  # thrown away
+            with torch.no_grad():
+                kept.append(ddp(_batch(rank, 60)))
+            with ddp.no_sync():
+                kept.append(ddp(_batch(rank, 70)))
+            ddp.eval()
+            kept.append(ddp(_batch(rank, 80)))
+            ddp.train()
+        _step(ddp, rank, step)
+        ddp(_batch(rank, 90))  # thrown away on every rank
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_forwards_that_no_synchronised_backward_follows_may_differ(ranks2: RankPool, name: str) -> None:
+    ranks2.run(_extra_forwards, name)
+
+
+def _raise_in_forward(rank: int, name: str, on_ranks: tuple[int, ...]) -> str:
+    ddp = wrappers(BOTH)[name](Loss())
+    _step(ddp, rank, 0)
+    ddp.module.armed = rank in on_ranks
+    message = ""
+    if rank in on_ranks:
+        with pytest.raises(ValueError, match="planted"):
+            ddp(_batch(rank, 1))
+        ddp.module.armed = False
+        if len(on_ranks) < dist.get_world_size():
+            message = _error_of(ddp, rank, 2)
+    else:
+        message = _error_of(ddp, rank, 1)
+    if not message:
+        for step in (2, 3):
+            _step(ddp, rank, step)
+    return message
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_an_exception_in_forward_on_one_rank_is_an_error_on_all(ranks2: RankPool, name: str) -> None:
+    assert all("rank 0: 3, rank 1: 2" in message for message in ranks2.run(_raise_in_forward, name, (0,)))
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_an_exception_in_forward_on_every_rank_leaves_the_next_step_right(ranks2: RankPool, name: str) -> None:
+    assert ranks2.run(_raise_in_forward, name, (0, 1)) == ["", ""]
+
+
+# ---- skip_step -------------------------------------------------------------------------------------------------------
+
+
+def _skip(rank: int, name: str, skipping: int, first: int, with_forward: bool) -> None:
+    ddp = wrappers(BOTH)[name](Loss())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(4):
+        if step != first:
+            _step(ddp, rank, step)
+        else:
+            skips = rank == skipping
+            local = {} if skips else gradients_here(ddp.module, lambda module: module(_batch(rank, first)))
+            expected = mean_over_ranks(local, ddp.module)
+            ddp.zero_grad()
+            loss = ddp(_batch(rank, step)) if with_forward or not skips else None
+            if skips:
+                ddp.skip_step()
+            elif loss is not None:
+                loss.backward()
+            assert_gradients(ddp.module, expected)
+        optimizer.step()
+    assert_equal_on_all_ranks([parameter.tolist() for parameter in ddp.parameters()])
+    assert_equal_on_all_ranks(ddp.plan.fingerprint)
+
+
+@pytest.mark.parametrize("with_forward", [True, False])
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("name", BOTH)
+def test_a_rank_that_skips_a_step_counts_as_zeros(ranks2: RankPool, name: str, first: int, with_forward: bool) -> None:
+    for skipping in (0, 1):
+        ranks2.run(_skip, name, skipping, first, with_forward)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_rank_of_three_that_skips_a_step_counts_as_zeros(ranks3: RankPool, name: str) -> None:
+    ranks3.run(_skip, name, 1, 2, True)
+
+
+def _skip_with_accumulated(rank: int, name: str) -> None:
+    """What a rank accumulated under no_sync goes out although it skips the step that synchronises."""
+    ddp = wrappers(BOTH)[name](Loss())
+    _step(ddp, rank, 0)
+    before = gradients_here(ddp.module, lambda module: module(_batch(rank, 1)))
+    after = gradients_here(ddp.module, lambda module: module(_batch(rank, 2)))
+    total = {key: value if rank == 0 else value + after[key] for key, value in before.items()}
+    expected = mean_over_ranks(total, ddp.module)
+    ddp.zero_grad()
+    with ddp.no_sync():
+        ddp(_batch(rank, 1)).backward()
+        ddp.skip_step()  # synchronises nothing in here
+    loss = ddp(_batch(rank, 2))
+    if rank == 0:
+        ddp.skip_step()
+    else:
+        loss.backward()
+    assert_gradients(ddp.module, expected)
+    _step(ddp, rank, 3)
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_skipped_step_sends_what_was_accumulated(ranks2: RankPool, name: str) -> None:
+    ranks2.run(_skip_with_accumulated, name)
+
+
+def _skip_inside_backward(rank: int) -> str:
+    ddp = wrappers(BOTH)["EagerDDP"](Loss())
+    loss = ddp(_batch(rank, 0))
+    loss.register_hook(lambda _: ddp.skip_step())
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    ddp.skip_step()  # after the exception: as abandon_backward
+    _step(ddp, rank, 1)
+    return str(caught.value)
+
+
+def test_skip_step_inside_a_backward_is_refused(ranks2: RankPool) -> None:
+    assert all("in place of backward" in message for message in ranks2.run(_skip_inside_backward))
+
+
+def _unknown_check_steps(rank: int) -> str:
+    with pytest.raises(ValueError, match="check_steps") as caught:
+        wrappers(BOTH)["EagerDDP"](Loss(), check_steps="maybe")
+    return str(caught.value)
+
+
+def test_an_unknown_check_steps_is_refused(ranks2: RankPool) -> None:
+    assert all("'error', 'warn' or 'off'" in message for message in ranks2.run(_unknown_check_steps))

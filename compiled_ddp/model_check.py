@@ -1,6 +1,8 @@
 """What a model must be to be wrapped, and what must be equal on every rank."""
 
 import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -29,6 +31,39 @@ def mark_wrapped(module: nn.Module, wrapper: str) -> None:
 
 def unmark_wrapped(module: nn.Module) -> None:
     _wrapped_by.pop(torch_private.without_compile_wrapper(module), None)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a trained parameter, or a module that holds some, stands in the model. A tied one has several."""
+
+    siblings: Mapping[str, object]  # of the module it belongs to
+    key: str
+    name: str
+    found: object
+
+
+def trained_places(module: nn.Module) -> list[Place]:
+    """Every place of what requires a gradient, in `module` as it is now."""
+    places = []
+    for prefix, owner in module.named_modules():
+        siblings: Mapping[str, object]
+        for siblings in (owner._parameters, owner._modules):
+            for key, part in siblings.items():
+                held = part.parameters() if isinstance(part, nn.Module) else [part]
+                if any(parameter is not None and parameter.requires_grad for parameter in held):
+                    places.append(Place(siblings, key, f"{prefix}.{key}".removeprefix("."), part))
+    return places
+
+
+def check_not_replaced(places: Sequence[Place]) -> None:
+    """Raise RuntimeError if something else, or nothing, stands in one of `places` now."""
+    for place in places:
+        if place.siblings.get(place.key) is not place.found:
+            raise RuntimeError(
+                f"{place.name} was replaced or removed after the model was wrapped: nothing would reduce the gradient "
+                "of what stands there now. Call unwrap() and wrap the model again."
+            )
 
 
 def check_model(module: nn.Module, wrapper: str) -> None:

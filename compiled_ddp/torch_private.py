@@ -381,7 +381,7 @@ class _ConcurrentGloo(dist.ProcessGroupGloo):
             if interfaces
             else [gloo.create_default_device()]
         )
-        super().__init__(store, rank, size, options)  # type: ignore[call-arg, arg-type]
+        super().__init__(store, rank, size, options)
 
 
 def new_group_named(

@@ -16,7 +16,15 @@ from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.backward import TrainedParameters
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.explain import Explanation, explain_sequence
-from compiled_ddp.model_check import check_model, describe_model, mark_wrapped, trainable_parameters, unmark_wrapped
+from compiled_ddp.model_check import (
+    check_model,
+    check_not_replaced,
+    describe_model,
+    mark_wrapped,
+    trainable_parameters,
+    trained_places,
+    unmark_wrapped,
+)
 from compiled_ddp.options import Mode, Options, mode_from_environment
 from compiled_ddp.plan import ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
@@ -58,6 +66,7 @@ class DataParallelWrapper(nn.Module):
             raise
         self._unwrapped = False
         self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
+        self._places = trained_places(module)
         mark_wrapped(module, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_strip_own_prefix)  # type: ignore[no-untyped-call]
@@ -97,6 +106,7 @@ class DataParallelWrapper(nn.Module):
         with_gradients = torch.is_grad_enabled()
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
         if not recomputing:
+            check_not_replaced(self._places)
             self._refuse_unfrozen()
             self._begin_forward(with_gradients=with_gradients)
         outputs = self._run_module(*args, **kwargs)

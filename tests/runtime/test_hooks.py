@@ -1,6 +1,7 @@
 """The hook-based runtime, alone and as the fallback of compiled graphs."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -582,16 +583,39 @@ def test_gradients_cleared_after_a_broken_backward_stay_cleared(ranks2: RankPool
     ranks2.run(_pending_after_a_broken_backward)
 
 
-def _replaced_parameter(rank: int) -> None:
-    ddp = compile_ddp(Mlp(), backend="aot_eager")
+def _another_weight(model: Mlp) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+
+
+def _no_bias(model: Mlp) -> None:
+    model.first.bias = None
+
+
+def _another_module(model: Mlp) -> None:
+    model.head = nn.Linear(8, 3)
+
+
+def _replace(rank: int, wrapper: str, change: Callable[[Mlp], None], named: str) -> None:
+    ddp = wrappers(BOTH)[wrapper](Mlp())
     ddp(_batch(rank)).square().sum().backward()
-    ddp.module.head.weight = nn.Parameter(ddp.module.head.weight.detach().clone())
-    with pytest.raises(RuntimeError, match=r"was replaced after compile_ddp. Call unwrap\(\)"):
+    change(ddp.module)
+    with pytest.raises(RuntimeError, match=rf"^{named} was replaced or removed .* unwrap\(\)"):
         ddp(_batch(rank))
+    again = wrappers(BOTH)[wrapper](ddp.unwrap())
+    expected = expected_mean(again.module, lambda module: module(_batch(rank)).square().sum())
+    again.zero_grad()
+    again(_batch(rank)).square().sum().backward()
+    assert_gradients(again.module, expected)
 
 
-def test_a_parameter_that_was_replaced_is_refused(ranks2: RankPool) -> None:
-    ranks2.run(_replaced_parameter)
+@pytest.mark.parametrize(
+    ("change", "named"), [(_another_weight, "head.weight"), (_no_bias, "first.bias"), (_another_module, "head")]
+)
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_what_was_replaced_or_removed_after_wrapping_is_refused(
+    ranks2: RankPool, wrapper: str, change: Callable[[Mlp], None], named: str
+) -> None:
+    ranks2.run(_replace, wrapper, change, named)
 
 
 def _another_shape_on_one_rank(rank: int) -> None:

@@ -47,13 +47,20 @@ def trained_places(module: nn.Module) -> list[Place]:
     """Every place of what requires a gradient, in `module` as it is now."""
     places = []
     for prefix, owner in module.named_modules():
-        siblings: Mapping[str, object]
-        for siblings in (owner._parameters, owner._modules):
-            for key, part in siblings.items():
-                held = part.parameters() if isinstance(part, nn.Module) else [part]
-                if any(parameter is not None and parameter.requires_grad for parameter in held):
-                    places.append(Place(siblings, key, f"{prefix}.{key}".removeprefix("."), part))
+        parts: Mapping[str, torch.Tensor | nn.Module | None]
+        for parts in (owner._parameters, owner._modules):
+            places += [
+                Place(parts, key, f"{prefix}.{key}".removeprefix("."), part)
+                for key, part in parts.items()
+                if _is_trained(part)
+            ]
     return places
+
+
+def _is_trained(part: torch.Tensor | nn.Module | None) -> bool:
+    if isinstance(part, nn.Module):
+        return any(parameter.requires_grad for parameter in part.parameters())
+    return part is not None and part.requires_grad
 
 
 def check_not_replaced(places: Sequence[Place]) -> None:

@@ -101,7 +101,7 @@ class Runtime:
         """
         if self.synchronise:
             nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
-            if self._counted:
+            if self._counted and self._expected:  # not a recomputation inside a backward
                 self._forwards.returned(nodes)
             for node in nodes:
                 if torch_private.attached(node) is None:  # a captured segment's node begins it by itself

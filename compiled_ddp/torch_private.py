@@ -363,25 +363,30 @@ class CaptureState:
 GLOO_COLLECTIVES_IN_FLIGHT = 4  # docs/benchmarks.md, "Collectives in flight"
 
 
-class _ConcurrentGloo(dist.ProcessGroupGloo):
-    """Gloo with `GLOO_COLLECTIVES_IN_FLIGHT` worker threads, each of which runs one collective at a time.
+def _with_concurrent_gloo() -> contextlib.AbstractContextManager[object]:
+    """Make groups whose gloo backend has `GLOO_COLLECTIVES_IN_FLIGHT` threads, each running one collective at a time.
 
-    torch gives it two for each device, and takes no options from Python's constructors of a group. A small all-reduce
-    is bound by the latency of its steps; with four under way the link does not idle between them.
+    torch gives it two for each device, and takes no options for it. A small all-reduce is bound by the latency of its
+    steps; with four under way the link does not idle between them.
     """
+    if not dist.is_gloo_available():
+        return contextlib.nullcontext()
+    gloo = dist.ProcessGroupGloo
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-        gloo = dist.ProcessGroupGloo
-        options = gloo._Options()  # type: ignore[attr-defined]
-        interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # which gloo heeds only where it makes the options itself
-        options._timeout = timeout
-        options._threads = GLOO_COLLECTIVES_IN_FLIGHT
-        options._devices = (
-            [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
-            if interfaces
-            else [gloo.create_default_device()]
-        )
-        super().__init__(store, rank, size, options)
+    class ConcurrentGloo(gloo):  # type: ignore[misc, valid-type]
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+            options = gloo._Options()  # type: ignore[attr-defined]
+            interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # gloo heeds it only where it makes the options itself
+            options._timeout = timeout
+            options._threads = GLOO_COLLECTIVES_IN_FLIGHT
+            options._devices = (
+                [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
+                if interfaces
+                else [gloo.create_default_device()]
+            )
+            super().__init__(store, rank, size, options)
+
+    return unittest.mock.patch.object(distributed_c10d, "ProcessGroupGloo", ConcurrentGloo)
 
 
 def new_group_named(
@@ -394,7 +399,7 @@ def new_group_named(
     """
     group_name = distributed_c10d.GroupName(name)
     backend, _ = distributed_c10d._world.pg_map[parent]
-    with unittest.mock.patch.object(distributed_c10d, "ProcessGroupGloo", _ConcurrentGloo):
+    with _with_concurrent_gloo():
         group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(dist.get_rank()),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from models import Mlp, assert_equal_on_all_ranks, assert_gradients, expected_mean, mean_over_ranks, wrappers
 from models import local_gradients as gradients_here
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Riders
@@ -192,6 +193,25 @@ def _extra_forwards(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", BOTH)
 def test_forwards_that_no_synchronised_backward_follows_may_differ(ranks2: RankPool, name: str) -> None:
     ranks2.run(_extra_forwards, name)
+
+
+def _recompute_on_last_rank(rank: int, name: str) -> None:
+    """The wrapper inside a checkpoint: its second forward, inside backward, begins nothing. Only one rank does it."""
+    ddp = wrappers(BOTH)[name](Loss())
+    for step in range(3):
+        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(_batch(rank, step)))  # noqa: B023
+        ddp.zero_grad()
+        batch = _batch(rank, step)
+        if rank == 1:
+            loss = checkpoint(ddp, batch, use_reentrant=False)
+        else:
+            loss = ddp(batch)
+        loss.backward()
+        assert_gradients(ddp.module, expected)
+
+
+def test_a_recomputation_is_no_new_forward(ranks2: RankPool) -> None:
+    ranks2.run(_recompute_on_last_rank, "EagerDDP")
 
 
 def _raise_in_forward(rank: int, name: str, on_ranks: tuple[int, ...]) -> str:

@@ -9,10 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from benchmarks.result import Comparison
-from benchmarks.table import derive, render
+from benchmarks.table import derive, render, tabulate_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -35,13 +33,7 @@ def summary(comparison: Comparison) -> str:
     """The columns that a reader of the README looks for, as a Markdown table."""
     table = derive(comparison)
     rows = [*table.variants, replace(table.limits[0], name="limit 1")]
-    cells = [
-        ["" if (value := getattr(row, field)) is None else format(value, spec) for field, (_, spec) in _SUMMARY.items()]
-        for row in rows
-    ]
-    headers = [title for title, _ in _SUMMARY.values()]
-    align = ["left"] + ["right"] * (len(headers) - 1)
-    return tabulate(cells, headers, tablefmt="github", disable_numparse=True, colalign=align)
+    return tabulate_rows(rows, _SUMMARY, tablefmt="github", missing="")
 
 
 def provenance(recipe: dict[str, Any]) -> str:

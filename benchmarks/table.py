@@ -4,6 +4,7 @@ A sample of a round is that of its slowest rank: a step is over when the last ra
 taken within a round and then their median over rounds, so that they hold on a machine whose speed drifts.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -167,20 +168,29 @@ COLUMNS = {
 }
 
 
+def tabulate_rows(
+    rows: Sequence[object], columns: Mapping[str, tuple[str, str]], *, tablefmt: str, missing: str
+) -> str:
+    """Attributes of `rows` as a table; `columns` maps each to its title and format, None is written as `missing`."""
+    cells = [
+        [
+            missing if (value := getattr(row, field)) is None else format(value, spec)
+            for field, (_, spec) in columns.items()
+        ]
+        for row in rows
+    ]
+    headers = [title for title, _ in columns.values()]
+    if tablefmt == "github":
+        headers = [title.replace("-\n", "").replace("\n", " ") for title in headers]
+    align = ["left"] + ["right"] * (len(headers) - 1)
+    return tabulate(cells, headers, tablefmt=tablefmt, disable_numparse=True, colalign=align)
+
+
 def render(comparison: Comparison, tablefmt: str = "simple") -> str:
     """The table as text under a line that says what was run; `tablefmt` is tabulate's ("github" for a document)."""
     table = derive(comparison)
     rows = [*table.variants, table.communication, *table.limits]
-    cells = [
-        ["-" if (value := getattr(row, field)) is None else format(value, spec) for field, (_, spec) in COLUMNS.items()]
-        for row in rows
-    ]
-    headers = [title for title, _ in COLUMNS.values()]
-    if tablefmt == "github":
-        headers = [title.replace("-\n", "").replace("\n", " ") for title in headers]
-    body = tabulate(
-        cells, headers, tablefmt=tablefmt, disable_numparse=True, colalign=["left"] + ["right"] * (len(headers) - 1)
-    )
+    body = tabulate_rows(rows, COLUMNS, tablefmt=tablefmt, missing="-")
     megabytes = sum(comparison.bucket_bytes) / 2**20
     title = (
         f"{comparison.workload}: {comparison.parameters / 1e6:.2f} M parameters, {megabytes:.1f} MiB of gradients in "

@@ -120,32 +120,25 @@ class Runtime:
                 self._open_tasks.add(task)
                 torch_private.call_at_end_of_backward(functools.partial(self._task_ended, task))
             if self._current is None:
-                self._current = self._begin()
+                backward = self._begin(lambda call: call.will_run())
+                if self._sections_of:
+                    self._leave_unmatched_to_hooks(backward)
+                self._current = backward
             return self._current
 
-    def _begin(self) -> SynchronisedBackward:
-        self._note_begin()
-        if self.sequence is None:
-            self._adopt(self._agree_on_proposal([call for call in self._live_calls() if call.will_run()]))
-        assert self.sequence is not None
-        backward = self._new_backward(self.sequence.sections, self._buffers, self._used)
-        if self._sections_of:
-            self._leave_unmatched_to_hooks(backward)
-        return backward
-
-    def _note_begin(self) -> None:
+    def _begin(self, takes_part: Callable[[SegmentCall], bool]) -> SynchronisedBackward:
+        """A new synchronised backward; in the first one, `takes_part` picks the calls that make the proposal."""
         self._expected = False
         self._forwards.backward_began()
+        if self.sequence is None:
+            self._adopt(self._agree_on_proposal([call for call in self._live_calls() if takes_part(call)]))
+        assert self.sequence is not None
+        return self._new_backward(self.sequence.sections, self._buffers, self._used)
 
     def skip_backward(self) -> None:
         """Take part in the other ranks' synchronised backward with zeros, and receive its mean."""
         with self._lock:
-            self._note_begin()
-            if self.sequence is None:
-                calls = [call for call in self._live_calls() if call.synchronise]
-                self._adopt(self._agree_on_proposal(calls))
-            assert self.sequence is not None
-            self._current = self._new_backward(self.sequence.sections, self._buffers, self._used)
+            self._current = self._begin(lambda call: call.synchronise)
             self._finish()
             self._expected = False
 
@@ -271,23 +264,10 @@ class Runtime:
         try:
             backward.launch_rest()
             backward.wait()
+            self._heed_riders(backward)
         except BaseException:
             backward.restore_pending()
             raise
-        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self._refined)
-        if findings.aborted_on:
-            backward.restore_pending()
-            raise RuntimeError(
-                f"rank {self.communicator.rank}: the backward of forward {self._forwards.value} broke off on "
-                f"{findings.aborted_on} other rank(s) and was not reduced (on a GPU it may have been the one before). "
-                "Drop this step on every rank (zero_grad), and look for the exception on the other ranks."
-            )
-        if findings.counts_differ:
-            try:
-                self._report_different_steps()
-            except BaseException:
-                backward.restore_pending()
-                raise
         backward.write_back()
         self._used = set()
         if not backward.observations.arrivals:
@@ -297,6 +277,18 @@ class Runtime:
             self._refine(backward)
         if backward.observations.mixed:
             self._refuse_mixed(backward.observations.mixed)
+
+    def _heed_riders(self, backward: SynchronisedBackward) -> None:
+        """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
+        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self._refined)
+        if findings.aborted_on:
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: the backward of forward {self._forwards.value} broke off on "
+                f"{findings.aborted_on} other rank(s) and was not reduced (on a GPU it may have been the one before). "
+                "Drop this step on every rank (zero_grad), and look for the exception on the other ranks."
+            )
+        if findings.counts_differ:
+            self._report_different_steps()
 
     def _report_different_steps(self) -> None:
         """Say, with every rank's count, that gradients of different steps were averaged; all ranks are in here."""

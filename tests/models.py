@@ -49,6 +49,11 @@ def token_batch(seed: int, batch: int = 3, time: int = 6) -> tuple[Tensor, Tenso
     )
 
 
+def row_batch(rank: int, step: int = 0) -> Tensor:
+    """Rows for `Mlp`, others on every rank and in every step; shape (4, 5)."""
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
 class BrokenBlock(nn.Module):
     """Two linear layers with a graph break between them."""
 

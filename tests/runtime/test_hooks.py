@@ -16,6 +16,7 @@ from models import (
     expected_mean,
     local_gradients,
     mean_over_ranks,
+    row_batch,
     token_batch,
     wrappers,
 )
@@ -26,10 +27,6 @@ from compiled_ddp import EagerDDP, compile_ddp
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
-
-
-def _batch(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 # ---- the order of buckets --------------------------------------------------------------------------------------------
@@ -52,9 +49,9 @@ def _orders(rank: int) -> list[list[str]]:
     for step in range(3):
         before = [ddp.plan.parameter_names[index] for bucket in ddp.plan.buckets for index in bucket.indices]
         orders.append(before)
-        expected = expected_mean(ddp.module, lambda module: module(_batch(rank, step)))  # noqa: B023
+        expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)))  # noqa: B023
         ddp.zero_grad()
-        ddp(_batch(rank, step)).backward()
+        ddp(row_batch(rank, step)).backward()
         assert_gradients(ddp.module, expected)
     return orders
 
@@ -83,9 +80,9 @@ class OtherOrderOnRankOne(nn.Module):
 def _train(rank: int, model_class: type[nn.Module], wrapper: str, steps: int = 3) -> None:
     ddp = wrappers([wrapper])[wrapper](model_class(), bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
     for step in range(steps):
-        expected = expected_mean(ddp.module, lambda module: module(_batch(rank, step)))  # noqa: B023
+        expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)))  # noqa: B023
         ddp.zero_grad()
-        ddp(_batch(rank, step)).backward()
+        ddp(row_batch(rank, step)).backward()
         assert_gradients(ddp.module, expected)
     assert_equal_on_all_ranks(ddp.plan.fingerprint)
 
@@ -118,9 +115,9 @@ def _unused(rank: int, wrapper: str, as_view: bool) -> None:
         warnings.simplefilter("ignore")
         ddp = wrappers([wrapper])[wrapper](SkipsBranch(), **options)
         for step in range(3):
-            expected = expected_mean(ddp.module, lambda module: module(_batch(rank, step)))  # noqa: B023
+            expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)))  # noqa: B023
             ddp.zero_grad()
-            ddp(_batch(rank, step)).backward()
+            ddp(row_batch(rank, step)).backward()
             for name, parameter in ddp.module.named_parameters():
                 if name.startswith("never"):
                     assert parameter.grad is None, name
@@ -178,9 +175,9 @@ def test_a_reentrant_checkpoints_inner_backward_does_not_end_the_outer_one(
 def _wrapper_inside_checkpoint(rank: int) -> None:
     ddp = EagerDDP(Mlp())
     for step in range(2):
-        expected = expected_mean(ddp.module, lambda module: module(_batch(rank, step)).square().sum())  # noqa: B023
+        expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
         ddp.zero_grad()
-        checkpoint(ddp, _batch(rank, step).requires_grad_(), use_reentrant=True).square().sum().backward()
+        checkpoint(ddp, row_batch(rank, step).requires_grad_(), use_reentrant=True).square().sum().backward()
         assert_gradients(ddp.module, expected)
 
 
@@ -191,7 +188,7 @@ def test_the_wrapper_itself_may_be_checkpointed(ranks2: RankPool) -> None:
 def _two_backwards(rank: int, wrapper: str) -> None:
     """Two backward calls for one forward, and two forwards for one backward."""
     ddp = wrappers([wrapper])[wrapper](Mlp())
-    x = _batch(rank)
+    x = row_batch(rank)
     expected = expected_mean(ddp.module, lambda module: 2 * module(x).square().sum())
     if wrapper == "EagerDDP":
         loss = ddp(x).square().sum()
@@ -213,7 +210,7 @@ def test_two_backwards_of_a_forward_and_two_forwards_of_a_backward(ranks2: RankP
 
 def _one_then_two_forwards(rank: int, wrapper: str) -> None:
     ddp = wrappers([wrapper])[wrapper](Mlp())
-    x = _batch(rank)
+    x = row_batch(rank)
     expected = expected_mean(ddp.module, lambda module: module(x).square().sum())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -255,9 +252,9 @@ class BreaksOff(nn.Module):
 
 
 def _step(ddp: nn.Module, rank: int, step: int) -> None:
-    expected = expected_mean(ddp.module, lambda module: module(_batch(rank, step)))
+    expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)))
     ddp.zero_grad()
-    ddp(_batch(rank, step)).backward()
+    ddp(row_batch(rank, step)).backward()
     assert_gradients(ddp.module, expected)
 
 
@@ -269,10 +266,10 @@ def _break_off(rank: int, on_ranks: tuple[int, ...]) -> str:
     message = ""
     if rank in on_ranks:
         with pytest.raises(ValueError, match="planted"):
-            ddp(_batch(rank, 1)).backward()
+            ddp(row_batch(rank, 1)).backward()
     else:
         try:
-            ddp(_batch(rank, 1)).backward()
+            ddp(row_batch(rank, 1)).backward()
         except RuntimeError as error:
             message = str(error)
     ddp.module.armed = False
@@ -308,7 +305,7 @@ def _break_off_in_first_backward(rank: int, model_class: type[BreaksOff]) -> str
     ddp.module.armed = rank == 0
     message = ""
     try:
-        ddp(_batch(rank, 0)).backward()
+        ddp(row_batch(rank, 0)).backward()
     except (RuntimeError, ValueError) as error:
         message = str(error)
     ddp.module.armed = False
@@ -373,9 +370,9 @@ def _partly_eager(rank: int) -> tuple[list[tuple[str, list[str], str]], list[str
         warnings.simplefilter("always")
         ddp = compile_ddp(model, backend="aot_eager")
         for step in range(4):
-            expected = expected_mean(model, lambda module: module(_batch(rank, step)))  # noqa: B023
+            expected = expected_mean(model, lambda module: module(row_batch(rank, step)))  # noqa: B023
             ddp.zero_grad()
-            ddp(_batch(rank, step)).backward()
+            ddp(row_batch(rank, step)).backward()
             assert_gradients(model, expected)
     said = [str(warning.message) for warning in caught if "reduced by hooks" in str(warning.message)]
     names = ddp.plan.parameter_names
@@ -401,7 +398,7 @@ def _parameter_hook(rank: int) -> None:
     model = Mlp()
     seen = []
     ddp = compile_ddp(model, backend="aot_eager")
-    x = _batch(rank)
+    x = row_batch(rank)
     loss = lambda module: module(x).square().sum()  # noqa: E731
     plain = local_gradients(model, loss)
     loss(ddp).backward()
@@ -464,12 +461,12 @@ def _eager_on_rank_one(rank: int, model_class: type[nn.Module]) -> None:
     """Rank 1 leaves its graphs in some steps, in which parameters stand in several sections."""
     ddp = compile_ddp(model_class(), backend="aot_eager", bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
     for step in range(6):
-        expected = expected_mean(ddp.module, lambda module: module(_batch(rank, step)))  # noqa: B023
+        expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)))  # noqa: B023
         ddp.zero_grad()
         stance = "force_eager" if rank == 1 and step in (2, 3, 5) else "default"
         with torch.compiler.set_stance(stance), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            ddp(_batch(rank, step)).backward()
+            ddp(row_batch(rank, step)).backward()
         assert_gradients(ddp.module, expected)
 
 
@@ -488,9 +485,9 @@ def _freezes_in_turns(rank: int) -> None:
         for step, frozen in enumerate((None, "first", "third", None)):
             for name, part in ddp.module.named_children():
                 part.requires_grad_(name != frozen)
-            expected = expected_mean(ddp.module, lambda module: module(_batch(rank, step)))  # noqa: B023
+            expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)))  # noqa: B023
             ddp.zero_grad()
-            ddp(_batch(rank, step)).backward()
+            ddp(row_batch(rank, step)).backward()
             for name, parameter in ddp.module.named_parameters():
                 if parameter.requires_grad:
                     torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-5, atol=1e-6)
@@ -508,7 +505,7 @@ def _unfrozen(rank: int, wrapper: str) -> None:
     ddp = wrappers([wrapper])[wrapper](model)
     model.first.requires_grad_(True)
     with pytest.raises(RuntimeError, match=r"first.weight was frozen when the model was wrapped"):
-        ddp(_batch(rank))
+        ddp(row_batch(rank))
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
@@ -519,7 +516,7 @@ def test_a_parameter_that_was_frozen_when_wrapped_may_not_be_trained(ranks2: Ran
 def _gradient_penalty(rank: int) -> None:
     ddp = EagerDDP(Mlp())
     for step in range(2):
-        x = _batch(rank, step).requires_grad_()
+        x = row_batch(rank, step).requires_grad_()
 
         def penalty(module: nn.Module) -> Tensor:
             (gradient,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)  # noqa: B023
@@ -542,7 +539,7 @@ def _users_post_accumulate_hook(rank: int) -> None:
     ddp = EagerDDP(Mlp())
     ddp.module.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(RuntimeError, match=r"head.weight has a post-accumulate hook besides ours"):
-        ddp(_batch(rank)).square().sum().backward()
+        ddp(row_batch(rank)).square().sum().backward()
 
 
 def test_a_users_post_accumulate_hook_is_refused_where_hooks_reduce(ranks2: RankPool) -> None:
@@ -554,18 +551,18 @@ def _pending_after_a_broken_backward(rank: int) -> None:
     ddp = compile_ddp(TwoPartsBreakingOff(), backend="aot_eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ddp(_batch(rank)).backward()
+        ddp(row_batch(rank)).backward()
         ddp.zero_grad()
         with ddp.no_sync():
-            ddp(_batch(rank, 1)).backward()
+            ddp(row_batch(rank, 1)).backward()
         ddp.module.armed = True
         with pytest.raises(ValueError, match="planted"):
-            ddp(_batch(rank, 2)).backward()
+            ddp(row_batch(rank, 2)).backward()
         ddp.module.armed = False
         ddp.abandon_backward()
         ddp.zero_grad()
-        expected = expected_mean(ddp.module, lambda module: module(_batch(rank, 3)))
-        ddp(_batch(rank, 3)).backward()
+        expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, 3)))
+        ddp(row_batch(rank, 3)).backward()
     assert_gradients(ddp.module, expected)
 
 
@@ -597,14 +594,14 @@ def _another_module(model: Mlp) -> None:
 
 def _replace(rank: int, wrapper: str, change: Callable[[Mlp], None], named: str) -> None:
     ddp = wrappers(BOTH)[wrapper](Mlp())
-    ddp(_batch(rank)).square().sum().backward()
+    ddp(row_batch(rank)).square().sum().backward()
     change(ddp.module)
     with pytest.raises(RuntimeError, match=rf"^{named} was replaced or removed .* unwrap\(\)"):
-        ddp(_batch(rank))
+        ddp(row_batch(rank))
     again = wrappers(BOTH)[wrapper](ddp.unwrap())
-    expected = expected_mean(again.module, lambda module: module(_batch(rank)).square().sum())
+    expected = expected_mean(again.module, lambda module: module(row_batch(rank)).square().sum())
     again.zero_grad()
-    again(_batch(rank)).square().sum().backward()
+    again(row_batch(rank)).square().sum().backward()
     assert_gradients(again.module, expected)
 
 
@@ -647,10 +644,10 @@ def _mixed_dtypes(rank: int) -> None:
 
         ddp = wrappers([name])[name](Mixed())
         for step in range(2):
-            local = local_gradients(ddp.module, lambda module: module(_batch(rank, step)))  # noqa: B023
+            local = local_gradients(ddp.module, lambda module: module(row_batch(rank, step)))  # noqa: B023
             expected = mean_over_ranks(local, ddp.module)
             ddp.zero_grad()
-            ddp(_batch(rank, step)).backward()
+            ddp(row_batch(rank, step)).backward()
             assert_gradients(ddp.module, expected, rtol=2e-2, atol=1e-3)
             assert all(p.grad.dtype == p.dtype for p in ddp.module.parameters())
         assert ddp.plan.buckets[-1].dtype == torch.float32

@@ -3,11 +3,13 @@
 import copy
 import warnings
 import weakref
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, assert_equal_on_all_ranks, assert_gradients, expected_mean, mean_over_ranks, wrappers
+from models import Mlp, assert_equal_on_all_ranks, assert_gradients, expected_mean, mean_over_ranks, row_batch, wrappers
 from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -34,25 +36,21 @@ class Loss(nn.Module):
         return self.mlp(x).square().sum()
 
 
-def _batch(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def _step(ddp: nn.Module, rank: int, step: int) -> None:
-    """One ordinary step, checked against plain autograd averaged by hand.
+def _step(ddp: nn.Module, rank: int, step: int, forward: Callable[[Tensor], Tensor] | None = None) -> None:
+    """One step, checked against plain autograd averaged by hand; `forward` is `ddp` itself unless given.
 
     By hand on a copy: a backward of `ddp.module` after a forward of `ddp` would be taken for that forward's.
     """
-    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(_batch(rank, step)))
+    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(row_batch(rank, step)))
     ddp.zero_grad()
-    ddp(_batch(rank, step)).backward()
+    (forward or ddp)(row_batch(rank, step)).backward()
     assert_gradients(ddp.module, expected)
 
 
 def _error_of(ddp: nn.Module, rank: int, step: int) -> str:
     ddp.zero_grad()
     with pytest.raises(RuntimeError) as caught:
-        ddp(_batch(rank, step)).backward()
+        ddp(row_batch(rank, step)).backward()
     return str(caught.value)
 
 
@@ -128,10 +126,10 @@ def _drop_on_last_rank(rank: int, name: str) -> str:
     ddp = wrappers(BOTH)[name](Loss())
     _step(ddp, rank, 0)
     if rank == dist.get_world_size() - 1:
-        loss = ddp(_batch(rank, 1))
-        loss = ddp(_batch(rank, 2))
+        loss = ddp(row_batch(rank, 1))
+        loss = ddp(row_batch(rank, 2))
     else:
-        loss = ddp(_batch(rank, 1))
+        loss = ddp(row_batch(rank, 1))
     with pytest.raises(RuntimeError) as caught:
         loss.backward()
     return str(caught.value)
@@ -153,7 +151,7 @@ def test_a_dropped_step_is_an_error_on_every_one_of_three_ranks(ranks3: RankPool
 
 def _drop_on_purpose(rank: int, name: str, check_steps: str) -> list[str]:
     ddp = wrappers(BOTH)[name](Loss(), check_steps=check_steps)
-    kept = ddp(_batch(rank, 0)) if rank == 1 else None
+    kept = ddp(row_batch(rank, 0)) if rank == 1 else None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in (1, 2, 3):
@@ -178,16 +176,16 @@ def _extra_forwards(rank: int, name: str) -> None:
     kept = []
     for step in range(3):
         if rank == 1:
-            ddp(_batch(rank, 50 + step))  # thrown away
+            ddp(row_batch(rank, 50 + step))  # thrown away
             with torch.no_grad():
-                kept.append(ddp(_batch(rank, 60)))
+                kept.append(ddp(row_batch(rank, 60)))
             with ddp.no_sync():
-                kept.append(ddp(_batch(rank, 70)))
+                kept.append(ddp(row_batch(rank, 70)))
             ddp.eval()
-            kept.append(ddp(_batch(rank, 80)))
+            kept.append(ddp(row_batch(rank, 80)))
             ddp.train()
         _step(ddp, rank, step)
-        ddp(_batch(rank, 90))  # thrown away on every rank
+        ddp(row_batch(rank, 90))  # thrown away on every rank
 
 
 @pytest.mark.parametrize("name", BOTH)
@@ -199,15 +197,7 @@ def _recompute_on_last_rank(rank: int, name: str) -> None:
     """The wrapper inside a checkpoint: its second forward, inside backward, begins nothing. Only one rank does it."""
     ddp = wrappers(BOTH)[name](Loss())
     for step in range(3):
-        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(_batch(rank, step)))  # noqa: B023
-        ddp.zero_grad()
-        batch = _batch(rank, step)
-        if rank == 1:
-            loss = checkpoint(ddp, batch, use_reentrant=False)
-        else:
-            loss = ddp(batch)
-        loss.backward()
-        assert_gradients(ddp.module, expected)
+        _step(ddp, rank, step, partial(checkpoint, ddp, use_reentrant=False) if rank == 1 else None)
 
 
 def test_a_recomputation_is_no_new_forward(ranks2: RankPool) -> None:
@@ -221,7 +211,7 @@ def _raise_in_forward(rank: int, name: str, on_ranks: tuple[int, ...]) -> str:
     message = ""
     if rank in on_ranks:
         with pytest.raises(ValueError, match="planted"):
-            ddp(_batch(rank, 1))
+            ddp(row_batch(rank, 1))
         ddp.module.armed = False
         if len(on_ranks) < dist.get_world_size():
             message = _error_of(ddp, rank, 2)
@@ -254,10 +244,10 @@ def _skip(rank: int, name: str, skipping: int, first: int, with_forward: bool) -
             _step(ddp, rank, step)
         else:
             skips = rank == skipping
-            local = {} if skips else gradients_here(ddp.module, lambda module: module(_batch(rank, first)))
+            local = {} if skips else gradients_here(ddp.module, lambda module: module(row_batch(rank, first)))
             expected = mean_over_ranks(local, ddp.module)
             ddp.zero_grad()
-            loss = ddp(_batch(rank, step)) if with_forward or not skips else None
+            loss = ddp(row_batch(rank, step)) if with_forward or not skips else None
             if skips:
                 ddp.skip_step()
             elif loss is not None:
@@ -285,15 +275,15 @@ def _skip_with_accumulated(rank: int, name: str) -> None:
     """What a rank accumulated under no_sync goes out although it skips the step that synchronises."""
     ddp = wrappers(BOTH)[name](Loss())
     _step(ddp, rank, 0)
-    before = gradients_here(ddp.module, lambda module: module(_batch(rank, 1)))
-    after = gradients_here(ddp.module, lambda module: module(_batch(rank, 2)))
+    before = gradients_here(ddp.module, lambda module: module(row_batch(rank, 1)))
+    after = gradients_here(ddp.module, lambda module: module(row_batch(rank, 2)))
     total = {key: value if rank == 0 else value + after[key] for key, value in before.items()}
     expected = mean_over_ranks(total, ddp.module)
     ddp.zero_grad()
     with ddp.no_sync():
-        ddp(_batch(rank, 1)).backward()
+        ddp(row_batch(rank, 1)).backward()
         ddp.skip_step()  # synchronises nothing in here
-    loss = ddp(_batch(rank, 2))
+    loss = ddp(row_batch(rank, 2))
     if rank == 0:
         ddp.skip_step()
     else:
@@ -309,7 +299,7 @@ def test_a_skipped_step_sends_what_was_accumulated(ranks2: RankPool, name: str) 
 
 def _skip_inside_backward(rank: int) -> str:
     ddp = wrappers(BOTH)["EagerDDP"](Loss())
-    loss = ddp(_batch(rank, 0))
+    loss = ddp(row_batch(rank, 0))
     loss.register_hook(lambda _: ddp.skip_step())
     with pytest.raises(RuntimeError) as caught:
         loss.backward()

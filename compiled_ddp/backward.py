@@ -146,6 +146,11 @@ class SynchronisedBackward:
             pending.append(laid_out.zero_() if existing is None else laid_out.copy_(existing))
         return pending
 
+    def lend_buffers(self, section: int, buckets: Iterable[int]) -> list[torch.Tensor]:
+        """Memory for these buckets of a claimed section, for its graph to pack them into."""
+        first = self._buffers.first_position[section]
+        return [self._buffers[first + bucket].lend() for bucket in buckets]
+
     def segment_ran(self, section: int, riders: torch.Tensor, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Note the results of a claimed section: its reduced riders, and where its gradients lie in memory."""
         self._in_graph[section] = riders

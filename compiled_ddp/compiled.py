@@ -44,7 +44,8 @@ def compile_ddp(
         model: the model, also one that has been through torch.compile or model.compile(). Its parameters and buffers
             are overwritten by those of the group's rank 0.
         process_group: the ranks to average over; None is all of them.
-        bucket_cap_mb: size of a bucket in MiB; None is 2 MiB (docs/benchmarks.md, "Bucket size").
+        bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, which is measured here
+            (`compiled_ddp.bucket_size`; docs/benchmarks.md, "Bucket size").
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
         broadcast_buffers: overwrite buffers by rank 0's at the begin of a forward, by DDP's rule.
         init_sync: overwrite parameters and buffers by rank 0's at construction.

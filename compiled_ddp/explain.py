@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionSequence
 
 Row = tuple[int, str, int, int, str, str]  # order, launched by, gradients, bytes, parameters, why hooks
@@ -16,20 +17,30 @@ class Explanation:
 
     rows: tuple[Row, ...]
     fallback_reasons: tuple[str, ...]
+    bucket_size: str  # how large a bucket may be, and why
 
     def __str__(self) -> str:
         if not self.rows:
-            return "No plan yet: it comes about in the first synchronised backward."
+            return f"No plan yet: it comes about in the first synchronised backward. {self.bucket_size}"
         headers = ("order", "launched by", "gradients", "bytes", "parameters", "why hooks")
         table = str(tabulate(self.rows, headers=headers, tablefmt="simple"))
         notes = "".join(f"\nAt run time some buckets went by hooks: {reason}." for reason in self.fallback_reasons)
-        return table + notes
+        return f"{table}\n{self.bucket_size}{notes}"
 
 
-def explain_sequence(sequence: ReductionSequence | None, fallback_reasons: Sequence[str]) -> Explanation:
-    """Describe a sequence, bucket by bucket in launch order."""
+def explain_sequence(
+    sequence: ReductionSequence | None,
+    fallback_reasons: Sequence[str],
+    options: Options,
+    link_bytes_per_second: float | None,
+) -> Explanation:
+    """Describe a sequence, bucket by bucket in launch order.
+
+    `link_bytes_per_second` is what the bucket size was chosen for; None if it was not measured.
+    """
+    bucket_size = _bucket_size_in_words(options, link_bytes_per_second)
     if sequence is None:
-        return Explanation((), tuple(fallback_reasons))
+        return Explanation((), tuple(fallback_reasons), bucket_size)
     rows: list[Row] = []
     for section in sequence.sections:
         for bucket in section.plan.buckets:
@@ -37,4 +48,12 @@ def explain_sequence(sequence: ReductionSequence | None, fallback_reasons: Seque
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             rows.append((len(rows), section.origin, len(names), bucket.nbytes, shown or "(riders)", section.reason))
     planned = {section.reason for section in sequence.sections}
-    return Explanation(tuple(rows), tuple(reason for reason in fallback_reasons if reason not in planned))
+    at_run_time = tuple(reason for reason in fallback_reasons if reason not in planned)
+    return Explanation(tuple(rows), at_run_time, bucket_size)
+
+
+def _bucket_size_in_words(options: Options, link_bytes_per_second: float | None) -> str:
+    if options.naive:
+        return "The naive program: an all-reduce for each gradient."
+    why = "" if link_bytes_per_second is None else f", for a link that reduces {link_bytes_per_second / 1e6:.0f} MB/s"
+    return f"A bucket closes at {options.bucket_cap_mb:g} MiB{why}; the first one at {options.first_bucket_mb:g} MiB."

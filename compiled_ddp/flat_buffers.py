@@ -1,9 +1,10 @@
-"""The flat buffers that hooks fill: one per bucket, kept from step to step, with the views that become .grad."""
+"""The flat buffers, one per bucket, kept from step to step, with the views that become .grad where hooks fill them."""
 
 from collections.abc import Sequence
 
 import torch
 
+from compiled_ddp import torch_private
 from compiled_ddp.plan import Bucket, Section
 
 
@@ -16,6 +17,12 @@ class FlatBuffer:
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
+        self._own_holders = torch_private.storage_holders(self.flat)
+
+    def lend(self) -> torch.Tensor:
+        """Memory for a graph to pack this bucket into; new memory while anyone else holds a view of it."""
+        in_use = torch_private.storage_holders(self.flat) > self._own_holders
+        return torch.empty_like(self.flat) if in_use else self.flat
 
     def holds(self, index: int, gradient: torch.Tensor | None) -> bool:
         """Whether `gradient` is this buffer's own view of gradient `index`."""
@@ -37,7 +44,7 @@ class FlatBuffer:
 
 
 class SequenceBuffers:
-    """The flat buffers of a sequence, each allocated when hooks first fill it, and where each gradient goes."""
+    """The flat buffers of a sequence, each allocated when it is first filled, and where each gradient goes."""
 
     def __init__(self, sections: Sequence[Section]) -> None:
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]

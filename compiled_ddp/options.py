@@ -9,15 +9,15 @@ from compiled_ddp import torch_private
 
 MEBIBYTE = 1024 * 1024
 
-# Measured: docs/benchmarks.md, "Bucket size".
-DEFAULT_BUCKET_CAP_MB = 2.0
-
 Mode = Literal["graph", "hooks"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a wrapper was asked for. Sizes are in MiB, as DDP's."""
+    """What a wrapper was asked for. Sizes are in MiB, as DDP's.
+
+    A `bucket_cap_mb` of None is to be replaced by the size that fits the link before anything is planned.
+    """
 
     bucket_cap_mb: float | None = None
     first_bucket_mb: float = 1.0
@@ -56,7 +56,8 @@ class Options:
     def bucket_cap_bytes(self) -> float:
         if self.naive:
             return 0
-        return (DEFAULT_BUCKET_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb) * MEBIBYTE
+        assert self.bucket_cap_mb is not None, "no bucket size has been chosen"
+        return self.bucket_cap_mb * MEBIBYTE
 
     @property
     def naive(self) -> bool:

@@ -141,6 +141,15 @@ class Bucket:
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @property
+    def kept(self) -> bool:
+        """Whether graphs too fill a flat buffer that is kept from step to step, instead of allocating one.
+
+        On the CPU, where memory that was freed and comes back costs a page fault for every 4 KiB (docs/benchmarks.md,
+        "Flat buffers that stay"). CUDA's allocator keeps what was freed.
+        """
+        return self.device.type == "cpu"
+
 
 @dataclass(frozen=True)
 class BucketPlan:

@@ -375,6 +375,8 @@ class Runtime:
         return self._planner.decode(ranks.read(key, writer=0, purpose="for the sequence of the first backward"))
 
     def _adopt(self, sequence: ReductionSequence) -> None:
+        if sequence == self.sequence:
+            return  # and keep its flat buffers
         self.sequence = sequence
         self._buffers = SequenceBuffers(sequence.sections)
         self._sections_of: dict[str, list[int]] = {}

@@ -72,6 +72,7 @@ class Segment:
         self._bound: dict[tuple[int, ...], tuple[BucketPlan, str]] = {}
         self._backwards: dict[Variant, torch_private.BackwardImplementation] = {}
         self._function: type[torch.autograd.Function] | None = None  # whose node the outputs hang on
+        self._kept_buckets = self._pipeline("synchronised").kept_buckets
         self._forward = self._compile("synchronised", graph_module, example_inputs)
 
     # ---- compiling ---------------------------------------------------------------------------------------------------
@@ -156,7 +157,9 @@ class Segment:
         try:
             pending = backward.take_pending(call.plan)
             implementation = self._backward("folding" if pending else "synchronised")
-            saved_and_tangents += [self._runtime.rider_values(call.plan), *pending]
+            flat_buffers = backward.lend_buffers(section, self._kept_buckets)
+            saved_and_tangents += [self._runtime.rider_values(call.plan), *pending, *flat_buffers]
+            del flat_buffers
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise

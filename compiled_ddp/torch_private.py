@@ -311,6 +311,11 @@ def attached(node: Any) -> Any | None:
     return getattr(node, "_compiled_ddp_call", None)
 
 
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors, and other objects, hold `tensor`'s storage."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
 def has_tensor_hooks(parameter: torch.Tensor) -> bool:
     """Whether Tensor.register_hook was called on `parameter`."""
     return bool(parameter._backward_hooks)
@@ -442,19 +447,23 @@ def _register_pack_lowering() -> None:
     """Teach Inductor to place the parts of `compiled_ddp::pack` inside the packed buffer.
 
     Each part becomes a ReinterpretView of the buffer; a producer whose output Inductor allocates writes there, any
-    other part is copied. The same as ConcatKernel's lowering of aten.cat, for parts of any rank.
+    other part is copied. The same as ConcatKernel's lowering of aten.cat, for parts of any rank; and the buffer itself
+    may be a view of donated memory.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
 
     @register_lowering(torch.ops.compiled_ddp.pack.default, type_promotion_kind=None)
-    def lower_pack(parts: list[ir.TensorBox]) -> ir.TensorBox:
+    def lower_pack(parts: list[ir.TensorBox], into: ir.TensorBox | None = None) -> ir.TensorBox:
         sizes = [list(part.get_size()) for part in parts]
         numels = [V.graph.sizevars.guard_int(ir.sympy_product(size)) for size in sizes]
         layout = ir.FixedLayout(
             device=parts[0].get_device_or_error(), dtype=parts[0].get_dtype(), size=[sum(numels)], stride=[1]
         )
+        if into is not None:
+            into.realize()
+            layout = ir.NonOwningLayout(ir.ReinterpretView(data=into.data, layout=layout))
         kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
         storage = ir.StorageBox(kernel)
         offset = 0

@@ -1,7 +1,9 @@
 """What both wrappers share: the module, its state, its buffers, no_sync."""
 
 import contextlib
+import dataclasses
 import itertools
+import math
 import types
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -14,6 +16,7 @@ from torch import nn
 from compiled_ddp import torch_private
 from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.backward import TrainedParameters
+from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.model_check import (
@@ -54,6 +57,7 @@ class DataParallelWrapper(nn.Module):
             if options.init_sync:
                 self._synchronise_state(communicator)
             named = trainable_parameters(module)
+            self._options = options = self._with_bucket_cap(communicator, next(iter(named.values())).device)
             self._runtime = Runtime(
                 TrainedParameters(tuple(named), tuple(named.values())),
                 communicator,
@@ -76,6 +80,16 @@ class DataParallelWrapper(nn.Module):
         self._options.check()
         check_model(module, name)
         return {"wrapper": [name], **describe_model(module, self._options, mode_from_environment())}
+
+    def _with_bucket_cap(self, communicator: Communicator, device: torch.device) -> Options:
+        """The options with a bucket size: the user's, or the one that fits the link."""
+        self._link_bytes_per_second: float | None = None  # unless it was measured
+        if self._options.bucket_cap_mb is not None:
+            return self._options
+        if communicator.world_size == 1:
+            return dataclasses.replace(self._options, bucket_cap_mb=bucket_cap_for(math.inf))
+        self._link_bytes_per_second = measure_bytes_per_second(communicator, device)
+        return dataclasses.replace(self._options, bucket_cap_mb=bucket_cap_for(self._link_bytes_per_second))
 
     def _synchronise_state(self, communicator: Communicator) -> None:
         tensors = [parameter.detach() for parameter in self.module.parameters()]
@@ -192,7 +206,9 @@ class DataParallelWrapper(nn.Module):
 
     def explain(self) -> Explanation:
         """What is reduced where, and why; `print` it for a table."""
-        return explain_sequence(self._runtime.sequence, self._runtime.fallback_reasons)
+        return explain_sequence(
+            self._runtime.sequence, self._runtime.fallback_reasons, self._options, self._link_bytes_per_second
+        )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what the bare module, or any wrapper of it, has saved: keys may carry `module.` and `_orig_mod.`.

@@ -1,24 +1,28 @@
 """The one operator that compiled_ddp adds to a graph: `compiled_ddp::pack`.
 
-`pack(Tensor[] parts) -> Tensor` lays its parts, each contiguous, back to back in a new one-dimensional tensor. It is
-`torch.cat` of the flattened parts with one freedom more: a compiler may let the parts be written there in the first
-place. Inductor does so through the lowering in `compiled_ddp.torch_private`; every other backend copies.
+`pack(Tensor[] parts, Tensor? into) -> Tensor` lays its parts, each contiguous, back to back in a one-dimensional
+tensor. It is `torch.cat` of the flattened parts with one freedom more: a compiler may let the parts be written there in
+the first place. Inductor does so through the lowering in `compiled_ddp.torch_private`; every other backend copies.
+
+`into` is donated memory for the result, of its size and dtype. Its contents are lost, and nothing may read it
+afterwards but through the result; that is why it is not declared as mutated.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-torch.library.define("compiled_ddp::pack", "(Tensor[] parts) -> Tensor")
+torch.library.define("compiled_ddp::pack", "(Tensor[] parts, Tensor? into=None) -> Tensor")
 
 
 @torch.library.impl("compiled_ddp::pack", "CompositeExplicitAutograd")
-def _pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([part.reshape(-1) for part in parts])
+def _pack(parts: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> torch.Tensor:
+    flattened = [part.reshape(-1) for part in parts]
+    return torch.cat(flattened) if into is None else torch.cat(flattened, out=into)
 
 
 @torch.library.register_fake("compiled_ddp::pack")
-def _pack_fake(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def _pack_fake(parts: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> torch.Tensor:
     return parts[0].new_empty(sum(part.numel() for part in parts))
 
 

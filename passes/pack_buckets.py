@@ -3,13 +3,14 @@
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import emit
+from compiled_ddp.passes.graph_edit import add_placeholder, emit, fake_mode_of
 from compiled_ddp.passes.ops import all_reduce, pack
+from compiled_ddp.plan import Bucket, BucketPlan
 
 _aten = torch.ops.aten
 
 
-def pack_buckets(graph: Graph, *, group_name: str) -> None:
+def pack_buckets(graph: Graph, plan: BucketPlan, *, group_name: str) -> None:
     """Replace the concatenation that fills each bucket by `compiled_ddp::pack`.
 
     Assumes buckets as `form_buckets` leaves them:
@@ -18,18 +19,27 @@ def pack_buckets(graph: Graph, *, group_name: str) -> None:
 
     `pack` takes gradients in their own shape, so that the compiler may hand each producer its place in the bucket.
 
-    Does nothing to a `cat` that is not the input of an all-reduce on the group `group_name`.
+    Appends one input for each bucket that is `kept`, in launch order: the memory to pack it into.
+
+    Does nothing to an all-reduce on another group than `group_name`.
     """
-    for launch in graph.find_nodes(op="call_function", target=all_reduce):
+    launches = [n for n in graph.find_nodes(op="call_function", target=all_reduce) if n.args[2] == group_name]
+    for number, (bucket, launch) in enumerate(zip(plan.buckets, launches, strict=True)):
         flat = launch.args[0]
-        if launch.args[2] != group_name or flat.target is not _aten.cat.default:
-            continue
+        assert flat.target is _aten.cat.default, f"{launch.name} has no bucket"
         flattened: list[Node] = flat.args[0]
         parts = [part.args[0] if part.target is _aten.reshape.default else part for part in flattened]
+        into = [_add_flat_placeholder(graph, bucket, number)] if bucket.kept else []
         with graph.inserting_before(flat):
-            packed = emit(graph, pack, parts)
+            packed = emit(graph, pack, parts, *into)
         flat.replace_all_uses_with(packed)
         graph.erase_node(flat)
         for part in flattened:
             if part.target is _aten.reshape.default and not part.users:
                 graph.erase_node(part)
+
+
+def _add_flat_placeholder(graph: Graph, bucket: Bucket, number: int) -> Node:
+    with fake_mode_of(graph) as fake:
+        value = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) if fake else None
+    return add_placeholder(graph, f"flat_buffer_{number}", value)

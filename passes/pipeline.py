@@ -43,6 +43,11 @@ class Pipeline:
     naive: bool = False
 
     @property
+    def kept_buckets(self) -> list[int]:
+        """The buckets, by place in the plan, whose flat buffers the graph is handed: its last inputs."""
+        return [] if self.naive else [number for number, bucket in enumerate(self.plan.buckets) if bucket.kept]
+
+    @property
     def cache_identity(self) -> str:
         """A hash of the passes' sources and of everything they are given, for a compiler's cache key."""
         given = f"{self.plan.fingerprint} {self.group_name} {self.fold} {self.naive}"
@@ -65,7 +70,7 @@ class Pipeline:
         form_buckets(graph, self.plan, group_name=group, output_positions=positions)
         seen("form_buckets", graph)
         if not self.naive:
-            pack_buckets(graph, group_name=group)
+            pack_buckets(graph, self.plan, group_name=group)
             seen("pack_buckets", graph)
             schedule_collectives(graph, group_name=group)
             seen("schedule_collectives", graph)

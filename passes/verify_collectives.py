@@ -41,6 +41,9 @@ def _verify_bucket(bucket: Bucket, launch: Node) -> None:
     assert isinstance(parts, (list, tuple))
     expected = len(bucket.gradients) + (bucket.riders is not None)
     assert len(parts) == expected, f"{launch.name} carries {len(parts)} parts, planned are {expected}"
+    into = flat.args[1] if len(flat.args) > 1 and flat.target is pack else None
+    if isinstance(into, Node):
+        assert into.op == "placeholder" and list(into.users) == [flat], f"{into.name} is memory that others read"
     if "val" in flat.meta:
         assert flat.meta["val"].numel() == bucket.numel, f"{launch.name}: {flat.meta['val'].numel()} elements"
         assert flat.meta["val"].dtype == bucket.dtype, f"{launch.name}: {flat.meta['val'].dtype}"

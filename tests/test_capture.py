@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.capture import gradient_order, plan_segment
-from compiled_ddp.options import DEFAULT_BUCKET_CAP_MB, MEBIBYTE, NAIVE, Options
+from compiled_ddp.options import MEBIBYTE, NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
 
 # What each input of `forward_graph` is, by its position: registration order, which is not the order of use.
@@ -131,12 +131,6 @@ def test_first_bucket_is_never_larger_than_the_cap() -> None:
     assert indices(plan) == [(HEAD, NORM), (BIAS, WEIGHT), (SCALE, EMBEDDING)]
 
 
-def test_default_cap_holds_where_none_is_given() -> None:
-    half = specs(numel=int(DEFAULT_BUCKET_CAP_MB * MEBIBYTE) // 8)
-    plan = plan_segment(forward_graph(), half, Options(), world_size=2)
-    assert indices(plan) == [(HEAD,), (NORM, BIAS), (WEIGHT, SCALE), (EMBEDDING,)]
-
-
 def test_naive_option_gives_every_gradient_a_bucket() -> None:
     plan = plan_segment(forward_graph(), specs(), Options(options={NAIVE: True}), world_size=2)
     assert indices(plan) == [(HEAD,), (NORM,), (BIAS,), (WEIGHT,), (SCALE,), (EMBEDDING,), ()]
@@ -151,4 +145,4 @@ def test_same_graph_and_options_give_the_same_plan() -> None:
 
 
 def test_graph_without_parameters_has_an_empty_plan() -> None:
-    assert plan_segment(forward_graph(), {}, Options(), world_size=2) == BucketPlan((), 2)
+    assert plan_segment(forward_graph(), {}, Options(bucket_cap_mb=1.0), world_size=2) == BucketPlan((), 2)

@@ -3,10 +3,22 @@
 import torch
 from torch.fx import Graph, Node
 
+from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.passes.ops import all_reduce, pack, wait_tensor
 from compiled_ddp.passes.pack_buckets import pack_buckets
+from compiled_ddp.plan import BucketPlan, GradientSpec
 
 aten = torch.ops.aten
+
+
+def plan_on(device: str) -> BucketPlan:
+    """The plan of `bucket_graph`: one bucket, of a parameter and of a strided one."""
+    parameters = torch.empty(2, 3, device=device), torch.empty(5, 2, device=device).t()
+    specs = [GradientSpec.of(index, parameter) for index, parameter in enumerate(parameters)]
+    return assign_buckets(specs, first_bucket_bytes=1000, bucket_cap_bytes=1000, world_size=2)
+
+
+PLAN = plan_on("cpu")
 
 
 def bucket_graph() -> tuple[Graph, Node, Node, Node]:
@@ -28,20 +40,22 @@ def count(graph: Graph, op: object) -> int:
 
 def test_gradients_enter_the_bucket_in_their_own_shape() -> None:
     graph, dw0, permuted, riders = bucket_graph()
-    pack_buckets(graph, group_name="ours")
+    pack_buckets(graph, PLAN, group_name="ours")
     graph.lint()
     (packed,) = graph.find_nodes(op="call_function", target=pack)
-    assert packed.args == ([dw0, permuted, riders],)
+    (flat_buffer,) = (node for node in graph.nodes if node.name == "flat_buffer_0")
+    assert packed.args == ([dw0, permuted, riders], flat_buffer)
     assert count(graph, aten.cat.default) == count(graph, aten.reshape.default) == 0
 
 
 def test_exact_nodes_of_a_packed_bucket() -> None:
     graph, *_ = bucket_graph()
-    pack_buckets(graph, group_name="ours")
+    pack_buckets(graph, PLAN, group_name="ours")
     assert [node.name for node in graph.nodes] == [
         "dw0",
         "dw1",
         "riders",
+        "flat_buffer_0",
         "permute_default",
         "pack_default",
         "all_reduce_default",
@@ -50,12 +64,20 @@ def test_exact_nodes_of_a_packed_bucket() -> None:
     ]
 
 
+def test_a_bucket_that_no_one_keeps_gets_new_memory() -> None:
+    graph, dw0, permuted, riders = bucket_graph()
+    pack_buckets(graph, plan_on("meta"), group_name="ours")
+    (packed,) = graph.find_nodes(op="call_function", target=pack)
+    assert packed.args == ([dw0, permuted, riders],)
+    assert [node.name for node in graph.find_nodes(op="placeholder")] == ["dw0", "dw1", "riders"]
+
+
 def test_flattened_gradient_that_something_else_reads_stays() -> None:
     graph, *_ = bucket_graph()
     flat0, _ = graph.find_nodes(op="call_function", target=aten.reshape.default)
     (wait,) = graph.output_node().args[0]
     graph.output_node().args = ((wait, flat0),)
-    pack_buckets(graph, group_name="ours")
+    pack_buckets(graph, PLAN, group_name="ours")
     graph.lint()
     assert graph.find_nodes(op="call_function", target=aten.reshape.default) == [flat0]
 
@@ -65,7 +87,7 @@ def test_cat_that_no_all_reduce_reads_stays() -> None:
     x = graph.placeholder("x")
     graph.output((graph.call_function(aten.cat.default, ([x, x],)),))
     before = str(graph)
-    pack_buckets(graph, group_name="ours")
+    pack_buckets(graph, BucketPlan((), 2), group_name="ours")
     assert str(graph) == before
 
 
@@ -74,7 +96,7 @@ def test_all_reduce_of_something_else_than_a_cat_stays() -> None:
     launch = graph.call_function(all_reduce, (graph.placeholder("x"), "sum", "theirs"))
     graph.output((graph.call_function(wait_tensor, (launch,)),))
     before = str(graph)
-    pack_buckets(graph, group_name="ours")
+    pack_buckets(graph, BucketPlan((), 2), group_name="ours")
     assert str(graph) == before
 
 
@@ -85,7 +107,7 @@ def test_cat_that_the_models_own_all_reduce_reads_stays() -> None:
     launch = graph.call_function(all_reduce, (columns, "sum", "theirs"))
     graph.output((graph.call_function(wait_tensor, (launch,)),))
     before = str(graph)
-    pack_buckets(graph, group_name="ours")
+    pack_buckets(graph, BucketPlan((), 2), group_name="ours")
     assert str(graph) == before
 
 
@@ -102,6 +124,13 @@ def test_pack_lays_its_parts_back_to_back_in_a_new_tensor() -> None:
 def test_pack_of_one_part_is_a_new_tensor_too() -> None:
     part = torch.arange(3.0)
     assert pack([part]).data_ptr() != part.data_ptr()
+
+
+def test_pack_uses_the_memory_that_it_is_given() -> None:
+    into = torch.full((3,), 9.0)
+    packed = pack([torch.arange(2.0), torch.arange(1.0)], into)
+    assert packed.data_ptr() == into.data_ptr()
+    assert packed.tolist() == [0, 1, 0]
 
 
 def test_pack_reads_a_permuted_part_in_the_order_of_its_dimensions() -> None:

@@ -114,6 +114,11 @@ def riders_of(plan: BucketPlan, rank: int) -> Tensor:
     return torch.arange(float(plan.riders.numel)) + rank
 
 
+def flat_buffers_of(plan: BucketPlan) -> list[Tensor]:
+    """Memory for the packed buckets, with something in it that must not come out."""
+    return [torch.full((bucket.numel,), 9.0, dtype=bucket.dtype) for bucket in plan.buckets]
+
+
 def pending_of(plan: BucketPlan, rank: int) -> list[Tensor]:
     """Gradients that an earlier backward left, in plan order."""
     pending = []
@@ -157,7 +162,7 @@ def test_every_step_keeps_the_means_of_the_gradients_and_every_other_output(
     plan = model.plan(world_size, cap_bytes)
     wanted = expected(model, plan, fold=fold)
     inputs = [
-        [*model.inputs(rank), riders_of(plan, rank), *(pending_of(plan, rank) if fold else [])]
+        [*model.inputs(rank), riders_of(plan, rank), *(pending_of(plan, rank) if fold else []), *flat_buffers_of(plan)]
         for rank in range(world_size)
     ]
     steps = []

@@ -43,7 +43,7 @@ def reduced(graph: Graph, plan: BucketPlan = PLAN) -> Graph:
     """The whole rewrite, without verification."""
     insert_all_reduces(graph, plan, group_name="ours", output_positions=POSITIONS)
     form_buckets(graph, plan, group_name="ours", output_positions=POSITIONS)
-    pack_buckets(graph, group_name="ours")
+    pack_buckets(graph, plan, group_name="ours")
     schedule_collectives(graph, group_name="ours")
     return graph
 
@@ -73,7 +73,7 @@ def test_graph_before_packing_and_scheduling_holds() -> None:
     insert_all_reduces(graph, PLAN, group_name="ours", output_positions=POSITIONS)
     form_buckets(graph, PLAN, group_name="ours", output_positions=POSITIONS)
     verify(graph)
-    pack_buckets(graph, group_name="ours")
+    pack_buckets(graph, PLAN, group_name="ours")
     verify(graph)
 
 
@@ -183,6 +183,13 @@ def test_flat_buffer_with_another_reader_is_found(graph: Graph) -> None:
     with graph.inserting_before(graph.output_node()):
         graph.call_function(aten.neg.default, (nodes(graph, pack)[0],))
     with pytest.raises(AssertionError, match="has other readers"):
+        verify(graph)
+
+
+def test_memory_that_two_buckets_are_packed_into_is_found(graph: Graph) -> None:
+    first, second = nodes(graph, pack)
+    second.update_arg(1, first.args[1])
+    with pytest.raises(AssertionError, match="memory that others read"):
         verify(graph)
 
 

@@ -76,8 +76,8 @@ def test_generated_backward_launches_early_waits_late_and_copies_nothing(ranks2:
     assert len(launches) == len(waits) == len(numels) > 3
 
     buckets = [statements[n].buffers[0] for n in launches]
-    sizes = [int(re.search(rf"{bucket} = empty_strided_cpu\(\((\d+), \)", source)[1]) for bucket in buckets]
-    assert sizes == numels, "launches are not in the plan's order"
+    given = [int(re.search(rf"{bucket} = flat_buffer_(\d+)  # alias", source)[1]) for bucket in buckets]
+    assert given == list(range(len(numels))), "launches are not in the plan's order"
     assert all("'sum'" in statements[n].text for n in launches)
 
     assert min(waits) > max(launches), "a wait stands before the last launch"
@@ -94,7 +94,33 @@ def test_generated_backward_launches_early_waits_late_and_copies_nothing(ranks2:
     assert "copy_" not in source
     assert "cat" not in source.replace("allocat", "")
     allocated = [int(n) for n in re.findall(r"empty_strided_cpu\(\((\d+), \)", source)]
-    assert sorted(n for n in allocated if n >= min(numels)) == sorted(numels), "a bucket was copied"
+    assert all(n < min(numels) for n in allocated), "a bucket was copied"
+
+
+def _keeps_its_flat_buffers(rank: int) -> None:
+    model = Mlp()
+    ddp = compile_ddp(model, bucket_cap_mb=0.0001, first_bucket_mb=0.0001)
+
+    def step(number: int) -> list[Tensor]:
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * number + rank))
+        expected = expected_mean(model, lambda module: module(x).square().sum())
+        ddp.zero_grad()
+        ddp(x).square().sum().backward()
+        assert_gradients(model, expected, rtol=1e-4, atol=1e-6)
+        return [parameter.grad for parameter in model.parameters()]
+
+    first = [gradient.data_ptr() for gradient in step(0)]
+    kept = step(1)
+    assert [gradient.data_ptr() for gradient in kept] == first, "a flat buffer was allocated again"
+    values = [gradient.clone() for gradient in kept]
+    assert not {gradient.data_ptr() for gradient in step(2)} & set(first)
+    assert all(torch.equal(*pair) for pair in zip(kept, values, strict=True)), "a gradient that the user keeps changed"
+    del kept
+    assert [gradient.data_ptr() for gradient in step(3)] == first
+
+
+def test_flat_buffers_are_kept_from_step_to_step_unless_the_user_keeps_a_gradient(ranks2: RankPool) -> None:
+    ranks2.run(_keeps_its_flat_buffers, **LIMITS)
 
 
 class ConvNet(nn.Module):

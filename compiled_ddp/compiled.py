@@ -1,7 +1,8 @@
 """compile_ddp: averaging gradients inside the compiled backward graph."""
 
+import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from torch.fx import GraphModule
 from compiled_ddp import torch_private
 from compiled_ddp.capture import only_detached, plan_segment
 from compiled_ddp.options import Options
+from compiled_ddp.plain_graph import PlainGraph
 from compiled_ddp.plan import GradientSpec
-from compiled_ddp.segment import Segment, SegmentCall
+from compiled_ddp.segment import VARIANTS, Segment, SegmentCall
+from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.wrapper import DataParallelWrapper
 
 
@@ -96,6 +99,8 @@ class CompiledDDP(DataParallelWrapper):
     def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
         self._calls: list[weakref.ref[SegmentCall]] = []
         self._calls_of_forward: list[SegmentCall] = []
+        self._plain_graphs: list[weakref.ref[PlainGraph]] = []
+        self._warmups = 0
         super().__init__(torch_private.without_compile_wrapper(module), process_group, options)
         try:
             self._prepare_to_compile(options)
@@ -136,6 +141,41 @@ class CompiledDDP(DataParallelWrapper):
         self._calls_of_forward = []
         return outputs
 
+    # ---- compiling ahead ---------------------------------------------------------------------------------------------
+
+    def warmup(self, *args: Any, **kwargs: Any) -> None:
+        self._refuse_unwrapped()
+        if self._watch.changed() and torch.is_grad_enabled():
+            self._refresh()
+        self._warmups += 1
+        ranks = self._runtime.communicator.ranks
+        with state_kept(self.module):
+            warm_up(ranks, self._warmups, self._compile_ahead(args, kwargs))
+
+    def _compile_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Compiled]:
+        """Run the module, outside of any step, and compile the backwards of what it calls."""
+        live, self._calls_of_forward = self._calls, []
+        (compiled,) = self._compiled
+
+        def run_forward() -> bool:
+            compiled(*args, **kwargs)  # its graph goes with its outputs: no backward will ever reach it
+            return True
+
+        try:
+            yield from timed("the forward", run_forward)
+            segments = list(dict.fromkeys(call.segment for call in self._calls_of_forward))
+        finally:
+            self._calls, self._calls_of_forward = live, []
+        for number, segment in enumerate(segments, start=1):
+            graph = f"graph {number} of {len(segments)} ({len(segment.plan.indices)} gradients)"
+            for variant in VARIANTS:
+                compile_variant = functools.partial(segment.compile_ahead, variant)
+                yield from timed(f"{graph}, {variant} backward", compile_variant)
+        for reference in self._plain_graphs:
+            plain = reference()
+            if plain is not None:
+                yield from timed("backward of a graph without trained parameters", plain.compile_ahead)
+
     def _called(self, call: SegmentCall) -> None:
         self._calls_of_forward.append(call)
         self._calls = [reference for reference in self._calls if reference() is not None]
@@ -164,14 +204,11 @@ class CompiledDDP(DataParallelWrapper):
             if id(value) in self._index_of_parameter and value.requires_grad and position not in detached
         }
         if self._mode == "hooks" or not gradients or not torch.is_grad_enabled():
-            return torch_private.compile_captured(
-                graph_module,
-                example_inputs,
-                backend=self._options.backend,
-                rewrite_backward=None,
-                cache_identity="",
-                options=self._compiler_options,
+            plain = PlainGraph(
+                graph_module, example_inputs, backend=self._options.backend, compiler_options=self._compiler_options
             )
+            self._plain_graphs.append(weakref.ref(plain))
+            return plain
         return Segment(
             graph_module,
             example_inputs,

@@ -1,5 +1,6 @@
 """A captured segment: one graph, its plan, and the variants of its backward."""
 
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,10 @@ from compiled_ddp.runtime import Runtime
 # synchronised   the passes' program
 # folding        the same, with gradients of earlier local backwards as further inputs
 # Which one runs is decided when the backward starts.
+# Inductor lets a backward overwrite the tensors saved for it (donated buffers). From the first backward with
+# retain_graph on, the variants are compiled anew without that, on the rank that asks for it alone.
 Variant = Literal["local", "synchronised", "folding"]
+VARIANTS: tuple[Variant, ...] = ("local", "synchronised", "folding")
 
 _serial_numbers = itertools.count()
 
@@ -27,8 +31,16 @@ class SegmentCall:
     """One call of a segment in a forward: the graph, bound to the parameters that it was called with."""
 
     def __init__(
-        self, plan: BucketPlan, fingerprint: str, *, index_of: dict[int, int], node: Any, synchronise: bool
+        self,
+        segment: "Segment",
+        plan: BucketPlan,
+        fingerprint: str,
+        *,
+        index_of: dict[int, int],
+        node: Any,
+        synchronise: bool,
     ) -> None:
+        self.segment = segment
         self.plan, self.fingerprint = plan, fingerprint  # over parameters
         self.synchronise = synchronise
         self.index_of = index_of  # graph input -> parameter
@@ -72,6 +84,7 @@ class Segment:
         self._bound: dict[tuple[int, ...], tuple[BucketPlan, str]] = {}
         self._backwards: dict[Variant, torch_private.BackwardImplementation] = {}
         self._function: type[torch.autograd.Function] | None = None  # whose node the outputs hang on
+        self._spares_saved_tensors = False  # from the first backward with retain_graph on
         self._kept_buckets = self._pipeline("synchronised").kept_buckets
         self._forward = self._compile("synchronised", graph_module, example_inputs)
 
@@ -93,27 +106,45 @@ class Segment:
             placeholders = backward.graph.find_nodes(op="placeholder")
             return [*backward_inputs, *(node.meta["val"] for node in placeholders[len(backward_inputs) :])]
 
+        identity = pipeline.cache_identity if pipeline else ""
         compiled = torch_private.compile_captured(
             graph_module,
             inputs,
             backend=self._backend,
             rewrite_backward=rewrite if pipeline else None,
-            cache_identity=pipeline.cache_identity if pipeline else "",
+            cache_identity=identity + (torch_private.SPARING if self._spares_saved_tensors else ""),
             options=self._compiler_options,
         )
         function = torch_private.compiled_function_of(compiled)
         if function is not None:  # None without gradients: an inference graph has no backward
             self._backwards[variant] = torch_private.backward_implementation(function)
-            if variant == "synchronised":
+            if self._spares_saved_tensors:
+                torch_private.allow_several_backwards(function)
+            if self._function is None:
                 self._function = function
                 torch_private.replace_backward_implementation(function, self._run_backward)
         return compiled
 
     def _backward(self, variant: Variant) -> torch_private.BackwardImplementation:
         if variant not in self._backwards:
-            with self._state.restored():
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(self._state.restored())
+                if self._spares_saved_tensors:
+                    stack.enter_context(torch_private.sparing_saved_tensors())
                 self._compile(variant, torch_private.copy_captured(self._graph_module), self._fake_inputs)
         return self._backwards[variant]
+
+    def compile_ahead(self, variant: Variant) -> bool:
+        """Compile a variant before it is needed; returns False if it was compiled already."""
+        is_new = variant not in self._backwards
+        return torch_private.compile_backward_now(self._backward(variant)) or is_new
+
+    def _spare_saved_tensors(self) -> None:
+        """Compile every variant anew, when next needed, so that it may run several times after one forward."""
+        assert self._function is not None
+        if not self._spares_saved_tensors and torch_private.overwrites_saved_tensors(self._function):
+            self._spares_saved_tensors = True
+            self._backwards.clear()
 
     # ---- running -----------------------------------------------------------------------------------------------------
 
@@ -145,10 +176,12 @@ class Segment:
         if key not in self._bound:
             plan = self.plan.renumbered(index_of)
             self._bound[key] = plan, plan.fingerprint
-        return SegmentCall(*self._bound[key], index_of=index_of, node=node, synchronise=self._runtime.synchronise)
+        return SegmentCall(self, *self._bound[key], index_of=index_of, node=node, synchronise=self._runtime.synchronise)
 
     def _run_backward(self, node: Any, saved_and_tangents: list[Any]) -> Any:
         """The backward of every variant's forward, between AOTAutograd's prologue and epilogue."""
+        if torch_private.keeps_graph():
+            self._spare_saved_tensors()
         call: SegmentCall | None = torch_private.attached(node)
         claimed = self._runtime.claim(call) if call is not None else None
         if call is None or claimed is None:

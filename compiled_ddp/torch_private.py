@@ -10,7 +10,10 @@ ImportError from this module.
 | `torch._inductor.compile_fx.compile_fx` and its `inner_compile` | rewriting the backward graph before Inductor |
 | `_aot_autograd.descriptors` in an output's `meta["desc"]` | which output is whose gradient |
 | `CompiledFunction._backward_impl` of AOTAutograd | choosing a backward when it starts |
+| `get_or_compile` of the backward's compiler, in the closure of `_backward_impl` | compiling a backward ahead |
+| `_get_current_graph_task_keep_graph`, `CompiledFunction.metadata.bw_donated_idxs` | several backwards of one forward |
 | `GraphModule._param_name_to_source`, `Node._dynamo_source` | compiling a captured graph a second time |
+| `torch._dynamo.symbolic_convert.TensorifyState` | the same, where floats are dynamic |
 | `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket |
 | `torch._C._set_mkldnn_enabled`, `torch._dynamo.config.allow_rnn` | capturing recurrent layers |
 | `distributed_c10d._new_process_group_helper` | a communicator's name, the same on every rank and in every run |
@@ -102,9 +105,9 @@ def compile_captured(
 ) -> Callable[..., Any]:
     """Compile a graph captured by Dynamo; its backward graph passes through `rewrite_backward` first.
 
-    `graph_module` is consumed. `cache_identity` must change whenever `rewrite_backward` would rewrite otherwise: it
-    enters the AOTAutograd cache's key. The forward graph is compiled exactly as plain torch.compile does, and shares
-    its cache entry.
+    `graph_module` is consumed. `cache_identity` must change whenever `rewrite_backward` would rewrite otherwise, or
+    the backward is compiled otherwise than by plain torch.compile: it enters the caches' keys. The forward graph is
+    compiled exactly as plain torch.compile does, and shares its cache entry.
     """
     with _recurrent_layers_in_ops(graph_module):
         if backend == "aot_eager":
@@ -167,7 +170,7 @@ def _compile_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    if rewrite_backward is None:
+    if not cache_identity:
         return _callable(compile_fx(graph_module, example_inputs, config_patches=options))
 
     users_pass = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
@@ -187,8 +190,9 @@ def _compile_inductor(
         if not kwargs.get("is_backward"):
             with config.patch(post_grad_custom_pre_pass=users_pass):
                 return compile_fx_inner(inner, inputs, **kwargs)
-        inputs = rewrite_backward(inner, inputs)
-        with config.patch(_OVERLAP):
+        if rewrite_backward is not None:
+            inputs = rewrite_backward(inner, inputs)
+        with config.patch(_OVERLAP if rewrite_backward is not None else {}):
             return compile_fx_inner(inner, inputs, **kwargs)
 
     _register_pack_lowering()
@@ -274,12 +278,16 @@ def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Fu
 
 
 def _closure_of(function: types.FunctionType) -> list[Any]:
+    return [content for content in _cells_of(function) if callable(content)]
+
+
+def _cells_of(function: Any) -> list[Any]:
     cells = function.__closure__ or ()
     contents = []
     for cell in cells:
         with contextlib.suppress(ValueError):  # an empty cell
             contents.append(cell.cell_contents)
-    return [content for content in contents if callable(content)]
+    return contents
 
 
 BackwardImplementation = Callable[[Any, list[Any]], Any]  # (ctx, saved tensors and tangents) -> gradients
@@ -294,6 +302,49 @@ def replace_backward_implementation(
 ) -> None:
     """Run `implementation` as the backward of `compiled_function`, between AOTAutograd's prologue and epilogue."""
     compiled_function._backward_impl = staticmethod(implementation)  # type: ignore[attr-defined]
+
+
+def compile_backward_now(implementation: BackwardImplementation) -> bool:
+    """Compile a backward that AOTAutograd would compile when it first runs; returns whether there was need to.
+
+    It does so for static shapes; where sizes are symbolic it compiles the backward along with the forward.
+    """
+    (compiler,) = (part for part in _cells_of(implementation) if hasattr(part, "get_or_compile"))
+    if compiler.compiled_bw is not None:
+        return False
+    with torch.no_grad():
+        compiler.get_or_compile(saved_tensors_use_once=True)
+    return True
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that this thread runs was asked for with retain_graph or create_graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def overwrites_saved_tensors(compiled_function: type[torch.autograd.Function]) -> bool:
+    """Whether a compiled backward may reuse the memory of saved tensors, and so run only once after each forward."""
+    return bool(compiled_function.metadata.bw_donated_idxs)  # type: ignore[attr-defined]
+
+
+# Belongs into the cache identity of what is compiled under `sparing_saved_tensors`: the key of Inductor's cache leaves
+# out what a backward may overwrite (torch 2.13), so that it would be served code that overwrites.
+SPARING = "spares saved tensors"
+
+
+@contextlib.contextmanager
+def sparing_saved_tensors() -> Iterator[None]:
+    """Compile backwards that leave saved tensors as they are."""
+    with torch._functorch.config.patch(donated_buffer=False):
+        yield
+
+
+def allow_several_backwards(compiled_function: type[torch.autograd.Function]) -> None:
+    """Tell AOTAutograd's check about a backward that was compiled under `sparing_saved_tensors`.
+
+    It then finds None where it expects an empty list (torch 2.13), and refuses retain_graph.
+    """
+    compiled_function.metadata.bw_donated_idxs = []  # type: ignore[attr-defined]
 
 
 def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[Any]) -> Any | None:
@@ -357,7 +408,10 @@ class CaptureState:
     """The ambient state under which a graph was captured, to compile it again under the same."""
 
     def __init__(self, device_types: Sequence[str]) -> None:
+        from torch._dynamo.symbolic_convert import TensorifyState
+
         self._context = torch._guards.TracingContext.try_get()
+        self._constant_floats = frozenset(TensorifyState.force_specializations)
         self._autocast = [
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in device_types
         ]
@@ -365,8 +419,13 @@ class CaptureState:
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Fake tensors and symbolic shapes, autocast, and gradients enabled, as they were at capture."""
+        from torch._dynamo.symbolic_convert import TensorifyState
+
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch._guards.tracing(self._context))
+            # Floats that were symbols at first (dynamic=True); AOTAutograd asks for a new capture at any other one.
+            floats = set(self._constant_floats)
+            stack.enter_context(unittest.mock.patch.object(TensorifyState, "force_specializations", floats))
             stack.enter_context(torch.enable_grad())
             for device, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
@@ -528,6 +587,14 @@ def generated_code(run: Callable[[], object]) -> list[str]:
 
     _, sources = run_and_get_code(run)
     return list(sources)
+
+
+def compilations() -> int:
+    """How often this process has compiled so far: captures, forwards, and backwards that were left for later."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    phases = ("_compile.compile_inner", "create_aot_dispatcher_function", "backward._backward_impl")
+    return sum(len(compilation_time_metrics.get(phase, ())) for phase in phases)
 
 
 def compiler_counters() -> dict[str, dict[str, int]]:

@@ -113,10 +113,7 @@ class DataParallelWrapper(nn.Module):
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._unwrapped:
-            raise RuntimeError(
-                "this wrapper has been unwrapped: use the module that unwrap() returned, or wrap it again."
-            )
+        self._refuse_unwrapped()
         with_gradients = torch.is_grad_enabled()
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
         if not recomputing:
@@ -135,6 +132,12 @@ class DataParallelWrapper(nn.Module):
             self._runtime.begin_forward(synchronise=self._require_sync, counted=self.training)
         if self._buffers_stale and self._options.broadcast_buffers:
             self._broadcast_buffers()
+
+    def _refuse_unwrapped(self) -> None:
+        if self._unwrapped:
+            raise RuntimeError(
+                "this wrapper has been unwrapped: use the module that unwrap() returned, or wrap it again."
+            )
 
     def _refresh(self) -> None:
         """Take the model as it is now: on every rank before the same forward, or an error on every rank."""
@@ -164,6 +167,28 @@ class DataParallelWrapper(nn.Module):
     def _broadcast_buffers(self) -> None:
         # Of .data, which has a version counter of its own: a graph that saved a buffer may still run its backward.
         self._runtime.communicator.broadcast([buffer.data for buffer in self.module.buffers()])
+
+    def warmup(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what a step with this batch needs, on every rank, before the first step: pass what forward takes.
+
+            ddp.warmup(x, y)  # a collective: every rank calls it, as often as all others
+            for x, y in batches:
+                ddp(x, y).backward()
+
+        Runs the forward once and compiles every backward variant of the graphs that it calls (with and without
+        communication, with and without gradients to fold in). It starts no collective of its own and leaves
+        parameters, gradients, buffers and the random state of CPU and CUDA as they were; what else the model's forward
+        changes stays changed. Call it as the steps will run, under autocast for example, in the mode (train or eval),
+        and again for other shapes. Rank 0 logs a line for each compilation, with its seconds, to the logger
+        `compiled_ddp.warmup`, or to stderr where logging has not been set up.
+
+        At its end the ranks wait for each other in the store, for up to two hours, so a slow compiler delays here and
+        not in a collective. Under `EagerDDP` there is nothing to compile, and it returns at once.
+
+        Raises what forward or the compiler raises on this rank, RuntimeError if that happened on another rank or after
+        unwrap().
+        """
+        self._refuse_unwrapped()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

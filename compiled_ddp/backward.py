@@ -10,6 +10,7 @@ from compiled_ddp import users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import FIRST_USED, Bucket, BucketPlan, Section
+from compiled_ddp.returned_gradients import ReturnedGradients
 from compiled_ddp.riders import Message, rider_values
 
 
@@ -65,6 +66,8 @@ class SynchronisedBackward:
         message: Message,
         gradient_as_bucket_view: bool = True,
     ) -> None:
+        # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
+        self.returned: ReturnedGradients | None = None
         self.sections = sections
         self.message = message
         self.observations = Observations()
@@ -124,12 +127,12 @@ class SynchronisedBackward:
     def take_pending(self, plan: BucketPlan) -> list[torch.Tensor]:
         """Take the .grad tensors that a claimed section must fold in, one per gradient in plan order.
 
-        Empty if there are none. Parameters without a .grad get zeros; the .grad of the others is None until the
+        Empty if there are none, or .grad does not matter. Parameters without a .grad get zeros; the .grad of the others is None until the
         backward ends, when `restore_pending` gives the same tensors back.
         """
         gradients = [(bucket, gradient) for bucket, gradient in plan.gradients]
         parameters = self._parameters.tensors
-        if all(parameters[gradient.index].grad is None for _, gradient in gradients):
+        if self.returned is not None or all(parameters[gradient.index].grad is None for _, gradient in gradients):
             return []
         pending = []
         for bucket, gradient in gradients:
@@ -253,7 +256,9 @@ class SynchronisedBackward:
             raise RuntimeError(f"{self._words(position)} could not be launched: {error}") from error
 
     def _is_used(self, index: int) -> bool:
-        """Whether this rank produced a gradient since the last synchronised backward."""
+        """Whether this rank has a gradient to reduce, produced since the last synchronised backward."""
+        if self.returned is not None:
+            return False
         return index in self._arrived or index in self._used
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -273,6 +278,11 @@ class SynchronisedBackward:
 
     def _fill_missing(self, index: int, position: int) -> None:
         buffer, gradient = self._buffers[position], self._parameters.tensors[index].grad
+        if self.returned is not None:
+            if gradient is not None and buffer.holds(index, gradient):
+                self._untouched[index] = gradient.clone()
+            buffer.put_zeros(index)
+            return
         summed = [p for p in self._positions_by_hooks(index) if not self._reduces_again(p)]
         if self._reduces_again(position) and summed:
             self._wait(*summed)
@@ -315,6 +325,9 @@ class SynchronisedBackward:
         A parameter that no rank has used since the last synchronised backward keeps its .grad untouched. Returns the
         others that hooks have reduced.
         """
+        if self.returned is not None:
+            self._restore_untouched()
+            return set()
         self._find_mixed()
         written = set()
         by_hooks = {index for progress in self._progress if progress.work for index in progress.bucket.indices}
@@ -328,6 +341,15 @@ class SynchronisedBackward:
                 self._parameters.tensors[index].grad.copy_(self._untouched[index])  # type: ignore[union-attr]
         self.restore_pending()
         return written
+
+    @torch.no_grad()
+    def _restore_untouched(self) -> None:
+        for index, gradient in self._untouched.items():
+            self._parameters.tensors[index].grad.copy_(gradient)  # type: ignore[union-attr]
+
+    def returned_without_reduction(self) -> Sequence[int]:
+        """The parameters whose local gradients a torch.autograd.grad is about to return."""
+        return [] if self.returned is None else self.returned.not_reduced(self._graph_gradients)
 
     @property
     def reduced_in_graphs(self) -> Set[int]:

@@ -16,6 +16,7 @@ from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
+from compiled_ddp.returned_gradients import ReturnedGradients, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
 from compiled_ddp.sequence import SequencePlanner
 
@@ -127,19 +128,25 @@ class Runtime:
                 self._open_tasks.add(task)
                 torch_private.call_at_end_of_backward(functools.partial(self._task_ended, task))
             if self._current is None:
-                backward = self._begin(lambda call: call.will_run(), torch_private.backward_will_accumulate)
+                returned = watch_returned(self.parameters.tensors)
+                backward = self._begin(lambda call: call.will_run(), torch_private.backward_will_accumulate, returned)
                 if self._sections_of:
                     self._leave_unmatched_to_hooks(backward)
+                if returned is not None:
+                    returned.begin()
                 self._current = backward
             return self._current
 
     def _begin(
-        self, takes_part: Callable[[SegmentCall], bool], accumulates: Callable[[torch.Tensor], bool]
+        self,
+        takes_part: Callable[[SegmentCall], bool],
+        accumulates: Callable[[torch.Tensor], bool],
+        returned: ReturnedGradients | None = None,
     ) -> SynchronisedBackward:
         """A new synchronised backward.
 
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
-        a gradient in this one.
+        a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
         """
         self._expected = False
         self._hold_back_users_hooks()
@@ -148,8 +155,12 @@ class Runtime:
             self._adopt(self._agree_on_proposal([call for call in self._live_calls() if takes_part(call)]))
         assert self.sequence is not None
         self._announced = {i for i in self._unused if i in self._used or accumulates(self.parameters.tensors[i])}
+        if returned is not None:
+            self._announced = set()  # they stay where they are
         message = Message(self._forwards.value, announced=len(self._announced))
-        return self._new_backward(self.sequence.launched, self._buffers, self._used, message)
+        backward = self._new_backward(self.sequence.launched, self._buffers, self._used, message)
+        backward.returned = returned
+        return backward
 
     def skip_backward(self) -> None:
         """Take part in the other ranks' synchronised backward with zeros, and receive its mean."""
@@ -311,6 +322,8 @@ class Runtime:
         backward, self._current = self._current, None
         if backward is None:
             return
+        if backward.returned is not None:
+            backward.returned.end()
         try:
             backward.launch_rest()
             backward.wait()
@@ -319,6 +332,9 @@ class Runtime:
             backward.restore_pending()
             raise
         reduced = backward.write_back()
+        if backward.returned is not None:
+            self._finish_returned(backward)
+            return
         if findings.announced:
             reduced |= self._admit()
         self._used = set()
@@ -335,6 +351,19 @@ class Runtime:
             users_hooks.run_held_back(self.parameters.tensors[index])
         if first:
             self._remove_needless_hooks()
+
+    def _finish_returned(self, backward: SynchronisedBackward) -> None:
+        """The end of a torch.autograd.grad: .grad is as it was, and the backward that accumulates is still to come."""
+        self._expected = self.synchronise
+        if not self._refined:
+            self.forget_sequence()  # it may lack what the first backward will run
+        local = backward.returned_without_reduction()
+        if local:
+            raise RuntimeError(
+                f"torch.autograd.grad would return this rank's own gradient of {self.parameters.named(local)}, which "
+                "no captured graph has reduced. Use loss.backward() and .grad, or call the forward under no_sync() "
+                "and average the gradients by hand."
+            )
 
     def _heed_misfits(self, ranks: int) -> None:
         """Agree anew when no rank's graphs have fitted the sequence for a while, as after parts were frozen.
@@ -435,11 +464,15 @@ class Runtime:
         self._open_tasks.clear()
         if backward is None:
             return False
+        if backward.returned is not None:
+            backward.returned.end()
         backward.pending.clear()  # the user may have cleared .grad since
         backward.message.aborted = True
         others_know = backward.launch_rest()
         backward.wait()
-        if not others_know:  # for them the backward ended well: do as they do
+        if not others_know and backward.returned is not None and not self._refined:
+            self.forget_sequence()  # as they do: for them it ended well
+        elif not others_know:
             if self._unused and self._rider_reader.read(backward.reduced_riders(), at_once=True).announced:
                 self._admit()
             if not self._refined:

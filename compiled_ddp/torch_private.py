@@ -31,7 +31,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -78,12 +78,23 @@ def backward_will_execute(node: Any) -> bool:
 
 def backward_will_accumulate(parameter: torch.Tensor) -> bool:
     """Whether the backward that this thread runs will bring `parameter` a gradient."""
+    return fate_of_gradient(parameter) == "accumulated"
+
+
+def fate_of_gradient(parameter: torch.Tensor) -> Literal["accumulated", "returned", "none"]:
+    """What the backward that this thread runs does with `parameter`'s gradient; "none" if there will be none.
+
+    The engine refuses to tell about a leaf whose gradient torch.autograd.grad returns.
+    """
     if not parameter.requires_grad:
-        return False
+        return "none"
+    accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node))
-    except RuntimeError:  # torch.autograd.grad accumulates nothing, and says so of leaves
-        return False
+        return "accumulated" if torch._C._will_engine_execute_node(accumulator) else "none"
+    except RuntimeError as error:
+        if "autograd.grad" not in str(error):
+            raise
+        return "returned"
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -127,8 +127,8 @@ class SynchronisedBackward:
     def take_pending(self, plan: BucketPlan) -> list[torch.Tensor]:
         """Take the .grad tensors that a claimed section must fold in, one per gradient in plan order.
 
-        Empty if there are none, or .grad does not matter. Parameters without a .grad get zeros; the .grad of the others is None until the
-        backward ends, when `restore_pending` gives the same tensors back.
+        Empty if there are none, or .grad does not matter. Parameters without a .grad get zeros; the .grad of the
+        others is None until the backward ends, when `restore_pending` gives the same tensors back.
         """
         gradients = [(bucket, gradient) for bucket, gradient in plan.gradients]
         parameters = self._parameters.tensors

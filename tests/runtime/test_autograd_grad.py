@@ -1,5 +1,6 @@
 """torch.autograd.grad and backward(inputs=...): the mean over ranks or an error, never a local gradient."""
 
+import copy
 import warnings
 from collections.abc import Callable
 
@@ -204,9 +205,13 @@ def _backward_to_some(rank: int, wrapper: str, make: Callable[[], nn.Module]) ->
     some = {name: parameter for name, parameter in named.items() if "weight" in name}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        if make is EagerHead:  # whose parameter of both kinds must have its gradient in the first backward
+            ddp(row_batch(rank)).sum().backward()
+            ddp.zero_grad()
         for step in range(3):
             x = row_batch(rank, step)
-            mean = expected_mean(ddp.module, lambda module: module(x).sum())  # noqa: B023
+            # On a copy: a backward of ddp.module itself counts as a local one, whose gradients are reduced too.
+            mean = expected_mean(copy.deepcopy(ddp.module), lambda module: module(x).sum())  # noqa: B023
             ddp(x).sum().backward(inputs=list(some.values()))
             for name, parameter in named.items():
                 if name in some:

@@ -1,7 +1,9 @@
 """One synchronised backward: what has been launched, what is missing, and what becomes of .grad at its end."""
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,14 @@ class Observations:
     mixed: set[int] = field(default_factory=set)  # in a graph's bucket, but used outside of the graph too
 
 
+class Witness(Protocol):
+    """Who is shown what hooks are about to reduce: the proof."""
+
+    wish: bool  # whether the riders ask every rank to verify
+
+    def launching(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None: ...
+
+
 class SynchronisedBackward:
     """Launches the sections of a sequence in order, whoever produces the gradients.
 
@@ -64,6 +74,7 @@ class SynchronisedBackward:
         used_before: set[int],
         forward_count: int,
         gradient_as_bucket_view: bool = True,
+        witness: Witness | None = None,
     ) -> None:
         self.sections = sections
         self.observations = Observations()
@@ -72,13 +83,16 @@ class SynchronisedBackward:
         self._used = used_before
         self._forward_count = forward_count
         self._as_view = gradient_as_bucket_view
+        self._witness = witness
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
         self._hooks_only: set[int] = set()
         self._in_graph: dict[int, torch.Tensor | None] = {}  # section -> its reduced riders, once it has run
         self._graph_gradients: dict[int, int | None] = {}  # parameter -> its gradient's address; None: several
-        self._aliases: list[torch.Tensor] = []  # of graphs' gradients
+        self._aliases: dict[int, list[torch.Tensor]] = {}  # of graphs' gradients
         self._arrived: set[int] = set()
+        self._written: set[int] = set()  # parameters whose .grad holds what hooks reduced
+        self._not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
         self._existing = {
             index: parameter.grad
@@ -157,7 +171,7 @@ class SynchronisedBackward:
         for index, gradient in gradients:
             self._graph_gradients[index] = None if index in self._graph_gradients else gradient.data_ptr()
             # Shares the storage, so that autograd adds other contributions out of place and `_find_mixed` sees them.
-            self._aliases.append(gradient.detach())
+            self._aliases.setdefault(index, []).append(gradient.detach())
             self._arrived.add(index)
 
     def gradient_arrived(self, index: int) -> None:
@@ -242,9 +256,14 @@ class SynchronisedBackward:
         progress, buffer = self._progress[position], self._buffers[position]
         layout = progress.bucket.riders
         if layout is not None and buffer.riders is not None:
+            verify = self._witness is not None and self._witness.wish
             buffer.riders.copy_(
-                rider_values(layout, forward_count=self._forward_count, used=self._is_used, aborted=aborted)
+                rider_values(
+                    layout, forward_count=self._forward_count, used=self._is_used, aborted=aborted, verify=verify
+                )
             )
+        if self._witness is not None:
+            self._witness.launching(progress.bucket, buffer.flat)
         try:
             progress.work = self._communicator.all_reduce(buffer.flat)
         except RuntimeError as error:
@@ -284,7 +303,8 @@ class SynchronisedBackward:
 
     def _sum(self, index: int, positions: Sequence[int]) -> torch.Tensor:
         views = [self._buffers[position].views[index] for position in positions]
-        return views[0] if len(views) == 1 else torch.stack(views).sum(0)
+        # In the order in which autograd adds what graphs return, so that every rank rounds alike.
+        return functools.reduce(torch.add, views)
 
     def wait(self) -> None:
         """Wait for every bucket that hooks launched; a graph waits for its own."""
@@ -319,9 +339,23 @@ class SynchronisedBackward:
             if self._is_used(index) or any(self._used_elsewhere(position, index) for position in positions):
                 again = [position for position in positions if self._reduces_again(position)]
                 self._write(index, self._sum(index, again or positions))
+                self._written.add(index)
             elif index in self._untouched:
                 self._parameters.tensors[index].grad.copy_(self._untouched[index])  # type: ignore[union-attr]
         self.restore_pending()
+
+    def outcome(self, index: int) -> torch.Tensor | None:
+        """What the reduction left of a parameter's gradient; None where no rank has produced one, or it is gone.
+
+        Where torch.autograd.grad accumulated nothing, or a hook of the user's has taken .grad away, it is what graphs
+        returned.
+        """
+        gradient = self._parameters.tensors[index].grad
+        if index in self._written:
+            return gradient
+        if index in self._aliases and (gradient is None or index in self._not_accumulated):
+            return functools.reduce(torch.add, self._aliases[index])
+        return gradient if index in self._aliases else None
 
     def _find_mixed(self) -> None:
         """A .grad that is not the very tensor a graph returned has another contribution, which was not reduced."""
@@ -359,7 +393,9 @@ class SynchronisedBackward:
         """Give back the .grad tensors that a graph folded in, with the reduced values."""
         for index, tensor in self.pending.items():
             parameter = self._parameters.tensors[index]
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                self._not_accumulated.add(index)
+            else:
                 tensor.copy_(parameter.grad)
             parameter.grad = tensor
         self.pending.clear()

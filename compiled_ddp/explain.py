@@ -18,6 +18,7 @@ class Explanation:
     rows: tuple[Row, ...]
     fallback_reasons: tuple[str, ...]
     bucket_size: str  # how large a bucket may be, and why
+    proof: str  # how many parameters are proven to be reduced, and what is pending; empty on one rank
 
     def __str__(self) -> str:
         if not self.rows:
@@ -25,7 +26,8 @@ class Explanation:
         headers = ("order", "launched by", "gradients", "bytes", "parameters", "why hooks")
         table = str(tabulate(self.rows, headers=headers, tablefmt="simple"))
         notes = "".join(f"\nAt run time some buckets went by hooks: {reason}." for reason in self.fallback_reasons)
-        return f"{table}\n{self.bucket_size}{notes}"
+        proof = f"\n{self.proof}" if self.proof else ""
+        return f"{table}\n{self.bucket_size}{notes}{proof}"
 
 
 def explain_sequence(
@@ -33,6 +35,7 @@ def explain_sequence(
     fallback_reasons: Sequence[str],
     options: Options,
     link_bytes_per_second: float | None,
+    proof: str,
 ) -> Explanation:
     """Describe a sequence, bucket by bucket in launch order.
 
@@ -40,7 +43,7 @@ def explain_sequence(
     """
     bucket_size = _bucket_size_in_words(options, link_bytes_per_second)
     if sequence is None:
-        return Explanation((), tuple(fallback_reasons), bucket_size)
+        return Explanation((), tuple(fallback_reasons), bucket_size, proof)
     rows: list[Row] = []
     for section in sequence.sections:
         for bucket in section.plan.buckets:
@@ -49,7 +52,7 @@ def explain_sequence(
             rows.append((len(rows), section.origin, len(names), bucket.nbytes, shown or "(riders)", section.reason))
     planned = {section.reason for section in sequence.sections}
     at_run_time = tuple(reason for reason in fallback_reasons if reason not in planned)
-    return Explanation(tuple(rows), at_run_time, bucket_size)
+    return Explanation(tuple(rows), at_run_time, bucket_size, proof)
 
 
 def _bucket_size_in_words(options: Options, link_bytes_per_second: float | None) -> str:

@@ -5,17 +5,17 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_ddp.plan import ABORTED, COUNT_MODULUS, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Riders
+from compiled_ddp.plan import ABORTED, COUNT_MODULUS, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, VERIFY, Riders
 
 
 def rider_values(
-    riders: Riders, *, forward_count: int, used: Callable[[int], bool], aborted: bool = False
+    riders: Riders, *, forward_count: int, used: Callable[[int], bool], aborted: bool = False, verify: bool = False
 ) -> torch.Tensor:
     """This rank's rider elements, shape (riders.numel,), on CPU; `used` tells whether it produced a gradient."""
     count = float(forward_count % COUNT_MODULUS)
     values = [0.0] * FIRST_USED
     values[FORWARD_COUNT], values[FORWARD_COUNT_SQUARED] = count, count * count
-    values[ABORTED] = float(aborted)
+    values[ABORTED], values[VERIFY] = float(aborted), float(verify)
     return torch.tensor(values + [float(used(index)) for index in riders.indices])
 
 
@@ -25,6 +25,7 @@ class Findings:
 
     aborted_on: int = 0  # ranks on which the backward broke off
     counts_differ: bool = False  # whether the ranks have begun different numbers of forwards
+    verify: bool = False  # whether a rank wishes that all prove the reduction
 
 
 class RiderReader:
@@ -69,4 +70,5 @@ class RiderReader:
             counts_differ=any(
                 self._world_size * sums[FORWARD_COUNT_SQUARED] != sums[FORWARD_COUNT] ** 2 for sums in sections
             ),
+            verify=any(sums[VERIFY] > 0 for sums in sections),
         )

@@ -10,13 +10,14 @@ from typing import Any, Protocol
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
+from compiled_ddp.backward import SynchronisedBackward, TrainedParameters, Witness
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
-from compiled_ddp.riders import RiderReader, rider_values
+from compiled_ddp.proof import Proof
+from compiled_ddp.riders import Findings, RiderReader, rider_values
 from compiled_ddp.sequence import SequencePlanner
 
 
@@ -63,6 +64,7 @@ class Runtime:
         self._hook_handles: list[Any] = []
         self._reported: set[str] = set()
         self._rider_reader = RiderReader(communicator.world_size)
+        self.proof = Proof(parameters, communicator, options.verify)
         self._disagreements = 0  # on the number of forwards
         self._lock = threading.RLock()
         self.install_hooks()  # until the sequence shows that graphs reduce everything
@@ -130,10 +132,11 @@ class Runtime:
         """A new synchronised backward; in the first one, `takes_part` picks the calls that make the proposal."""
         self._expected = False
         self._forwards.backward_began()
+        self.proof.begin_backward()
         if self.sequence is None:
             self._adopt(self._agree_on_proposal([call for call in self._live_calls() if takes_part(call)]))
         assert self.sequence is not None
-        return self._new_backward(self.sequence.sections, self._buffers, self._used)
+        return self._new_backward(self.sequence.sections, self._buffers, self._used, self.proof)
 
     def skip_backward(self) -> None:
         """Take part in the other ranks' synchronised backward with zeros, and receive its mean."""
@@ -165,7 +168,11 @@ class Runtime:
         return [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
 
     def _new_backward(
-        self, sections: Sequence[Section], buffers: SequenceBuffers, used_before: set[int]
+        self,
+        sections: Sequence[Section],
+        buffers: SequenceBuffers,
+        used_before: set[int],
+        witness: Witness | None = None,
     ) -> SynchronisedBackward:
         return SynchronisedBackward(
             sections,
@@ -175,6 +182,7 @@ class Runtime:
             used_before=used_before,
             forward_count=self._forwards.value,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
+            witness=witness,
         )
 
     def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
@@ -207,7 +215,9 @@ class Runtime:
 
     def rider_values(self, plan: BucketPlan) -> torch.Tensor:
         """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
-        values = rider_values(plan.riders, forward_count=self._forwards.value, used=lambda _: True)
+        values = rider_values(
+            plan.riders, forward_count=self._forwards.value, used=lambda _: True, verify=self.proof.wish
+        )
         return values.to(plan.buckets[-1].device, non_blocking=True)
 
     def remove_hooks(self) -> None:
@@ -275,13 +285,15 @@ class Runtime:
             self._expected = self.synchronise
         if not self._refined:
             self._refine(backward)
+        self.proof.conclude(backward.outcome)
         if backward.observations.mixed:
             self._refuse_mixed(backward.observations.mixed)
 
     def _heed_riders(self, backward: SynchronisedBackward) -> None:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
-        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self._refined)
+        findings = self._read_riders(backward)
         if findings.aborted_on:
+            self.proof.postpone()
             raise RuntimeError(
                 f"rank {self.communicator.rank}: the backward of forward {self._forwards.value} broke off on "
                 f"{findings.aborted_on} other rank(s) and was not reduced (on a GPU it may have been the one before). "
@@ -289,6 +301,11 @@ class Runtime:
             )
         if findings.counts_differ:
             self._report_different_steps()
+
+    def _read_riders(self, backward: SynchronisedBackward) -> Findings:
+        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self._refined)
+        self.proof.heed_wish(findings.verify)
+        return findings
 
     def _report_different_steps(self) -> None:
         """Say, with every rank's count, that gradients of different steps were averaged; all ranks are in here."""
@@ -311,6 +328,7 @@ class Runtime:
         if self._options.check_steps == "warn":
             warnings.warn(message, stacklevel=2)
         else:
+            self.proof.postpone()
             raise RuntimeError(f"{message} Load the latest checkpoint on every rank.")
 
     def _refuse_mixed(self, mixed: set[int]) -> None:
@@ -336,8 +354,10 @@ class Runtime:
         others_know = backward.launch_rest(aborted=True)
         backward.wait()
         self._used = set()
+        self._read_riders(backward)
         if not others_know and not self._refined:
             self._refine(backward)  # as they do: for them the backward ended well
+        self.proof.postpone()
         return True
 
     # ---- the agreed sequence -----------------------------------------------------------------------------------------

@@ -46,7 +46,9 @@ class _Recording:
         for gradient in bucket.gradients:
             added = checksum(flat_buffer.narrow(0, gradient.offset_elements, gradient.numel))
             # A parameter of several sections is launched in each of them, on every rank in the same order.
-            self.before[gradient.index] = 3 * self.before[gradient.index] + added if gradient.index in self.before else added
+            self.before[gradient.index] = (
+                3 * self.before[gradient.index] + added if gradient.index in self.before else added
+            )
 
 
 class Proof:

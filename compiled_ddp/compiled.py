@@ -28,7 +28,7 @@ def compile_ddp(
     find_unused_parameters: bool = False,
     gradient_as_bucket_view: bool = True,
     check_steps: str = "error",
-    verify: str = "always",
+    verify: str = "first",
     strict: bool = False,
     backend: str = "inductor",
     fullgraph: bool = False,

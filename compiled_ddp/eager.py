@@ -53,7 +53,7 @@ class EagerDDP(DataParallelWrapper):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = True,
         check_steps: str = "error",
-        verify: str = "always",
+        verify: str = "first",
     ) -> None:
         options = Options(
             bucket_cap_mb=bucket_cap_mb,

@@ -54,7 +54,8 @@ class ParityReport:
         headers = ("parameter", "shape", "largest absolute", "relative", "in step")
         rows = [(d.name, list(d.shape), f"{d.absolute:.2e}", f"{d.relative:.2e}", d.step) for d in self.differences]
         table = tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True, colalign=("left",) * 4)
-        return f"{table}\nLargest relative difference {self.largest:.2e}, {self.steps} steps, {self.world_size} ranks."
+        over = f"steps: {self.steps}, ranks: {self.world_size}"
+        return f"{table}\nLargest relative difference {self.largest:.2e} ({over})."
 
 
 def verify_parity(

@@ -11,7 +11,7 @@ from models import Mlp, assert_equal_on_all_ranks, assert_gradients, expected_me
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from compiled_ddp import compile_ddp, torch_private
+from compiled_ddp import compile_ddp, launch_observer, torch_private
 from compiled_ddp.backward import SynchronisedBackward
 from compiled_ddp.checksum import as_row, checksum
 from compiled_ddp.communicator import Communicator
@@ -27,9 +27,9 @@ BOTH = ("compile_ddp", "EagerDDP")
 
 
 class Loss(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.mlp = Mlp()
+        self.mlp = Mlp(width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(x).square().sum()
@@ -259,14 +259,14 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single = nn.Parameter(torch.randn(4, 5).t())
-        self.double = nn.Parameter(torch.randn(5, dtype=torch.float64))
-        self.half = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
-        self.complex = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.float32 = nn.Parameter(torch.randn(4, 5).t())
+        self.float64 = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        self.bfloat16 = nn.Parameter(torch.randn(5, dtype=torch.bfloat16))
+        self.complex64 = nn.Parameter(torch.randn(5, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        scaled = (x * self.double.float() * self.half.float()) @ self.single
-        return scaled.square().sum() + (x * self.complex).abs().square().sum()
+        scaled = (x * self.float64.float() * self.bfloat16.float()) @ self.float32
+        return scaled.square().sum() + (x * self.complex64).abs().square().sum()
 
 
 def _mixed_dtypes(rank: int, name: str) -> dict[str, str]:
@@ -311,13 +311,13 @@ def _break_hooks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SynchronisedBackward, "_write", put_but_keep)
 
 
-def _broken(rank: int, name: str, on_rank: int | None, options: dict[str, Any]) -> list[str]:
+def _broken(rank: int, name: str, on_rank: int | None, width: int = 8, **options: Any) -> list[str]:
     """The errors of two steps, where all ranks or one of them leave a gradient local."""
     messages = []
     with pytest.MonkeyPatch.context() as patch:
         if on_rank is None or rank == on_rank:
             (_break_hooks if name == "EagerDDP" else _break_graphs)(patch)
-        ddp = wrappers(BOTH)[name](Loss(), **options)
+        ddp = wrappers(BOTH)[name](Loss(width), **options)
         for step in range(2):
             ddp.zero_grad()
             with pytest.raises(RuntimeError) as caught:
@@ -341,19 +341,22 @@ def _assert_found(results: list[list[str]]) -> None:
 def test_a_gradient_that_stayed_local_is_an_error_on_every_rank(
     ranks2: RankPool, name: str, on_rank: int | None
 ) -> None:
-    _assert_found(ranks2.run(_broken, name, on_rank, {}))
+    _assert_found(ranks2.run(_broken, name, on_rank))
 
 
 @pytest.mark.parametrize("name", BOTH)
 def test_a_gradient_that_stayed_local_on_one_of_three_ranks_is_an_error_on_all(ranks3: RankPool, name: str) -> None:
-    _assert_found(ranks3.run(_broken, name, 2, {}))
+    _assert_found(ranks3.run(_broken, name, 2))
+
+
+def _broken_generated_code(rank: int) -> list[str]:
+    # A width of its own: the caches' keys do not tell that a pass was replaced.
+    return _broken(rank, "compile_ddp", None, width=24, backend="inductor")
 
 
 @pytest.mark.inductor
 def test_a_gradient_that_stayed_local_in_generated_code_is_an_error(ranks2: RankPool) -> None:
-    # The passes' identity does not tell that one was replaced.
-    uncached = {"backend": "inductor", "options": {"force_disable_caches": True}}
-    _assert_found(ranks2.run(_broken, "compile_ddp", None, uncached, timeout_seconds=400.0))
+    _assert_found(ranks2.run(_broken_generated_code, timeout_seconds=400.0))
 
 
 class SharedByGraphs(nn.Module):
@@ -385,6 +388,46 @@ def _gradient_from_outside(rank: int) -> str:
 def test_a_gradient_from_outside_of_several_graphs_is_an_error(ranks2: RankPool, ranks3: RankPool) -> None:
     for message in [*ranks2.run(_gradient_from_outside), *ranks3.run(_gradient_from_outside)]:
         assert "the gradient of layer.weight, layer.bias differs between the ranks" in message
+
+
+def _gradient_from_outside_later(rank: int, verify: str) -> list[str]:
+    """The errors of four steps; from the third on, eager code uses the layer too."""
+    ddp = wrappers(BOTH)["compile_ddp"](SharedByGraphs(outside=False), verify=verify)
+    messages = []
+    for step in range(4):
+        ddp.zero_grad()
+        ddp.module.outside = step >= 2
+        loss = ddp(row_batch(rank, step))
+        try:
+            loss.backward()
+            messages.append("")
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_gradient_from_outside_that_comes_later_is_found_by_always_alone(ranks2: RankPool) -> None:
+    assert ranks2.run(_gradient_from_outside_later, "first") == [[""] * 4] * 2
+    for messages in ranks2.run(_gradient_from_outside_later, "always"):
+        assert messages[:2] == ["", ""]
+        assert all("the gradient of layer.weight, layer.bias differs" in message for message in messages[2:])
+
+
+def _noise(rank: int, verify: str) -> str:
+    ddp = wrappers(BOTH)["compile_ddp"](Loss(), verify=verify)
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: p.grad.add_(torch.randn_like(p)))
+    loss = ddp(row_batch(rank))
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_noise_of_a_users_hook_is_an_error_unless_verification_is_off(ranks2: RankPool) -> None:
+    assert all("A hook of yours" in message for message in ranks2.run(_noise, "first"))
+    assert ranks2.run(_noise, "off") == ["", ""]
 
 
 class ThriceShared(nn.Module):
@@ -459,6 +502,22 @@ def test_a_new_graph_that_leaves_a_gradient_local_is_found_in_its_first_backward
         assert "mlp.head.bias differs" in message
 
 
+def _launches_not_seen(rank: int) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch_observer, "_LAUNCHES", ())
+        ddp = wrappers(BOTH)["compile_ddp"](Loss(), verify="always")
+        _step(ddp, row_batch(rank))
+        assert set(pending(ddp).values()) == {"not looked at yet"} and len(pending(ddp)) == 6
+        _break_graphs(patch)
+        with pytest.raises(RuntimeError) as caught:
+            ddp(_rows(rank, 1, rows=6)).backward()
+    return str(caught.value)
+
+
+def test_launches_that_are_not_seen_leave_parameters_pending(ranks2: RankPool) -> None:
+    assert all("mlp.head.bias differs" in message for message in ranks2.run(_launches_not_seen))
+
+
 def _folding_is_another_graph(rank: int) -> list[int]:
     ddp = wrappers(BOTH)["compile_ddp"](Loss())
     exchanges = []
@@ -479,13 +538,15 @@ def test_the_folding_variant_is_verified_when_it_first_runs(ranks2: RankPool) ->
 
 @pytest.mark.inductor
 def test_verifying_adds_no_graph_and_compiles_nothing_anew(ranks2: RankPool) -> None:
-    compiled = [ranks2.run(_compilations, verify, timeout_seconds=400.0) for verify in ("off", "always")]
+    # Two widths, so that neither finds the other's graphs in a cache.
+    widths = {"off": 17, "always": 19}
+    compiled = [ranks2.run(_compilations, verify, width, timeout_seconds=400.0) for verify, width in widths.items()]
     assert compiled[0] == compiled[1]
 
 
-def _compilations(rank: int, verify: str) -> tuple[int, int]:
+def _compilations(rank: int, verify: str, width: int) -> tuple[int, int]:
     """How many graphs Dynamo captures and how many AOTAutograd compiles, in steps of two shapes."""
-    ddp = compile_ddp(Loss(), verify=verify, options={"force_disable_caches": True})
+    ddp = compile_ddp(Loss(width), verify=verify)
     before = torch_private.compiler_counters()
     for step, rows in enumerate((4, 6, 8, 4, 6)):
         _step(ddp, _rows(rank, step, rows))

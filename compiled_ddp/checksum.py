@@ -1,5 +1,7 @@
 """Checksums of bit patterns: equal tensors have equal ones, whatever their strides and wherever they lie in memory."""
 
+import functools
+
 import torch
 
 _ROW = 512  # words that are added up before they are weighted
@@ -19,15 +21,20 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
         values = values.clone()  # which begins at a whole word
     raw = values.view(torch.uint8)
     words = raw[: raw.numel() // _WORD_BYTES * _WORD_BYTES].view(torch.int64)
-    rows = words[: words.numel() // _ROW * _ROW].view(-1, _ROW).sum(1)
-    rest = words[rows.numel() * _ROW :]
-    tail = raw[words.numel() * _WORD_BYTES :].to(torch.int64)
-    return _weighted(rows) + 3 * _weighted(rest) + 5 * _weighted(tail)
+    rows = words.numel() // _ROW
+    parts = [
+        words[: rows * _ROW].view(rows, _ROW).sum(1),
+        words[rows * _ROW :],
+        raw[words.numel() * _WORD_BYTES :],
+    ]
+    # Not torch.dot, which CUDA has for floating point alone.
+    sums = [(_weights(part.numel(), part.device) * part).sum() for part in parts if part.numel()]
+    return functools.reduce(lambda before, added: 3 * before + added, sums, values.new_zeros((), dtype=torch.int64))
 
 
-def _weighted(values: torch.Tensor) -> torch.Tensor:
-    weights = torch.arange(1, 2 * values.numel() + 1, 2, device=values.device)
-    return (values * weights).sum()
+@functools.lru_cache(maxsize=32)
+def _weights(numel: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * numel + 1, 2, device=device)
 
 
 def as_row(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -103,6 +103,5 @@ def _function(target: str) -> Callable[[], Any]:
         module = importlib.util.module_from_spec(specification)
         sys.modules[path.stem] = module
         specification.loader.exec_module(module)
-    function = getattr(module, name)
-    assert callable(function)
+    function: Callable[[], Any] = getattr(module, name)
     return function

@@ -21,7 +21,7 @@ class LaunchObserver(TorchDispatchMode):
     """
 
     def __init__(self, group_name: str, *, before_launch: Callable[[int, torch.Tensor], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._group_name, self._before_launch = group_name, before_launch
         self.launched = 0
 

@@ -57,16 +57,27 @@ class Proof:
 
     def __init__(self, parameters: TrainedParameters, communicator: Communicator, verify: str) -> None:
         """`verify` is the wrapper's option: "first", "always" or "off"."""
-        self._parameters, self._communicator, self._verify = parameters, communicator, verify
+        self._communicator, self._verify = communicator, verify
         self._active = verify != "off" and communicator.world_size > 1
-        self._specs = [GradientSpec.of(index, tensor) for index, tensor in enumerate(parameters.tensors)]
-        self.pending: dict[int, str] = dict.fromkeys(range(len(parameters.names)), _UNKNOWN)  # -> why
-        self._tried = 0  # synchronised backwards since the first one, or since a new graph
+        self.pending: dict[int, str] = {}  # parameter -> why
+        self._tried = 0  # synchronised backwards since the first one, or since there was something new to look at
         self._verifies = False  # whether the backward under way ends with the exchange
         self._recording: _Recording | None = None
         self._met: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
         self._renewed: set[int] = set()  # parameters of graphs that are new on this rank
-        self.wish = False  # whether this rank's riders ask every rank to verify
+        self.begin_anew(parameters)
+
+    def begin_anew(self, parameters: TrainedParameters) -> None:
+        """Hold nothing for proven: the sequence that all ranks keep is about to change, and so may the parameters."""
+        self._parameters = parameters
+        self._specs = [GradientSpec.of(index, tensor) for index, tensor in enumerate(parameters.tensors)]
+        self._renewed.clear()
+        self.pending = dict.fromkeys(range(len(parameters.names)), _UNKNOWN)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Verify the next backwards while something is pending. On all ranks before the same backward."""
+        self._tried = 0
 
     # ---- during a backward -------------------------------------------------------------------------------------------
 
@@ -75,21 +86,22 @@ class Proof:
         if not self._active:
             return
         self._tried += 1
-        self.wish = False
         self._verifies = self._verify == "always" or (bool(self.pending) and self._tried in TRIES)
         self._recording = _Recording() if self._verifies else None
 
-    def meet_graph(self, backward: Callable[..., object], fingerprint: str, indices: Iterable[int]) -> None:
+    def meets_new_graph(self, backward: Callable[..., object], fingerprint: str, indices: Iterable[int]) -> bool:
         """Note that a compiled backward is about to reduce parameters `indices`, whose plan is `fingerprint`.
 
-        A new one makes its parameters pending again. Where this backward does not verify, the riders ask for it.
+        A new one makes its parameters pending again. Returns whether the riders must ask every rank to verify.
         """
-        if self._active:
-            met = self._met.setdefault(backward, set())
-            if fingerprint not in met:
-                met.add(fingerprint)
-                self._renewed.update(indices)
-                self.wish = self._recording is None
+        if not self._active:
+            return False
+        met = self._met.setdefault(backward, set())
+        if fingerprint in met:
+            return False
+        met.add(fingerprint)
+        self._renewed.update(indices)
+        return self._recording is None
 
     def launching(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None:
         """Note what hooks are about to reduce; a no-op in a backward that does not verify."""

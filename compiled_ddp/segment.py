@@ -158,8 +158,9 @@ class Segment:
             pending = backward.take_pending(call.plan)
             implementation = self._backward("folding" if pending else "synchronised")
             flat_buffers = backward.lend_buffers(section, self._kept_buckets)
-            self._runtime.proof.meet_graph(implementation, call.fingerprint, call.plan.indices)
-            saved_and_tangents += [self._runtime.rider_values(call.plan), *pending, *flat_buffers]
+            if self._runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
+                backward.message.verify = True
+            saved_and_tangents += [backward.rider_values(call.plan), *pending, *flat_buffers]
             del flat_buffers
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros

@@ -464,6 +464,8 @@ class Runtime:
                 self._remove_needless_hooks()
         self._used = set()
         self.proof.postpone()
+        if not others_know:
+            self._heed_misfits(findings.misfits_on)
         return True
 
     # ---- the agreed sequence -----------------------------------------------------------------------------------------

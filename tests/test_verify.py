@@ -96,13 +96,14 @@ def _wrong(rank: int, name: str) -> list[ParityReport]:
     """Wrong by a tenth, and without a gradient, on the last rank alone; proofs are off, so that nothing raises."""
     original = SynchronisedBackward.write_back
 
-    def planted(backward: SynchronisedBackward, leave: float) -> None:
-        original(backward)
+    def planted(backward: SynchronisedBackward, leave: float) -> set[int]:
+        written = original(backward)
         parameter = backward._parameters.tensors[0]
         if rank == 1 and leave:
             parameter.grad.mul_(leave)
         elif rank == 1:
             parameter.grad = None
+        return written
 
     reports = []
     for leave in (1.1, math.nan, 0.0):
@@ -126,10 +127,11 @@ def test_a_wrong_gradient_on_one_rank_is_in_every_ranks_report(ranks2: RankPool,
 
 
 def _twice_on_every_rank(rank: int, name: str) -> list[float]:
-    def write_back_twice(backward: SynchronisedBackward) -> None:
-        original(backward)
+    def write_back_twice(backward: SynchronisedBackward) -> set[int]:
+        written = original(backward)
         for parameter in backward._parameters.tensors:
             parameter.grad.mul_(2.0)
+        return written
 
     original = SynchronisedBackward.write_back
     with pytest.MonkeyPatch.context() as patch:

@@ -5,6 +5,7 @@ from compiled_ddp.compiled import CompiledDDP, compile_ddp
 from compiled_ddp.eager import EagerDDP
 from compiled_ddp.explain import Explanation
 from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence, Riders
+from compiled_ddp.verify import ParameterDifference, ParityReport, verify_parity
 
 __all__ = [
     "Bucket",
@@ -12,8 +13,11 @@ __all__ = [
     "CompiledDDP",
     "EagerDDP",
     "Explanation",
+    "ParameterDifference",
+    "ParityReport",
     "ReductionSequence",
     "Riders",
     "compile_ddp",
+    "verify_parity",
 ]
 __version__ = "0.1.0"

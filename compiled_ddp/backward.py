@@ -1,6 +1,7 @@
 """One synchronised backward: what has been launched, what is missing, and what becomes of .grad at its end."""
 
-from collections.abc import Iterable, Sequence, Set
+import functools
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -65,7 +66,9 @@ class SynchronisedBackward:
         used_before: set[int],
         message: Message,
         gradient_as_bucket_view: bool = True,
+        launching: Callable[[Bucket, torch.Tensor], None],
     ) -> None:
+        """`launching` is told of every flat buffer right before hooks launch it."""
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
         self.sections = sections
@@ -75,12 +78,14 @@ class SynchronisedBackward:
         self._buffers, self._communicator, self._parameters = buffers, communicator, parameters
         self._used = used_before
         self._as_view = gradient_as_bucket_view
+        self._launching = launching
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
         self._hooks_only: set[int] = set()
         self._in_graph: dict[int, torch.Tensor | None] = {}  # section -> its reduced riders, once it has run
         self._graph_gradients: dict[int, int | None] = {}  # parameter -> its gradient's address; None: several
-        self._aliases: list[torch.Tensor] = []  # of graphs' gradients
+        self._aliases: dict[int, list[torch.Tensor]] = {}  # of graphs' gradients
+        self._not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
         self._arrived: set[int] = set()
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
         self._existing = {
@@ -165,7 +170,7 @@ class SynchronisedBackward:
         for index, gradient in gradients:
             self._graph_gradients[index] = None if index in self._graph_gradients else gradient.data_ptr()
             # Shares the storage, so that autograd adds other contributions out of place and `_find_mixed` sees them.
-            self._aliases.append(gradient.detach())
+            self._aliases.setdefault(index, []).append(gradient.detach())
             self._arrived.add(index)
 
     def gradient_arrived(self, index: int) -> None:
@@ -250,6 +255,7 @@ class SynchronisedBackward:
         layout = progress.bucket.riders
         if layout is not None and buffer.riders is not None:
             buffer.riders.copy_(rider_values(layout, self.message, self._is_used))
+        self._launching(progress.bucket, buffer.flat)
         try:
             progress.work = self._communicator.all_reduce(buffer.flat)
         except RuntimeError as error:
@@ -296,7 +302,8 @@ class SynchronisedBackward:
 
     def _sum(self, index: int, positions: Sequence[int]) -> torch.Tensor:
         views = [self._buffers[position].views[index] for position in positions]
-        return views[0] if len(views) == 1 else torch.stack(views).sum(0)
+        # In the order in which autograd adds what graphs return, so that every rank rounds alike.
+        return functools.reduce(torch.add, views)
 
     def wait(self) -> None:
         """Wait for every bucket that hooks launched; a graph waits for its own."""
@@ -360,6 +367,19 @@ class SynchronisedBackward:
         """Whether hooks launch a bucket that carries this gradient."""
         return bool(self._positions_by_hooks(index))
 
+    def outcome(self, index: int, written: Set[int]) -> torch.Tensor | None:
+        """What the reduction left of a parameter's gradient; None where no rank has produced one.
+
+        `written` are the parameters whose .grad holds what hooks reduced. Where torch.autograd.grad accumulated
+        nothing, or a hook of the user's has taken .grad away, it is what graphs returned.
+        """
+        gradient = self._parameters.tensors[index].grad
+        if index in self._aliases and index not in written:
+            if gradient is None or index in self._not_accumulated:
+                return functools.reduce(torch.add, self._aliases[index])
+            return gradient
+        return gradient if index in written else None
+
     def _find_mixed(self) -> None:
         """A .grad that is not the very tensor a graph returned has another contribution, which was not reduced."""
         for index, address in self._graph_gradients.items():
@@ -406,7 +426,9 @@ class SynchronisedBackward:
         """Give back the .grad tensors that a graph folded in, with the reduced values."""
         for index, tensor in self.pending.items():
             parameter = self._parameters.tensors[index]
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                self._not_accumulated.add(index)
+            else:
                 tensor.copy_(parameter.grad)
             parameter.grad = tensor
         self.pending.clear()

@@ -95,6 +95,10 @@ class Communicator:
         assert work is not None
         return work
 
+    def maximum(self, values: torch.Tensor) -> None:
+        """Overwrite `values` with their maximum over ranks."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite `tensors` with those of the group's rank 0."""
         if tensors and self.world_size > 1:

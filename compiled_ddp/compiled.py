@@ -32,6 +32,7 @@ def compile_ddp(
     static_graph: bool = False,
     gradient_as_bucket_view: bool = True,
     check_steps: str = "error",
+    verify: str = "first",
     strict: bool = False,
     backend: str = "inductor",
     fullgraph: bool = False,
@@ -58,6 +59,9 @@ def compile_ddp(
             tensors where hooks reduce; where a graph does they are views at no cost.
         check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
             "error" raises on every rank, "warn" warns once, "off" does not look.
+        verify: when to prove that gradients were reduced, by checksums before and after, compared between ranks:
+            "first" in the first backward, after a new graph, and while something is pending (`explain()` tells);
+            "always" in every backward; "off" never. A gradient that was not reduced raises on every rank.
         strict: raise where a graph cannot serve, instead of falling back to hooks with a warning.
         backend: "inductor", or "aot_eager" for the same passes without code generation (debugging, fast tests).
         fullgraph: as in torch.compile.
@@ -83,6 +87,7 @@ def compile_ddp(
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
             check_steps=check_steps,
+            verify=verify,
             strict=strict,
             backend=backend,
             fullgraph=fullgraph,

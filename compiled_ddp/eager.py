@@ -32,6 +32,9 @@ class EagerDDP(DataParallelWrapper):
         gradient_as_bucket_view: leave .grad as views of the buckets; False keeps plain tensors, at a copy each.
         check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
             "error" raises on every rank, "warn" warns once, "off" does not look.
+        verify: when to prove that gradients were reduced, by checksums before and after, compared between ranks:
+            "first" in the first backward, and while something is pending (`explain()` tells);
+            "always" in every backward; "off" never. A gradient that was not reduced raises on every rank.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, the models differ between ranks, or torch is unsupported.
@@ -51,6 +54,7 @@ class EagerDDP(DataParallelWrapper):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         check_steps: str = "error",
+        verify: str = "first",
     ) -> None:
         options = Options(
             bucket_cap_mb=bucket_cap_mb,
@@ -59,6 +63,7 @@ class EagerDDP(DataParallelWrapper):
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
             check_steps=check_steps,
+            verify=verify,
         )
         super().__init__(module, process_group, options)
 

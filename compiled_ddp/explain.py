@@ -19,6 +19,7 @@ class Explanation:
     fallback_reasons: tuple[str, ...]
     bucket_size: str  # how large a bucket may be, and why
     unused: tuple[str, ...] = ()  # parameters that no rank has used, and that are not reduced until one does
+    proof: str = ""  # how many parameters are proven to be reduced, and what is pending; empty on one rank
 
     def __str__(self) -> str:
         if not self.rows:
@@ -28,7 +29,8 @@ class Explanation:
         notes = "".join(f"\nAt run time some buckets went by hooks: {reason}." for reason in self.fallback_reasons)
         if self.unused:
             notes += f"\nNot reduced, because no rank has used them so far: {', '.join(self.unused)}."
-        return f"{table}\n{self.bucket_size}{notes}"
+        proof = f"\n{self.proof}" if self.proof else ""
+        return f"{table}\n{self.bucket_size}{notes}{proof}"
 
 
 def explain_sequence(
@@ -36,6 +38,7 @@ def explain_sequence(
     fallback_reasons: Sequence[str],
     options: Options,
     link_bytes_per_second: float | None,
+    proof: str,
 ) -> Explanation:
     """Describe a sequence, bucket by bucket in launch order.
 
@@ -43,7 +46,7 @@ def explain_sequence(
     """
     bucket_size = _bucket_size_in_words(options, link_bytes_per_second)
     if sequence is None:
-        return Explanation((), tuple(fallback_reasons), bucket_size)
+        return Explanation((), tuple(fallback_reasons), bucket_size, proof=proof)
     rows: list[Row] = []
     for section in sequence.launched:
         for bucket in section.plan.buckets:
@@ -53,7 +56,7 @@ def explain_sequence(
     planned = {section.reason for section in sequence.sections}
     at_run_time = tuple(reason for reason in fallback_reasons if reason not in planned)
     unused = (sequence.parameter_names[index] for section in sequence.unused for index in section.plan.indices)
-    return Explanation(tuple(rows), at_run_time, bucket_size, tuple(unused))
+    return Explanation(tuple(rows), at_run_time, bucket_size, tuple(unused), proof)
 
 
 def _bucket_size_in_words(options: Options, link_bytes_per_second: float | None) -> str:

@@ -25,6 +25,7 @@ class Options:
     init_sync: bool = True
     gradient_as_bucket_view: bool = True
     check_steps: str = "error"
+    verify: str = "first"
     strict: bool = False
     backend: str = "inductor"
     fullgraph: bool = False
@@ -42,6 +43,8 @@ class Options:
                 raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
         if self.check_steps not in ("error", "warn", "off"):
             raise ValueError(f"check_steps must be 'error', 'warn' or 'off', found {self.check_steps!r}.")
+        if self.verify not in ("first", "always", "off"):
+            raise ValueError(f"verify must be 'first', 'always' or 'off', found {self.verify!r}.")
         if self.backend not in ("inductor", "aot_eager"):
             raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {self.backend!r}.")
         if self.mode is not None and self.options is not None:

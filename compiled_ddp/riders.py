@@ -13,6 +13,7 @@ from compiled_ddp.plan import (
     FORWARD_COUNT,
     FORWARD_COUNT_SQUARED,
     MISFIT,
+    VERIFY,
     Riders,
 )
 
@@ -25,6 +26,7 @@ class Message:
     announced: int = 0
     misfit: bool = False
     aborted: bool = False
+    verify: bool = False
 
 
 def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
@@ -32,8 +34,8 @@ def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) 
     count = float(message.forward_count % COUNT_MODULUS)
     values = [0.0] * FIRST_USED
     values[FORWARD_COUNT], values[FORWARD_COUNT_SQUARED] = count, count * count
-    values[ABORTED], values[ANNOUNCED], values[MISFIT] = map(
-        float, (message.aborted, message.announced, message.misfit)
+    values[ABORTED], values[ANNOUNCED], values[MISFIT], values[VERIFY] = map(
+        float, (message.aborted, message.announced, message.misfit, message.verify)
     )
     return torch.tensor(values + [float(used(index)) for index in riders.indices])
 
@@ -46,6 +48,7 @@ class Findings:
     counts_differ: bool = False  # whether the ranks have begun different numbers of forwards
     announced: bool = False  # whether a rank has used a parameter of an "unused" section
     misfits_on: int = 0  # ranks whose graphs did not fit the sequence
+    verify: bool = False  # whether a rank wishes that all prove the reduction
 
 
 class RiderReader:
@@ -92,4 +95,5 @@ class RiderReader:
             counts_differ=any(
                 self._world_size * sums[FORWARD_COUNT_SQUARED] != sums[FORWARD_COUNT] ** 2 for sums in sections
             ),
+            verify=any(sums[VERIFY] > 0 for sums in sections),
         )

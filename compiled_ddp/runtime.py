@@ -16,6 +16,7 @@ from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
+from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
 from compiled_ddp.sequence import SequencePlanner
@@ -67,6 +68,7 @@ class Runtime:
         self._hook_handles: dict[int, Any] = {}  # by parameter
         self._reported: set[str] = set()
         self._rider_reader = RiderReader(communicator.world_size)
+        self.proof = Proof(parameters, communicator, options.verify)
         self._disagreements = 0  # on the number of forwards
         self._lock = threading.RLock()
         self._hooks_reason = hooks_reason
@@ -151,6 +153,7 @@ class Runtime:
         self._expected = False
         self._hold_back_users_hooks()
         self._forwards.backward_began()
+        self.proof.begin_backward()
         if not self._agreed:
             self._adopt(self._agree_on_proposal([call for call in self._live_calls() if takes_part(call)]))
         assert self.sequence is not None
@@ -203,6 +206,7 @@ class Runtime:
             used_before=used_before,
             message=message,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
+            launching=self.proof.launching,
         )
 
     def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
@@ -343,7 +347,10 @@ class Runtime:
             self._expected = self.synchronise
         first = not self._refined
         if first:
-            reduced |= self._refine(backward) | backward.reduced_in_graphs
+            reduced |= self._refine(backward)
+        self.proof.conclude(lambda index: backward.outcome(index, reduced))
+        if first:
+            reduced = reduced | backward.reduced_in_graphs
         if backward.observations.mixed:
             self._refuse_mixed(backward.observations.mixed)
         self._heed_misfits(findings.misfits_on)
@@ -355,6 +362,7 @@ class Runtime:
     def _finish_returned(self, backward: SynchronisedBackward) -> None:
         """The end of a torch.autograd.grad: .grad is as it was, and the backward that accumulates is still to come."""
         self._expected = self.synchronise
+        self.proof.postpone()
         if not self._refined:
             self.forget_sequence()  # it may lack what the first backward will run
         local = backward.returned_without_reduction()
@@ -391,6 +399,7 @@ class Runtime:
         self._unused = frozenset()
         self._refined = False
         self._misfits = 0
+        self.proof.begin_anew(self.parameters)
         self.install_hooks()
 
     def _admit(self) -> set[int]:
@@ -407,12 +416,14 @@ class Runtime:
         late.wait()
         used = late.write_back()
         self._adopt(self._planner.admit(self.sequence, used))
+        self.proof.look_again()
         return used
 
     def _heed_riders(self, backward: SynchronisedBackward) -> Findings:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
-        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self._refined)
+        findings = self._read_riders(backward)
         if findings.aborted_on:
+            self.proof.postpone()
             raise RuntimeError(
                 f"rank {self.communicator.rank}: the backward of forward {self._forwards.value} broke off on "
                 f"{findings.aborted_on} other rank(s) and was not reduced (on a GPU it may have been the one before). "
@@ -420,6 +431,11 @@ class Runtime:
             )
         if findings.counts_differ:
             self._report_different_steps()
+        return findings
+
+    def _read_riders(self, backward: SynchronisedBackward) -> Findings:
+        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self._refined)
+        self.proof.heed_wish(findings.verify)
         return findings
 
     def _report_different_steps(self) -> None:
@@ -443,6 +459,7 @@ class Runtime:
         if self._options.check_steps == "warn":
             warnings.warn(message, stacklevel=2)
         else:
+            self.proof.postpone()
             raise RuntimeError(f"{message} Load the latest checkpoint on every rank.")
 
     def _refuse_mixed(self, mixed: set[int]) -> None:
@@ -470,16 +487,28 @@ class Runtime:
         backward.message.aborted = True
         others_know = backward.launch_rest()
         backward.wait()
-        if not others_know and backward.returned is not None and not self._refined:
-            self.forget_sequence()  # as they do: for them it ended well
-        elif not others_know:
-            if self._unused and self._rider_reader.read(backward.reduced_riders(), at_once=True).announced:
-                self._admit()
-            if not self._refined:
-                self._refine(backward)
-                self._remove_needless_hooks()
+        findings = self._read_riders(backward)
+        if others_know:
+            self.proof.postpone()
+        else:
+            self._end_as_the_others(backward, findings)
         self._used = set()
         return True
+
+    def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> None:
+        """For the other ranks this broken backward ended well: take part in what they do at its end."""
+        if backward.returned is not None:
+            self.proof.postpone()
+            if not self._refined:
+                self.forget_sequence()
+            return
+        if findings.announced:
+            self._admit()
+        if not self._refined:
+            self._refine(backward)
+            self._remove_needless_hooks()
+        self.proof.postpone()
+        self._heed_misfits(findings.misfits_on)
 
     # ---- the agreed sequence -----------------------------------------------------------------------------------------
 

@@ -191,12 +191,15 @@ class Segment:
             pending = backward.take_pending(call.plan)
             implementation = self._backward("folding" if pending else "synchronised")
             flat_buffers = backward.lend_buffers(section, self._kept_buckets)
+            if self._runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
+                backward.message.verify = True
             saved_and_tangents += [backward.rider_values(call.plan), *pending, *flat_buffers]
             del flat_buffers
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise
-        *gradients, riders = implementation(node, saved_and_tangents)
+        with self._runtime.proof.watching(call.plan):
+            *gradients, riders = implementation(node, saved_and_tangents)
         positions = call.index_of
         reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
         backward.segment_ran(section, riders, reduced)

@@ -19,6 +19,7 @@ ImportError from this module.
 | `distributed_c10d._new_process_group_helper` | a communicator's name, the same on every rank and in every run |
 | `ProcessGroupGloo._Options`, `distributed_c10d.ProcessGroupGloo` | how many collectives gloo runs at once |
 | `_broadcast_coalesced` | parameters and buffers |
+| `torch.utils._python_dispatch.TorchDispatchMode` | seeing a graph's launches while it runs |
 """
 
 import contextlib
@@ -37,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 # Rewrites a backward graph in place, given its (fake) inputs; returns them with those it appended.
 RewriteBackward = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]

@@ -248,7 +248,11 @@ class DataParallelWrapper(nn.Module):
     def explain(self) -> Explanation:
         """What is reduced where, and why; `print` it for a table."""
         return explain_sequence(
-            self._runtime.sequence, self._runtime.fallback_reasons, self._options, self._link_bytes_per_second
+            self._runtime.sequence,
+            self._runtime.fallback_reasons,
+            self._options,
+            self._link_bytes_per_second,
+            str(self._runtime.proof),
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -1,0 +1,242 @@
+"""verify_parity and `python -m compiled_ddp verify`: they see what is right, and what is wrong."""
+
+import functools
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from models import Mlp, TokenModel, assert_equal_on_all_ranks, row_batch, token_batch
+from torch import Tensor, nn
+
+from compiled_ddp import EagerDDP, ParityReport, compile_ddp, verify_parity
+from compiled_ddp.backward import SynchronisedBackward
+from compiled_ddp.command_line import main
+from compiled_ddp.verify import ParameterDifference
+from compiled_ddp.wrapper import DataParallelWrapper
+from ranks import RankPool
+
+BOTH = ("compile_ddp", "EagerDDP")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def wrap(name: str, **options: Any) -> Any:
+    if name == "EagerDDP":
+        return functools.partial(EagerDDP, **options)
+    return functools.partial(compile_ddp, backend="aot_eager", **options)
+
+
+def _token_model(rank: int, name: str) -> ParityReport:
+    model = TokenModel()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    report = verify_parity(model, lambda step: token_batch(10 * step + rank), steps=3, wrap=wrap(name))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert_equal_on_all_ranks(report)
+    return report
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_parity_of_a_model_that_returns_its_loss(ranks2: RankPool, name: str) -> None:
+    report, _ = ranks2.run(_token_model, name)
+    assert [d.name for d in report.differences] == [n for n, _ in TokenModel().named_parameters()]
+    assert report.within(1e-5) and report.largest >= 0
+    assert report.steps == 3 and report.world_size == 2
+    assert "token.weight" in str(report) and "[32, 16]" in str(report)
+
+
+class Normalised(nn.Module):
+    """Buffers, dropout, a bias whose gradient is zero but for rounding, and one parameter that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.dropout = nn.Dropout(0.5)
+        self.unused = nn.Parameter(torch.zeros(3))
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: Tensor, *, scale: float) -> dict[str, Tensor]:
+        return {"logits": scale * self.head(self.dropout(self.norm(self.first(x) * self.frozen)))}
+
+
+def _with_a_loss(rank: int, name: str) -> list[ParityReport]:
+    inputs = {"x": row_batch(rank), "scale": 2.0}
+    targets = torch.tensor([0, 1, 1, 0])
+    adam = functools.partial(torch.optim.Adam, lr=0.1)
+    return [
+        verify_parity(
+            Normalised(),
+            inputs,
+            loss=lambda output, given: F.cross_entropy(output["logits"], targets) * given["scale"],
+            wrap=wrap(name),
+            optimizer=optimizer,
+        )
+        for optimizer in (adam, None)
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", BOTH)
+def test_parity_with_a_loss_of_the_users_buffers_dropout_and_unused_parameters(ranks2: RankPool, name: str) -> None:
+    for report in ranks2.run(_with_a_loss, name)[0]:
+        assert report.within(1e-4), str(report)
+        unused = next(d for d in report.differences if d.name == "unused")
+        assert (unused.absolute, unused.relative) == (0.0, 0.0)
+        assert "frozen" not in [d.name for d in report.differences]
+
+
+def _wrong(rank: int, name: str) -> list[ParityReport]:
+    """Wrong by a tenth, and without a gradient, on the last rank alone; proofs are off, so that nothing raises."""
+    original = SynchronisedBackward.write_back
+
+    def planted(backward: SynchronisedBackward, leave: float) -> set[int]:
+        written = original(backward)
+        parameter = backward._parameters.tensors[0]
+        if rank == 1 and leave:
+            parameter.grad.mul_(leave)
+        elif rank == 1:
+            parameter.grad = None
+        return written
+
+    reports = []
+    for leave in (1.1, math.nan, 0.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SynchronisedBackward, "write_back", lambda backward, leave=leave: planted(backward, leave))
+            reports.append(
+                verify_parity(Mlp(), row_batch(rank), 2, loss=lambda y, _: y.sum(), wrap=wrap(name, verify="off"))
+            )
+    return reports
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_a_wrong_gradient_on_one_rank_is_in_every_ranks_report(ranks2: RankPool, name: str) -> None:
+    for by_a_tenth, not_a_number, without in ranks2.run(_wrong, name):
+        first, *others = by_a_tenth.differences
+        assert first.name == "head.weight" and first.relative == pytest.approx(0.1, rel=1e-3)
+        assert all(other.relative < 1e-5 for other in others)
+        assert not by_a_tenth.within(1e-2) and by_a_tenth.within(0.11)
+        assert math.isnan(not_a_number.largest) and not not_a_number.within(1e9)
+        assert without.largest == math.inf and not without.within(1e9)
+
+
+def _twice_on_every_rank(rank: int, name: str) -> list[float]:
+    def write_back_twice(backward: SynchronisedBackward) -> set[int]:
+        written = original(backward)
+        for parameter in backward._parameters.tensors:
+            parameter.grad.mul_(2.0)
+        return written
+
+    original = SynchronisedBackward.write_back
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SynchronisedBackward, "write_back", write_back_twice)
+        report = verify_parity(Mlp(), row_batch(rank), 1, loss=lambda y, _: y.sum(), wrap=wrap(name, verify="always"))
+    return [difference.relative for difference in report.differences]
+
+
+@pytest.mark.parametrize("name", BOTH)
+def test_what_is_wrong_and_equal_on_all_ranks_is_seen_by_parity_alone(ranks2: RankPool, name: str) -> None:
+    for relative in ranks2.run(_twice_on_every_rank, name):
+        assert relative == pytest.approx([1.0] * 6, rel=1e-4)
+
+
+class Returning(nn.Module):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self.mlp(x))
+
+
+def _kinds_of_loss(rank: int) -> None:
+    kinds = (lambda y: y.sum(), lambda y: {"loss": y.sum()}, lambda y: SimpleNamespace(loss=y.sum()))
+    for make in kinds:
+        assert verify_parity(Returning(make), (row_batch(rank),), 1, wrap=EagerDDP).within(1e-5)
+    for make in (lambda y: y, lambda y: {"logits": y}, lambda y: (y.sum(), y)):
+        with pytest.raises(TypeError, match="pass loss="):
+            verify_parity(Returning(make), row_batch(rank), 1, wrap=EagerDDP)
+    with pytest.raises(ValueError, match="steps must be positive"):
+        verify_parity(Mlp(), row_batch(rank), 0)
+
+
+def test_the_loss_is_found_in_the_output_or_asked_for(ranks2: RankPool) -> None:
+    ranks2.run(_kinds_of_loss)
+
+
+def _everything_given_back(rank: int) -> None:
+    made: list[DataParallelWrapper] = []
+
+    def keep(model: nn.Module) -> DataParallelWrapper:
+        made.append(EagerDDP(model))
+        return made[-1]
+
+    verify_parity(Mlp(), row_batch(rank), 1, loss=lambda y, _: y.sum(), wrap=keep)
+    with pytest.raises(RuntimeError, match="unwrapped"):
+        made[0](row_batch(rank))
+    dist.barrier()
+
+
+def test_the_wrapper_is_given_back(ranks2: RankPool) -> None:
+    ranks2.run(_everything_given_back)
+
+
+def test_a_report_that_holds_nan_has_no_smaller_largest() -> None:
+    rows = [ParameterDifference("a", (1,), math.nan, math.nan, 0), ParameterDifference("b", (1,), 1.0, 1.0, 0)]
+    assert math.isnan(ParityReport(tuple(rows), 1, 2).largest)
+    assert not ParityReport(tuple(rows), 1, 2).within(math.inf)
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import torch
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    return model, torch.randn(3, 4), lambda output, _: output.square().mean()
+"""
+
+
+def _run(*arguments: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *under, "compiled_ddp", "verify", *arguments, "--wrapper", "EagerDDP"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+
+
+@pytest.mark.slow
+def test_the_command_starts_its_own_ranks_and_exits_by_the_tolerance(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    good = _run(f"{script}:make", "--ranks", "3", "--steps", "2")
+    assert good.returncode == 0, good.stderr
+    assert "0.weight" in good.stdout and "(steps: 2, ranks: 3)" in good.stdout
+    bad = _run(f"{script}:make", "--tolerance", "-1")
+    assert bad.returncode == 1
+    assert "(steps: 3, ranks: 2)" in bad.stdout
+
+
+@pytest.mark.slow
+def test_the_command_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    done = _run(f"{script}:make", "--steps", "1", under=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("(steps: 1, ranks: 2)") == 1, "one rank prints"
+
+
+def test_the_command_says_how_to_name_the_function(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["verify", "script.py"])
+    assert caught.value.code == 2
+    assert "SCRIPT:FUNCTION" in capsys.readouterr().err

@@ -67,6 +67,24 @@ def _collect_verdicts(ranks: RankGroup, own_problem: str | None) -> Sequence[str
     return [f"- rank {ranks.ranks[rank]}: {problem}" for rank, problem in verdicts.items() if problem]
 
 
+def agree_on_fingerprint(ranks: RankGroup, key: str, fingerprint: str) -> None:
+    """Raise the same RuntimeError on every rank, naming those that differ from rank 0, unless all are equal."""
+    purpose = "to compare the sequences of all ranks"
+    ranks.publish(f"{key}/fingerprint/{ranks.rank}", fingerprint)
+    if ranks.rank == 0:
+        found = [ranks.read(f"{key}/fingerprint/{r}", writer=r, purpose=purpose) for r in range(ranks.world_size)]
+        differing = [ranks.ranks[rank] for rank, theirs in enumerate(found) if theirs != fingerprint]
+        ranks.publish(f"{key}/differing", json.dumps(differing))
+    # Rank 0 may itself be waiting for a silent rank.
+    differing = json.loads(ranks.read(f"{key}/differing", writer=0, purpose=purpose, patience=2.0))
+    if differing:
+        raise RuntimeError(
+            f"ranks {differing} made another sequence of buckets than rank {ranks.ranks[0]} did from the same text: their "
+            "parameters have another shape, stride, dtype or device by now. Change parameters on every rank alike, "
+            "call unwrap() and wrap the model again."
+        )
+
+
 def first_difference(
     expected: Mapping[str, object], found: Mapping[str, object], *, reference_rank: int = 0
 ) -> str | None:

@@ -231,6 +231,10 @@ Origin = Literal["graph", "hooks"]
 
 # Why parameters are the hooks'.
 NOT_CAPTURED = "not in a captured graph: used in eager code, or unused"
+NOT_CALLED = (
+    "the captured graphs of the first backward that hold them were not called in this forward (eager code: Dynamo's "
+    "recompile limit, a stance, or switched off; or other control flow)"
+)
 MIXED = "used both inside a captured graph and outside of it"
 
 

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.agreement import agree_on_fingerprint
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.options import Options
-from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
+from compiled_ddp.plan import NOT_CALLED, BucketPlan, ReductionSequence, Section
 from compiled_ddp.riders import RiderReader, rider_values
 from compiled_ddp.sequence import SequencePlanner
 
@@ -52,6 +53,7 @@ class Runtime:
         self._options = options
         self._planner = SequencePlanner(parameters, options, communicator.world_size)
         self._live_calls = live_calls
+        self._graphs_wanted = hooks_reason is None
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
         self._expected = False  # whether a synchronised forward still waits for its backward
         self._counted = False  # whether the latest forward is one of `_forwards`
@@ -120,10 +122,9 @@ class Runtime:
                 self._open_tasks.add(task)
                 torch_private.call_at_end_of_backward(functools.partial(self._task_ended, task))
             if self._current is None:
-                backward = self._begin(lambda call: call.will_run())
+                self._current = self._begin(lambda call: call.will_run())
                 if self._sections_of:
-                    self._leave_unmatched_to_hooks(backward)
-                self._current = backward
+                    self._leave_unmatched_to_hooks(self._current)
             return self._current
 
     def _begin(self, takes_part: Callable[[SegmentCall], bool]) -> SynchronisedBackward:
@@ -155,11 +156,11 @@ class Runtime:
                     free[call.fingerprint].pop()
                 else:
                     unmatched.update(call.plan.indices)
-        for sections in free.values():
-            for section in sections:
-                unmatched.update(backward.sections[section].plan.indices)
-        if unmatched:
-            backward.leave_to_hooks(unmatched)
+        not_called = {i for sections in free.values() for n in sections for i in backward.sections[n].plan.indices}
+        if not_called and not unmatched:  # calls that do not match are reported one by one
+            self.report(NOT_CALLED, sorted(not_called))
+        if unmatched or not_called:
+            backward.leave_to_hooks(unmatched | not_called)
 
     def _with_tensor_hooks(self, call: SegmentCall) -> list[int]:
         return [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
@@ -361,7 +362,7 @@ class Runtime:
         by_hooks = [section for section in self.sequence.sections if section.origin == "hooks"]
         if not by_hooks:
             self.remove_hooks()
-        elif self._sections_of:
+        elif self._graphs_wanted:
             for section in by_hooks:
                 self.report(section.reason, section.plan.indices)
 
@@ -371,8 +372,11 @@ class Runtime:
         if ranks.rank == 0:
             sequence = make()
             ranks.publish(key, self._planner.encode(sequence))
-            return sequence
-        return self._planner.decode(ranks.read(key, writer=0, purpose="for the sequence of the first backward"))
+        else:
+            text = ranks.read(key, writer=0, purpose="for the sequence of the first backward")
+            sequence = self._planner.decode(text)
+        agree_on_fingerprint(ranks, key, sequence.fingerprint)
+        return sequence
 
     def _adopt(self, sequence: ReductionSequence) -> None:
         if sequence == self.sequence:

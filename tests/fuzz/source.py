@@ -71,7 +71,8 @@ class _Writer:
 
     def write(self) -> str:
         body = self._body(self._model.ops)
-        forward = ["def forward(self, x):", *body, "    return x"]
+        # An output that is the input itself has no node, and so no backward that could begin a synchronised one.
+        forward = ["def forward(self, x):", "    x = x * 1", *body, "    return x"]
         lines = ["class Generated(Base):", *(f"    {line}" for line in [*self._methods, *forward])]
         return "\n".join(lines) + "\n"
 

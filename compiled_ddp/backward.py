@@ -10,7 +10,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import FIRST_USED, Bucket, BucketPlan, Section
-from compiled_ddp.riders import rider_values
+from compiled_ddp.riders import Message, rider_values
 
 
 @dataclass(frozen=True)
@@ -62,15 +62,15 @@ class SynchronisedBackward:
         parameters: TrainedParameters,
         *,
         used_before: set[int],
-        forward_count: int,
+        message: Message,
         gradient_as_bucket_view: bool = True,
     ) -> None:
         self.sections = sections
+        self.message = message
         self.observations = Observations()
         self.pending: dict[int, torch.Tensor] = {}  # .grad tensors that a graph folds in; restored at the end
         self._buffers, self._communicator, self._parameters = buffers, communicator, parameters
         self._used = used_before
-        self._forward_count = forward_count
         self._as_view = gradient_as_bucket_view
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
@@ -151,6 +151,11 @@ class SynchronisedBackward:
         first = self._buffers.first_position[section]
         return [self._buffers[first + bucket].lend() for bucket in buckets]
 
+    def rider_values(self, plan: BucketPlan) -> torch.Tensor:
+        """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
+        values = rider_values(plan.riders, self.message, lambda _: True)
+        return values.to(plan.buckets[-1].device, non_blocking=True)
+
     def segment_ran(self, section: int, riders: torch.Tensor, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Note the results of a claimed section: its reduced riders, and where its gradients lie in memory."""
         self._in_graph[section] = riders
@@ -224,7 +229,7 @@ class SynchronisedBackward:
         return self.sections[self._progress[position].section].reduces_again
 
     def _positions_by_hooks(self, index: int) -> list[int]:
-        return [p for p in self._buffers.positions_of[index] if self._progress[p].section not in self._in_graph]
+        return [p for p in self._buffers.positions_of.get(index, ()) if self._progress[p].section not in self._in_graph]
 
     def _launch_complete(self) -> None:
         while self._cursor < len(self._progress):
@@ -238,13 +243,11 @@ class SynchronisedBackward:
         """Whether the bucket before `position`, of the same section, was launched by hooks."""
         return position > 0 and self._progress[position - 1].work is not None
 
-    def _launch(self, position: int, aborted: bool = False) -> None:
+    def _launch(self, position: int) -> None:
         progress, buffer = self._progress[position], self._buffers[position]
         layout = progress.bucket.riders
         if layout is not None and buffer.riders is not None:
-            buffer.riders.copy_(
-                rider_values(layout, forward_count=self._forward_count, used=self._is_used, aborted=aborted)
-            )
+            buffer.riders.copy_(rider_values(layout, self.message, self._is_used))
         try:
             progress.work = self._communicator.all_reduce(buffer.flat)
         except RuntimeError as error:
@@ -256,16 +259,16 @@ class SynchronisedBackward:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def launch_rest(self, *, aborted: bool = False) -> bool:
+    def launch_rest(self) -> bool:
         """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce.
 
-        Returns whether there was one; the last of them carries riders, and so `aborted` to every rank.
+        Returns whether there was one; the last of them carries riders, and so the message to every rank.
         """
         launched = self._cursor < len(self._progress)
         while self._cursor < len(self._progress):
             for index in sorted(self._progress[self._cursor].missing):
                 self._fill_missing(index, self._cursor)
-            self._launch(self._cursor, aborted)
+            self._launch(self._cursor)
             self._cursor += 1
         return launched
 
@@ -330,6 +333,16 @@ class SynchronisedBackward:
             by_hooks = any(self._progress[position].work for position in self._buffers.positions_of[index])
             if address is not None and gradient is not None and gradient.data_ptr() != address and not by_hooks:
                 self.observations.mixed.add(index)
+
+    def unused_everywhere(self) -> set[int]:
+        """Of the parameters that hooks reduced, those that no rank has used since the last synchronised backward."""
+        return {
+            index
+            for position, progress in enumerate(self._progress)
+            if progress.work is not None
+            for index in progress.bucket.indices
+            if not self._is_used(index) and not self._used_elsewhere(position, index)
+        }
 
     def _used_elsewhere(self, position: int, index: int) -> bool:
         """Whether another rank used a parameter that this one did not. Reads from the device, for such ranks alone."""

@@ -103,7 +103,8 @@ class CompiledDDP(DataParallelWrapper):
             raise
 
     def _prepare_to_compile(self, options: Options) -> None:
-        self._index_of_parameter = {id(tensor): n for n, tensor in enumerate(self._runtime.parameters.tensors)}
+        self._index_of_parameter: dict[int, int] = {}
+        self._index_parameters()
         self._compiler_options = torch_private.inductor_options(options.mode, options.compiler_options, options.dynamic)
         compiled = torch.compile(
             torch_private.without_own_compilation(self.module),
@@ -113,6 +114,14 @@ class CompiledDDP(DataParallelWrapper):
         )
         # In a tuple, so that it is no submodule: the model has one place in this wrapper, `module`.
         self._compiled: tuple[Callable[..., Any]] = (torch_private.allow_recurrent(compiled, self.module),)
+
+    def _index_parameters(self) -> None:
+        for index, tensor in enumerate(self._runtime.parameters.tensors):
+            self._index_of_parameter[id(tensor)] = index  # in place: captured segments hold on to it
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        self._index_parameters()
 
     def _hooks_reason(self) -> str | None:
         return "COMPILED_DDP_MODE=hooks" if self._mode == "hooks" else None

@@ -499,20 +499,6 @@ def test_parts_may_be_frozen_in_turns(ranks2: RankPool) -> None:
     ranks2.run(_freezes_in_turns)
 
 
-def _unfrozen(rank: int, wrapper: str) -> None:
-    model = Mlp()
-    model.first.requires_grad_(False)
-    ddp = wrappers([wrapper])[wrapper](model)
-    model.first.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"first.weight was frozen when the model was wrapped"):
-        ddp(row_batch(rank))
-
-
-@pytest.mark.parametrize("wrapper", BOTH)
-def test_a_parameter_that_was_frozen_when_wrapped_may_not_be_trained(ranks2: RankPool, wrapper: str) -> None:
-    ranks2.run(_unfrozen, wrapper)
-
-
 def _gradient_penalty(rank: int) -> None:
     ddp = EagerDDP(Mlp())
     for step in range(2):

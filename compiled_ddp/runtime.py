@@ -207,7 +207,7 @@ class Runtime:
             return None
 
     def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
-        shared = backward.shares_with_claimed(call.plan.indices)
+        shared = backward.shares_with_claimed(backward.leave_to_hooks(set(call.plan.indices)))
         if shared:
             raise RuntimeError(
                 f"parameter {self.parameters.named(shared)} stands in two captured graphs, one of which did not come "
@@ -244,7 +244,8 @@ class Runtime:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self._lock:
             if self._current is None and not self._expected:
-                self._used.add(index)
+                if self.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
+                    self._used.add(index)
             else:
                 backward = self.enter_backward()
                 self._refuse_unannounced(index)
@@ -336,8 +337,9 @@ class Runtime:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on."""
         assert self.sequence is not None
         unused = self.sequence.unused
+        used_here = {index for index in self._announced if self.parameters.tensors[index].grad is not None}
         late = self._new_backward(
-            unused, SequenceBuffers(unused), self._used | self._announced, Message(self._forwards.value)
+            unused, SequenceBuffers(unused), self._used | used_here, Message(self._forwards.value)
         )
         late.launch_rest()
         late.wait()

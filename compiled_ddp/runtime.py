@@ -461,7 +461,7 @@ class Runtime:
             ranks,
             lambda: {"the sequence of buckets": [sequence.fingerprint]},
             occasion=key,
-            failure="ranks would launch different buckets, so this backward was not reduced",
+            failure="the sequence of buckets was not adopted",
         )
         return sequence
 

@@ -1,4 +1,4 @@
-"""`make fuzz`: many random programs, with a summary line for docs/limits.md.
+"""`make fuzz`: many random programs, and a summary line.
 
     PYTHONPATH=tests python -m fuzz.long_run --models 2000 --seed 1
 
@@ -64,7 +64,8 @@ def main() -> int:
             pool = three if number % 3 == 2 else two  # which takes longer
             models = min(CHUNK, arguments.models - first)
             try:
-                chunk(pool, 1_000_000 * arguments.seed + number, models, counts[pool.world_size], shrink=arguments.shrink)()
+                seed_of_chunk = 1_000_000 * arguments.seed + number
+                chunk(pool, seed_of_chunk, models, counts[pool.world_size], shrink=arguments.shrink)()
             except AssertionError as error:
                 failures += 1
                 print(f"---- chunk {number}, the smallest failure ----\n{error}", flush=True)

@@ -1,4 +1,4 @@
-"""Ranks that do different things in one step: the same buckets in the same order, and the right mean, on all of them."""
+"""Ranks that do different things in one step: the same buckets in the same order on all of them, and the right mean."""
 
 import copy
 import os
@@ -179,7 +179,7 @@ def test_ranks_may_choose_other_parts_of_the_model_in_every_step_on_three_ranks(
 
 
 class BreaksWhereTheRankSays(nn.Module):
-    """Rank n breaks its graph after layer n + `shift`."""
+    """A graph break after the layer that `place` counts, none where there is no such layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ def _other_sequence(rank: int, wrapper: str, agreed_on: str) -> str:
         sequence = decode(planner, text)
         decoded.append(sequence)
         names = range(len(sequence.parameter_names))
-        return planner.propose([], reason="misread") if len(decoded) - 1 == text_of[agreed_on] and names else sequence
+        return planner.propose([], reason="misread") if len(decoded) - 1 == text_of[agreed_on] else sequence
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == dist.get_world_size() - 1:
@@ -391,42 +391,31 @@ def _other_sequence(rank: int, wrapper: str, agreed_on: str) -> str:
 )
 def test_a_rank_with_another_sequence_is_named_on_every_rank(ranks3: RankPool, wrapper: str, agreed_on: str) -> None:
     for message in ranks3.run(_other_sequence, wrapper, agreed_on):
-        assert message.startswith("ranks would launch different buckets"), message
+        assert message.startswith("the sequence of buckets was not adopted, on any rank:"), message
         assert "- rank 2: the sequence of buckets is" in message
         assert "- rank 1" not in message
 
 
-def _silent_in_backward(rank: int, wrapper: str) -> str:
+def _silent_in_backward(rank: int, wrapper: str) -> bool:
     """The last rank runs no second backward; it stays until the others have given up."""
     ddp = wrappers(BOTH)[wrapper](Mlp())
     ddp(row_batch(rank)).square().sum().backward()
     loss = ddp(row_batch(rank, 1)).square().sum()
     store = torch_private.default_store()
-    message = ""
-    if rank < dist.get_world_size() - 1:
-        with pytest.raises(RuntimeError) as caught:
-            loss.backward()
-        message = str(caught.value)
-        store.set(f"gave up/{rank}", "")
-    else:
+    silent = rank == dist.get_world_size() - 1
+    if silent:
         store.wait([f"gave up/{other}" for other in range(rank)])
-    return message
+    else:
+        with pytest.raises(RuntimeError):
+            loss.backward()
+        store.set(f"gave up/{rank}", "")
+    return silent
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_ranks_that_wait_for_a_silent_one_raise_within_the_timeout(ranks3: RankPool, wrapper: str) -> None:
-    first, second, silent = ranks3.run(
-        _silent_in_backward, wrapper, collective_timeout_seconds=3, timeout_seconds=60
-    )
-    assert "Timed out" in first + second
-    assert first and second and not silent
-
-
-@pytest.mark.xfail(strict=True, reason="a collective's timeout is gloo's own, which does not say who was waited for")
-@pytest.mark.parametrize("wrapper", BOTH)
-def test_a_rank_that_runs_no_backward_is_named(ranks3: RankPool, wrapper: str) -> None:
-    first, second, _ = ranks3.run(_silent_in_backward, wrapper, collective_timeout_seconds=3, timeout_seconds=60)
-    assert "rank 2" in first and "rank 2" in second
+    found = ranks3.run(_silent_in_backward, wrapper, collective_timeout_seconds=3, timeout_seconds=60)
+    assert found == [False, False, True]
 
 
 # ---- one rank warm, one cold -----------------------------------------------------------------------------------------
@@ -450,7 +439,5 @@ def test_one_rank_may_be_warm_and_the_other_cold(tmp_path: Path, cold: int) -> N
     hits = []
     for of_ranks in directories:
         with RankPool(2) as fresh_processes:
-            hits.append(
-                fresh_processes.run(_first_step, of_ranks, timeout_seconds=400, collective_timeout_seconds=120)
-            )
+            hits.append(fresh_processes.run(_first_step, of_ranks, timeout_seconds=400, collective_timeout_seconds=120))
     assert hits[1][cold] == 0 and hits[1][1 - cold] == 1

@@ -92,6 +92,8 @@ def is_legal(program: Program) -> bool:
     """Whether the program stays clear of what docs/limits.md lists as refused or as not detected."""
     uses: dict[tuple[str, int], list[tuple[str, ...]]] = {}
     for op, within in walk(program.model.ops):
+        if op.kind == "detached" and any(outer.kind == "checkpoint" for outer in within):
+            return False  # zeros in place of no gradient
         if op.kind == "checkpoint" and op.variant == 1 and any(step.forwards > 1 for step in program.steps):
             return False  # a second gradient after its bucket has gone out
         read = parameters_of(op)

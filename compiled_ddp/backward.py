@@ -1,13 +1,13 @@
 """One synchronised backward: what has been launched, what is missing, and what becomes of .grad at its end."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from compiled_ddp import torch_private
+from compiled_ddp import users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import FIRST_USED, Bucket, BucketPlan, Section
@@ -202,11 +202,10 @@ class SynchronisedBackward:
         self._launch_complete()
 
     def _refuse_users_hook(self, index: int) -> None:
-        if torch_private.has_other_post_accumulate_hooks(self._parameters.tensors[index]):
+        if users_hooks.sees_unreduced(self._parameters.tensors[index]):
             raise RuntimeError(
-                f"parameter {self._parameters.names[index]} has a post-accumulate hook besides ours, which would see "
-                "its gradient before it is reduced. Step the optimizer after backward, or let a graph reduce the "
-                "parameter (compile_ddp, strict=True tells where it cannot)."
+                f"parameter {self._parameters.names[index]} got a post-accumulate hook in the middle of a backward, "
+                "which would see its gradient before it is reduced. Register it before the backward."
             )
 
     def _check(self, index: int, gradient: torch.Tensor) -> None:
@@ -325,21 +324,34 @@ class SynchronisedBackward:
                 yield riders
         yield from (riders for riders in self._in_graph.values() if riders is not None)
 
-    def write_back(self) -> None:
+    def write_back(self) -> set[int]:
         """Leave the mean in .grad: a view of the bucket, or the tensor that was there before.
 
-        A parameter that no rank has used since the last synchronised backward keeps its .grad untouched.
+        A parameter that no rank has used since the last synchronised backward keeps its .grad untouched. Returns the
+        others that hooks have reduced.
         """
         self._find_mixed()
+        written = set()
         by_hooks = {index for progress in self._progress if progress.work for index in progress.bucket.indices}
         for index in sorted(by_hooks):
             positions = self._positions_by_hooks(index)
             if self._is_used(index) or any(self._used_elsewhere(position, index) for position in positions):
                 again = [position for position in positions if self._reduces_again(position)]
                 self._write(index, self._sum(index, again or positions))
+                written.add(index)
             elif index in self._untouched:
                 self._parameters.tensors[index].grad.copy_(self._untouched[index])  # type: ignore[union-attr]
         self.restore_pending()
+        return written
+
+    @property
+    def reduced_in_graphs(self) -> Set[int]:
+        """The parameters whose gradients captured graphs have reduced."""
+        return self._graph_gradients.keys()
+
+    def is_by_hooks(self, index: int) -> bool:
+        """Whether hooks launch a bucket that carries this gradient."""
+        return bool(self._positions_by_hooks(index))
 
     def _find_mixed(self) -> None:
         """A .grad that is not the very tensor a graph returned has another contribution, which was not reduced."""

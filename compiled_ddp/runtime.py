@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from compiled_ddp import torch_private
+from compiled_ddp import torch_private, users_hooks
 from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
 from compiled_ddp.communicator import Communicator
@@ -84,6 +84,7 @@ class Runtime:
         `counted` tells whether every rank is to begin as many such forwards as this one.
         """
         self.synchronise = self._expected = synchronise
+        self._hold_back_users_hooks()
         self._counted = synchronise and counted
         if self._counted:
             self._forwards.begin()
@@ -141,6 +142,7 @@ class Runtime:
         a gradient in this one.
         """
         self._expected = False
+        self._hold_back_users_hooks()
         self._forwards.backward_began()
         if not self._agreed:
             self._adopt(self._agree_on_proposal([call for call in self._live_calls() if takes_part(call)]))
@@ -221,12 +223,22 @@ class Runtime:
             self.report("the graph does not fit the agreed sequence of this backward", call.plan.indices)
 
     @property
+    def _by_hooks(self) -> list[Section]:
+        return [] if self.sequence is None else [s for s in self.sequence.sections if s.origin == "hooks"]
+
+    @property
     def _hooks_everywhere(self) -> bool:
         return len(self._hook_handles) == len(self.parameters.tensors)
 
     def remove_hooks(self, keep: Set[int] = frozenset()) -> None:
         for index in [index for index in self._hook_handles if index not in keep]:
             self._hook_handles.pop(index).remove()
+            users_hooks.give_back(self.parameters.tensors[index])
+
+    def _remove_needless_hooks(self) -> None:
+        """Where graphs reduce everything, only parameters that no rank has used are still watched."""
+        if not self._by_hooks:
+            self.remove_hooks(keep=self._unused)
 
     def install_hooks(self) -> None:
         """Let gradients be reduced as autograd accumulates them; a no-op where the hooks are there."""
@@ -239,6 +251,21 @@ class Runtime:
             parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
             self._hook_handles[index] = parameter.register_post_accumulate_grad_hook(hook)
             parameter.requires_grad_(trained)
+
+    def _hold_back_users_hooks(self) -> None:
+        for index, handle in self._hook_handles.items():
+            if users_hooks.has_several(self.parameters.tensors[index]):
+                holds = functools.partial(_is_reduced_by_hooks, weakref.ref(self), index)
+                users_hooks.hold_back(self.parameters.tensors[index], handle.id, holds)
+
+    def is_reduced_by_hooks(self, index: int) -> bool:
+        """Whether hooks will reduce the gradient that autograd has just accumulated into parameter `index`."""
+        with self._lock:
+            if self._current is None and not self._expected:
+                return False
+            backward = self.enter_backward()
+            # Until the first backward has ended, a parameter of a graph may turn out to be used outside of it too.
+            return not self._refined or index in self._unused or backward.is_by_hooks(index)
 
     def gradient_accumulated(self, index: int) -> None:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
@@ -292,18 +319,23 @@ class Runtime:
         except BaseException:
             backward.restore_pending()
             raise
-        backward.write_back()
+        reduced = backward.write_back()
         if findings.announced:
-            self._admit()
+            reduced |= self._admit()
         self._used = set()
         if not backward.observations.arrivals:
             # torch.autograd.grad came through: the backward that accumulates is still to come.
             self._expected = self.synchronise
-        if not self._refined:
-            self._refine(backward)
+        first = not self._refined
+        if first:
+            reduced |= self._refine(backward) | backward.reduced_in_graphs
         if backward.observations.mixed:
             self._refuse_mixed(backward.observations.mixed)
         self._heed_misfits(findings.misfits_on)
+        for index in sorted(reduced):
+            users_hooks.run_held_back(self.parameters.tensors[index])
+        if first:
+            self._remove_needless_hooks()
 
     def _heed_misfits(self, ranks: int) -> None:
         """Agree anew when no rank's graphs have fitted the sequence for a while, as after parts were frozen.
@@ -333,8 +365,11 @@ class Runtime:
         self._misfits = 0
         self.install_hooks()
 
-    def _admit(self) -> None:
-        """Reduce what some rank has used of the unused sections, and launch it in every backward from now on."""
+    def _admit(self) -> set[int]:
+        """Reduce what some rank has used of the unused sections, and launch it in every backward from now on.
+
+        Returns these parameters.
+        """
         assert self.sequence is not None
         unused = self.sequence.unused
         used_here = {index for index in self._announced if self.parameters.tensors[index].grad is not None}
@@ -343,8 +378,9 @@ class Runtime:
         )
         late.launch_rest()
         late.wait()
-        late.write_back()
-        self._adopt(self._planner.admit(self.sequence, self._unused - late.unused_everywhere()))
+        used = late.write_back()
+        self._adopt(self._planner.admit(self.sequence, used))
+        return used
 
     def _heed_riders(self, backward: SynchronisedBackward) -> Findings:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
@@ -410,6 +446,7 @@ class Runtime:
                 self._admit()
             if not self._refined:
                 self._refine(backward)
+                self._remove_needless_hooks()
         self._used = set()
         return True
 
@@ -423,8 +460,8 @@ class Runtime:
         """Whether unused parameters need not be reduced: where riders are read in the very backward, so on the CPU."""
         return self.parameters.tensors[0].device.type == "cpu"
 
-    def _refine(self, backward: SynchronisedBackward) -> None:
-        """Fix the sequence after the first synchronised backward, and reduce what it left mixed."""
+    def _refine(self, backward: SynchronisedBackward) -> set[int]:
+        """Fix the sequence after the first synchronised backward, and reduce what it left mixed, which is returned."""
         self._refined = True
         assert self.sequence is not None
         before = self.sequence
@@ -435,18 +472,17 @@ class Runtime:
             )
         )
         mixed = [section for section in self.sequence.sections if section.reduces_again]
+        reduced: set[int] = set()
         if mixed:
             used = {index for section in mixed for index in section.plan.indices}
             again = self._new_backward(mixed, SequenceBuffers(mixed), used, Message(self._forwards.value))
             again.launch_rest()
             again.wait()
-            again.write_back()
-        by_hooks = [section for section in self.sequence.sections if section.origin == "hooks"]
-        if not by_hooks:
-            self.remove_hooks(keep=self._unused)
-        elif self._hooks_reason is None:
-            for section in by_hooks:
+            reduced = again.write_back()
+        if self._hooks_reason is None:
+            for section in self._by_hooks:
                 self.report(section.reason, section.plan.indices)
+        return reduced
 
     def _agree(self, key: str, make: Callable[[], ReductionSequence]) -> ReductionSequence:
         """Rank 0's sequence, on every rank."""
@@ -493,6 +529,11 @@ class Runtime:
         """Remove every hook and give the communicator back."""
         self.remove_hooks()
         self.communicator.close()
+
+
+def _is_reduced_by_hooks(runtime: weakref.ref[Runtime], index: int) -> bool:
+    alive = runtime()
+    return alive is not None and alive.is_reduced_by_hooks(index)
 
 
 def _gradient_accumulated(runtime: weakref.ref[Runtime], index: int, _: torch.Tensor) -> None:

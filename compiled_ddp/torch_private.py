@@ -347,9 +347,10 @@ def copy_captured(graph_module: GraphModule) -> GraphModule:
     return copied
 
 
-def has_other_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
-    """Whether hooks beside the runtime's one are registered by register_post_accumulate_grad_hook."""
-    return len(parameter._post_accumulate_grad_hooks or ()) > 1
+def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
+    """What register_post_accumulate_grad_hook was called with, by the ids of the handles; autograd reads it anew."""
+    hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
 
 
 class CaptureState:

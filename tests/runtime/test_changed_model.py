@@ -72,9 +72,7 @@ def _route(rank: int, wrapper: str, routes: list[list[tuple[int, ...]]]) -> list
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
-def test_parameters_that_no_rank_uses_are_set_apart_and_admitted_when_one_does(
-    ranks2: RankPool, wrapper: str
-) -> None:
+def test_parameters_that_no_rank_uses_are_set_apart_and_admitted_when_one_does(ranks2: RankPool, wrapper: str) -> None:
     routes = [[(0,), (0,)], [(0,), (0,)], [(0,), (0, 2)], [(0,), (0,)], [(0, 3), (0, 2)], [(0,), (0,)]]
     for after in ranks2.run(_route, wrapper, routes):
         launched = [set().union(*(names for origin, names in step if origin != "unused")) for step in after]
@@ -194,9 +192,7 @@ def _unfrozen_after_wrapping(rank: int, wrapper: str) -> list[list[tuple[str, se
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
-def test_a_parameter_that_was_frozen_when_wrapped_is_reduced_once_it_is_trained(
-    ranks2: RankPool, wrapper: str
-) -> None:
+def test_a_parameter_that_was_frozen_when_wrapped_is_reduced_once_it_is_trained(ranks2: RankPool, wrapper: str) -> None:
     for after in ranks2.run(_unfrozen_after_wrapping, wrapper):
         by = "graph" if wrapper == "compile_ddp" else "hooks"
         assert {origin for origin, _ in after[-1]} == {by}

@@ -521,17 +521,6 @@ def test_a_gradient_penalty_is_reduced_in_the_backward_that_accumulates(ranks2: 
     ranks2.run(_gradient_penalty)
 
 
-def _users_post_accumulate_hook(rank: int) -> None:
-    ddp = EagerDDP(Mlp())
-    ddp.module.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(RuntimeError, match=r"head.weight has a post-accumulate hook besides ours"):
-        ddp(row_batch(rank)).square().sum().backward()
-
-
-def test_a_users_post_accumulate_hook_is_refused_where_hooks_reduce(ranks2: RankPool) -> None:
-    ranks2.run(_users_post_accumulate_hook)
-
-
 def _pending_after_a_broken_backward(rank: int) -> None:
     """What was accumulated under no_sync before a broken backward does not come back after zero_grad()."""
     ddp = compile_ddp(TwoPartsBreakingOff(), backend="aot_eager")

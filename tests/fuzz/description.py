@@ -99,7 +99,8 @@ def is_legal(program: Program) -> bool:
         read = parameters_of(op)
         if read is not None:
             uses.setdefault(read, []).append(tuple(outer.kind for outer in within))
-    return bool(uses) and all(_may_be_shared(places) for places in uses.values())
+    trained = [read for read in uses if read[0] != "linear" or read[1] not in program.model.frozen]
+    return bool(trained) and all(_may_be_shared(places) for places in uses.values())
 
 
 def _may_be_shared(places: list[tuple[str, ...]]) -> bool:

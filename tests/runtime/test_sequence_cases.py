@@ -374,7 +374,6 @@ def _other_sequence(rank: int, wrapper: str, agreed_on: str) -> str:
     def misread(planner: SequencePlanner, text: str) -> ReductionSequence:
         sequence = decode(planner, text)
         decoded.append(sequence)
-        names = range(len(sequence.parameter_names))
         return planner.propose([], reason="misread") if len(decoded) - 1 == text_of[agreed_on] else sequence
 
     with pytest.MonkeyPatch.context() as patch:

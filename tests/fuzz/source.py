@@ -43,8 +43,9 @@ class TakesAbsolute(AddsConstant):
         return gradient.abs()
 
 
-def clamp_gradient(gradient: Tensor) -> Tensor:
-    return gradient.clamp(-18, 18)
+def clamp_gradient(gradient: Tensor | None) -> Tensor | None:
+    """None where a compiled graph leaves a gradient undefined: autograd runs a parameter's hooks even so."""
+    return None if gradient is None else gradient.clamp(-18, 18)
 
 
 class BreakingBlock(nn.Module):

@@ -101,7 +101,7 @@ def is_legal(program: Program) -> bool:
             uses.setdefault(read, []).append(tuple(outer.kind for outer in within))
     trained = [read for read in uses if read[0] != "linear" or read[1] not in program.model.frozen]
     always_used = any(
-        parameters_of(op) is not None and not any(outer.kind == "sometimes" for outer in within)
+        parameters_of(op) in trained and op.kind != "detached" and not any(o.kind == "sometimes" for o in within)
         for op, within in walk(program.model.ops)
     )
     if not always_used and any(step.skipped_on and not step.skip_after_forward for step in program.steps):

@@ -223,18 +223,22 @@ def test_three_ranks_that_break_their_graphs_in_other_places_go_by_hooks(ranks3:
 # ---- other shapes ----------------------------------------------------------------------------------------------------
 
 
+def graphs_captured() -> int:
+    return torch_private.compiler_counters().get("stats", {}).get("unique_graphs", 0)
+
+
 def _row_counts(rank: int, wrapper: str, dynamic: bool | None, counts: list[list[int]]) -> tuple[int, list[str]]:
     """`counts` holds for each step the rows of every rank. Returns the graphs captured, and warnings."""
     options = {"dynamic": dynamic} if wrapper == "compile_ddp" else {}
     ddp = wrappers(BOTH)[wrapper](Gated(), **ONE_BUCKET_EACH, **options)
-    before = torch_private.compiler_counters()["stats"].get("unique_graphs", 0)
+    before = graphs_captured()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step, of_ranks in enumerate(counts):
             count = of_ranks[rank]
             assert_averaged(ddp, lambda module: module(rows(rank, step, count)))  # noqa: B023
     assert_equal_on_all_ranks(ddp.plan.fingerprint)
-    return torch_private.compiler_counters()["stats"].get("unique_graphs", 0) - before, fallback_warnings(caught)
+    return graphs_captured() - before, fallback_warnings(caught)
 
 
 def test_one_rank_that_compiles_anew_for_every_shape_keeps_the_sequence(ranks3: RankPool) -> None:

@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SHAPE := .typecheck
+MODELS ?= 2000
+SEED ?= 1
 
 # Inductor takes g++ unless $CXX names another compiler; where only clang++ is installed, name that. Make's own default
 # for CXX is no choice of the user's.
@@ -15,7 +17,7 @@ endif
 export CXX
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test lint format types docs clean check-python check-compiler shape
+.PHONY: help bench test fuzz lint format types docs clean check-python check-compiler shape
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +29,10 @@ bench: check-compiler $(STAMP) ## Train the two benchmark models under every var
 test: check-compiler $(STAMP) ## Run the tests (ARGS="-k name" picks some)
 	@echo "==> make test: python -m pytest $(ARGS)"
 	$(BIN)/python -m pytest $(ARGS)
+
+fuzz: $(STAMP) ## Train random models under both wrappers and compare with autograd averaged by hand (MODELS=2000 SEED=1)
+	@echo "==> make fuzz: python -m fuzz.long_run --models $(MODELS) --seed $(SEED)"
+	PYTHONPATH=tests $(BIN)/python -m fuzz.long_run --models $(MODELS) --seed $(SEED)
 
 lint: $(STAMP) ## Check the sources with ruff
 	@echo "==> make lint: ruff check"

@@ -1,6 +1,7 @@
 """One synchronised backward: what has been launched, what is missing, and what becomes of .grad at its end."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -116,14 +117,28 @@ class SynchronisedBackward:
         self._hooks_only.add(section)
         self._cursor = self._buffers.first_position[section]
 
-    def leave_to_hooks(self, indices: set[int]) -> None:
-        """Let no graph claim a section with one of these parameters, or one that shares others with such a section."""
+    def leave_to_hooks(self, indices: set[int]) -> set[int]:
+        """Let no graph claim a section with one of these parameters; returns all parameters that this concerns.
+
+        Nor one that shares others with such a section; nor, behind such a section, one of a parameter that stands in
+        several: the cursor waits there for hooks, so a graph might come too late for one of them and not for another.
+        """
         found = -1
+        sharing = self._sections_that_share()
         while len(self._hooks_only) != found:
             found = len(self._hooks_only)
-            touched = [n for n, section in enumerate(self.sections) if not indices.isdisjoint(section.plan.indices)]
-            self._hooks_only.update(touched)
-            indices = indices.union(*(self.sections[n].plan.indices for n in touched))
+            self._hooks_only.update(
+                n for n, section in enumerate(self.sections) if not indices.isdisjoint(section.plan.indices)
+            )
+            first = min(self._hooks_only, default=len(self.sections))
+            self._hooks_only.update(n for n in sharing if n > first)
+            indices = indices.union(*(self.sections[n].plan.indices for n in self._hooks_only))
+        return indices
+
+    def _sections_that_share(self) -> list[int]:
+        """The sections with a parameter that stands in another one too."""
+        count = Counter(index for section in self.sections for index in section.plan.indices)
+        return [n for n, section in enumerate(self.sections) if any(count[i] > 1 for i in section.plan.indices)]
 
     def shares_with_claimed(self, indices: Iterable[int]) -> set[int]:
         """Which of these parameters stand in a section that a graph has claimed in this backward."""

@@ -27,14 +27,27 @@ def gradient_order(graph: Graph, parameter_inputs: Sequence[int]) -> list[int]:
     return sorted(parameter_inputs, key=first_read, reverse=True)
 
 
-def only_detached(graph: Graph) -> set[int]:
-    """Graph inputs that are read through `detach` alone: they get no gradient, as in eager mode."""
+def without_gradient(graph: Graph) -> set[int]:
+    """Graph inputs from which no differentiable path leads to an output: they get no gradient, as in eager mode.
 
-    def is_detach(node: Node) -> bool:
-        return node.target in ("detach", torch.Tensor.detach, torch.detach)
+    What cannot be told counts as a path: a value that is no tensor, a node that mutates or has no reader.
+    """
+    reaching: set[Node] = set()
+    for node in reversed(graph.nodes):
+        ends = node.op == "output" or not node.users or _mutates(node)
+        if _differentiable(node) and (ends or not reaching.isdisjoint(node.users)):
+            reaching.add(node)
+    return {place for place, node in enumerate(graph.find_nodes(op="placeholder")) if node not in reaching}
 
-    placeholders = enumerate(graph.find_nodes(op="placeholder"))
-    return {place for place, node in placeholders if node.users and all(is_detach(user) for user in node.users)}
+
+def _differentiable(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    return value.requires_grad if isinstance(value, torch.Tensor) else True
+
+
+def _mutates(node: Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op.startswith("call_") and (name.endswith("_") or "out" in node.kwargs)
 
 
 def plan_segment(graph: Graph, gradients: Mapping[int, GradientSpec], options: Options, world_size: int) -> BucketPlan:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
-from compiled_ddp.capture import only_detached, plan_segment
+from compiled_ddp.capture import plan_segment, without_gradient
 from compiled_ddp.options import Options
 from compiled_ddp.plain_graph import PlainGraph
 from compiled_ddp.plan import GradientSpec
@@ -202,11 +202,11 @@ class CompiledDDP(DataParallelWrapper):
     def _compile_graph(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """The torch.compile backend: called by Dynamo once for every graph it captures."""
         self._refuse_replaced(example_inputs)
-        detached = only_detached(graph_module.graph)
+        without = without_gradient(graph_module.graph)
         gradients = {
             position: GradientSpec.of(position, value)
             for position, value in enumerate(example_inputs)
-            if id(value) in self._index_of_parameter and value.requires_grad and position not in detached
+            if id(value) in self._index_of_parameter and value.requires_grad and position not in without
         }
         if self._mode == "hooks" or not gradients or not torch.is_grad_enabled():
             plain = PlainGraph(

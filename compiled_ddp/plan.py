@@ -235,6 +235,10 @@ Origin = Literal["graph", "hooks", "unused"]
 
 # Why parameters are the hooks'.
 NOT_CAPTURED = "not in a captured graph: used in eager code, or unused"
+NOT_CALLED = (
+    "the captured graphs of the first backward that hold them were not called in this forward (eager code: Dynamo's "
+    "recompile limit, a stance, or switched off; or other control flow)"
+)
 MIXED = "used both inside a captured graph and outside of it"
 ADMITTED = "not used in the first backward"
 

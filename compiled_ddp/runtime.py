@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 
 from compiled_ddp import torch_private, users_hooks
+from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.options import Options
-from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
+from compiled_ddp.plan import NOT_CALLED, BucketPlan, ReductionSequence, Section
 from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
@@ -131,12 +132,13 @@ class Runtime:
                 torch_private.call_at_end_of_backward(functools.partial(self._task_ended, task))
             if self._current is None:
                 returned = watch_returned(self.parameters.tensors)
-                backward = self._begin(lambda call: call.will_run(), torch_private.backward_will_accumulate, returned)
-                if self._sections_of:
-                    self._leave_unmatched_to_hooks(backward)
+                self._current = self._begin(
+                    lambda call: call.will_run(), torch_private.backward_will_accumulate, returned
+                )
                 if returned is not None:
                     returned.begin()
-                self._current = backward
+                if self._sections_of:
+                    self._leave_unmatched_to_hooks(self._current)
             return self._current
 
     def _begin(
@@ -185,12 +187,12 @@ class Runtime:
                     free[call.fingerprint].pop()
                 else:
                     unmatched.update(call.plan.indices)
-        for sections in free.values():
-            for section in sections:
-                unmatched.update(backward.sections[section].plan.indices)
-        if unmatched:
+        not_called = {i for sections in free.values() for n in sections for i in backward.sections[n].plan.indices}
+        if unmatched or not_called:
             backward.message.misfit = True
-            backward.leave_to_hooks(unmatched)
+            backward.leave_to_hooks(unmatched | not_called)
+        if not_called and not unmatched:  # calls that do not match are reported one by one
+            self.report(NOT_CALLED, sorted(not_called))
 
     def _with_tensor_hooks(self, call: SegmentCall) -> list[int]:
         return [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
@@ -224,7 +226,7 @@ class Runtime:
             return None
 
     def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
-        shared = backward.shares_with_claimed(call.plan.indices)
+        shared = backward.shares_with_claimed(backward.leave_to_hooks(set(call.plan.indices)))
         if shared:
             raise RuntimeError(
                 f"parameter {self.parameters.named(shared)} stands in two captured graphs, one of which did not come "
@@ -286,7 +288,8 @@ class Runtime:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self._lock:
             if self._current is None and not self._expected:
-                self._used.add(index)
+                if self.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
+                    self._used.add(index)
             else:
                 backward = self.enter_backward()
                 self._refuse_unannounced(index)
@@ -409,8 +412,9 @@ class Runtime:
         """
         assert self.sequence is not None
         unused = self.sequence.unused
+        used_here = {index for index in self._announced if self.parameters.tensors[index].grad is not None}
         late = self._new_backward(
-            unused, SequenceBuffers(unused), self._used | self._announced, Message(self._forwards.value)
+            unused, SequenceBuffers(unused), self._used | used_here, Message(self._forwards.value)
         )
         late.launch_rest()
         late.wait()
@@ -539,7 +543,7 @@ class Runtime:
             again.launch_rest()
             again.wait()
             reduced = again.write_back()
-        if self._sections_of:
+        if self._hooks_reason is None:
             for section in self._by_hooks:
                 self.report(section.reason, section.plan.indices)
         return reduced
@@ -550,8 +554,16 @@ class Runtime:
         if ranks.rank == 0:
             sequence = make()
             ranks.publish(key, self._planner.encode(sequence))
-            return sequence
-        return self._planner.decode(ranks.read(key, writer=0, purpose="for the sequence of the first backward"))
+        else:
+            text = ranks.read(key, writer=0, purpose="for the sequence of the first backward")
+            sequence = self._planner.decode(text)
+        agree_on_description(
+            ranks,
+            lambda: {"the sequence of buckets": [sequence.fingerprint]},
+            occasion=key,
+            failure="the sequence of buckets was not adopted",
+        )
+        return sequence
 
     def _adopt(self, sequence: ReductionSequence) -> None:
         self._buffers = SequenceBuffers(sequence.launched, self._buffers)

@@ -31,6 +31,7 @@ OPERATORS = ("torch.ops", "torch._ops.OpOverload", "torch._ops.HigherOrderOperat
 
 # Private by name, but documented, and needed by tests alone.
 OPEN_TO_TESTS = (
+    "torch._dynamo.config",
     "torch._dynamo.graph_break",
     "torch._dynamo.reset",
 )

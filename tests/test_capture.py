@@ -1,12 +1,15 @@
 """What a captured forward graph tells: the order of its gradients, and from it the exact buckets."""
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch.fx import Graph, Node
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 
-from compiled_ddp.capture import gradient_order, plan_segment
+from compiled_ddp.capture import gradient_order, plan_segment, without_gradient
 from compiled_ddp.options import MEBIBYTE, NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
 
@@ -146,3 +149,60 @@ def test_same_graph_and_options_give_the_same_plan() -> None:
 
 def test_graph_without_parameters_has_an_empty_plan() -> None:
     assert plan_segment(forward_graph(), {}, Options(bucket_cap_mb=1.0), world_size=2) == BucketPlan((), 2)
+
+
+# ---- inputs without a gradient ---------------------------------------------------------------------------------------
+
+
+def captured(function: Callable[..., Tensor], *inputs: Tensor) -> Graph:
+    """The graph that Dynamo captures of `function`, whose inputs in order of use are the graph's."""
+    graphs: list[Graph] = []
+
+    def keep(module: GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(module.graph)
+        return module.forward
+
+    torch.compiler.reset()
+    torch.compile(function, backend=keep, fullgraph=True)(*inputs)
+    torch.compiler.reset()
+    return graphs[0]
+
+
+def weights(count: int) -> list[Tensor]:
+    return [torch.ones(3, requires_grad=True) for _ in range(count)]
+
+
+def test_inputs_that_reach_the_output_through_detach_alone_have_no_gradient() -> None:
+    graph = captured(lambda a, b: (a * 2).exp().detach() + b, *weights(2))
+    assert without_gradient(graph) == {0}
+
+
+def test_an_input_that_is_also_read_without_detach_has_a_gradient() -> None:
+    assert without_gradient(captured(lambda a, b: a.detach() + b * a, *weights(2))) == set()
+
+
+def test_inputs_read_without_grad_alone_have_no_gradient() -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = a.abs().sum()
+        return b * scale
+
+    assert without_gradient(captured(function, *weights(2))) == {0}
+
+
+def test_inputs_that_reach_the_output_by_mutation_have_a_gradient() -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        out = torch.zeros(3)
+        view = out.view(3, 1)
+        view.add_(a.view(3, 1)).detach()
+        out[0] = b[0]
+        return out * c.sum()
+
+    assert without_gradient(captured(function, *weights(3))) == set()
+
+
+def test_an_input_without_a_reader_counts_as_having_a_gradient() -> None:
+    graph = Graph()
+    graph.placeholder("unused")
+    graph.output((graph.placeholder("used"),))
+    assert without_gradient(graph) == set()

@@ -1,0 +1,1 @@
+"""Random programs, trained by both wrappers and compared with autograd averaged by hand."""

@@ -1,0 +1,53 @@
+"""Programs that random runs found to go wrong, made small; each name says what was wrong."""
+
+import pytest
+
+from fuzz.description import Model, Op, Program, Step
+from fuzz.watch import compare
+from ranks import RankPool
+
+GRAPHS = ("compile_ddp",)
+BREAK_ON_RANK_ONE = Op("break", ranks=(1,))
+
+
+def test_a_layer_whose_output_is_detached_keeps_its_gradient_none(ranks2: RankPool) -> None:
+    """The graph returned zeros for it, where autograd and torch.compile leave None."""
+    compare(ranks2, Program(Model((Op("detached"),))), GRAPHS)
+    compare(ranks2, Program(Model((Op("detached"), Op("linear", 1)))), GRAPHS)
+
+
+@pytest.mark.parametrize("steps", [(Step(), Step(local=(1,))), (Step(), Step(), Step())])
+def test_an_undefined_gradient_does_not_count_as_use(ranks2: RankPool, steps: tuple[Step, ...]) -> None:
+    """Autograd runs a parameter's hooks for an undefined gradient too: .grad became zeros instead of None."""
+    compare(ranks2, Program(Model((Op("detached"), Op("linear", 1))), steps), GRAPHS)
+
+
+TWO_FORWARDS = (Step(zero="zeros", forwards=2),)
+
+
+def test_a_graph_that_comes_too_late_leaves_its_later_calls_to_hooks_as_well(ranks2: RankPool) -> None:
+    """One call of the block had run locally and the next one was reduced in its graph: the local part stayed local."""
+    late = Op("checkpoint", inner=(Op("in_place"), BREAK_ON_RANK_ONE))
+    compare(ranks2, Program(Model((Op("block", 1), late)), TWO_FORWARDS), GRAPHS)
+
+
+def test_hooks_between_two_calls_of_a_block_take_both(ranks2: RankPool) -> None:
+    """The first call had been reduced in its graph when the second came too late, which was an error."""
+    late = Op("checkpoint", inner=(Op("in_place"), BREAK_ON_RANK_ONE))
+    compare(ranks2, Program(Model((late, Op("block", 1))), (*TWO_FORWARDS, Step())), GRAPHS)
+
+
+@pytest.mark.xfail(strict=True, reason="what a checkpoint detaches inside a graph cannot be told from outside: zeros")
+def test_a_layer_that_is_detached_inside_a_checkpoint_keeps_its_gradient_none(ranks2: RankPool) -> None:
+    compare(ranks2, Program(Model((Op("checkpoint", inner=(Op("detached", 1), Op("linear"))),))), GRAPHS)
+
+
+@pytest.mark.xfail(strict=True, reason="a backward in which nothing arrived is taken for torch.autograd.grad")
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_skip_step_without_forward_counts_after_a_backward_that_used_no_parameter(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    """The forward of that backward was still awaited, so skip_step() took its place and counted none of its own."""
+    steps = (Step(), Step(skipped_on=(1,), skip_after_forward=False))
+    unused = Op("sometimes", variant=1, inner=(Op("in_place"),))
+    compare(ranks2, Program(Model((unused,)), steps), (wrapper,))

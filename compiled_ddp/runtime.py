@@ -80,6 +80,7 @@ class Runtime:
         self._counted = synchronise and counted
         if self._counted:
             self._forwards.begin()
+        self.communicator.standing.forward_began(self._forwards.value)
 
     @property
     def awaits_backward(self) -> bool:
@@ -269,6 +270,7 @@ class Runtime:
             backward.restore_pending()
             raise
         backward.write_back()
+        self.communicator.standing.backward_ended()
         self._used = set()
         if not backward.observations.arrivals:
             # torch.autograd.grad came through: the backward that accumulates is still to come.
@@ -298,7 +300,7 @@ class Runtime:
         key, ranks = f"forward_count/{self._disagreements}", self.communicator.ranks
         ranks.publish(f"{key}/{ranks.rank}", str(self._forwards.value))
         counts = [
-            ranks.read(f"{key}/{writer}", writer=writer, purpose="for its number of forwards")
+            self.communicator.read(f"{key}/{writer}", writer=writer, purpose="for its number of forwards")
             for writer in range(ranks.world_size)
         ]
         listed = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks.ranks, counts, strict=True))
@@ -372,7 +374,8 @@ class Runtime:
             sequence = make()
             ranks.publish(key, self._planner.encode(sequence))
             return sequence
-        return self._planner.decode(ranks.read(key, writer=0, purpose="for the sequence of the first backward"))
+        purpose = "for the sequence of the first backward"
+        return self._planner.decode(self.communicator.read(key, writer=0, purpose=purpose))
 
     def _adopt(self, sequence: ReductionSequence) -> None:
         if sequence == self.sequence:

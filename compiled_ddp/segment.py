@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.graph_run import watched_graph
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.runtime import Runtime
@@ -163,7 +164,8 @@ class Segment:
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise
-        *gradients, riders = implementation(node, saved_and_tangents)
+        with watched_graph(self._runtime.communicator):
+            *gradients, riders = implementation(node, saved_and_tangents)
         positions = call.index_of
         reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
         backward.segment_ran(section, riders, reduced)

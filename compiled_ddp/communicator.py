@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.hang_report import HangReporter
-from compiled_ddp.standing import Standing, failed_in_collective, frames_of_error
+from compiled_ddp.standing import Standing, frames_of_error
 
 # How many wrappers each rank set has had, per default process group. [Note: one communicator per wrapper]
 _wrappers_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
@@ -127,13 +127,11 @@ class Communicator:
 
     @contextlib.contextmanager
     def explaining(self, what: str) -> Iterator[None]:
-        """Raise a collective that fails in here again as `failure`; other errors pass."""
+        """Raise a RuntimeError in here, of a collective, again as `failure`."""
         try:
             yield
         except RuntimeError as error:
-            if failed_in_collective(error):
-                raise self.failure(error, f"rank {self.ranks.ranks[self.rank]}: {what}") from error
-            raise
+            raise self.failure(error, f"rank {self.ranks.ranks[self.rank]}: {what}") from error
 
     def close(self) -> None:
         """Destroy the communicator; a no-op the second time, and once torch.distributed has been shut down."""

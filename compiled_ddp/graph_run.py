@@ -6,14 +6,20 @@ from collections.abc import Iterator
 from compiled_ddp import torch_private
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.launch_observer import LaunchObserver, profiled
+from compiled_ddp.standing import failed_in_collective
 
 
 @contextlib.contextmanager
 def watched_graph(communicator: Communicator) -> Iterator[None]:
     """Watch the graph that `communicator.standing` has been told of."""
     try:
-        with communicator.explaining("a collective in the backward graph failed"), _named_in_profiles(communicator):
+        with _named_in_profiles(communicator):
             yield
+    except RuntimeError as error:
+        if not failed_in_collective(error):
+            raise
+        rank = communicator.ranks.ranks[communicator.rank]
+        raise communicator.failure(error, f"rank {rank}: a collective in the backward graph failed") from error
     finally:
         communicator.standing.graph_ended()
 

@@ -7,6 +7,7 @@ would keep everybody waiting.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -15,7 +16,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 
@@ -31,7 +31,7 @@ _MOST_GROUPS = 8  # of ranks with different positions, in a message
 _REQUESTS, _FIRST_VERDICT = "hang/requests", "hang/first verdict"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Answer:
     """What one rank wrote into the store."""
 
@@ -41,12 +41,12 @@ class Answer:
 
     def encode(self) -> str:
         position = self.position
-        return json.dumps([self.request, self.failed, position.launches, position.text, position.python])
+        return json.dumps([self.request, self.failed, *dataclasses.astuple(position)])
 
     @classmethod
     def decode(cls, text: str) -> "Answer":
-        request, failed, launches, words, python = json.loads(text)
-        return cls(request, failed, Position(launches, words, tuple(python)))
+        request, failed, launches, point, words, python = json.loads(text)
+        return cls(request, failed, Position(launches, tuple(point), words, tuple(python)))
 
 
 class HangReporter:
@@ -186,7 +186,7 @@ def compare(ranks: Sequence[int], own: int, positions: Mapping[int, Position]) -
         groups.setdefault(positions[place], []).append(place)
     lines = [_verdict(ranks, positions)]
     for position, places in list(groups.items())[:_MOST_GROUPS]:
-        lines.append(f"  {_ranks_in_words(ranks, places)}: {position.text}; {position.launches} collectives launched")
+        lines.append(f"  {_ranks_in_words(ranks, places)}: {position.text}")
         if position.python:
             lines.append(f"    Python: {' < '.join(position.python)}")
     left_out = [place for places in list(groups.values())[_MOST_GROUPS:] for place in places]
@@ -196,24 +196,23 @@ def compare(ranks: Sequence[int], own: int, positions: Mapping[int, Position]) -
 
 
 def _verdict(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
-    most = max(position.launches for position in positions.values())
-    behind = [place for place, position in sorted(positions.items()) if position.launches < most]
     silent = [place for place in range(len(ranks)) if place not in positions]
+    most = max(position.launches for position in positions.values())
+    latest = max(position.point for position in positions.values())
+    fewer = [place for place, position in sorted(positions.items()) if position.launches < most]
+    earlier = [place for place, position in sorted(positions.items()) if position.point < latest]
     found = []
     if silent:
         found.append(
             f"{_ranks_in_words(ranks, silent)} did not answer: stopped, ended, cut off, or in code that holds "
             "Python's lock."
         )
-    if behind:
+    if fewer or earlier:
+        behind = fewer or earlier
+        why = f"collectives launched: {min(positions[place].launches for place in behind)}, by others {most}"
         be = "is" if len(behind) == 1 else "are"
-        least = min(positions[place].launches for place in behind)
-        found.append(
-            f"{_ranks_in_words(ranks, behind)} {be} behind: {least} collectives launched where others have {most}."
-        )
-    if not found:
-        found.append(f"No rank is behind: each has launched {most} collectives.")
-    return " ".join(found)
+        found.append(f"{_ranks_in_words(ranks, behind)} {be} behind ({why if fewer else 'at an earlier point'}).")
+    return " ".join(found) or f"No rank is behind (collectives launched by each: {most})."
 
 
 def _ranks_in_words(ranks: Sequence[int], places: Sequence[int]) -> str:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from compiled_ddp import torch_private
 from compiled_ddp.plan import Bucket
 
+_STAGES = ("before its backward", "in its backward", "after its backward")
+_BEFORE, _IN, _AFTER = range(len(_STAGES))
 _MOST_FRAMES = 3  # of the user's code in a report
 _OWN_PACKAGES = ("torch", "compiled_ddp")  # Inductor's kernels too: they run as modules below torch
 _TORCH_SOURCES = str(Path(torch.__file__).parent)  # also of functions that AOTAutograd writes
@@ -42,9 +44,10 @@ def bucket_in_words(position: int, bucket: Bucket, parameter_names: Sequence[str
 
 @dataclass(frozen=True)
 class Position:
-    """One rank's place, in words, and the number by which ranks can be compared."""
+    """One rank's place, in words, and in numbers by which ranks can be compared."""
 
     launches: int  # collectives on the wrapper's communicator since it was made: the same on ranks that are level
+    point: tuple[int, int, bool]  # step, stage, whether it waits: later is larger
     text: str
     python: tuple[str, ...]  # innermost first
 
@@ -110,7 +113,7 @@ class Standing:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        self._step, self._stage = 0, "before its first forward"
+        self._step, self._stage = 0, _BEFORE
         self._thread = threading.main_thread().ident
         self._backward = _Backward()
         self.awaits = ""  # what this rank waits for that is no bucket; empty for nothing
@@ -119,7 +122,7 @@ class Standing:
 
     def forward_began(self, step: int) -> None:
         """`step` is the number of synchronised forwards begun so far."""
-        self._step, self._stage = step, "before its backward"
+        self._step, self._stage = step, _BEFORE
         self._thread = threading.get_ident()
 
     def backward_began(
@@ -131,11 +134,11 @@ class Standing:
     ) -> None:
         """`buckets` come with their sections, in launch order."""
         self._backward = _Backward(buckets, origins, parameter_names)
-        self._step, self._stage, self.awaits = step, "in its backward", ""
+        self._step, self._stage, self.awaits = step, _IN, ""
         self._thread = threading.get_ident()
 
     def backward_ended(self) -> None:
-        self._stage = "after its backward"
+        self._stage = _AFTER
 
     def hooks_launched(self, position: int) -> None:
         self._backward.launched = position
@@ -181,18 +184,19 @@ class Standing:
         """This rank's position now. `frames`, innermost first, are those of a wait that has failed."""
         if frames is None:
             frames = _frames_of(self._thread)
-        backward, stage, launches = self._backward, self._stage, self.launches
-        parts = [f"step {self._step}, {stage}"]
+        backward, step, stage, launches = self._backward, self._step, self._stage, self.launches
+        parts = [f"step {step}, {_STAGES[stage]}"]
         last = backward.last_launched(launches)
         if last >= 0:
             parts.append(f"last bucket launched: {backward.name(last)}, {backward.section_in_words(last)}")
-        elif stage == "in its backward":
+        elif stage == _IN:
             parts.append("no bucket launched")
         awaited = self.awaits or backward.awaited_in_words(launches, frames)
         if awaited:
             parts.append(f"first awaited: {awaited}")
         python = python_position(frames) or python_position(_frames_of(threading.main_thread().ident))
-        return Position(launches, "; ".join(parts), python)
+        parts.append(f"collectives launched: {launches}")
+        return Position(launches, (step, stage, bool(awaited)), "; ".join(parts), python)
 
 
 def _one_of(names: Sequence[str]) -> str:

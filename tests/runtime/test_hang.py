@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from ranks import RankError, RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
-LIMITS = {"collective_timeout_seconds": 3.0, "timeout_seconds": 60.0}
+TIMEOUT_SECONDS = 4.0  # of the collectives that are to fail
+LATE_SECONDS = 8.0
 LAUNCHES_OF_A_STEP = 6  # the buckets of TokenModel
 
 
@@ -38,9 +39,20 @@ def share_process_ids(rank: int) -> list[int]:
     return process_ids
 
 
+def wrap(wrapper: str, model: nn.Module, *batch: Tensor) -> nn.Module:
+    """`model`, wrapped on a group of short patience, once the ranks have loaded and run all code that takes long."""
+    warm = wrappers([wrapper])[wrapper](model)
+    warm(*batch).sum().backward()
+    warm.zero_grad()
+    module = warm.unwrap()
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_SECONDS))
+    dist.barrier()
+    return wrappers([wrapper])[wrapper](module, process_group=group)
+
+
 def train_two_steps(rank: int, wrapper: str) -> tuple[nn.Module, Callable[[], None]]:
     """A wrapper after two steps, and its next step."""
-    ddp = wrappers([wrapper])[wrapper](TokenModel())
+    ddp = wrap(wrapper, TokenModel(), *token_batch(rank))
 
     def step() -> None:
         ddp.zero_grad()
@@ -72,7 +84,7 @@ def test_a_stopped_rank_is_named_with_the_place_of_all_others(
     ranks2: RankPool, ranks3: RankPool, wrapper: str, world_size: int
 ) -> None:
     pool = ranks2 if world_size == 2 else ranks3
-    *waited, stopped = pool.run(_stop_last_rank, wrapper, **LIMITS)
+    *waited, stopped = pool.run(_stop_last_rank, wrapper)
     for message in waited:
         _, verdict, positions, python = message.split("\n")
         assert verdict.startswith(f"rank {world_size - 1} did not answer: stopped"), message
@@ -99,7 +111,7 @@ def _kill_rank_1(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_a_killed_rank_is_named(ranks2: RankPool, wrapper: str) -> None:
     with pytest.raises(RankError) as failure:
-        ranks2.run(_kill_rank_1, wrapper, **LIMITS)
+        ranks2.run(_kill_rank_1, wrapper)
     rank_0, rank_1 = str(failure.value).split("---- rank 1 failed")
     assert "exit code -9" in rank_1
     assert "rank 1 did not answer: stopped, ended, cut off" in rank_0
@@ -123,16 +135,16 @@ def _late_before_backward(rank: int, wrapper: str) -> str:
     ddp, _ = train_two_steps(rank, wrapper)
     loss = ddp(*token_batch(rank))
     if rank == 1:
-        time.sleep(6.0)
+        time.sleep(LATE_SECONDS)
     return message_of(loss.backward)
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_a_late_rank_is_named_with_the_line_where_it_is(ranks3: RankPool, wrapper: str) -> None:
-    first, late, last = ranks3.run(_late_before_backward, wrapper, **LIMITS)
+    first, late, last = ranks3.run(_late_before_backward, wrapper)
     for message in (first, last):
         _, verdict, *positions = message.split("\n")
-        found = re.fullmatch(r"rank 1 is behind: (\d+) collectives launched where others have (\d+)\.", verdict)
+        found = re.fullmatch(r"rank 1 is behind \(collectives launched: (\d+), by others (\d+)\)\.", verdict)
         assert found, message
         assert int(found[2]) - int(found[1]) == LAUNCHES_OF_A_STEP
         rank_1 = next(n for n, line in enumerate(positions) if line.startswith("  rank 1:"))
@@ -143,31 +155,30 @@ def test_a_late_rank_is_named_with_the_line_where_it_is(ranks3: RankPool, wrappe
 
 
 def _late_in_forward(rank: int) -> str:
-    ddp = wrappers(["EagerDDP"])["EagerDDP"](SlowModel())
+    ddp = wrap("EagerDDP", SlowModel(), *token_batch(rank))
     ddp(*token_batch(rank)).backward()
-    ddp.module.seconds = 6.0 * rank
+    ddp.module.seconds = LATE_SECONDS * rank
     return message_of(lambda: ddp(*token_batch(rank)).backward())
 
 
 def test_a_rank_that_sits_in_the_models_forward_is_named_with_its_line(ranks2: RankPool) -> None:
-    message, _ = ranks2.run(_late_in_forward, **LIMITS)
+    message, _ = ranks2.run(_late_in_forward)
     line = Path(__file__).read_text().splitlines().index("        time.sleep(self.seconds)") + 1
     assert re.search(rf"  rank 1: step 2, before .*\n    Python: {__file__}:{line} in SlowModel.forward", message)
 
 
 def _late_for_the_first_backward(rank: int) -> str:
-    ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp())
+    ddp = wrap("compile_ddp", Mlp(), row_batch(rank))
     loss = ddp(row_batch(rank)).sum()
-    if rank == 1:
-        return message_of(loss.backward)
-    time.sleep(6.0)
-    loss.backward()
-    return ""
+    if rank == 0:
+        time.sleep(LATE_SECONDS)
+    return message_of(loss.backward)
 
 
 def test_a_wait_for_the_first_sequence_is_explained(ranks2: RankPool) -> None:
-    _, message = ranks2.run(_late_for_the_first_backward, **LIMITS)
-    assert "waited 3 s for rank 0 (for the sequence of the first backward)" in message
+    _, message = ranks2.run(_late_for_the_first_backward)
+    assert "waited 4 s for rank 0 (for the sequence of the first backward)" in message
+    assert "\nrank 0 is behind (at an earlier point).\n" in message
     assert "first awaited: rank 0, through the store, for the sequence of the first backward" in message
     assert re.search(rf"  rank 0: step 1, .*\n    Python: {__file__}:\d+ in _late_for_the_first_backward", message)
 
@@ -179,30 +190,30 @@ class WithBuffer(Mlp):
 
 
 def _late_for_the_broadcast(rank: int, wrapper: str) -> str:
-    ddp = wrappers([wrapper])[wrapper](WithBuffer())
+    ddp = wrap(wrapper, WithBuffer(), row_batch(rank))
     ddp(row_batch(rank)).sum().backward()
     if rank == 0:
-        time.sleep(6.0)
+        time.sleep(LATE_SECONDS)
     return message_of(lambda: ddp(row_batch(rank)).sum().backward())
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_a_wait_for_buffers_is_explained(ranks2: RankPool, wrapper: str) -> None:
-    _, message = ranks2.run(_late_for_the_broadcast, wrapper, **LIMITS)
+    _, message = ranks2.run(_late_for_the_broadcast, wrapper)
     assert message.startswith("rank 1: the broadcast of parameters and buffers failed: "), message
     assert "first awaited: the parameters and buffers of the group's first rank" in message
     assert re.search(rf"  rank 0: step 1, after .*\n    Python: {__file__}:\d+ in _late_for_the_broadcast", message)
 
 
 def _fail_twice(rank: int) -> list[str]:
-    ddp, step = train_two_steps(rank, "EagerDDP")
+    _, step = train_two_steps(rank, "EagerDDP")
     if rank == 1:
-        time.sleep(6.0)
+        time.sleep(LATE_SECONDS)
     return [message_of(step), message_of(step)]
 
 
 def test_the_wrapper_says_from_then_on_that_it_has_failed_before(ranks2: RankPool) -> None:
-    for first, second in ranks2.run(_fail_twice, **LIMITS):
+    for first, second in ranks2.run(_fail_twice):
         assert "failed before" not in first
         assert "failed before, at step 3, in its backward" in second
 
@@ -221,7 +232,7 @@ def _stop_the_stores_host(rank: int, files: str, ending: int) -> str:
         while not port.exists():
             time.sleep(0.02)
         store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=3))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
     _, step = train_two_steps(rank, "EagerDDP")
     if rank == 0:
         os.kill(os.getpid(), ending)
@@ -280,7 +291,7 @@ def test_the_thread_that_answers_ends_with_its_wrapper(ranks2: RankPool, wrapper
 
 
 SCRIPT = """
-import sys, os, threading
+import gc, multiprocessing, sys, threading
 from datetime import timedelta
 import torch, torch.distributed as dist
 from compiled_ddp import EagerDDP
@@ -291,10 +302,10 @@ kept = [EagerDDP(torch.nn.Linear(2, 2)) for _ in range(4)]
 for ddp in kept:
     ddp(torch.ones(1, 2)).sum().backward()
 dist.barrier()
-child = os.fork()
-if child == 0:
-    sys.exit(0)  # runs the exit handlers without the threads
-assert os.waitpid(child, 0)[1] == 0
+child = multiprocessing.get_context("fork").Process(target=gc.collect)  # as a DataLoader's worker
+child.start()
+child.join()
+assert child.exitcode == 0
 dist.barrier()
 print("threads", sum(thread.name == "compiled_ddp hang report" for thread in threading.enumerate()))
 """

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 
 from compiled_ddp import torch_private
 from compiled_ddp.plan import Bucket
@@ -256,6 +257,6 @@ def _collectives_in(frames: Iterable[FrameType]) -> Iterator[tuple[Any, Any]]:
     """(operator, first argument) of the calls of collectives among the innermost `frames`."""
     for frame in list(frames)[:4]:
         operator = frame.f_locals.get("self")
-        if isinstance(operator, torch._ops.OpOverload) and operator.namespace in ("_c10d_functional", "c10d"):
+        if isinstance(operator, OpOverload) and operator.namespace in ("_c10d_functional", "c10d"):
             arguments = frame.f_locals.get("args", ())
             yield operator, arguments[0] if arguments else None

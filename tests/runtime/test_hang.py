@@ -1,5 +1,6 @@
 """What a rank says when it waited in vain: who is behind, and where every rank stands."""
 
+import functools
 import gc
 import os
 import re
@@ -19,11 +20,11 @@ import torch.distributed as dist
 from models import Mlp, TokenModel, row_batch, token_batch, wrappers
 from torch import Tensor, nn
 
+from compiled_ddp import compile_ddp, torch_private
 from ranks import RankError, RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
 TIMEOUT_SECONDS = 4.0  # of the collectives that are to fail
-LATE_SECONDS = 8.0
 LAUNCHES_OF_A_STEP = 6  # the buckets of TokenModel
 
 
@@ -31,6 +32,19 @@ def message_of(call: Callable[[], object]) -> str:
     with pytest.raises(RuntimeError) as failure:
         call()
     return str(failure.value)
+
+
+def give_up(rank: int, call: Callable[[], object]) -> str:
+    """The message of `call`'s failure, when it has become known that this rank has it."""
+    message = message_of(call)
+    torch_private.default_store().set(f"gave up {rank}", "")
+    return message
+
+
+def sit_until_others_give_up(rank: int) -> None:
+    others = [f"gave up {other}" for other in range(dist.get_world_size()) if other != rank]
+    while not torch_private.default_store().check(others):
+        time.sleep(0.05)
 
 
 def share_process_ids(rank: int) -> list[int]:
@@ -74,7 +88,10 @@ def _stop_last_rank(rank: int, wrapper: str) -> str:
         os.kill(os.getpid(), signal.SIGSTOP)
         return message_of(step)
     try:
-        return message_of(step)
+        message = give_up(rank, step)
+        while not torch_private.default_store().check([f"gave up {other}" for other in range(last)]):
+            time.sleep(0.05)
+        return message
     finally:
         os.kill(process_ids[last], signal.SIGCONT)
 
@@ -119,24 +136,45 @@ def test_a_killed_rank_is_named(ranks2: RankPool, wrapper: str) -> None:
     assert "first awaited: bucket 0 (head.bias" in rank_0
 
 
+def _leave(rank: int) -> str:
+    ddp = compile_ddp(TokenModel(), bucket_cap_mb=0.002, first_bucket_mb=0.001)
+    batch = token_batch(rank)
+    ddp(*batch).backward()
+    ddp.zero_grad()
+    loss = ddp(*batch)
+    dist.barrier()
+    if rank == 1:
+        dist.destroy_process_group(ddp._runtime.communicator.group)
+        sit_until_others_give_up(rank)
+        return ""
+    return give_up(rank, loss.backward)
+
+
+@pytest.mark.inductor
+def test_the_generated_code_waits_for_one_bucket_whose_memory_tells_it_from_others(ranks2: RankPool) -> None:
+    message, _ = ranks2.run(_leave, timeout_seconds=400, collective_timeout_seconds=120)
+    assert message.startswith("rank 0: a collective in the backward graph failed: "), message
+    assert re.search(r"first awaited: bucket \d \([^)]*; \d+ bytes\); collectives launched: \d+\n", message), message
+    assert re.search(rf"  rank 1: .*\n    Python: .* < {__file__}:\d+ in _leave", message), message
+
+
 # ---- one rank is late ------------------------------------------------------------------------------------------------
 
 
 class SlowModel(TokenModel):
-    seconds = 0.0
+    sit = staticmethod(lambda: None)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = super().forward(x, y)
-        time.sleep(self.seconds)
-        return loss
+        self.sit()
+        return super().forward(x, y)
 
 
 def _late_before_backward(rank: int, wrapper: str) -> str:
     ddp, _ = train_two_steps(rank, wrapper)
     loss = ddp(*token_batch(rank))
     if rank == 1:
-        time.sleep(LATE_SECONDS)
-    return message_of(loss.backward)
+        sit_until_others_give_up(rank)
+    return give_up(rank, loss.backward)
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
@@ -157,22 +195,23 @@ def test_a_late_rank_is_named_with_the_line_where_it_is(ranks3: RankPool, wrappe
 def _late_in_forward(rank: int) -> str:
     ddp = wrap("EagerDDP", SlowModel(), *token_batch(rank))
     ddp(*token_batch(rank)).backward()
-    ddp.module.seconds = LATE_SECONDS * rank
-    return message_of(lambda: ddp(*token_batch(rank)).backward())
+    if rank == 1:
+        ddp.module.sit = functools.partial(sit_until_others_give_up, rank)
+    return give_up(rank, lambda: ddp(*token_batch(rank)).backward())
 
 
 def test_a_rank_that_sits_in_the_models_forward_is_named_with_its_line(ranks2: RankPool) -> None:
     message, _ = ranks2.run(_late_in_forward)
-    line = Path(__file__).read_text().splitlines().index("        time.sleep(self.seconds)") + 1
-    assert re.search(rf"  rank 1: step 2, before .*\n    Python: {__file__}:{line} in SlowModel.forward", message)
+    line = Path(__file__).read_text().splitlines().index("        self.sit()") + 1
+    assert re.search(rf"  rank 1: step 2, before .*\n    Python: .* < {__file__}:{line} in SlowModel.forward", message)
 
 
 def _late_for_the_first_backward(rank: int) -> str:
     ddp = wrap("compile_ddp", Mlp(), row_batch(rank))
     loss = ddp(row_batch(rank)).sum()
     if rank == 0:
-        time.sleep(LATE_SECONDS)
-    return message_of(loss.backward)
+        sit_until_others_give_up(rank)
+    return give_up(rank, loss.backward)
 
 
 def test_a_wait_for_the_first_sequence_is_explained(ranks2: RankPool) -> None:
@@ -180,7 +219,7 @@ def test_a_wait_for_the_first_sequence_is_explained(ranks2: RankPool) -> None:
     assert "waited 4 s for rank 0 (for the sequence of the first backward)" in message
     assert "\nrank 0 is behind (at an earlier point).\n" in message
     assert "first awaited: rank 0, through the store, for the sequence of the first backward" in message
-    assert re.search(rf"  rank 0: step 1, .*\n    Python: {__file__}:\d+ in _late_for_the_first_backward", message)
+    assert re.search(rf"  rank 0: step 1, .*\n    Python: .* < {__file__}:\d+ in _late_for_the_first_backward", message)
 
 
 class WithBuffer(Mlp):
@@ -193,8 +232,8 @@ def _late_for_the_broadcast(rank: int, wrapper: str) -> str:
     ddp = wrap(wrapper, WithBuffer(), row_batch(rank))
     ddp(row_batch(rank)).sum().backward()
     if rank == 0:
-        time.sleep(LATE_SECONDS)
-    return message_of(lambda: ddp(row_batch(rank)).sum().backward())
+        sit_until_others_give_up(rank)
+    return give_up(rank, lambda: ddp(row_batch(rank)).sum().backward())
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
@@ -202,14 +241,16 @@ def test_a_wait_for_buffers_is_explained(ranks2: RankPool, wrapper: str) -> None
     _, message = ranks2.run(_late_for_the_broadcast, wrapper)
     assert message.startswith("rank 1: the broadcast of parameters and buffers failed: "), message
     assert "first awaited: the parameters and buffers of the group's first rank" in message
-    assert re.search(rf"  rank 0: step 1, after .*\n    Python: {__file__}:\d+ in _late_for_the_broadcast", message)
+    assert re.search(
+        rf"  rank 0: step 1, after .*\n    Python: .* < {__file__}:\d+ in _late_for_the_broadcast", message
+    )
 
 
 def _fail_twice(rank: int) -> list[str]:
     _, step = train_two_steps(rank, "EagerDDP")
     if rank == 1:
-        time.sleep(LATE_SECONDS)
-    return [message_of(step), message_of(step)]
+        sit_until_others_give_up(rank)
+    return [give_up(rank, step), message_of(step)]
 
 
 def test_the_wrapper_says_from_then_on_that_it_has_failed_before(ranks2: RankPool) -> None:

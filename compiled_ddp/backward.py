@@ -1,17 +1,17 @@
 """One synchronised backward: what has been launched, what is missing, and what becomes of .grad at its end."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from compiled_ddp import torch_private
+from compiled_ddp import users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.launch_observer import profiled
 from compiled_ddp.plan import FIRST_USED, Bucket, BucketPlan, Section
-from compiled_ddp.riders import rider_values
+from compiled_ddp.riders import Message, rider_values
 from compiled_ddp.standing import names_in_words
 
 
@@ -62,15 +62,15 @@ class SynchronisedBackward:
         parameters: TrainedParameters,
         *,
         used_before: set[int],
-        forward_count: int,
+        message: Message,
         gradient_as_bucket_view: bool = True,
     ) -> None:
         self.sections = sections
+        self.message = message
         self.observations = Observations()
         self.pending: dict[int, torch.Tensor] = {}  # .grad tensors that a graph folds in; restored at the end
         self._buffers, self._communicator, self._parameters = buffers, communicator, parameters
         self._used = used_before
-        self._forward_count = forward_count
         self._as_view = gradient_as_bucket_view
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
@@ -87,7 +87,7 @@ class SynchronisedBackward:
         }
         self._standing = communicator.standing
         origins = [section.origin for section in sections]
-        self._standing.backward_began(forward_count, buffers.buckets, origins, parameters.names)
+        self._standing.backward_began(message.forward_count, buffers.buckets, origins, parameters.names)
 
     # ---- launching ---------------------------------------------------------------------------------------------------
 
@@ -158,6 +158,11 @@ class SynchronisedBackward:
         self._standing.graph_fills(lent.items())
         return list(lent.values())
 
+    def rider_values(self, plan: BucketPlan) -> torch.Tensor:
+        """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
+        values = rider_values(plan.riders, self.message, lambda _: True)
+        return values.to(plan.buckets[-1].device, non_blocking=True)
+
     def segment_ran(self, section: int, riders: torch.Tensor, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Note the results of a claimed section: its reduced riders, and where its gradients lie in memory."""
         self._in_graph[section] = riders
@@ -189,11 +194,10 @@ class SynchronisedBackward:
         self._launch_complete()
 
     def _refuse_users_hook(self, index: int) -> None:
-        if torch_private.has_other_post_accumulate_hooks(self._parameters.tensors[index]):
+        if users_hooks.sees_unreduced(self._parameters.tensors[index]):
             raise RuntimeError(
-                f"parameter {self._parameters.names[index]} has a post-accumulate hook besides ours, which would see "
-                "its gradient before it is reduced. Step the optimizer after backward, or let a graph reduce the "
-                "parameter (compile_ddp, strict=True tells where it cannot)."
+                f"parameter {self._parameters.names[index]} got a post-accumulate hook in the middle of a backward, "
+                "which would see its gradient before it is reduced. Register it before the backward."
             )
 
     def _check(self, index: int, gradient: torch.Tensor) -> None:
@@ -231,7 +235,7 @@ class SynchronisedBackward:
         return self.sections[self._progress[position].section].reduces_again
 
     def _positions_by_hooks(self, index: int) -> list[int]:
-        return [p for p in self._buffers.positions_of[index] if self._progress[p].section not in self._in_graph]
+        return [p for p in self._buffers.positions_of.get(index, ()) if self._progress[p].section not in self._in_graph]
 
     def _launch_complete(self) -> None:
         while self._cursor < len(self._progress):
@@ -245,13 +249,11 @@ class SynchronisedBackward:
         """Whether the bucket before `position`, of the same section, was launched by hooks."""
         return position > 0 and self._progress[position - 1].work is not None
 
-    def _launch(self, position: int, aborted: bool = False) -> None:
+    def _launch(self, position: int) -> None:
         progress, buffer = self._progress[position], self._buffers[position]
         layout = progress.bucket.riders
         if layout is not None and buffer.riders is not None:
-            buffer.riders.copy_(
-                rider_values(layout, forward_count=self._forward_count, used=self._is_used, aborted=aborted)
-            )
+            buffer.riders.copy_(rider_values(layout, self.message, self._is_used))
         try:
             with profiled("launch", self._standing.bucket, position):
                 progress.work = self._communicator.all_reduce(buffer.flat)
@@ -265,16 +267,16 @@ class SynchronisedBackward:
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def launch_rest(self, *, aborted: bool = False) -> bool:
+    def launch_rest(self) -> bool:
         """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce.
 
-        Returns whether there was one; the last of them carries riders, and so `aborted` to every rank.
+        Returns whether there was one; the last of them carries riders, and so the message to every rank.
         """
         launched = self._cursor < len(self._progress)
         while self._cursor < len(self._progress):
             for index in sorted(self._progress[self._cursor].missing):
                 self._fill_missing(index, self._cursor)
-            self._launch(self._cursor, aborted)
+            self._launch(self._cursor)
             self._cursor += 1
         return launched
 
@@ -320,21 +322,34 @@ class SynchronisedBackward:
                 yield riders
         yield from (riders for riders in self._in_graph.values() if riders is not None)
 
-    def write_back(self) -> None:
+    def write_back(self) -> set[int]:
         """Leave the mean in .grad: a view of the bucket, or the tensor that was there before.
 
-        A parameter that no rank has used since the last synchronised backward keeps its .grad untouched.
+        A parameter that no rank has used since the last synchronised backward keeps its .grad untouched. Returns the
+        others that hooks have reduced.
         """
         self._find_mixed()
+        written = set()
         by_hooks = {index for progress in self._progress if progress.work for index in progress.bucket.indices}
         for index in sorted(by_hooks):
             positions = self._positions_by_hooks(index)
             if self._is_used(index) or any(self._used_elsewhere(position, index) for position in positions):
                 again = [position for position in positions if self._reduces_again(position)]
                 self._write(index, self._sum(index, again or positions))
+                written.add(index)
             elif index in self._untouched:
                 self._parameters.tensors[index].grad.copy_(self._untouched[index])  # type: ignore[union-attr]
         self.restore_pending()
+        return written
+
+    @property
+    def reduced_in_graphs(self) -> Set[int]:
+        """The parameters whose gradients captured graphs have reduced."""
+        return self._graph_gradients.keys()
+
+    def is_by_hooks(self, index: int) -> bool:
+        """Whether hooks launch a bucket that carries this gradient."""
+        return bool(self._positions_by_hooks(index))
 
     def _find_mixed(self) -> None:
         """A .grad that is not the very tensor a graph returned has another contribution, which was not reduced."""
@@ -343,6 +358,16 @@ class SynchronisedBackward:
             by_hooks = any(self._progress[position].work for position in self._buffers.positions_of[index])
             if address is not None and gradient is not None and gradient.data_ptr() != address and not by_hooks:
                 self.observations.mixed.add(index)
+
+    def unused_everywhere(self) -> set[int]:
+        """Of the parameters that hooks reduced, those that no rank has used since the last synchronised backward."""
+        return {
+            index
+            for position, progress in enumerate(self._progress)
+            if progress.work is not None
+            for index in progress.bucket.indices
+            if not self._is_used(index) and not self._used_elsewhere(position, index)
+        }
 
     def _used_elsewhere(self, position: int, index: int) -> bool:
         """Whether another rank used a parameter that this one did not. Reads from the device, for such ranks alone."""

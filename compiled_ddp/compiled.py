@@ -26,6 +26,7 @@ def compile_ddp(
     broadcast_buffers: bool = True,
     init_sync: bool = True,
     find_unused_parameters: bool = False,
+    static_graph: bool = False,
     gradient_as_bucket_view: bool = True,
     check_steps: str = "error",
     strict: bool = False,
@@ -49,7 +50,7 @@ def compile_ddp(
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
         broadcast_buffers: overwrite buffers by rank 0's at the begin of a forward, by DDP's rule.
         init_sync: overwrite parameters and buffers by rank 0's at construction.
-        find_unused_parameters: accepted for compatibility; unused parameters need no flag.
+        find_unused_parameters, static_graph: accepted for compatibility; unused parameters need no flag.
         gradient_as_bucket_view: leave .grad as views of the buckets where they were None. False keeps them plain
             tensors where hooks reduce; where a graph does they are views at no cost.
         check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
@@ -103,7 +104,8 @@ class CompiledDDP(DataParallelWrapper):
             raise
 
     def _prepare_to_compile(self, options: Options) -> None:
-        self._index_of_parameter = {id(tensor): n for n, tensor in enumerate(self._runtime.parameters.tensors)}
+        self._index_of_parameter: dict[int, int] = {}
+        self._index_parameters()
         self._compiler_options = torch_private.inductor_options(options.mode, options.compiler_options, options.dynamic)
         compiled = torch.compile(
             torch_private.without_own_compilation(self.module),
@@ -113,6 +115,14 @@ class CompiledDDP(DataParallelWrapper):
         )
         # In a tuple, so that it is no submodule: the model has one place in this wrapper, `module`.
         self._compiled: tuple[Callable[..., Any]] = (torch_private.allow_recurrent(compiled, self.module),)
+
+    def _index_parameters(self) -> None:
+        for index, tensor in enumerate(self._runtime.parameters.tensors):
+            self._index_of_parameter[id(tensor)] = index  # in place: captured segments hold on to it
+
+    def _refresh(self) -> None:
+        super()._refresh()
+        self._index_parameters()
 
     def _hooks_reason(self) -> str | None:
         return "COMPILED_DDP_MODE=hooks" if self._mode == "hooks" else None

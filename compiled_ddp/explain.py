@@ -18,6 +18,7 @@ class Explanation:
     rows: tuple[Row, ...]
     fallback_reasons: tuple[str, ...]
     bucket_size: str  # how large a bucket may be, and why
+    unused: tuple[str, ...] = ()  # parameters that no rank has used, and that are not reduced until one does
 
     def __str__(self) -> str:
         if not self.rows:
@@ -25,6 +26,8 @@ class Explanation:
         headers = ("order", "launched by", "gradients", "bytes", "parameters", "why hooks")
         table = str(tabulate(self.rows, headers=headers, tablefmt="simple"))
         notes = "".join(f"\nAt run time some buckets went by hooks: {reason}." for reason in self.fallback_reasons)
+        if self.unused:
+            notes += f"\nNot reduced, because no rank has used them so far: {', '.join(self.unused)}."
         return f"{table}\n{self.bucket_size}{notes}"
 
 
@@ -42,14 +45,15 @@ def explain_sequence(
     if sequence is None:
         return Explanation((), tuple(fallback_reasons), bucket_size)
     rows: list[Row] = []
-    for section in sequence.sections:
+    for section in sequence.launched:
         for bucket in section.plan.buckets:
             names = [sequence.parameter_names[index] for index in bucket.indices]
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             rows.append((len(rows), section.origin, len(names), bucket.nbytes, shown or "(riders)", section.reason))
     planned = {section.reason for section in sequence.sections}
     at_run_time = tuple(reason for reason in fallback_reasons if reason not in planned)
-    return Explanation(tuple(rows), at_run_time, bucket_size)
+    unused = (sequence.parameter_names[index] for section in sequence.unused for index in section.plan.indices)
+    return Explanation(tuple(rows), at_run_time, bucket_size, tuple(unused))
 
 
 def _bucket_size_in_words(options: Options, link_bytes_per_second: float | None) -> str:

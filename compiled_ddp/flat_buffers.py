@@ -46,7 +46,8 @@ class FlatBuffer:
 class SequenceBuffers:
     """The flat buffers of a sequence, each allocated when it is first filled, and where each gradient goes."""
 
-    def __init__(self, sections: Sequence[Section]) -> None:
+    def __init__(self, sections: Sequence[Section], before: "SequenceBuffers | None" = None) -> None:
+        """Buckets that are equal to some of `before`'s keep their flat buffers."""
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
         self._sections = sections
         self._buffers: dict[int, FlatBuffer] = {}
@@ -56,6 +57,10 @@ class SequenceBuffers:
             self.first_position.setdefault(section, position)
             for index in bucket.indices:
                 self.positions_of.setdefault(index, []).append(position)
+        kept = {} if before is None else {before.buckets[p][1]: buffer for p, buffer in before._buffers.items()}
+        for position, (_, bucket) in enumerate(self.buckets):
+            if bucket in kept:
+                self._buffers[position] = kept.pop(bucket)
 
     def __getitem__(self, position: int) -> FlatBuffer:
         if position not in self._buffers:

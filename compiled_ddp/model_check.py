@@ -73,6 +73,39 @@ def check_not_replaced(places: Sequence[Place]) -> None:
             )
 
 
+class ModelWatch:
+    """Notices between forwards that a model has changed in what its wrapper made its plan from.
+
+    Everything is compared by identity or by a few attributes, so that it costs microseconds in every forward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = trained_places(module)
+        self._sizes = [(part._modules, part._parameters, _sizes(part)) for part in module.modules()]
+        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._trained = [(p, _memory(p)) for p in module.parameters() if p.requires_grad]
+
+    def changed(self) -> bool:
+        """Whether something was added, unfrozen, or moved to another dtype, device or memory format.
+
+        Raises RuntimeError if something was replaced or removed.
+        """
+        check_not_replaced(self._places)
+        return (
+            any(parameter.requires_grad for parameter in self._frozen)
+            or any((len(modules), len(parameters)) != sizes for modules, parameters, sizes in self._sizes)
+            or any(_memory(parameter) != memory for parameter, memory in self._trained)
+        )
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    return len(module._modules), len(module._parameters)
+
+
+def _memory(parameter: torch.Tensor) -> tuple[object, ...]:
+    return parameter.dtype, parameter.device, parameter.stride()
+
+
 def check_model(module: nn.Module, wrapper: str) -> None:
     """Raise TypeError or ValueError, with what to do, if `module` cannot be wrapped by `wrapper`."""
     if not isinstance(module, nn.Module):
@@ -86,15 +119,20 @@ def check_model(module: nn.Module, wrapper: str) -> None:
         raise ValueError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
     if bare in _wrapped_by:
         raise ValueError(f"the model is already wrapped by {_wrapped_by[bare]}: call that wrapper's unwrap() first.")
-    _check_materialised(module)
+    check_parts(module)
     parameters = trainable_parameters(module)
     if not parameters:
         raise ValueError(
             f"the model ({type(module).__name__}) has no parameter that requires a gradient: there is nothing to "
             "reduce. Use it unwrapped, or unfreeze parameters before wrapping it."
         )
-    _check_parameters(parameters)
     _check_not_owned(parameters)
+
+
+def check_parts(module: nn.Module) -> None:
+    """Raise ValueError, with what to do, if a parameter or buffer of `module` cannot be reduced or synchronised."""
+    _check_materialised(module)
+    _check_parameters(trainable_parameters(module))
     for name, part in module.named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             raise ValueError(f"{name or type(part).__name__} has sparse=True: sparse gradients cannot be reduced yet.")

@@ -91,7 +91,9 @@ FORWARD_COUNT = 0
 FORWARD_COUNT_SQUARED = 1
 ABORTED = 2
 VERIFY = 3
-FIRST_USED = 4
+ANNOUNCED = 4
+MISFIT = 5
+FIRST_USED = 6
 
 COUNT_MODULUS = 64  # sums of squares stay exact in float32 up to 4096 ranks
 
@@ -106,6 +108,8 @@ class Riders:
     | `FORWARD_COUNT_SQUARED` | its square: the counts agree if and only if the variance over ranks is zero |
     | `ABORTED` | 1 where the backward broke off and the rest of it goes out as zeros |
     | `VERIFY` | 1 where a rank wishes to prove the reduction |
+    | `ANNOUNCED` | how many parameters of "unused" sections this rank has used after all |
+    | `MISFIT` | 1 where the graphs of the backward do not fit the sequence |
     | `FIRST_USED + k` | 1 where the k-th gradient of the plan was produced on this rank |
 
     Riders are never scaled, compressed or handed to a communication hook.
@@ -227,11 +231,12 @@ class BucketPlan:
         return replace(self, buckets=tuple(renumber(bucket) for bucket in self.buckets))
 
 
-Origin = Literal["graph", "hooks"]
+Origin = Literal["graph", "hooks", "unused"]
 
 # Why parameters are the hooks'.
 NOT_CAPTURED = "not in a captured graph: used in eager code, or unused"
 MIXED = "used both inside a captured graph and outside of it"
+ADMITTED = "not used in the first backward"
 
 
 @dataclass(frozen=True)
@@ -239,7 +244,8 @@ class Section:
     """One stretch of the sequence: a plan over the wrapper's parameters and what launches it where all goes well.
 
     `origin` is "graph" where a captured segment's backward graph launches the buckets and "hooks" where gradient
-    hooks do. A rank that cannot follow a "graph" section in a graph launches the same buckets by hooks.
+    hooks do. A rank that cannot follow a "graph" section in a graph launches the same buckets by hooks. The buckets of
+    an "unused" section, whose parameters no rank has used, are not launched until one of them is.
     """
 
     plan: BucketPlan
@@ -261,6 +267,8 @@ class ReductionSequence:
 
     A parameter that several captured segments use stands once in each of their sections; the sum of its means is the
     mean of its sum. Every trainable parameter stands in at least one section (asserted).
+
+    Sections of parameters that no rank has used come last.
     """
 
     sections: tuple[Section, ...]
@@ -270,11 +278,22 @@ class ReductionSequence:
         planned = {index for section in self.sections for index in section.plan.indices}
         expected = set(range(len(self.parameter_names)))
         assert planned == expected, f"parameters without a bucket or unknown: {sorted(planned ^ expected)}"
+        assert self.sections == (*self.launched, *self.unused), "unused sections do not come last"
+
+    @property
+    def launched(self) -> tuple[Section, ...]:
+        """The sections that every backward launches."""
+        return tuple(section for section in self.sections if section.origin != "unused")
+
+    @property
+    def unused(self) -> tuple[Section, ...]:
+        """The sections that are launched only in a backward in which a rank has used one of their parameters."""
+        return tuple(section for section in self.sections if section.origin == "unused")
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """Every bucket in launch order."""
-        return tuple(bucket for section in self.sections for bucket in section.plan.buckets)
+        """Every bucket that a backward launches, in launch order."""
+        return tuple(bucket for section in self.launched for bucket in section.plan.buckets)
 
     @property
     def nbytes(self) -> int:

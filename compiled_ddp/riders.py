@@ -5,17 +5,36 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_ddp.plan import ABORTED, COUNT_MODULUS, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Riders
+from compiled_ddp.plan import (
+    ABORTED,
+    ANNOUNCED,
+    COUNT_MODULUS,
+    FIRST_USED,
+    FORWARD_COUNT,
+    FORWARD_COUNT_SQUARED,
+    MISFIT,
+    Riders,
+)
 
 
-def rider_values(
-    riders: Riders, *, forward_count: int, used: Callable[[int], bool], aborted: bool = False
-) -> torch.Tensor:
+@dataclass
+class Message:
+    """What this rank tells all others in the riders of every section of one backward; see `Riders`."""
+
+    forward_count: int
+    announced: int = 0
+    misfit: bool = False
+    aborted: bool = False
+
+
+def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
     """This rank's rider elements, shape (riders.numel,), on CPU; `used` tells whether it produced a gradient."""
-    count = float(forward_count % COUNT_MODULUS)
+    count = float(message.forward_count % COUNT_MODULUS)
     values = [0.0] * FIRST_USED
     values[FORWARD_COUNT], values[FORWARD_COUNT_SQUARED] = count, count * count
-    values[ABORTED] = float(aborted)
+    values[ABORTED], values[ANNOUNCED], values[MISFIT] = map(
+        float, (message.aborted, message.announced, message.misfit)
+    )
     return torch.tensor(values + [float(used(index)) for index in riders.indices])
 
 
@@ -25,6 +44,8 @@ class Findings:
 
     aborted_on: int = 0  # ranks on which the backward broke off
     counts_differ: bool = False  # whether the ranks have begun different numbers of forwards
+    announced: bool = False  # whether a rank has used a parameter of an "unused" section
+    misfits_on: int = 0  # ranks whose graphs did not fit the sequence
 
 
 class RiderReader:
@@ -65,6 +86,8 @@ class RiderReader:
         sections = leading.tolist()
         return Findings(
             aborted_on=int(max(sums[ABORTED] for sums in sections)),
+            announced=any(sums[ANNOUNCED] > 0 for sums in sections),
+            misfits_on=int(max(sums[MISFIT] for sums in sections)),
             # The variance of the counts over ranks, exact in these sums of small integers.
             counts_differ=any(
                 self._world_size * sums[FORWARD_COUNT_SQUARED] != sums[FORWARD_COUNT] ** 2 for sums in sections

@@ -4,19 +4,19 @@ import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
 
-from compiled_ddp import torch_private
+from compiled_ddp import torch_private, users_hooks
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
-from compiled_ddp.riders import RiderReader, rider_values
+from compiled_ddp.riders import Findings, Message, RiderReader
 from compiled_ddp.sequence import SequencePlanner
 
 
@@ -59,15 +59,21 @@ class Runtime:
         self._refined = False
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
         self._current: SynchronisedBackward | None = None
+        self._buffers = SequenceBuffers(())
+        self._unused: frozenset[int] = frozenset()  # parameters of the sequence's unused sections
+        self._announced: set[int] = set()  # those of them that the current backward uses here
         self._open_tasks: set[int] = set()
-        self._hook_handles: list[Any] = []
+        self._hook_handles: dict[int, Any] = {}  # by parameter
         self._reported: set[str] = set()
         self._rider_reader = RiderReader(communicator.world_size)
         self._disagreements = 0  # on the number of forwards
         self._lock = threading.RLock()
-        self.install_hooks()  # until the sequence shows that graphs reduce everything
-        if hooks_reason is not None:
-            self._adopt(self._planner.propose([], reason=hooks_reason))
+        self._hooks_reason = hooks_reason
+        self._agreed = False  # whether `sequence` holds in the next backward
+        self._agreements = -1  # on a sequence
+        self._misfits = 0  # backwards in a row in which no rank's graphs fitted the sequence
+        self._patience = 2
+        self.forget_sequence()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -77,6 +83,7 @@ class Runtime:
         `counted` tells whether every rank is to begin as many such forwards as this one.
         """
         self.synchronise = self._expected = synchronise
+        self._hold_back_users_hooks()
         self._counted = synchronise and counted
         if self._counted:
             self._forwards.begin()
@@ -89,7 +96,7 @@ class Runtime:
 
     def end_forward(self, calls: Sequence[SegmentCall]) -> None:
         """Watch the parameters by hooks unless the segments that this forward called cover every graph section."""
-        if self.sequence is not None and not self._hook_handles:
+        if self.sequence is not None and not self._hooks_everywhere:
             called = {call.fingerprint for call in calls}
             if not self._sections_of.keys() <= called:
                 self.install_hooks()
@@ -121,25 +128,34 @@ class Runtime:
                 self._open_tasks.add(task)
                 torch_private.call_at_end_of_backward(functools.partial(self._task_ended, task))
             if self._current is None:
-                backward = self._begin(lambda call: call.will_run())
+                backward = self._begin(lambda call: call.will_run(), torch_private.backward_will_accumulate)
                 if self._sections_of:
                     self._leave_unmatched_to_hooks(backward)
                 self._current = backward
             return self._current
 
-    def _begin(self, takes_part: Callable[[SegmentCall], bool]) -> SynchronisedBackward:
-        """A new synchronised backward; in the first one, `takes_part` picks the calls that make the proposal."""
+    def _begin(
+        self, takes_part: Callable[[SegmentCall], bool], accumulates: Callable[[torch.Tensor], bool]
+    ) -> SynchronisedBackward:
+        """A new synchronised backward.
+
+        `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
+        a gradient in this one.
+        """
         self._expected = False
+        self._hold_back_users_hooks()
         self._forwards.backward_began()
-        if self.sequence is None:
+        if not self._agreed:
             self._adopt(self._agree_on_proposal([call for call in self._live_calls() if takes_part(call)]))
         assert self.sequence is not None
-        return self._new_backward(self.sequence.sections, self._buffers, self._used)
+        self._announced = {i for i in self._unused if i in self._used or accumulates(self.parameters.tensors[i])}
+        message = Message(self._forwards.value, announced=len(self._announced))
+        return self._new_backward(self.sequence.launched, self._buffers, self._used, message)
 
     def skip_backward(self) -> None:
         """Take part in the other ranks' synchronised backward with zeros, and receive its mean."""
         with self._lock:
-            self._current = self._begin(lambda call: call.synchronise)
+            self._current = self._begin(lambda call: call.synchronise, lambda _: False)
             self._finish()
             self._expected = False
 
@@ -160,13 +176,14 @@ class Runtime:
             for section in sections:
                 unmatched.update(backward.sections[section].plan.indices)
         if unmatched:
+            backward.message.misfit = True
             backward.leave_to_hooks(unmatched)
 
     def _with_tensor_hooks(self, call: SegmentCall) -> list[int]:
         return [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
 
     def _new_backward(
-        self, sections: Sequence[Section], buffers: SequenceBuffers, used_before: set[int]
+        self, sections: Sequence[Section], buffers: SequenceBuffers, used_before: set[int], message: Message
     ) -> SynchronisedBackward:
         return SynchronisedBackward(
             sections,
@@ -174,7 +191,7 @@ class Runtime:
             self.communicator,
             self.parameters,
             used_before=used_before,
-            forward_count=self._forwards.value,
+            message=message,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
         )
 
@@ -206,27 +223,50 @@ class Runtime:
         else:
             self.report("the graph does not fit the agreed sequence of this backward", call.plan.indices)
 
-    def rider_values(self, plan: BucketPlan) -> torch.Tensor:
-        """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
-        values = rider_values(plan.riders, forward_count=self._forwards.value, used=lambda _: True)
-        return values.to(plan.buckets[-1].device, non_blocking=True)
+    @property
+    def _by_hooks(self) -> list[Section]:
+        return [] if self.sequence is None else [s for s in self.sequence.sections if s.origin == "hooks"]
 
-    def remove_hooks(self) -> None:
-        for handle in self._hook_handles:
-            handle.remove()
-        self._hook_handles.clear()
+    @property
+    def _hooks_everywhere(self) -> bool:
+        return len(self._hook_handles) == len(self.parameters.tensors)
+
+    def remove_hooks(self, keep: Set[int] = frozenset()) -> None:
+        for index in [index for index in self._hook_handles if index not in keep]:
+            self._hook_handles.pop(index).remove()
+            users_hooks.give_back(self.parameters.tensors[index])
+
+    def _remove_needless_hooks(self) -> None:
+        """Where graphs reduce everything, only parameters that no rank has used are still watched."""
+        if not self._by_hooks:
+            self.remove_hooks(keep=self._unused)
 
     def install_hooks(self) -> None:
-        """Let gradients be reduced as autograd accumulates them; a no-op when the hooks are there."""
-        if self._hook_handles:
-            return
+        """Let gradients be reduced as autograd accumulates them; a no-op where the hooks are there."""
         for index, parameter in enumerate(self.parameters.tensors):
+            if index in self._hook_handles:
+                continue
             # The parameter must not keep the runtime alive: the collector does not see through autograd's hooks.
             hook = functools.partial(_gradient_accumulated, weakref.ref(self), index)
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
-            self._hook_handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            self._hook_handles[index] = parameter.register_post_accumulate_grad_hook(hook)
             parameter.requires_grad_(trained)
+
+    def _hold_back_users_hooks(self) -> None:
+        for index, handle in self._hook_handles.items():
+            if users_hooks.has_several(self.parameters.tensors[index]):
+                holds = functools.partial(_is_reduced_by_hooks, weakref.ref(self), index)
+                users_hooks.hold_back(self.parameters.tensors[index], handle.id, holds)
+
+    def is_reduced_by_hooks(self, index: int) -> bool:
+        """Whether hooks will reduce the gradient that autograd has just accumulated into parameter `index`."""
+        with self._lock:
+            if self._current is None and not self._expected:
+                return False
+            backward = self.enter_backward()
+            # Until the first backward has ended, a parameter of a graph may turn out to be used outside of it too.
+            return not self._refined or index in self._unused or backward.is_by_hooks(index)
 
     def gradient_accumulated(self, index: int) -> None:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
@@ -234,7 +274,17 @@ class Runtime:
             if self._current is None and not self._expected:
                 self._used.add(index)
             else:
-                self.enter_backward().gradient_arrived(index)
+                backward = self.enter_backward()
+                self._refuse_unannounced(index)
+                backward.gradient_arrived(index)
+
+    def _refuse_unannounced(self, index: int) -> None:
+        if index in self._unused and index not in self._announced:
+            raise RuntimeError(
+                f"parameter {self.parameters.names[index]} had been used on no rank before, and its first gradient "
+                "comes from inside a reentrant checkpoint, too late to be reduced. Use "
+                "checkpoint(..., use_reentrant=False)."
+            )
 
     # ---- the end of backward -----------------------------------------------------------------------------------------
 
@@ -265,22 +315,74 @@ class Runtime:
         try:
             backward.launch_rest()
             backward.wait()
-            self._heed_riders(backward)
+            findings = self._heed_riders(backward)
         except BaseException:
             backward.restore_pending()
             raise
-        backward.write_back()
-        self.communicator.standing.backward_ended()
+        reduced = backward.write_back()
+        if findings.announced:
+            reduced |= self._admit()
         self._used = set()
         if not backward.observations.arrivals:
             # torch.autograd.grad came through: the backward that accumulates is still to come.
             self._expected = self.synchronise
-        if not self._refined:
-            self._refine(backward)
+        first = not self._refined
+        if first:
+            reduced |= self._refine(backward) | backward.reduced_in_graphs
         if backward.observations.mixed:
             self._refuse_mixed(backward.observations.mixed)
+        self._heed_misfits(findings.misfits_on)
+        self.communicator.standing.backward_ended()
+        for index in sorted(reduced):
+            users_hooks.run_held_back(self.parameters.tensors[index])
+        if first:
+            self._remove_needless_hooks()
 
-    def _heed_riders(self, backward: SynchronisedBackward) -> None:
+    def _heed_misfits(self, ranks: int) -> None:
+        """Agree anew when no rank's graphs have fitted the sequence for a while, as after parts were frozen.
+
+        A model whose graphs differ from step to step has no sequence that fits: the patience doubles every time.
+        """
+        self._misfits = self._misfits + 1 if ranks == self.communicator.world_size else 0
+        if self._misfits >= self._patience:
+            self._patience *= 2
+            self.forget_sequence()
+
+    def retrain(self, parameters: TrainedParameters) -> None:
+        """Reduce these parameters from the next backward on; those known before keep their places in the list."""
+        self.remove_hooks()
+        self.parameters = parameters
+        self._planner = SequencePlanner(parameters, self._options, self.communicator.world_size)
+        self.forget_sequence()
+
+    def forget_sequence(self) -> None:
+        """Let the next synchronised backward bring a new one about. On all ranks before the same backward."""
+        self._agreed = False
+        if self._hooks_reason is not None:
+            self._adopt(self._planner.propose([], reason=self._hooks_reason))
+        self._agreements += 1
+        self._unused = frozenset()
+        self._refined = False
+        self._misfits = 0
+        self.install_hooks()
+
+    def _admit(self) -> set[int]:
+        """Reduce what some rank has used of the unused sections, and launch it in every backward from now on.
+
+        Returns these parameters.
+        """
+        assert self.sequence is not None
+        unused = self.sequence.unused
+        late = self._new_backward(
+            unused, SequenceBuffers(unused), self._used | self._announced, Message(self._forwards.value)
+        )
+        late.launch_rest()
+        late.wait()
+        used = late.write_back()
+        self._adopt(self._planner.admit(self.sequence, used))
+        return used
+
+    def _heed_riders(self, backward: SynchronisedBackward) -> Findings:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
         findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self._refined)
         if findings.aborted_on:
@@ -291,6 +393,7 @@ class Runtime:
             )
         if findings.counts_differ:
             self._report_different_steps()
+        return findings
 
     def _report_different_steps(self) -> None:
         """Say, with every rank's count, that gradients of different steps were averaged; all ranks are in here."""
@@ -335,37 +438,51 @@ class Runtime:
         if backward is None:
             return False
         backward.pending.clear()  # the user may have cleared .grad since
-        others_know = backward.launch_rest(aborted=True)
+        backward.message.aborted = True
+        others_know = backward.launch_rest()
         backward.wait()
+        if not others_know:  # for them the backward ended well: do as they do
+            if self._unused and self._rider_reader.read(backward.reduced_riders(), at_once=True).announced:
+                self._admit()
+            if not self._refined:
+                self._refine(backward)
+                self._remove_needless_hooks()
         self._used = set()
-        if not others_know and not self._refined:
-            self._refine(backward)  # as they do: for them the backward ended well
         return True
 
     # ---- the agreed sequence -----------------------------------------------------------------------------------------
 
     def _agree_on_proposal(self, calls: Sequence[SegmentCall]) -> ReductionSequence:
-        return self._agree("proposal", lambda: self._planner.propose([call.plan for call in calls]))
+        return self._agree(f"proposal/{self._agreements}", lambda: self._planner.propose([call.plan for call in calls]))
 
-    def _refine(self, backward: SynchronisedBackward) -> None:
-        """Fix the sequence after the first synchronised backward, and reduce what it left mixed."""
+    @property
+    def _may_set_apart(self) -> bool:
+        """Whether unused parameters need not be reduced: where riders are read in the very backward, so on the CPU."""
+        return self.parameters.tensors[0].device.type == "cpu"
+
+    def _refine(self, backward: SynchronisedBackward) -> set[int]:
+        """Fix the sequence after the first synchronised backward, and reduce what it left mixed, which is returned."""
         self._refined = True
         assert self.sequence is not None
         before = self.sequence
-        self._adopt(self._agree("sequence", lambda: self._planner.refine(before, backward.observations)))
+        unused = backward.unused_everywhere() if self._may_set_apart else set()
+        self._adopt(
+            self._agree(
+                f"sequence/{self._agreements}", lambda: self._planner.refine(before, backward.observations, unused)
+            )
+        )
         mixed = [section for section in self.sequence.sections if section.reduces_again]
+        reduced: set[int] = set()
         if mixed:
             used = {index for section in mixed for index in section.plan.indices}
-            again = self._new_backward(mixed, SequenceBuffers(mixed), used)
+            again = self._new_backward(mixed, SequenceBuffers(mixed), used, Message(self._forwards.value))
             again.launch_rest()
             again.wait()
-            again.write_back()
-        by_hooks = [section for section in self.sequence.sections if section.origin == "hooks"]
-        if not by_hooks:
-            self.remove_hooks()
-        elif self._sections_of:
-            for section in by_hooks:
+            reduced = again.write_back()
+        if self._sections_of:
+            for section in self._by_hooks:
                 self.report(section.reason, section.plan.indices)
+        return reduced
 
     def _agree(self, key: str, make: Callable[[], ReductionSequence]) -> ReductionSequence:
         """Rank 0's sequence, on every rank."""
@@ -378,12 +495,11 @@ class Runtime:
         return self._planner.decode(self.communicator.read(key, writer=0, purpose=purpose))
 
     def _adopt(self, sequence: ReductionSequence) -> None:
-        if sequence == self.sequence:
-            return  # and keep its flat buffers
-        self.sequence = sequence
-        self._buffers = SequenceBuffers(sequence.sections)
+        self._buffers = SequenceBuffers(sequence.launched, self._buffers)
+        self.sequence, self._agreed = sequence, True
+        self._unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
         self._sections_of: dict[str, list[int]] = {}
-        for place, section in enumerate(sequence.sections):
+        for place, section in enumerate(sequence.launched):
             if section.origin == "graph":
                 self._sections_of.setdefault(section.plan.fingerprint, []).append(place)
 
@@ -406,6 +522,11 @@ class Runtime:
         """Remove every hook and give the communicator back."""
         self.remove_hooks()
         self.communicator.close()
+
+
+def _is_reduced_by_hooks(runtime: weakref.ref[Runtime], index: int) -> bool:
+    alive = runtime()
+    return alive is not None and alive.is_reduced_by_hooks(index)
 
 
 def _gradient_accumulated(runtime: weakref.ref[Runtime], index: int, _: torch.Tensor) -> None:

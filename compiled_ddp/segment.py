@@ -159,7 +159,7 @@ class Segment:
             pending = backward.take_pending(call.plan)
             implementation = self._backward("folding" if pending else "synchronised")
             flat_buffers = backward.lend_buffers(section, self._kept_buckets)
-            saved_and_tangents += [self._runtime.rider_values(call.plan), *pending, *flat_buffers]
+            saved_and_tangents += [backward.rider_values(call.plan), *pending, *flat_buffers]
             del flat_buffers
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros

@@ -4,18 +4,21 @@
    will run, in the order in which it will run them, and the remaining parameters, in reverse registration order, for
    the hooks. A wrapper without graphs needs no proposal; all parameters are the hooks'.
 2. When that backward ends, rank 0 orders the hooks' parameters by their arrival in it, between the segments they
-   arrived between, and adds the parameters that turned out to be used both inside a graph and outside of it.
+   arrived between, adds the parameters that turned out to be used both inside a graph and outside of it, and sets
+   those apart that no rank has used.
 
-Both go through the store, as plain lists of parameter indices. From then on the sequence is fixed.
+Both go through the store, as plain lists of parameter indices. From then on the sequence changes only where the riders
+of a backward tell every rank to change it in the same way: `admit`s what is used after all, or begins again at 1.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import replace
 
 from compiled_ddp.assignment import assign_buckets, place_buckets
 from compiled_ddp.backward import Observations, TrainedParameters
 from compiled_ddp.options import Options
-from compiled_ddp.plan import MIXED, NOT_CAPTURED, BucketPlan, GradientSpec, ReductionSequence, Section
+from compiled_ddp.plan import ADMITTED, MIXED, NOT_CAPTURED, BucketPlan, GradientSpec, ReductionSequence, Section
 
 
 class SequencePlanner:
@@ -31,9 +34,18 @@ class SequencePlanner:
         sections = [Section(plan, "graph") for plan in segments]
         return self._sequence([*sections, *self._hooks(rest, reason)])
 
-    def refine(self, sequence: ReductionSequence, observations: Observations) -> ReductionSequence:
-        """The sequence for all later backwards, from what rank 0 observed in the first one."""
+    def refine(
+        self, sequence: ReductionSequence, observations: Observations, unused: Set[int] = frozenset()
+    ) -> ReductionSequence:
+        """The sequence for all later backwards, from what rank 0 observed in the first one.
+
+        `unused` are parameters, of the hooks, that no rank used in it.
+        """
         by_hooks = {index: s.reason for s in sequence.sections if s.origin == "hooks" for index in s.plan.indices}
+        if unused >= set(range(len(self._parameters.names))):
+            unused = frozenset()  # something must carry the riders
+        never = [index for index in by_hooks if index in unused]
+        by_hooks = {index: reason for index, reason in by_hooks.items() if index not in unused}
         sections: list[Section] = []
         arrived: list[int] = []
         placed: set[int] = set()
@@ -49,7 +61,20 @@ class SequencePlanner:
                 arrived.append(number)
         rest = [index for index in dict.fromkeys([*arrived, *by_hooks]) if index not in placed]
         mixed = self._hooks(sorted(observations.mixed), MIXED)
-        return self._sequence([*sections, *self._hooks_of(rest, by_hooks), *mixed])
+        return self._sequence([*sections, *self._hooks_of(rest, by_hooks), *mixed, *self._unused(never)])
+
+    def admit(self, sequence: ReductionSequence, used: Set[int]) -> ReductionSequence:
+        """The sequence after a backward in which ranks have used these parameters of "unused" sections."""
+        before = [section for section in sequence.launched if section.reason == ADMITTED]
+        others = [section for section in sequence.launched if section.reason != ADMITTED]
+        never = [index for section in sequence.unused for index in section.plan.indices]
+        admitted = [index for section in before for index in section.plan.indices]
+        admitted += [index for index in never if index in used]
+        never = [index for index in never if index not in used]
+        return self._sequence([*others, *self._hooks(admitted, ADMITTED), *self._unused(never)])
+
+    def _unused(self, indices: Sequence[int]) -> list[Section]:
+        return [replace(section, origin="unused") for section in self._hooks(indices, "")]
 
     def _hooks_of(self, indices: Sequence[int], reasons: dict[int, str]) -> list[Section]:
         return self._hooks(indices, reasons[indices[0]]) if indices else []

@@ -77,6 +77,16 @@ def backward_will_execute(node: Any) -> bool:
     return node is evaluating_node() or torch._C._will_engine_execute_node(node)
 
 
+def backward_will_accumulate(parameter: torch.Tensor) -> bool:
+    """Whether the backward that this thread runs will bring `parameter` a gradient."""
+    if not parameter.requires_grad:
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node))
+    except RuntimeError:  # torch.autograd.grad accumulates nothing, and says so of leaves
+        return False
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that this thread runs, or its reentrant inner one, has evaluated all nodes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -317,7 +327,7 @@ def attached(node: Any) -> Any | None:
 
 def storage_holders(tensor: torch.Tensor) -> int:
     """How many tensors, and other objects, hold `tensor`'s storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def has_tensor_hooks(parameter: torch.Tensor) -> bool:
@@ -341,9 +351,10 @@ def copy_captured(graph_module: GraphModule) -> GraphModule:
     return copied
 
 
-def has_other_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
-    """Whether hooks beside the runtime's one are registered by register_post_accumulate_grad_hook."""
-    return len(parameter._post_accumulate_grad_hooks or ()) > 1
+def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
+    """What register_post_accumulate_grad_hook was called with, by the ids of the handles; autograd reads it anew."""
+    hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
 
 
 class CaptureState:
@@ -488,10 +499,11 @@ def _register_pack_lowering() -> None:
         layout = ir.FixedLayout(
             device=parts[0].get_device_or_error(), dtype=parts[0].get_dtype(), size=[sum(numels)], stride=[1]
         )
+        place_of_all: ir.Layout = layout
         if into is not None:
             into.realize()
-            layout = ir.NonOwningLayout(ir.ReinterpretView(data=into.data, layout=layout))
-        kernel = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+            place_of_all = ir.NonOwningLayout(ir.ReinterpretView(data=into.data, layout=layout))
+        kernel = ir.ConcatKernel(name=None, layout=place_of_all, inputs=[])
         storage = ir.StorageBox(kernel)
         offset = 0
         placed = []

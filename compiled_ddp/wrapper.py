@@ -20,12 +20,12 @@ from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.model_check import (
+    ModelWatch,
     check_model,
-    check_not_replaced,
+    check_parts,
     describe_model,
     mark_wrapped,
     trainable_parameters,
-    trained_places,
     unmark_wrapped,
 )
 from compiled_ddp.options import Mode, Options, mode_from_environment
@@ -47,7 +47,7 @@ class DataParallelWrapper(nn.Module):
         self._options = options
         ranks = RankGroup(process_group)
         name = type(self).__name__
-        agree_on_description(ranks, lambda: self._check_and_describe(module, name))
+        agree_on_description(ranks, lambda: self._check_and_describe(module, name), failure="the model was not wrapped")
         self._mode: Mode = mode_from_environment()
         communicator = Communicator(ranks)
         self.module = module
@@ -69,8 +69,8 @@ class DataParallelWrapper(nn.Module):
             communicator.close()
             raise
         self._unwrapped = False
-        self._frozen = {name: p for name, p in module.named_parameters() if not p.requires_grad}
-        self._places = trained_places(module)
+        self._watch = ModelWatch(module)
+        self._refreshes = 0
         mark_wrapped(module, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_strip_own_prefix)  # type: ignore[no-untyped-call]
@@ -121,8 +121,8 @@ class DataParallelWrapper(nn.Module):
         with_gradients = torch.is_grad_enabled()
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
         if not recomputing:
-            check_not_replaced(self._places)
-            self._refuse_unfrozen()
+            if self._watch.changed() and with_gradients:
+                self._refresh()
             self._begin_forward(with_gradients=with_gradients)
         outputs = self._run_module(*args, **kwargs)
         if with_gradients:
@@ -137,13 +137,29 @@ class DataParallelWrapper(nn.Module):
         if self._buffers_stale and self._options.broadcast_buffers:
             self._broadcast_buffers()
 
-    def _refuse_unfrozen(self) -> None:
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name} was frozen when the model was wrapped and requires a gradient now, which "
-                    "nothing would reduce. Call unwrap() and wrap the model again."
-                )
+    def _refresh(self) -> None:
+        """Take the model as it is now: on every rank before the same forward, or an error on every rank."""
+        self._refreshes += 1
+        communicator = self._runtime.communicator
+        agree_on_description(
+            communicator.ranks,
+            self._check_and_describe_parts,
+            occasion=f"refresh/{self._refreshes}",
+            failure="the model has changed since it was wrapped, and its gradients cannot be reduced as it is",
+        )
+        known = self._runtime.parameters
+        indices = {id(tensor) for tensor in known.tensors}
+        added = {n: p for n, p in trainable_parameters(self.module).items() if id(p) not in indices}
+        if self._options.init_sync:
+            with torch.no_grad():
+                communicator.broadcast([parameter.detach() for parameter in added.values()])
+        mark_wrapped(self.module, type(self).__name__)
+        self._runtime.retrain(TrainedParameters((*known.names, *added), (*known.tensors, *added.values())))
+        self._watch = ModelWatch(self.module)
+
+    def _check_and_describe_parts(self) -> dict[str, list[object]]:
+        check_parts(self.module)
+        return describe_model(self.module, self._options, self._mode)
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:

@@ -8,7 +8,7 @@ from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.backward import Observations, TrainedParameters
 from compiled_ddp.options import MEBIBYTE, NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionSequence
-from compiled_ddp.sequence import MIXED, NOT_CAPTURED, SequencePlanner
+from compiled_ddp.sequence import ADMITTED, MIXED, NOT_CAPTURED, SequencePlanner
 
 # (origin, reason, the parameters of each bucket) of each section
 Description = list[tuple[str, str, list[tuple[int, ...]]]]
@@ -43,6 +43,39 @@ def describe(sequence: ReductionSequence) -> Description:
         (section.origin, section.reason, [bucket.indices for bucket in section.plan.buckets])
         for section in sequence.sections
     ]
+
+
+# ---- unused parameters -----------------------------------------------------------------------------------------------
+
+
+def test_unused_parameters_of_hooks_are_set_apart_behind_everything_else(planner: SequencePlanner) -> None:
+    sequence = planner.propose([segment(4, 2)])
+    refined = planner.refine(sequence, Observations([("graph", 0), ("hook", 5), ("hook", 1)]), {0, 3})
+    assert describe(refined) == [
+        ("graph", "", [(4, 2)]),
+        ("hooks", NOT_CAPTURED, [(5, 1)]),
+        ("unused", "", [(3, 0)]),
+    ]
+    assert [bucket.indices for bucket in refined.buckets] == [(4, 2), (5, 1)]
+    assert describe(planner.decode(planner.encode(refined))) == describe(refined)
+
+
+def test_nothing_is_set_apart_where_nothing_was_used(planner: SequencePlanner) -> None:
+    sequence = planner.propose([], reason="why")
+    assert describe(planner.refine(sequence, Observations(), set(range(6)))) == describe(sequence)
+
+
+def test_admitted_parameters_share_the_buckets_of_one_section(planner: SequencePlanner) -> None:
+    sequence = planner.refine(planner.propose([segment(4, 2)]), Observations([("graph", 0)]), {5, 3, 1, 0})
+    once = planner.admit(sequence, {3})
+    assert describe(once) == [
+        ("graph", "", [(4, 2)]),
+        ("hooks", ADMITTED, [(3,)]),
+        ("unused", "", [(5, 1), (0,)]),
+    ]
+    twice = planner.admit(once, {0})
+    assert describe(twice)[1:] == [("hooks", ADMITTED, [(3, 0)]), ("unused", "", [(5, 1)])]
+    assert describe(planner.admit(twice, {5, 1}))[1:] == [("hooks", ADMITTED, [(3, 0), (5, 1)])]
 
 
 # ---- propose ---------------------------------------------------------------------------------------------------------

@@ -499,20 +499,6 @@ def test_parts_may_be_frozen_in_turns(ranks2: RankPool) -> None:
     ranks2.run(_freezes_in_turns)
 
 
-def _unfrozen(rank: int, wrapper: str) -> None:
-    model = Mlp()
-    model.first.requires_grad_(False)
-    ddp = wrappers([wrapper])[wrapper](model)
-    model.first.requires_grad_(True)
-    with pytest.raises(RuntimeError, match=r"first.weight was frozen when the model was wrapped"):
-        ddp(row_batch(rank))
-
-
-@pytest.mark.parametrize("wrapper", BOTH)
-def test_a_parameter_that_was_frozen_when_wrapped_may_not_be_trained(ranks2: RankPool, wrapper: str) -> None:
-    ranks2.run(_unfrozen, wrapper)
-
-
 def _gradient_penalty(rank: int) -> None:
     ddp = EagerDDP(Mlp())
     for step in range(2):
@@ -533,17 +519,6 @@ def _gradient_penalty(rank: int) -> None:
 
 def test_a_gradient_penalty_is_reduced_in_the_backward_that_accumulates(ranks2: RankPool) -> None:
     ranks2.run(_gradient_penalty)
-
-
-def _users_post_accumulate_hook(rank: int) -> None:
-    ddp = EagerDDP(Mlp())
-    ddp.module.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    with pytest.raises(RuntimeError, match=r"head.weight has a post-accumulate hook besides ours"):
-        ddp(row_batch(rank)).square().sum().backward()
-
-
-def test_a_users_post_accumulate_hook_is_refused_where_hooks_reduce(ranks2: RankPool) -> None:
-    ranks2.run(_users_post_accumulate_hook)
 
 
 def _pending_after_a_broken_backward(rank: int) -> None:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Riders
-from compiled_ddp.riders import Findings, RiderReader, rider_values
+from compiled_ddp.riders import Findings, Message, RiderReader, rider_values
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -60,7 +60,7 @@ def _error_of(ddp: nn.Module, rank: int, step: int) -> str:
 @pytest.mark.parametrize("counts", [(7, 7), (7, 6), (63, 64), (0, 64), (5, 5, 5), (5, 6, 4), tuple(range(70))])
 def test_counts_differ_exactly_when_they_are_not_all_equal_modulo_64(counts: tuple[int, ...]) -> None:
     riders = Riders(0, (0,))
-    values = [rider_values(riders, forward_count=count, used=lambda _: True) for count in counts]
+    values = [rider_values(riders, Message(count), lambda _: True) for count in counts]
     found = RiderReader(len(counts)).read([torch.stack(values).sum(0)])
     assert found == Findings(counts_differ=len({count % 64 for count in counts}) > 1)
 

@@ -1,0 +1,345 @@
+"""Models that are not in every step what they were when they were wrapped: unused parts, frozen parts, other dtypes."""
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, expected_mean, row_batch, wrappers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from compiled_ddp import EagerDDP, compile_ddp
+from ranks import RankPool
+
+BOTH = ("compile_ddp", "EagerDDP")
+Loss = Callable[[nn.Module], Tensor]
+
+
+def assert_steps_to_the_mean(ddp: nn.Module, loss: Loss, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """One step on this rank; each .grad is the mean by hand, and None where no rank has a gradient."""
+    ddp.zero_grad()
+    expected = expected_mean(ddp.module, loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of buckets that go by hooks
+        loss(ddp).backward()
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.grad is None:
+            assert not expected[name].any(), f"{name} has no gradient"
+        else:
+            torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=rtol, atol=atol, msg=name)
+
+
+def sections(ddp: nn.Module) -> list[tuple[str, set[str]]]:
+    """Who launches what: origin and parameters of each section of the sequence."""
+    names = ddp.plan.parameter_names
+    return [(section.origin, {names[index] for index in section.plan.indices}) for section in ddp.plan.sections]
+
+
+# ---- unused parameters -----------------------------------------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Four experts, of which each call uses those it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(4))
+        self.head = nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        for number in chosen:
+            x = torch.tanh(self.experts[number](x))
+        return self.head(x).square().sum()
+
+
+def parameters_of(*experts: int) -> set[str]:
+    return {f"experts.{number}.{kind}" for number in experts for kind in ("weight", "bias")}
+
+
+HEAD = {"head.weight", "head.bias"}
+
+
+def _route(rank: int, wrapper: str, routes: list[list[tuple[int, ...]]]) -> list[list[tuple[str, set[str]]]]:
+    """One step per route; a route has the experts that each rank uses. Returns the sections after each step."""
+    ddp = wrappers([wrapper])[wrapper](Experts(), bucket_cap_mb=1, first_bucket_mb=1)
+    after = []
+    for step, route in enumerate(routes):
+        assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank, step), route[rank]))  # noqa: B023
+        after.append(sections(ddp))
+    return after
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_parameters_that_no_rank_uses_are_set_apart_and_admitted_when_one_does(ranks2: RankPool, wrapper: str) -> None:
+    routes = [[(0,), (0,)], [(0,), (0,)], [(0,), (0, 2)], [(0,), (0,)], [(0, 3), (0, 2)], [(0,), (0,)]]
+    for after in ranks2.run(_route, wrapper, routes):
+        launched = [set().union(*(names for origin, names in step if origin != "unused")) for step in after]
+        unused = [set().union(*(names for origin, names in step if origin == "unused")) for step in after]
+        assert launched[0] == launched[1] == HEAD | parameters_of(0)
+        assert unused[0] == unused[1] == parameters_of(1, 2, 3)
+        assert launched[2] == launched[3] == HEAD | parameters_of(0, 2)
+        assert launched[4] == launched[5] == HEAD | parameters_of(0, 2, 3)
+        assert unused[5] == parameters_of(1)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_experts_routed_differently_on_every_rank_agree_with_autograd(ranks3: RankPool, wrapper: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    routes = [
+        [tuple(torch.randperm(4, generator=generator)[: 1 + (step + rank) % 3].tolist()) for rank in range(3)]
+        for step in range(8)
+    ]
+    ranks3.run(_route, wrapper, routes)
+
+
+def _unused_costs_nothing(rank: int, wrapper: str) -> tuple[int, int, str]:
+    ddp = wrappers([wrapper])[wrapper](Experts(), bucket_cap_mb=1, first_bucket_mb=1)
+    for step in range(2):
+        assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank, step), (1,)))  # noqa: B023
+    launched = []
+
+    def count(flat: Tensor, **kwargs: object) -> object:
+        launched.append(flat.numel() * flat.element_size())
+        return all_reduce(flat, **kwargs)
+
+    all_reduce = dist.all_reduce
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", count)
+        ddp(row_batch(rank), (1,)).backward()
+    return sum(launched), ddp.plan.nbytes, str(ddp.explain())
+
+
+def test_parameters_that_are_never_used_cost_no_bandwidth_and_are_named(ranks2: RankPool) -> None:
+    for sent, planned, explained in ranks2.run(_unused_costs_nothing, "EagerDDP"):
+        gradients = 4 * (2 * 5 * 6 // 2 + 6)
+        assert gradients < planned < gradients + 4 * 16, "riders take a few elements"
+        assert sent == planned
+        assert "Not reduced, because no rank has used them so far: " in explained
+        assert all(name in explained.splitlines()[-1] for name in parameters_of(0, 2, 3))
+    for _, planned, explained in ranks2.run(_unused_costs_nothing, "compile_ddp"):
+        assert planned < gradients + 4 * 16
+        assert all(name in explained.splitlines()[-1] for name in parameters_of(0, 2, 3))
+
+
+def _used_under_no_sync(rank: int, wrapper: str) -> None:
+    """An expert that is used for the first time by one rank, in a local backward."""
+    ddp = wrappers([wrapper])[wrapper](Experts())
+    for step in range(2):
+        assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank, step), (0,)))  # noqa: B023
+    ddp.zero_grad()
+    chosen = (2, 0) if rank == 1 else (0,)
+    expected = expected_mean(
+        ddp.module, lambda module: module(row_batch(rank, 2), chosen) + module(row_batch(rank, 3), (0,))
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with ddp.no_sync():
+            ddp(row_batch(rank, 2), chosen).backward()
+        ddp(row_batch(rank, 3), (0,)).backward()
+    for name, parameter in ddp.module.named_parameters():
+        if name in HEAD | parameters_of(0, 2):
+            torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-5, atol=1e-6)
+        else:
+            assert parameter.grad is None, name
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_first_use_under_no_sync_counts(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_used_under_no_sync, wrapper)
+
+
+class LateInCheckpoint(Experts):
+    def forward(self, x: Tensor, chosen: tuple[int, ...]) -> Tensor:
+        reentrant = len(chosen) > 1
+        x = checkpoint(lambda x: torch.tanh(self.experts[chosen[-1]](x)), x, use_reentrant=reentrant)
+        return self.head(x).square().sum()
+
+
+def _first_use_in_a_reentrant_checkpoint(rank: int) -> None:
+    ddp = EagerDDP(LateInCheckpoint())
+    x = row_batch(rank).requires_grad_()
+    ddp(x, (0,)).backward()
+    loss = ddp(x, (0, 2))
+    with pytest.raises(RuntimeError, match=r"experts\.2\.(weight|bias) had been used on no rank.*use_reentrant=False"):
+        loss.backward()
+
+
+def test_a_first_use_inside_a_reentrant_checkpoint_is_an_error_that_names_it(ranks2: RankPool) -> None:
+    ranks2.run(_first_use_in_a_reentrant_checkpoint)
+
+
+# ---- freezing and unfreezing -----------------------------------------------------------------------------------------
+
+
+def mlp_loss(rank: int, step: int) -> Loss:
+    return lambda module: module(row_batch(rank, step)).square().sum()
+
+
+def _unfrozen_after_wrapping(rank: int, wrapper: str) -> list[list[tuple[str, set[str]]]]:
+    model = Mlp()
+    model.first.requires_grad_(False)
+    ddp = wrappers([wrapper])[wrapper](model)
+    after = []
+    for step in range(6):
+        if step == 2:
+            model.first.requires_grad_(True)
+        assert_steps_to_the_mean(ddp, mlp_loss(rank, step))
+        assert (model.first.weight.grad is None) == (step < 2)
+        after.append(sections(ddp))
+    return after
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_parameter_that_was_frozen_when_wrapped_is_reduced_once_it_is_trained(ranks2: RankPool, wrapper: str) -> None:
+    for after in ranks2.run(_unfrozen_after_wrapping, wrapper):
+        by = "graph" if wrapper == "compile_ddp" else "hooks"
+        assert {origin for origin, _ in after[-1]} == {by}
+        assert set().union(*(names for _, names in after[1])) == HEAD | {"norm.weight", "norm.bias"}
+        assert set().union(*(names for _, names in after[-1])) >= {"first.weight", "first.bias"}
+
+
+def _frozen_for_a_while(rank: int, wrapper: str) -> list[list[tuple[str, set[str]]]]:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    after = []
+    for step in range(14):
+        if step in (3, 8):
+            ddp.module.first.requires_grad_(step == 8)
+        assert_steps_to_the_mean(ddp, mlp_loss(rank, step))
+        assert (ddp.module.first.weight.grad is None) == (3 <= step < 8)
+        after.append(sections(ddp))
+    return after
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_freezing_parts_and_unfreezing_them_later_simply_works(ranks2: RankPool, wrapper: str) -> None:
+    for after in ranks2.run(_frozen_for_a_while, wrapper):
+        if wrapper == "compile_ddp":
+            assert [{origin for origin, _ in step} for step in (after[2], after[7], after[13])] == [
+                {"graph"},
+                {"graph", "unused"},
+                {"graph"},
+            ]
+
+
+def _unfrozen_on_one_rank(rank: int) -> None:
+    model = Mlp()
+    model.first.requires_grad_(False)
+    ddp = EagerDDP(model)
+    assert_steps_to_the_mean(ddp, mlp_loss(rank, 0))
+    model.first.requires_grad_(True)
+    if rank == 1:
+        model.first.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"has changed since.*\n- rank 1: parameter first\.bias is .*frozen here"):
+        ddp(row_batch(rank))
+
+
+def test_ranks_that_unfreeze_different_parts_are_refused_on_every_rank(ranks2: RankPool) -> None:
+    ranks2.run(_unfrozen_on_one_rank)
+
+
+# ---- added, converted ------------------------------------------------------------------------------------------------
+
+
+class Growing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().sum()
+
+
+def _grows(rank: int, wrapper: str) -> list[tuple[str, set[str]]]:
+    ddp = wrappers([wrapper])[wrapper](Growing())
+    for step in range(4):
+        if step == 2:
+            torch.manual_seed(rank)
+            ddp.module.layers.append(nn.Linear(5, 5))  # other values on every rank
+        if step >= 2:
+            ddp(row_batch(rank, step)).backward()  # takes rank 0's values
+        assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank, step)))  # noqa: B023
+    weights = [torch.empty(5, 5) for _ in range(2)]
+    dist.all_gather(weights, ddp.module.layers[1].weight.detach())
+    assert torch.equal(*weights)
+    return sections(ddp)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_module_that_is_added_between_steps_is_reduced(ranks2: RankPool, wrapper: str) -> None:
+    by = "graph" if wrapper == "compile_ddp" else "hooks"
+    for found in ranks2.run(_grows, wrapper):
+        assert {origin for origin, _ in found} == {by}
+        assert set().union(*(names for _, names in found)) >= {"layers.1.weight", "layers.0.weight"}
+
+
+def _converted(rank: int, wrapper: str, kind: str) -> list[tuple[str, set[str]]]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
+    ddp = wrappers([wrapper])[wrapper](model)
+
+    def loss_of(step: int) -> Loss:
+        x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        return lambda module: module(x.to(model[0].weight.dtype)).square().sum()
+
+    for step in range(2):
+        assert_steps_to_the_mean(ddp, loss_of(step), rtol=1e-4)
+    model.double() if kind == "dtype" else model.to(memory_format=torch.channels_last)
+    for step in range(2, 4):
+        assert_steps_to_the_mean(ddp, loss_of(step), rtol=1e-4)
+        for parameter in model.parameters():
+            assert parameter.grad.stride() == parameter.stride()
+            assert parameter.grad.dtype == parameter.dtype == (torch.float64 if kind == "dtype" else torch.float32)
+    return sections(ddp)
+
+
+@pytest.mark.parametrize("kind", ["dtype", "memory format"])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_model_that_is_converted_between_steps_is_reduced(ranks2: RankPool, wrapper: str, kind: str) -> None:
+    by = "graph" if wrapper == "compile_ddp" else "hooks"
+    for found in ranks2.run(_converted, wrapper, kind):
+        assert {origin for origin, _ in found} == {by}
+
+
+def _gradients_carried_over(rank: int, wrapper: str) -> None:
+    """A .grad from before the change is part of the next mean."""
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    assert_steps_to_the_mean(ddp, mlp_loss(rank, 0))
+    expected = expected_mean(ddp.module, mlp_loss(rank, 0))
+    ddp.module.double()
+    x = row_batch(rank, 1).double()
+    second = expected_mean(ddp.module, lambda module: module(x).square().sum())
+    ddp(x).square().sum().backward()
+    for name, parameter in ddp.module.named_parameters():
+        assert parameter.grad.dtype == torch.float64
+        torch.testing.assert_close(parameter.grad, expected[name] + second[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_gradients_from_before_a_change_are_carried_over(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_gradients_carried_over, wrapper)
+
+
+class Alternating(nn.Module):
+    """Another graph in every other step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return (self.second(x) if both else x + self.second.weight.sum()).square().sum()
+
+
+def _alternates(rank: int) -> int:
+    ddp = compile_ddp(Alternating(), backend="aot_eager")
+    plans = set()
+    for step in range(12):
+        assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank, step), bool(step % 2)))  # noqa: B023
+        plans.add(ddp.plan.fingerprint)
+    return len(plans)
+
+
+def test_graphs_that_alternate_do_not_make_the_ranks_agree_anew_in_every_step(ranks2: RankPool) -> None:
+    assert ranks2.run(_alternates)[0] <= 3

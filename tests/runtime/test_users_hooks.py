@@ -1,0 +1,245 @@
+"""Users' hooks: post-accumulate hooks see the reduced gradient, whoever reduces it."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, expected_mean, local_gradients, row_batch, wrappers
+from torch import Tensor, nn
+
+from compiled_ddp import EagerDDP, compile_ddp
+from ranks import RankPool
+
+BOTH = ("compile_ddp", "EagerDDP")
+
+
+class PartlyEager(Mlp):
+    """Its head is used in eager code, and its first layer both there and in a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.apply_head(self.norm(torch.tanh(self.first(x))))
+
+    @torch.compiler.disable
+    def apply_head(self, x: Tensor) -> Tensor:
+        return self.head(x) + self.first.weight.sum()
+
+
+def optimizer_in_backward(module: nn.Module) -> list[object]:
+    """Each parameter steps, and forgets its gradient, as soon as that is there."""
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter -= 1e-4 * parameter.grad
+        parameter.grad = None
+
+    return [parameter.register_post_accumulate_grad_hook(step) for parameter in module.parameters()]
+
+
+def _optimizer_in_backward(rank: int, wrapper: str, model_class: type[nn.Module], early: bool) -> None:
+    model = model_class()
+    by_hand = copy.deepcopy(model)
+    if early:
+        optimizer_in_backward(model)
+    ddp = wrappers([wrapper])[wrapper](model)
+    by_hand.load_state_dict(model.state_dict())
+    if not early:
+        optimizer_in_backward(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(4):
+            expected = expected_mean(by_hand, lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
+            ddp(row_batch(rank, step)).square().sum().backward()
+            with torch.no_grad():
+                for name, parameter in by_hand.named_parameters():
+                    parameter -= 1e-4 * expected[name]
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is None, name
+                torch.testing.assert_close(parameter, by_hand.get_parameter(name), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before wrapping", "after wrapping"])
+@pytest.mark.parametrize("model_class", [Mlp, PartlyEager])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_an_optimizer_in_backward_steps_with_the_reduced_gradient(
+    ranks2: RankPool, wrapper: str, model_class: type[nn.Module], early: bool
+) -> None:
+    ranks2.run(_optimizer_in_backward, wrapper, model_class, early)
+
+
+def _registered_at_any_time(rank: int, wrapper: str) -> None:
+    """A hook sees the mean from its registration on until its handle removes it; under no_sync the local gradient."""
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    weight, seen = ddp.module.head.weight, []
+
+    def backward(step: int, *, registers: bool = False) -> object:
+        ddp.zero_grad()
+        loss = ddp(row_batch(rank, step)).square().sum()
+        handle = weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone())) if registers else None
+        loss.backward()
+        return handle
+
+    def mean(step: int) -> Tensor:
+        bare = copy.deepcopy(ddp.module)  # without hooks
+        return expected_mean(bare, lambda module: module(row_batch(rank, step)).square().sum())["head.weight"]
+
+    backward(0)
+    handle = backward(1, registers=True)
+    assert len(seen) == 1, "the hook was called once"
+    torch.testing.assert_close(seen[-1].double(), mean(1), rtol=1e-5, atol=1e-6)
+    backward(2)
+    torch.testing.assert_close(seen[-1].double(), mean(2), rtol=1e-5, atol=1e-6)
+    with ddp.no_sync():
+        backward(3)
+    bare = copy.deepcopy(ddp.module)
+    local = local_gradients(bare, lambda module: module(row_batch(rank, 3)).square().sum())["head.weight"]
+    torch.testing.assert_close(seen[-1], local, rtol=1e-5, atol=1e-6)
+    handle.remove()
+    backward(4)
+    assert len(seen) == 3, "the hook was removed"
+    module = ddp.unwrap()
+    assert not weight._post_accumulate_grad_hooks
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    module(row_batch(rank)).square().sum().backward()
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_hook_may_be_registered_and_removed_at_any_time(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_registered_at_any_time, wrapper)
+
+
+def _given_back(rank: int) -> None:
+    model = Mlp()
+    seen = []
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    ddp = EagerDDP(model)
+    ddp(row_batch(rank)).square().sum().backward()
+    model = ddp.unwrap()
+    model.zero_grad()
+    model(row_batch(rank)).square().sum().backward()
+    assert len(seen) == 2
+    torch.testing.assert_close(seen[-1], model.head.weight.grad)
+    (hook,) = model.head.weight._post_accumulate_grad_hooks.values()
+    assert "HeldBack" not in repr(hook)
+
+
+def test_unwrap_gives_the_users_hooks_back(ranks2: RankPool) -> None:
+    ranks2.run(_given_back)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(5, 1), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor, branch: bool) -> Tensor:
+        return (self.always(x) + (self.sometimes(x) if branch else 0)).square().sum()
+
+
+def _steps_on_a_rank_that_did_not_use_it(rank: int, wrapper: str) -> None:
+    """The rank that did not use a parameter must step it all the same, or the ranks drift apart."""
+    ddp = wrappers([wrapper])[wrapper](Branching())
+    optimizer_in_backward(ddp.module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(5):
+            ddp(row_batch(rank, step), (rank + step) % 2 == 0 and step > 1).backward()
+            for parameter in ddp.module.parameters():
+                values = [torch.empty_like(parameter) for _ in range(2)]
+                dist.all_gather(values, parameter.detach())
+                assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_hooks_run_on_every_rank_for_what_any_rank_has_used(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_steps_on_a_rank_that_did_not_use_it, wrapper)
+
+
+def _sees_the_local_gradient(rank: int, wrapper: str) -> None:
+    """Tensor hooks see the local gradient, and what they return is reduced; those on activations see unscaled ones."""
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    local = local_gradients(ddp.module, lambda module: module(row_batch(rank)).square().sum())
+    twice = expected_mean(ddp.module, lambda module: module(row_batch(rank)).square().sum())["head.weight"] * 2
+    seen, activations = [], []
+
+    def double(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return 2 * gradient
+
+    ddp.module.head.weight.register_hook(double)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            ddp.zero_grad()
+            outputs = ddp(row_batch(rank))
+            outputs.register_hook(lambda gradient: activations.append(gradient.clone()))
+            outputs.square().sum().backward()
+            torch.testing.assert_close(seen[-1], local["head.weight"], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(activations[-1], 2 * outputs.detach())
+            torch.testing.assert_close(ddp.module.head.weight.grad.double(), twice, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_tensor_hooks_see_local_and_unscaled_gradients(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_sees_the_local_gradient, wrapper)
+
+
+def _module_hooks(rank: int, wrapper: str) -> None:
+    """Hooks of modules, of autograd nodes and on saved tensors do what they do without a wrapper."""
+    counts: dict[str, int] = {}
+
+    def count(name: str) -> None:
+        counts[name] = counts.get(name, 0) + 1
+
+    def watched(model: nn.Module) -> nn.Module:
+        model.head.register_forward_hook(lambda *_: count("forward"))
+        model.head.register_full_backward_hook(lambda *_: count("backward"))
+        return model
+
+    ddp = wrappers([wrapper])[wrapper](watched(Mlp()))
+    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(row_batch(rank)).square().sum())
+    counts.clear()
+    packed = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor
+
+    with warnings.catch_warnings(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        warnings.simplefilter("ignore")
+        outputs = ddp(row_batch(rank))
+    outputs.grad_fn.register_hook(lambda *_: count("node"))
+    outputs.square().sum().backward()
+    assert counts == {"forward": 1, "backward": 1, "node": 1}
+    assert packed
+    for name, parameter in ddp.module.named_parameters():
+        torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_module_node_and_saved_tensor_hooks_behave_as_in_eager(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_module_hooks, wrapper)
+
+
+def _added_after_compilation(rank: int) -> None:
+    """A tensor hook that one rank alone adds after the graphs have been compiled, and removes again."""
+    ddp = compile_ddp(Mlp(), backend="aot_eager")
+    handle = None
+    for step in range(6):
+        if rank == 0 and step == 2:
+            handle = ddp.module.first.weight.register_hook(lambda gradient: 3 * gradient)
+        if handle is not None and step == 4:
+            handle.remove()
+        ddp.zero_grad()
+        expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ddp(row_batch(rank, step)).square().sum().backward()
+        for name, parameter in ddp.module.named_parameters():
+            torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_tensor_hook_may_come_and_go_after_compilation_on_one_rank(ranks2: RankPool) -> None:
+    ranks2.run(_added_after_compilation)

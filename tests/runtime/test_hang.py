@@ -54,14 +54,13 @@ def share_process_ids(rank: int) -> list[int]:
 
 
 def wrap(wrapper: str, model: nn.Module, *batch: Tensor) -> nn.Module:
-    """`model`, wrapped on a group of short patience, once the ranks have loaded and run all code that takes long."""
-    warm = wrappers([wrapper])[wrapper](model)
-    warm(*batch).sum().backward()
-    warm.zero_grad()
-    module = warm.unwrap()
+    """`model`, wrapped on a group of short patience, and compiled, which takes some ranks longer than others."""
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_SECONDS))
     dist.barrier()
-    return wrappers([wrapper])[wrapper](module, process_group=group)
+    ddp = wrappers([wrapper])[wrapper](model, process_group=group)
+    ddp(*batch)
+    dist.barrier()
+    return ddp
 
 
 def train_two_steps(rank: int, wrapper: str) -> tuple[nn.Module, Callable[[], None]]:

@@ -21,6 +21,7 @@ from models import Mlp, TokenModel, row_batch, token_batch, wrappers
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp, torch_private
+import ranks
 from ranks import RankError, RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -124,6 +125,13 @@ def _kill_rank_1(rank: int, wrapper: str) -> None:
     step()
 
 
+@pytest.fixture
+def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time for the report, on a busy machine too, after the pool has seen that a rank is dead."""
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 40.0)
+
+
+@pytest.mark.usefixtures("long_grace")
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_a_killed_rank_is_named(ranks2: RankPool, wrapper: str) -> None:
     with pytest.raises(RankError) as failure:
@@ -287,6 +295,7 @@ def _stop_the_stores_host(rank: int, files: str, ending: int) -> str:
             os.kill(int(stopped.read_text()), signal.SIGCONT)
 
 
+@pytest.mark.usefixtures("long_grace")
 @pytest.mark.parametrize("ending", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_rank_that_hosts_the_store_takes_only_the_others_answers_with_it(
     ranks2: RankPool, tmp_path: Path, ending: int

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from models import Mlp, TokenModel, row_batch, token_batch, wrappers
 from torch import Tensor, nn
 
-from compiled_ddp import compile_ddp, torch_private
 import ranks
+from compiled_ddp import compile_ddp, torch_private
 from ranks import RankError, RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

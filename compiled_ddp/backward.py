@@ -11,9 +11,11 @@ import torch.distributed as dist
 from compiled_ddp import users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
+from compiled_ddp.launch_observer import profiled
 from compiled_ddp.plan import FIRST_USED, Bucket, BucketPlan, Section
 from compiled_ddp.returned_gradients import ReturnedGradients
 from compiled_ddp.riders import Message, rider_values
+from compiled_ddp.standing import names_in_words
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,7 @@ class TrainedParameters:
 
     def named(self, indices: Iterable[int], most: int = 5) -> str:
         """Names for a message, at most `most` of them."""
-        listed = [self.names[index] for index in indices]
-        more = f" and {len(listed) - most} more" if len(listed) > most else ""
-        return ", ".join(listed[:most]) + more
+        return names_in_words([self.names[index] for index in indices], most)
 
 
 @dataclass
@@ -94,6 +94,9 @@ class SynchronisedBackward:
             for index, parameter in enumerate(parameters.tensors)
             if parameter.grad is not None and not self._holds(index, parameter.grad)
         }
+        self._standing = communicator.standing
+        origins = [section.origin for section in sections]
+        self._standing.backward_began(message.forward_count, buffers.buckets, origins, parameters.names)
 
     # ---- launching ---------------------------------------------------------------------------------------------------
 
@@ -107,6 +110,7 @@ class SynchronisedBackward:
         ):
             return False
         self._in_graph[section] = None
+        self._standing.graph_began(self._cursor)
         self._cursor += len(self.sections[section].plan.buckets)
         self.observations.arrivals.append(("graph", section))
         return True
@@ -114,6 +118,7 @@ class SynchronisedBackward:
     def give_back(self, section: int) -> None:
         """Undo a claim before the graph has launched anything: hooks launch the section."""
         del self._in_graph[section]
+        self._standing.graph_ended()
         self._hooks_only.add(section)
         self._cursor = self._buffers.first_position[section]
 
@@ -172,7 +177,9 @@ class SynchronisedBackward:
     def lend_buffers(self, section: int, buckets: Iterable[int]) -> list[torch.Tensor]:
         """Memory for these buckets of a claimed section, for its graph to pack them into."""
         first = self._buffers.first_position[section]
-        return [self._buffers[first + bucket].lend() for bucket in buckets]
+        lent = {first + bucket: self._buffers[first + bucket].lend() for bucket in buckets}
+        self._standing.graph_fills(lent.items())
+        return list(lent.values())
 
     def rider_values(self, plan: BucketPlan) -> torch.Tensor:
         """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
@@ -272,9 +279,11 @@ class SynchronisedBackward:
             buffer.riders.copy_(rider_values(layout, self.message, self._is_used))
         self._launching(progress.bucket, buffer.flat)
         try:
-            progress.work = self._communicator.all_reduce(buffer.flat)
+            with profiled("launch", self._standing.bucket, position):
+                progress.work = self._communicator.all_reduce(buffer.flat)
         except RuntimeError as error:
-            raise RuntimeError(f"{self._words(position)} could not be launched: {error}") from error
+            raise self._communicator.failure(error, f"{self._words(position)} could not be launched") from error
+        self._standing.hooks_launched(position)
 
     def _is_used(self, index: int) -> bool:
         """Whether this rank has a gradient to reduce, produced since the last synchronised backward."""
@@ -328,10 +337,14 @@ class SynchronisedBackward:
         for position in positions:
             work = self._progress[position].work
             if work is not None:
+                self._standing.hooks_await(position)
                 try:
-                    work.wait()
+                    with profiled("wait for", self._standing.bucket, position):
+                        work.wait()
                 except RuntimeError as error:
-                    raise RuntimeError(f"{self._words(position)} was launched but not reduced: {error}") from error
+                    what = f"{self._words(position)} was launched but not reduced"
+                    raise self._communicator.failure(error, what) from error
+        self._standing.hooks_await(None)
 
     def reduced_riders(self) -> Iterable[torch.Tensor]:
         """The sums over ranks of the riders of every section."""
@@ -453,6 +466,4 @@ class SynchronisedBackward:
         return view is not None and view.data_ptr() == gradient.data_ptr()
 
     def _words(self, position: int) -> str:
-        bucket = self._progress[position].bucket
-        names = self._parameters.named(bucket.indices)
-        return f"bucket {position} ({names}; {bucket.nbytes} bytes) on rank {self._communicator.rank}"
+        return f"{self._standing.bucket(position)} on rank {self._communicator.rank}"

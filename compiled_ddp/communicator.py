@@ -1,14 +1,17 @@
 """The wrapper's own communicator: one process group, one store, one timeout."""
 
+import contextlib
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
+from compiled_ddp.hang_report import HangReporter
+from compiled_ddp.standing import Standing, frames_of_error
 
 # How many wrappers each rank set has had, per default process group. [Note: one communicator per wrapper]
 _wrappers_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
@@ -88,6 +91,10 @@ class Communicator:
         self.group, self.group_name = torch_private.new_group_named(
             ranks.name, ranks.ranks, parent=ranks.group, timeout=ranks.timeout
         )
+        self.standing = Standing(self.group)
+        self._hangs = HangReporter(
+            self.standing, ranks.store, rank=ranks.rank, ranks=ranks.ranks, timeout=ranks.timeout
+        )
 
     def all_reduce(self, flat_buffer: torch.Tensor) -> dist.Work:
         """Launch the sum over ranks of `flat_buffer`, in place."""
@@ -102,10 +109,37 @@ class Communicator:
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite `tensors` with those of the group's rank 0."""
         if tensors and self.world_size > 1:
-            torch_private.broadcast_coalesced(self.group, list(tensors), source=0)
+            self.standing.awaits = "the parameters and buffers of the group's first rank"
+            with self.explaining("the broadcast of parameters and buffers failed"):
+                torch_private.broadcast_coalesced(self.group, list(tensors), source=0)
+            self.standing.awaits = ""
+
+    def read(self, key: str, *, writer: int, purpose: str) -> str:
+        """`RankGroup.read`, with a report where it fails."""
+        self.standing.awaits = f"rank {self.ranks.ranks[writer]}, through the store, {purpose}"
+        try:
+            value = self.ranks.read(key, writer=writer, purpose=purpose)
+        except RuntimeError as error:
+            raise self.failure(error) from error
+        self.standing.awaits = ""
+        return value
+
+    def failure(self, error: RuntimeError, what: str | None = None) -> RuntimeError:
+        """`error`, of a wait or a launch, in the words of `what`, with a report of where every rank stands."""
+        message = f"{what}: {error}" if what else str(error)
+        return RuntimeError(f"{message}\n{self._hangs.report(frames_of_error(error))}")
+
+    @contextlib.contextmanager
+    def explaining(self, what: str) -> Iterator[None]:
+        """Raise a RuntimeError in here, of a collective, again as `failure`."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.failure(error, f"rank {self.ranks.ranks[self.rank]}: {what}") from error
 
     def close(self) -> None:
         """Destroy the communicator; a no-op the second time, and once torch.distributed has been shut down."""
+        self._hangs.close()
         if not self.closed and dist.is_initialized() and dist.group.WORLD is self._world:
             dist.destroy_process_group(self.group)
         self.closed = True

@@ -114,11 +114,12 @@ class Proof:
 
     @contextlib.contextmanager
     def _watching(self, plan: BucketPlan, recording: _Recording) -> Iterator[None]:
-        def launching(number: int, flat_buffer: torch.Tensor) -> None:
+        def launching(number: int, flat_buffer: torch.Tensor) -> contextlib.AbstractContextManager[None]:
             if number < len(plan.buckets):
                 recording.launching(plan.buckets[number], flat_buffer)
+            return contextlib.nullcontext()
 
-        with LaunchObserver(self._communicator.group_name, before_launch=launching) as observer:
+        with LaunchObserver(self._communicator.group_name, launch=launching) as observer:
             yield
         if observer.launched != len(plan.buckets):
             recording.not_seen.update(plan.indices)

@@ -91,6 +91,7 @@ class Runtime:
         self._counted = synchronise and counted
         if self._counted:
             self._forwards.begin()
+        self.communicator.standing.forward_began(self._forwards.value)
 
     @property
     def awaits_backward(self) -> bool:
@@ -357,6 +358,7 @@ class Runtime:
         if backward.observations.mixed:
             self._refuse_mixed(backward.observations.mixed)
         self._heed_misfits(findings.misfits_on)
+        self.communicator.standing.backward_ended()
         for index in sorted(reduced):
             users_hooks.run_held_back(self.parameters.tensors[index])
         if first:
@@ -450,7 +452,7 @@ class Runtime:
         key, ranks = f"forward_count/{self._disagreements}", self.communicator.ranks
         ranks.publish(f"{key}/{ranks.rank}", str(self._forwards.value))
         counts = [
-            ranks.read(f"{key}/{writer}", writer=writer, purpose="for its number of forwards")
+            self.communicator.read(f"{key}/{writer}", writer=writer, purpose="for its number of forwards")
             for writer in range(ranks.world_size)
         ]
         listed = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks.ranks, counts, strict=True))
@@ -555,7 +557,7 @@ class Runtime:
             sequence = make()
             ranks.publish(key, self._planner.encode(sequence))
         else:
-            text = ranks.read(key, writer=0, purpose="for the sequence of the first backward")
+            text = self.communicator.read(key, writer=0, purpose="for the sequence of the first backward")
             sequence = self._planner.decode(text)
         agree_on_description(
             ranks,

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.graph_run import watched_graph
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.runtime import Runtime
@@ -198,7 +199,7 @@ class Segment:
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise
-        with self._runtime.proof.watching(call.plan):
+        with watched_graph(self._runtime.communicator), self._runtime.proof.watching(call.plan):
             *gradients, riders = implementation(node, saved_and_tangents)
         positions = call.index_of
         reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)

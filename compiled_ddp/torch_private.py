@@ -19,7 +19,9 @@ ImportError from this module.
 | `distributed_c10d._new_process_group_helper` | a communicator's name, the same on every rank and in every run |
 | `ProcessGroupGloo._Options`, `distributed_c10d.ProcessGroupGloo` | how many collectives gloo runs at once |
 | `_broadcast_coalesced` | parameters and buffers |
-| `torch.utils._python_dispatch.TorchDispatchMode` | seeing a graph's launches while it runs |
+| `ProcessGroup._get_sequence_number_for_group` | how many collectives a rank has launched, for the report of a hang |
+| `torch.autograd.profiler._is_profiler_enabled` | whether launches and waits need their names |
+| `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
 """
 
 import contextlib
@@ -38,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Rewrites a backward graph in place, given its (fake) inputs; returns them with those it appended.
 RewriteBackward = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]
@@ -517,9 +519,32 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     return distributed_c10d.default_pg_timeout
 
 
+def with_own_connection(store: dist.Store) -> dist.Store:
+    """The same store for use in another thread, where blocking calls on `store` do not hold it up."""
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return clone
+
+
+def collectives_launched(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has launched on `group`; 0 where the backend does not count."""
+    with contextlib.suppress(RuntimeError):
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    return 0
+
+
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], *, source: int) -> None:
     """Overwrite `tensors` with those of group rank `source`, in pieces of at most 250 MB, as torch's DDP does."""
     dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, source)
+
+
+# ---- looking at what runs --------------------------------------------------------------------------------------------
+
+DispatchMode = TorchDispatchMode
+
+
+def profiler_is_on() -> bool:
+    """Whether torch.profiler, torch.autograd.profiler or its emit_nvtx records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
 
 
 # ---- producing gradients inside their bucket -------------------------------------------------------------------------

@@ -88,7 +88,8 @@ class DataParallelWrapper(nn.Module):
             return self._options
         if communicator.world_size == 1:
             return dataclasses.replace(self._options, bucket_cap_mb=bucket_cap_for(math.inf))
-        self._link_bytes_per_second = measure_bytes_per_second(communicator, device)
+        with communicator.explaining("the link could not be measured"):
+            self._link_bytes_per_second = measure_bytes_per_second(communicator, device)
         return dataclasses.replace(self._options, bucket_cap_mb=bucket_cap_for(self._link_bytes_per_second))
 
     def _synchronise_state(self, communicator: Communicator) -> None:

@@ -136,10 +136,10 @@ class Runtime:
                 self._current = self._begin(
                     lambda call: call.will_run(), torch_private.backward_will_accumulate, returned
                 )
-                if returned is not None:
-                    returned.begin()
                 if self._sections_of:
                     self._leave_unmatched_to_hooks(self._current)
+                if returned is not None:
+                    returned.begin()  # with tensor hooks of its own: after what looks for users' ones
             return self._current
 
     def _begin(

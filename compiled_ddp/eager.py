@@ -28,7 +28,8 @@ class EagerDDP(DataParallelWrapper):
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
         broadcast_buffers: overwrite buffers by rank 0's at the begin of a forward, by DDP's rule.
         init_sync: overwrite parameters and buffers by rank 0's at construction.
-        find_unused_parameters, static_graph: accepted for compatibility; unused parameters need no flag.
+        find_unused_parameters: accepted for compatibility; unused parameters need no flag.
+        static_graph: the same.
         gradient_as_bucket_view: leave .grad as views of the buckets; False keeps plain tensors, at a copy each.
         check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
             "error" raises on every rank, "warn" warns once, "off" does not look.

@@ -201,6 +201,10 @@ class Segment:
             raise
         with watched_graph(self._runtime.communicator), self._runtime.proof.watching(call.plan):
             *gradients, riders = implementation(node, saved_and_tangents)
+        for bucket in self.plan.buckets:
+            if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
+                (alone,) = bucket.indices
+                gradients[alone] = gradients[alone].detach()  # autograd would copy what anyone else holds
         positions = call.index_of
         reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
         backward.segment_ran(section, riders, reduced)

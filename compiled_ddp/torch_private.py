@@ -480,7 +480,7 @@ def _with_concurrent_gloo() -> contextlib.AbstractContextManager[object]:
                 if interfaces
                 else [gloo.create_default_device()]
             )
-            return gloo(store, rank, size, options)  # type: ignore[arg-type]
+            return gloo(store, rank, size, options)
 
     return unittest.mock.patch.object(distributed_c10d, "ProcessGroupGloo", ConcurrentGloo)
 

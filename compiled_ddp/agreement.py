@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from compiled_ddp.communicator import RankGroup
+from compiled_ddp.standing import names_in_words
 
 Description = dict[str, list[object]]  # what there is to compare -> its properties, in order
 
@@ -101,6 +102,4 @@ def _words(properties: object) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:5])
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{shown}{more} {'is' if len(names) == 1 else 'are'}"
+    return f"{names_in_words(names)} {'is' if len(names) == 1 else 'are'}"

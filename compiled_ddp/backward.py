@@ -360,11 +360,11 @@ class SynchronisedBackward:
         A parameter that no rank has used since the last synchronised backward keeps its .grad untouched. Returns the
         others that hooks have reduced.
         """
+        written: set[int] = set()
         if self.returned is not None:
             self._restore_untouched()
-            return set()
+            return written
         self._find_mixed()
-        written = set()
         by_hooks = {index for progress in self._progress if progress.work for index in progress.bucket.indices}
         for index in sorted(by_hooks):
             positions = self._positions_by_hooks(index)
@@ -372,8 +372,8 @@ class SynchronisedBackward:
                 again = [position for position in positions if self._reduces_again(position)]
                 self._write(index, self._sum(index, again or positions))
                 written.add(index)
-            elif index in self._untouched:
-                self._parameters.tensors[index].grad.copy_(self._untouched[index])  # type: ignore[union-attr]
+                self._untouched.pop(index, None)
+        self._restore_untouched()
         self.restore_pending()
         return written
 

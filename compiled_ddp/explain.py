@@ -7,6 +7,7 @@ from tabulate import tabulate
 
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionSequence
+from compiled_ddp.standing import names_in_words
 
 Row = tuple[int, str, int, int, str, str]  # order, launched by, gradients, bytes, parameters, why hooks
 
@@ -51,8 +52,8 @@ def explain_sequence(
     for section in sequence.launched:
         for bucket in section.plan.buckets:
             names = [sequence.parameter_names[index] for index in bucket.indices]
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            rows.append((len(rows), section.origin, len(names), bucket.nbytes, shown or "(riders)", section.reason))
+            shown = names_in_words(names, 3) or "(riders)"
+            rows.append((len(rows), section.origin, len(names), bucket.nbytes, shown, section.reason))
     planned = {section.reason for section in sequence.sections}
     at_run_time = tuple(reason for reason in fallback_reasons if reason not in planned)
     unused = (sequence.parameter_names[index] for section in sequence.unused for index in section.plan.indices)

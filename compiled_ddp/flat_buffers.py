@@ -20,12 +20,9 @@ class FlatBuffer:
         self._own_holders = torch_private.storage_holders(self.flat)
 
     def lend(self) -> torch.Tensor:
-        """Memory for a graph to pack this bucket into; new memory while anyone else holds a view of it.
-
-        A tensor of its own in any case: a graph may return it as a gradient, which autograd copies if it is held twice.
-        """
+        """Memory for a graph to pack this bucket into; new memory while anyone else holds a view of it."""
         in_use = torch_private.storage_holders(self.flat) > self._own_holders
-        return torch.empty_like(self.flat) if in_use else self.flat.detach()
+        return torch.empty_like(self.flat) if in_use else self.flat
 
     def holds(self, index: int, gradient: torch.Tensor | None) -> bool:
         """Whether `gradient` is this buffer's own view of gradient `index`."""

@@ -160,9 +160,9 @@ class Runtime:
         if not self._agreed:
             self._adopt(self._agree_on_proposal([call for call in self._live_calls() if takes_part(call)]))
         assert self.sequence is not None
-        self._announced = {i for i in self._unused if i in self._used or accumulates(self.parameters.tensors[i])}
-        if returned is not None:
-            self._announced = set()  # they stay where they are
+        self._announced = set()
+        if returned is None:
+            self._announced = {i for i in self._unused if i in self._used or accumulates(self.parameters.tensors[i])}
         message = Message(self._forwards.value, announced=len(self._announced))
         backward = self._new_backward(self.sequence.launched, self._buffers, self._used, message)
         backward.returned = returned

@@ -191,11 +191,10 @@ class Segment:
         try:
             pending = backward.take_pending(call.plan)
             implementation = self._backward("folding" if pending else "synchronised")
-            flat_buffers = backward.lend_buffers(section, self._kept_buckets)
             if self._runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
                 backward.message.verify = True
+            flat_buffers = backward.lend_buffers(section, self._kept_buckets)
             saved_and_tangents += [backward.rider_values(call.plan), *pending, *flat_buffers]
-            del flat_buffers
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise

@@ -1,9 +1,9 @@
 """What a captured forward graph tells before anything is compiled: its parameters and the order of their gradients."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.options import Options
@@ -33,11 +33,25 @@ def without_gradient(graph: Graph) -> set[int]:
     What cannot be told counts as a path: a value that is no tensor, a node that mutates or has no reader.
     """
     reaching: set[Node] = set()
+    sources: set[Node] = set()  # of what is reaching
     for node in reversed(graph.nodes):
         ends = node.op == "output" or not node.users or _mutates(node)
-        if _differentiable(node) and (ends or not reaching.isdisjoint(node.users)):
+        if _differentiable(node) and (ends or node in sources):
             reaching.add(node)
+            sources.update(_sources(node))
     return {place for place, node in enumerate(graph.find_nodes(op="placeholder")) if node not in reaching}
+
+
+def _sources(node: Node) -> Iterable[Node]:
+    """The operands that a gradient of `node` may reach."""
+    if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
+        return node.all_input_nodes
+    body, *operands = node.args
+    assert isinstance(body, Node) and isinstance(body.target, str) and node.graph.owning_module is not None
+    inside = node.graph.owning_module.get_submodule(body.target)
+    assert isinstance(inside, GraphModule)
+    dead = without_gradient(inside.graph)
+    return [operand for place, operand in enumerate(operands) if place not in dead and isinstance(operand, Node)]
 
 
 def _differentiable(node: Node) -> bool:

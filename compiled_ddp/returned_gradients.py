@@ -44,7 +44,7 @@ class ReturnedGradients:
 
 
 def watch_returned(parameters: Sequence[torch.nn.Parameter]) -> ReturnedGradients | None:
-    """For the running torch.autograd.grad of some of `parameters`; None in a backward that accumulates."""
+    """For the running torch.autograd.grad, of some of `parameters` or of none; None in a backward that accumulates."""
     requested = []
     for index, parameter in enumerate(parameters):
         fate = torch_private.fate_of_gradient(parameter)
@@ -52,4 +52,6 @@ def watch_returned(parameters: Sequence[torch.nn.Parameter]) -> ReturnedGradient
             return None
         if fate == "returned":
             requested.append(index)
-    return ReturnedGradients(parameters, requested) if requested else None
+    if requested or torch_private.backward_accumulates_nothing():
+        return ReturnedGradients(parameters, requested)
+    return None

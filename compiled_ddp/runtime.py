@@ -173,7 +173,6 @@ class Runtime:
         with self._lock:
             self._current = self._begin(lambda call: call.synchronise, lambda _: False)
             self._finish()
-            self._expected = False
 
     def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
         """Hooks reduce what this backward's calls and the sequence's graph sections do not both have.
@@ -346,9 +345,6 @@ class Runtime:
         if findings.announced:
             reduced |= self._admit()
         self._used = set()
-        if not backward.observations.arrivals:
-            # torch.autograd.grad came through: the backward that accumulates is still to come.
-            self._expected = self.synchronise
         first = not self._refined
         if first:
             reduced |= self._refine(backward)

@@ -101,6 +101,26 @@ def fate_of_gradient(parameter: torch.Tensor) -> Literal["accumulated", "returne
         return "returned"
 
 
+def backward_accumulates_nothing() -> bool:
+    """Whether the backward that this thread runs is a torch.autograd.grad, of whatever tensors. Walks the graph.
+
+    A backward evaluates all that it can reach, down to a leaf that it accumulates into.
+    """
+    leaves = []
+    open_nodes = [evaluating_node()]
+    seen = set(open_nodes)
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None:
+            continue
+        if hasattr(node, "variable"):  # AccumulateGrad
+            leaves.append(node.variable)
+        following = {next_node for next_node, _ in node.next_functions} - seen
+        seen |= following
+        open_nodes += following
+    return bool(leaves) and not any(backward_will_accumulate(leaf) for leaf in leaves)
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that this thread runs, or its reentrant inner one, has evaluated all nodes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

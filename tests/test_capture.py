@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp.capture import gradient_order, plan_segment, without_gradient
 from compiled_ddp.options import MEBIBYTE, NAIVE, Options
@@ -188,6 +189,15 @@ def test_inputs_read_without_grad_alone_have_no_gradient() -> None:
         return b * scale
 
     assert without_gradient(captured(function, *weights(2))) == {0}
+
+
+def test_operands_of_a_checkpoint_that_it_detaches_have_no_gradient() -> None:
+    def body(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return a.detach() + b.exp() * checkpoint(lambda x, y: x.exp() * y.detach(), b, c, use_reentrant=False)
+
+    graph = captured(lambda a, b, c: checkpoint(body, a * 2, b, c, use_reentrant=False) + a[0].detach(), *weights(3))
+    assert any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in graph.nodes)
+    assert without_gradient(graph) == {0, 2}
 
 
 def test_inputs_that_reach_the_output_by_mutation_have_a_gradient() -> None:

@@ -109,6 +109,27 @@ def test_some_parameters_and_an_input_and_the_same_graph_again(ranks2: RankPool)
     ranks2.run(_returns_some)
 
 
+def _returns_of_inputs(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    for step in range(3):
+        x = row_batch(rank, step).requires_grad_()
+        mean = expected_mean(ddp.module, lambda module: loss_of(module, x.detach()))  # noqa: B023
+        (of_input,) = torch.autograd.grad(loss_of(copy.deepcopy(ddp.module), x), x)
+        loss = loss_of(ddp, x)
+        (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+        torch.testing.assert_close(found, of_input)
+        assert all(parameter.grad is None for parameter in ddp.module.parameters())
+        loss.backward()
+        assert_gradients(ddp.module, mean)
+        torch.testing.assert_close(x.grad, of_input)
+        ddp.zero_grad()
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_gradients_of_inputs_alone_leave_the_backward_to_come(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_returns_of_inputs, wrapper)
+
+
 def _hooks_refuse(rank: int) -> None:
     ddp = wrappers(["EagerDDP"])["EagerDDP"](Mlp())
     x = row_batch(rank)

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -94,6 +94,7 @@ class SynchronisedBackward:
             for index, parameter in enumerate(parameters.tensors)
             if parameter.grad is not None and not self._holds(index, parameter.grad)
         }
+        self._sharing = _with_equal_memory(self._existing)
         self._standing = communicator.standing
         origins = [section.origin for section in sections]
         self._standing.backward_began(message.forward_count, buffers.buckets, origins, parameters.names)
@@ -235,6 +236,11 @@ class SynchronisedBackward:
             raise RuntimeError(
                 f"the gradient of parameter {name} is {gradient.dtype} on {gradient.device}, the parameter is "
                 f"{parameter.dtype} on {parameter.device}. Assign gradients of the parameter's dtype and device."
+            )
+        if index in self._sharing:
+            raise RuntimeError(
+                f"the gradients of parameters {self._parameters.named(sorted(self._sharing))} share memory, so that "
+                "each would be added to the others. Assign a tensor of its own to each .grad."
             )
 
     def _fill(self, index: int, positions: Sequence[int], gradient: torch.Tensor) -> None:
@@ -467,3 +473,10 @@ class SynchronisedBackward:
 
     def _words(self, position: int) -> str:
         return f"{self._standing.bucket(position)} on rank {self._communicator.rank}"
+
+
+def _with_equal_memory(gradients: Mapping[int, torch.Tensor]) -> set[int]:
+    """The parameters whose .grad is, or lies where, another one's."""
+    addresses = {i: g.data_ptr() for i, g in gradients.items() if g.layout == torch.strided and g.numel()}
+    count = Counter(addresses.values())
+    return {index for index, address in addresses.items() if count[address] > 1}

@@ -3,24 +3,24 @@
 import functools
 import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from compiled_ddp import torch_private, users_hooks
-from compiled_ddp.agreement import agree_on_description
+from compiled_ddp import torch_private
+from compiled_ddp.agreed_sequence import AgreedSequence
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
+from compiled_ddp.gradient_hooks import GradientHooks
 from compiled_ddp.options import Options
-from compiled_ddp.plan import NOT_CALLED, BucketPlan, ReductionSequence, Section
+from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
 from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
-from compiled_ddp.sequence import SequencePlanner
+from compiled_ddp.step_check import StepCheck
 
 
 class SegmentCall(Protocol):
@@ -51,32 +51,23 @@ class Runtime:
         With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why.
         """
         self.parameters, self.communicator = parameters, communicator
-        self.sequence: ReductionSequence | None = None
-        self._options = options
-        self._planner = SequencePlanner(parameters, options, communicator.world_size)
-        self._live_calls = live_calls
+        self.agreed = AgreedSequence(options, communicator, hooks_reason)
+        self.proof = Proof(parameters, communicator, options.verify)
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
+        self._options = options
+        self._live_calls = live_calls
+        self._hooks = GradientHooks(parameters.tensors, self)
         self._expected = False  # whether a synchronised forward still waits for its backward
         self._counted = False  # whether the latest forward is one of `_forwards`
         self._forwards = ForwardCount()
-        self._refined = False
-        self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
-        self._current: SynchronisedBackward | None = None
-        self._buffers = SequenceBuffers(())
-        self._unused: frozenset[int] = frozenset()  # parameters of the sequence's unused sections
-        self._announced: set[int] = set()  # those of them that the current backward uses here
-        self._open_tasks: set[int] = set()
-        self._hook_handles: dict[int, Any] = {}  # by parameter
-        self._reported: set[str] = set()
+        self._step_check = StepCheck(communicator, options.check_steps)
         self._rider_reader = RiderReader(communicator.world_size)
-        self.proof = Proof(parameters, communicator, options.verify)
-        self._disagreements = 0  # on the number of forwards
+        self._current: SynchronisedBackward | None = None
+        self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
+        self._announced: set[int] = set()  # parameters of unused sections that the current backward uses here
+        self._open_tasks: set[int] = set()
+        self._reported: set[str] = set()
         self._lock = threading.RLock()
-        self._hooks_reason = hooks_reason
-        self._agreed = False  # whether `sequence` holds in the next backward
-        self._agreements = -1  # on a sequence
-        self._misfits = 0  # backwards in a row in which no rank's graphs fitted the sequence
-        self._patience = 2
         self.forget_sequence()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
@@ -87,7 +78,7 @@ class Runtime:
         `counted` tells whether every rank is to begin as many such forwards as this one.
         """
         self.synchronise = self._expected = synchronise
-        self._hold_back_users_hooks()
+        self._hooks.hold_back_users()
         self._counted = synchronise and counted
         if self._counted:
             self._forwards.begin()
@@ -100,10 +91,10 @@ class Runtime:
 
     def end_forward(self, calls: Sequence[SegmentCall]) -> None:
         """Watch the parameters by hooks unless the segments that this forward called cover every graph section."""
-        if self.sequence is not None and not self._hooks_everywhere:
+        if self.agreed.sequence is not None and not self._hooks.everywhere:
             called = {call.fingerprint for call in calls}
-            if not self._sections_of.keys() <= called:
-                self.install_hooks()
+            if not self.agreed.graph_sections.keys() <= called:
+                self._hooks.install()
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """Begin a synchronised backward when one reaches these outputs, before it has accumulated any gradient.
@@ -136,7 +127,7 @@ class Runtime:
                 self._current = self._begin(
                     lambda call: call.will_run(), torch_private.backward_will_accumulate, returned
                 )
-                if self._sections_of:
+                if self.agreed.graph_sections:
                     self._leave_unmatched_to_hooks(self._current)
                 if returned is not None:
                     returned.begin()  # with tensor hooks of its own: after what looks for users' ones
@@ -154,17 +145,16 @@ class Runtime:
         a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
         """
         self._expected = False
-        self._hold_back_users_hooks()
+        self._hooks.hold_back_users()
         self._forwards.backward_began()
         self.proof.begin_backward()
-        if not self._agreed:
-            self._adopt(self._agree_on_proposal([call for call in self._live_calls() if takes_part(call)]))
-        assert self.sequence is not None
+        sequence = self.agreed.propose(lambda: [call.plan for call in self._live_calls() if takes_part(call)])
         self._announced = set()
         if returned is None:
-            self._announced = {i for i in self._unused if i in self._used or accumulates(self.parameters.tensors[i])}
+            tensors = self.parameters.tensors
+            self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(tensors[i])}
         message = Message(self._forwards.value, announced=len(self._announced))
-        backward = self._new_backward(self.sequence.launched, self._buffers, self._used, message)
+        backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
         return backward
 
@@ -179,7 +169,7 @@ class Runtime:
 
         With all that shares a parameter with it: a gradient must not be reduced partly in a graph.
         """
-        free = {fingerprint: list(sections) for fingerprint, sections in self._sections_of.items()}
+        free = {fingerprint: list(sections) for fingerprint, sections in self.agreed.graph_sections.items()}
         unmatched: set[int] = set()
         for call in self._live_calls():
             if call.will_run():
@@ -215,15 +205,19 @@ class Runtime:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self._lock:
             if not call.synchronise and self._current is None:
-                self._used.update(call.plan.indices)
+                self._note_local_use(call)
                 return None
             backward = self.enter_backward()
-            for section in self._sections_of.get(call.fingerprint, ()):
+            for section in self.agreed.graph_sections.get(call.fingerprint, ()):
                 if backward.claim(section):
                     return backward, section
             self._report_not_claimed(backward, call)
-            self.install_hooks()
+            self._hooks.install()
             return None
+
+    def _note_local_use(self, call: SegmentCall) -> None:
+        unknown = set(call.plan.indices) - self._used
+        self._used.update(i for i in unknown if torch_private.backward_will_accumulate(self.parameters.tensors[i]))
 
     def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
         shared = backward.shares_with_claimed(backward.leave_to_hooks(set(call.plan.indices)))
@@ -239,41 +233,7 @@ class Runtime:
         else:
             self.report("the graph does not fit the agreed sequence of this backward", call.plan.indices)
 
-    @property
-    def _by_hooks(self) -> list[Section]:
-        return [] if self.sequence is None else [s for s in self.sequence.sections if s.origin == "hooks"]
-
-    @property
-    def _hooks_everywhere(self) -> bool:
-        return len(self._hook_handles) == len(self.parameters.tensors)
-
-    def remove_hooks(self, keep: Set[int] = frozenset()) -> None:
-        for index in [index for index in self._hook_handles if index not in keep]:
-            self._hook_handles.pop(index).remove()
-            users_hooks.give_back(self.parameters.tensors[index])
-
-    def _remove_needless_hooks(self) -> None:
-        """Where graphs reduce everything, only parameters that no rank has used are still watched."""
-        if not self._by_hooks:
-            self.remove_hooks(keep=self._unused)
-
-    def install_hooks(self) -> None:
-        """Let gradients be reduced as autograd accumulates them; a no-op where the hooks are there."""
-        for index, parameter in enumerate(self.parameters.tensors):
-            if index in self._hook_handles:
-                continue
-            # The parameter must not keep the runtime alive: the collector does not see through autograd's hooks.
-            hook = functools.partial(_gradient_accumulated, weakref.ref(self), index)
-            trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
-            self._hook_handles[index] = parameter.register_post_accumulate_grad_hook(hook)
-            parameter.requires_grad_(trained)
-
-    def _hold_back_users_hooks(self) -> None:
-        for index, handle in self._hook_handles.items():
-            if users_hooks.has_several(self.parameters.tensors[index]):
-                holds = functools.partial(_is_reduced_by_hooks, weakref.ref(self), index)
-                users_hooks.hold_back(self.parameters.tensors[index], handle.id, holds)
+    # ---- told by the hooks -------------------------------------------------------------------------------------------
 
     def is_reduced_by_hooks(self, index: int) -> bool:
         """Whether hooks will reduce the gradient that autograd has just accumulated into parameter `index`."""
@@ -282,7 +242,7 @@ class Runtime:
                 return False
             backward = self.enter_backward()
             # Until the first backward has ended, a parameter of a graph may turn out to be used outside of it too.
-            return not self._refined or index in self._unused or backward.is_by_hooks(index)
+            return not self.agreed.refined or index in self.agreed.unused or backward.is_by_hooks(index)
 
     def gradient_accumulated(self, index: int) -> None:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
@@ -296,7 +256,7 @@ class Runtime:
                 backward.gradient_arrived(index)
 
     def _refuse_unannounced(self, index: int) -> None:
-        if index in self._unused and index not in self._announced:
+        if index in self.agreed.unused and index not in self._announced:
             raise RuntimeError(
                 f"parameter {self.parameters.names[index]} had been used on no rank before, and its first gradient "
                 "comes from inside a reentrant checkpoint, too late to be reduced. Use "
@@ -345,7 +305,7 @@ class Runtime:
         if findings.announced:
             reduced |= self._admit()
         self._used = set()
-        first = not self._refined
+        first = not self.agreed.refined
         if first:
             reduced |= self._refine(backward)
         self.proof.conclude(lambda index: backward.outcome(index, reduced))
@@ -353,10 +313,9 @@ class Runtime:
             reduced = reduced | backward.reduced_in_graphs
         if backward.observations.mixed:
             self._refuse_mixed(backward.observations.mixed)
-        self._heed_misfits(findings.misfits_on)
+        self._forget_if_outgrown(findings)
         self.communicator.standing.backward_ended()
-        for index in sorted(reduced):
-            users_hooks.run_held_back(self.parameters.tensors[index])
+        self._hooks.run_users(reduced)
         if first:
             self._remove_needless_hooks()
 
@@ -364,8 +323,7 @@ class Runtime:
         """The end of a torch.autograd.grad: .grad is as it was, and the backward that accumulates is still to come."""
         self._expected = self.synchronise
         self.proof.postpone()
-        if not self._refined:
-            self.forget_sequence()  # it may lack what the first backward will run
+        self._forget_unless_refined()
         local = backward.returned_without_reduction()
         if local:
             raise RuntimeError(
@@ -374,42 +332,40 @@ class Runtime:
                 "and average the gradients by hand."
             )
 
-    def _heed_misfits(self, ranks: int) -> None:
-        """Agree anew when no rank's graphs have fitted the sequence for a while, as after parts were frozen.
+    def _forget_unless_refined(self) -> None:
+        """After a torch.autograd.grad: the sequence may lack what the first backward will run."""
+        if not self.agreed.refined:
+            self.forget_sequence()
 
-        A model whose graphs differ from step to step has no sequence that fits: the patience doubles every time.
-        """
-        self._misfits = self._misfits + 1 if ranks == self.communicator.world_size else 0
-        if self._misfits >= self._patience:
-            self._patience *= 2
+    def _forget_if_outgrown(self, findings: Findings) -> None:
+        if self.agreed.outgrown(findings.misfits_on):
             self.forget_sequence()
 
     def retrain(self, parameters: TrainedParameters) -> None:
         """Reduce these parameters from the next backward on; those known before keep their places in the list."""
-        self.remove_hooks()
+        self._hooks.remove()
         self.parameters = parameters
-        self._planner = SequencePlanner(parameters, self._options, self.communicator.world_size)
+        self._hooks = GradientHooks(parameters.tensors, self)
         self.forget_sequence()
 
     def forget_sequence(self) -> None:
         """Let the next synchronised backward bring a new one about. On all ranks before the same backward."""
-        self._agreed = False
-        if self._hooks_reason is not None:
-            self._adopt(self._planner.propose([], reason=self._hooks_reason))
-        self._agreements += 1
-        self._unused = frozenset()
-        self._refined = False
-        self._misfits = 0
+        self.agreed.begin_anew(self.parameters)
         self.proof.begin_anew(self.parameters)
-        self.install_hooks()
+        self._hooks.install()
+
+    def _remove_needless_hooks(self) -> None:
+        """Where graphs reduce everything, only parameters that no rank has used are still watched."""
+        if not self.agreed.by_hooks:
+            self._hooks.remove(keep=self.agreed.unused)
 
     def _admit(self) -> set[int]:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on.
 
         Returns these parameters.
         """
-        assert self.sequence is not None
-        unused = self.sequence.unused
+        assert self.agreed.sequence is not None
+        unused = self.agreed.sequence.unused
         used_here = {index for index in self._announced if self.parameters.tensors[index].grad is not None}
         late = self._new_backward(
             unused, SequenceBuffers(unused), self._used | used_here, Message(self._forwards.value)
@@ -417,7 +373,7 @@ class Runtime:
         late.launch_rest()
         late.wait()
         used = late.write_back()
-        self._adopt(self._planner.admit(self.sequence, used))
+        self.agreed.admit(used)
         self.proof.look_again()
         return used
 
@@ -435,43 +391,25 @@ class Runtime:
             self._report_different_steps()
         return findings
 
+    def _report_different_steps(self) -> None:
+        error = self._step_check.report(self._forwards.value)
+        if error is not None:
+            self.proof.postpone()
+            raise error
+
     def _read_riders(self, backward: SynchronisedBackward) -> Findings:
-        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self._refined)
+        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self.agreed.refined)
         self.proof.heed_wish(findings.verify)
         return findings
 
-    def _report_different_steps(self) -> None:
-        """Say, with every rank's count, that gradients of different steps were averaged; all ranks are in here."""
-        if self._options.check_steps == "off" or (self._options.check_steps == "warn" and self._disagreements):
-            return
-        self._disagreements += 1
-        key, ranks = f"forward_count/{self._disagreements}", self.communicator.ranks
-        ranks.publish(f"{key}/{ranks.rank}", str(self._forwards.value))
-        counts = [
-            self.communicator.read(f"{key}/{writer}", writer=writer, purpose="for its number of forwards")
-            for writer in range(ranks.world_size)
-        ]
-        listed = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks.ranks, counts, strict=True))
-        message = (
-            f"rank {ranks.ranks[ranks.rank]}: this backward averaged gradients of different steps. Synchronised "
-            f"forwards begun since wrapping, {listed}. A rank that drops a step after its forward (if loss.isnan(): "
-            "continue) must call skip_step() in place of backward, and a forward for evaluation belongs under "
-            'torch.no_grad(). Where ranks differ on purpose, wrap with check_steps="warn" or "off".'
-        )
-        if self._options.check_steps == "warn":
-            warnings.warn(message, stacklevel=2)
-        else:
-            self.proof.postpone()
-            raise RuntimeError(f"{message} Load the latest checkpoint on every rank.")
-
     def _refuse_mixed(self, mixed: set[int]) -> None:
-        assert self.sequence is not None
-        again = {index for s in self.sequence.sections if s.reduces_again for index in s.plan.indices}
+        assert self.agreed.sequence is not None
+        again = {index for s in self.agreed.sequence.sections if s.reduces_again for index in s.plan.indices}
         if mixed - again:
             raise RuntimeError(
                 f"parameter {self.parameters.named(mixed - again)} got a gradient from outside of its captured graph, "
-                "which it did not on rank 0 in the first backward; it was not reduced. Call unwrap() and wrap the "
-                "model again, or set COMPILED_DDP_MODE=hooks."
+                "which it did not on rank 0 in the first backward (or create_graph=True made autograd copy it); it was "
+                "not reduced. Call unwrap() and wrap the model again, or set COMPILED_DDP_MODE=hooks."
             )
 
     def finish_broken_backward(self) -> bool:
@@ -490,32 +428,30 @@ class Runtime:
         others_know = backward.launch_rest()
         backward.wait()
         findings = self._read_riders(backward)
-        if others_know:
-            self.proof.postpone()
+        if others_know or findings.aborted_on:
+            self.proof.postpone()  # every rank has dropped it
         else:
             self._end_as_the_others(backward, findings)
         self._used = set()
         return True
 
     def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> None:
-        """For the other ranks this broken backward ended well: take part in what they do at its end."""
+        """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end."""
+        if findings.counts_differ:
+            self._report_different_steps()
         if backward.returned is not None:
             self.proof.postpone()
-            if not self._refined:
-                self.forget_sequence()
+            self._forget_unless_refined()
             return
         if findings.announced:
             self._admit()
-        if not self._refined:
+        if not self.agreed.refined:
             self._refine(backward)
             self._remove_needless_hooks()
         self.proof.postpone()
-        self._heed_misfits(findings.misfits_on)
+        self._forget_if_outgrown(findings)
 
-    # ---- the agreed sequence -----------------------------------------------------------------------------------------
-
-    def _agree_on_proposal(self, calls: Sequence[SegmentCall]) -> ReductionSequence:
-        return self._agree(f"proposal/{self._agreements}", lambda: self._planner.propose([call.plan for call in calls]))
+    # ---- the first backward of a sequence ----------------------------------------------------------------------------
 
     @property
     def _may_set_apart(self) -> bool:
@@ -524,16 +460,9 @@ class Runtime:
 
     def _refine(self, backward: SynchronisedBackward) -> set[int]:
         """Fix the sequence after the first synchronised backward, and reduce what it left mixed, which is returned."""
-        self._refined = True
-        assert self.sequence is not None
-        before = self.sequence
         unused = backward.unused_everywhere() if self._may_set_apart else set()
-        self._adopt(
-            self._agree(
-                f"sequence/{self._agreements}", lambda: self._planner.refine(before, backward.observations, unused)
-            )
-        )
-        mixed = [section for section in self.sequence.sections if section.reduces_again]
+        sequence = self.agreed.refine(backward.observations, unused)
+        mixed = [section for section in sequence.sections if section.reduces_again]
         reduced: set[int] = set()
         if mixed:
             used = {index for section in mixed for index in section.plan.indices}
@@ -541,36 +470,10 @@ class Runtime:
             again.launch_rest()
             again.wait()
             reduced = again.write_back()
-        if self._hooks_reason is None:
-            for section in self._by_hooks:
+        if self.agreed.hooks_reason is None:
+            for section in self.agreed.by_hooks:
                 self.report(section.reason, section.plan.indices)
         return reduced
-
-    def _agree(self, key: str, make: Callable[[], ReductionSequence]) -> ReductionSequence:
-        """Rank 0's sequence, on every rank."""
-        ranks = self.communicator.ranks
-        if ranks.rank == 0:
-            sequence = make()
-            ranks.publish(key, self._planner.encode(sequence))
-        else:
-            text = self.communicator.read(key, writer=0, purpose="for the sequence of the first backward")
-            sequence = self._planner.decode(text)
-        agree_on_description(
-            ranks,
-            lambda: {"the sequence of buckets": [sequence.fingerprint]},
-            occasion=key,
-            failure="the sequence of buckets was not adopted",
-        )
-        return sequence
-
-    def _adopt(self, sequence: ReductionSequence) -> None:
-        self._buffers = SequenceBuffers(sequence.launched, self._buffers)
-        self.sequence, self._agreed = sequence, True
-        self._unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
-        self._sections_of: dict[str, list[int]] = {}
-        for place, section in enumerate(sequence.launched):
-            if section.origin == "graph":
-                self._sections_of.setdefault(section.plan.fingerprint, []).append(place)
 
     # ---- reports -----------------------------------------------------------------------------------------------------
 
@@ -589,16 +492,5 @@ class Runtime:
 
     def close(self) -> None:
         """Remove every hook and give the communicator back."""
-        self.remove_hooks()
+        self._hooks.remove()
         self.communicator.close()
-
-
-def _is_reduced_by_hooks(runtime: weakref.ref[Runtime], index: int) -> bool:
-    alive = runtime()
-    return alive is not None and alive.is_reduced_by_hooks(index)
-
-
-def _gradient_accumulated(runtime: weakref.ref[Runtime], index: int, _: torch.Tensor) -> None:
-    alive = runtime()
-    if alive is not None:
-        alive.gradient_accumulated(index)

@@ -117,9 +117,14 @@ class DataParallelWrapper(nn.Module):
         self._refuse_unwrapped()
         with_gradients = torch.is_grad_enabled()
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
+        if self._watch.changed() and with_gradients:
+            if recomputing:
+                raise RuntimeError(
+                    "the model has changed since the forward of this backward, which a checkpoint runs again now: the "
+                    "buckets of a backward under way are fixed. Change the model between backward and forward."
+                )
+            self._refresh()
         if not recomputing:
-            if self._watch.changed() and with_gradients:
-                self._refresh()
             self._begin_forward(with_gradients=with_gradients)
         outputs = self._run_module(*args, **kwargs)
         if with_gradients:
@@ -244,12 +249,12 @@ class DataParallelWrapper(nn.Module):
 
         Before that backward it is None where graphs take part, and the order it will try where hooks do everything.
         """
-        return self._runtime.sequence
+        return self._runtime.agreed.sequence
 
     def explain(self) -> Explanation:
         """What is reduced where, and why; `print` it for a table."""
         return explain_sequence(
-            self._runtime.sequence,
+            self._runtime.agreed.sequence,
             self._runtime.fallback_reasons,
             self._options,
             self._link_bytes_per_second,
@@ -279,6 +284,12 @@ class DataParallelWrapper(nn.Module):
             self._runtime.close()
             unmark_wrapped(self.module)
         return self.module
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} can be neither copied nor pickled, as it holds a process group: copy or save its "
+            ".module (or its state_dict()), and wrap that on every rank."
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:

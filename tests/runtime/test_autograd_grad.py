@@ -27,6 +27,19 @@ BOTH = ("compile_ddp", "EagerDDP")
 LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}  # ranks wait for each other's compiler
 
 
+class Branch(nn.Module):
+    """A trunk in one graph and, where asked for, a branch in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.branch = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, branched: bool) -> Tensor:
+        x = self.trunk(x)
+        torch._dynamo.graph_break()
+        return (self.branch(x) if branched else x).square().sum()
+
+
 def loss_of(module: nn.Module, x: Tensor) -> Tensor:
     return module(x).square().sum()
 
@@ -218,6 +231,25 @@ def _local_under_no_sync(rank: int) -> None:
 
 def test_under_no_sync_it_is_local(ranks2: RankPool) -> None:
     ranks2.run(_local_under_no_sync)
+
+
+def _local_is_no_use(rank: int, wrapper: str) -> None:
+    """The branch gets no gradient in any backward; torch.autograd.grad of it under no_sync leaves no trace."""
+    ddp = wrappers([wrapper])[wrapper](Branch())
+    ddp(row_batch(rank), True).backward()
+    ddp.zero_grad()
+    with ddp.no_sync():
+        torch.autograd.grad(ddp(row_batch(rank), True), list(ddp.module.branch.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ddp(row_batch(rank), False).backward()
+    assert all(parameter.grad is None for parameter in ddp.module.branch.parameters())
+    assert all(parameter.grad is not None for parameter in ddp.module.trunk.parameters())
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_under_no_sync_it_is_no_use_of_the_parameters(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_local_is_no_use, wrapper)
 
 
 def _backward_to_some(rank: int, wrapper: str, make: Callable[[], nn.Module]) -> None:

@@ -347,3 +347,20 @@ def _alternates(rank: int) -> int:
 
 def test_graphs_that_alternate_do_not_make_the_ranks_agree_anew_in_every_step(ranks2: RankPool) -> None:
     assert ranks2.run(_alternates)[0] <= 3
+
+
+def _changed_under_way(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    loss = lambda module: module(row_batch(rank)).square().sum()  # noqa: E731
+    assert_steps_to_the_mean(ddp, loss)
+    recomputed = checkpoint(ddp, row_batch(rank).requires_grad_(), use_reentrant=False).square().sum()
+    ddp.module.extra = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="Change the model between backward and forward"):
+        recomputed.backward()
+    assert_steps_to_the_mean(ddp, loss)
+    assert "extra.weight" in ddp.plan.parameter_names
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_change_that_a_recomputation_meets_is_an_error(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_changed_under_way, wrapper)

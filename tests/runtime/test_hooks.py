@@ -323,6 +323,53 @@ def test_an_exception_in_the_first_backward_leaves_one_sequence(ranks2: RankPool
     assert ("broke off on 1" in other) == (model_class is BreaksOff)
 
 
+def _errors_of(*calls: Callable[[], object]) -> list[str]:
+    """What each call raises in turn, "" for one that does not."""
+    messages = []
+    for call in calls:
+        try:
+            call()
+            messages.append("")
+        except (RuntimeError, ValueError) as error:
+            messages.append(str(error))
+    return messages
+
+
+def _both_break_off(rank: int) -> list[str]:
+    """Rank 0 after its last launch, rank 1 before, in the first backward, whose end agrees on the sequence."""
+    ddp = EagerDDP((BreaksOffAtTheEnd if rank == 0 else BreaksOff)(), bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
+    ddp.module.armed = True
+    messages = _errors_of(lambda: ddp(row_batch(rank, 0)).backward(), ddp.abandon_backward)
+    ddp.module.armed = False
+    for step in (1, 2, 3):
+        _step(ddp, rank, step)
+    return messages
+
+
+def test_ranks_that_break_off_at_different_places_all_drop_the_step(ranks2: RankPool) -> None:
+    assert ranks2.run(_both_break_off) == [["planted", ""]] * 2
+
+
+def _break_off_with_another_count(rank: int) -> list[str]:
+    ddp = EagerDDP(BreaksOffAtTheEnd(), bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
+    _step(ddp, rank, 0)
+    dropped = ddp(row_batch(rank, 1)) if rank == 0 else None
+    ddp.module.armed = rank == 0
+    messages = _errors_of(lambda: ddp(row_batch(rank, 2)).backward(), ddp.abandon_backward)
+    del dropped
+    return messages
+
+
+def test_a_rank_that_breaks_off_at_the_end_of_a_backward_of_another_step_says_so_as_the_others_do(
+    ranks2: RankPool,
+) -> None:
+    (planted, broken), (other, nothing) = ranks2.run(_break_off_with_another_count)
+    assert (planted, nothing) == ("planted", "")
+    for message in (broken, other):
+        assert "averaged gradients of different steps. " in message
+        assert "rank 0: 3, rank 1: 2." in message
+
+
 # ---- what hooks refuse -----------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """What Inductor makes of the passes' graphs, read from the code it generates, and what its caches keep."""
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,46 +158,50 @@ def test_convolution_accumulates_and_folds_under_inductor(ranks2: RankPool) -> N
 # ---- the caches ------------------------------------------------------------------------------------------------------
 
 
-def _first_step(rank: int, directories: list[str], bucket_cap_mb: float, earlier_wrappers: int) -> dict[str, int]:
-    """Cache hits and misses of a process's first step, and that explain() and gradients are right in it."""
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directories[rank]
-    for _ in range(earlier_wrappers):
-        compile_ddp(Mlp(), backend="aot_eager")
-    model = Mlp()
-    ddp = compile_ddp(model, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=bucket_cap_mb)
-    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
-    expected = expected_mean(model, lambda module: module(x).square().sum())
-    ddp(x).square().sum().backward()
-    assert_gradients(model, expected, rtol=1e-4, atol=1e-6)
-    buckets = ddp.plan.buckets
-    assert [row[1] for row in ddp.explain().rows] == ["graph"] * len(buckets)
+def _cache_counts() -> dict[str, int]:
     counters = torch_private.compiler_counters()
     names = ("autograd_cache_hit", "autograd_cache_miss"), ("fxgraph_cache_hit", "fxgraph_cache_miss")
     groups = counters["aot_autograd"], counters["inductor"]
-    found = {name: group.get(name, 0) for group, pair in zip(groups, names, strict=True) for name in pair}
-    return {**found, "buckets": len(buckets)}
+    return {name: group.get(name, 0) for group, pair in zip(groups, names, strict=True) for name in pair}
 
 
-def test_caches_serve_a_second_start_and_every_rank_and_nothing_else(tmp_path: Path) -> None:
-    mine, shared = str(tmp_path / "mine"), str(tmp_path / "shared")
+def _first_step(
+    rank: int, directories: list[str], bucket_cap_mb: float = 0.0001, earlier_wrappers: int = 0
+) -> dict[str, int]:
+    """Cache hits and misses of a first step, and that explain() and gradients are right in it."""
+    before = _cache_counts()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TORCHINDUCTOR_CACHE_DIR", directories[rank])
+        for _ in range(earlier_wrappers):
+            compile_ddp(Mlp(), backend="aot_eager")
+        model = Mlp()
+        ddp = compile_ddp(model, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=bucket_cap_mb)
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+        expected = expected_mean(model, lambda module: module(x).square().sum())
+        ddp(x).square().sum().backward()
+    assert_gradients(model, expected, rtol=1e-4, atol=1e-6)
+    buckets = ddp.plan.buckets
+    assert [row[1] for row in ddp.explain().rows] == ["graph"] * len(buckets)
+    return {**{name: count - before[name] for name, count in _cache_counts().items()}, "buckets": len(buckets)}
 
-    def start(ranks: int, directories: list[str], bucket_cap_mb: float = 0.0001, earlier_wrappers: int = 0) -> list:
-        with RankPool(ranks) as fresh_processes:
-            arguments = (directories, bucket_cap_mb, earlier_wrappers)
-            return fresh_processes.run(_first_step, *arguments, **LIMITS)
 
-    def warm(result: dict[str, int]) -> bool:
-        return result["autograd_cache_hit"] == 1 and result["fxgraph_cache_miss"] == result["autograd_cache_miss"] == 0
-
-    cold = start(2, [shared, mine])
+def test_caches_serve_a_second_start_and_every_rank_and_nothing_else(
+    ranks2: RankPool, ranks3: RankPool, tmp_path: Path
+) -> None:
+    """The cache that rank 0 has filled serves rank 1 of a second start, where rank 0 is the one that compiles."""
+    shared, empty = str(tmp_path / "shared"), str(tmp_path / "empty")
+    cold = ranks2.run(_first_step, [shared, str(tmp_path / "own")], **LIMITS)
     assert [result["autograd_cache_miss"] for result in cold] == [1, 1]
-    again = start(2, [shared, shared])
-    assert all(warm(result) for result in again), again
-    assert again[0]["buckets"] == cold[0]["buckets"] > 1
+    with RankPool(2) as fresh_processes:
+        compiles, warm = fresh_processes.run(_first_step, [empty, shared], **LIMITS)
+    assert (compiles["autograd_cache_hit"], compiles["autograd_cache_miss"]) == (0, 1)
+    assert warm["autograd_cache_hit"] == 1
+    assert warm["fxgraph_cache_miss"] == warm["autograd_cache_miss"] == 0
+    assert warm["buckets"] == cold[0]["buckets"] > 1
     changes = {
-        "bucket size": start(2, [shared, shared], bucket_cap_mb=0.0002),
-        "world size": start(3, [shared, shared, shared]),
-        "group": start(2, [shared, shared], earlier_wrappers=1),
+        "bucket size": ranks2.run(_first_step, [shared] * 2, 0.0002, **LIMITS),
+        "world size": ranks3.run(_first_step, [shared] * 3, **LIMITS),
+        "group": ranks2.run(_first_step, [shared] * 2, 0.0001, 1, **LIMITS),
     }
     for change, results in changes.items():
         assert all(result["autograd_cache_hit"] == 0 for result in results), (change, results)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import pickle
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -307,6 +308,9 @@ def test_training_goes_on_after_loading(ranks2: RankPool, wrapper: str) -> None:
 def _wrap_a_copy(rank: int, wrapper: str) -> None:
     ddp = wrap(wrapper, Mlp())
     assert_trains(ddp, rank)
+    for copying in (copy.deepcopy, pickle.dumps, lambda wrapper: torch.save(wrapper, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"copy or save its \.module \(or its state_dict\(\)\), and wrap that"):
+            copying(ddp)
     copied = copy.deepcopy(ddp.module)
     file = io.BytesIO()
     torch.save(ddp.module, file)
@@ -317,7 +321,9 @@ def _wrap_a_copy(rank: int, wrapper: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
-def test_a_copy_of_the_wrapped_module_can_be_wrapped(ranks2: RankPool, wrapper: str) -> None:
+def test_a_copy_of_the_wrapped_module_can_be_wrapped_and_a_wrapper_cannot_be_copied(
+    ranks2: RankPool, wrapper: str
+) -> None:
     ranks2.run(_wrap_a_copy, wrapper)
 
 

@@ -1,12 +1,10 @@
 """Ranks that do different things in one step: the same buckets in the same order on all of them, and the right mean."""
 
 import copy
-import os
 import random
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from models import (
 )
 from torch import Tensor, nn
 
-from compiled_ddp import compile_ddp, torch_private
+from compiled_ddp import torch_private
 from compiled_ddp.plan import ReductionSequence
 from compiled_ddp.sequence import SequencePlanner
 from ranks import RankPool
@@ -419,28 +417,3 @@ def _silent_in_backward(rank: int, wrapper: str) -> bool:
 def test_ranks_that_wait_for_a_silent_one_raise_within_the_timeout(ranks3: RankPool, wrapper: str) -> None:
     found = ranks3.run(_silent_in_backward, wrapper, collective_timeout_seconds=3, timeout_seconds=60)
     assert found == [False, False, True]
-
-
-# ---- one rank warm, one cold -----------------------------------------------------------------------------------------
-
-
-def _first_step(rank: int, directories: list[str]) -> int:
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = directories[rank]
-    torch.manual_seed(0)
-    ddp = compile_ddp(Mlp(), **ONE_BUCKET_EACH)
-    assert_averaged(ddp, lambda module: module(row_batch(rank)).square().sum())
-    assert {section.origin for section in ddp.plan.sections} == {"graph"}
-    return torch_private.compiler_counters()["aot_autograd"].get("autograd_cache_hit", 0)
-
-
-@pytest.mark.inductor
-def test_one_rank_may_be_warm_and_the_other_cold(tmp_path: Path) -> None:
-    cold = 1
-    filled = str(tmp_path / "filled")
-    directories = [[filled, filled], [filled, filled]]
-    directories[1][cold] = str(tmp_path / "empty")
-    hits = []
-    for of_ranks in directories:
-        with RankPool(2) as fresh_processes:
-            hits.append(fresh_processes.run(_first_step, of_ranks, timeout_seconds=400, collective_timeout_seconds=120))
-    assert hits[1][cold] == 0 and hits[1][1 - cold] == 1

@@ -1,0 +1,103 @@
+"""The sequence that a wrapper's ranks keep: proposed by rank 0, refined once, and how it changes after that."""
+
+from collections.abc import Callable, Sequence, Set
+
+from compiled_ddp.agreement import agree_on_description
+from compiled_ddp.backward import Observations, TrainedParameters
+from compiled_ddp.communicator import Communicator
+from compiled_ddp.flat_buffers import SequenceBuffers
+from compiled_ddp.options import Options
+from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
+from compiled_ddp.sequence import SequencePlanner
+
+
+class AgreedSequence:
+    """Holds the sequence and its flat buffers. Every change is made by all ranks, before or after the same backward.
+
+    What it becomes is `SequencePlanner`'s; this class knows when, and that all ranks have the same one.
+    """
+
+    def __init__(self, options: Options, communicator: Communicator, hooks_reason: str | None) -> None:
+        """With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why."""
+        self.sequence: ReductionSequence | None = None
+        self.buffers = SequenceBuffers(())
+        self.refined = False  # whether the first backward of this sequence has ended
+        self.unused: frozenset[int] = frozenset()  # parameters that no rank has used: their sections are not launched
+        self.graph_sections: dict[str, list[int]] = {}  # fingerprint -> the launched sections of equal graphs
+        self.hooks_reason = hooks_reason
+        self._options, self._communicator = options, communicator
+        self._holds = False  # whether the next backward keeps `sequence`
+        self._beginnings = -1
+        self._misfits = 0  # backwards in a row in which no rank's graphs fitted
+        self._patience = 2
+
+    def begin_anew(self, parameters: TrainedParameters) -> None:
+        """Let the next synchronised backward bring a new sequence about."""
+        self._planner = SequencePlanner(parameters, self._options, self._communicator.world_size)
+        self._beginnings += 1
+        self._holds = False
+        if self.hooks_reason is not None:
+            self._adopt(self._planner.propose([], reason=self.hooks_reason))
+        self.refined, self.unused, self._misfits = False, frozenset(), 0
+
+    def propose(self, plans: Callable[[], Sequence[BucketPlan]]) -> ReductionSequence:
+        """The sequence for the backward that begins; `plans`, asked for if need be, are of the calls it will run."""
+        if not self._holds:
+            self._adopt(self._agree("proposal", lambda: self._planner.propose(plans())))
+        assert self.sequence is not None
+        return self.sequence
+
+    def refine(self, observations: Observations, unused: Set[int]) -> ReductionSequence:
+        """Fix the sequence at the end of the first synchronised backward, by what rank 0 has observed in it."""
+        before = self.sequence
+        assert before is not None
+        self.refined = True
+        return self._adopt(self._agree("sequence", lambda: self._planner.refine(before, observations, unused)))
+
+    def admit(self, used: Set[int]) -> None:
+        """Launch these parameters of the unused sections in every backward from now on."""
+        assert self.sequence is not None
+        self._adopt(self._planner.admit(self.sequence, used))
+
+    def outgrown(self, misfits_on: int) -> bool:
+        """Whether no rank's graphs have fitted for a while, as after parts were frozen; asked after each backward.
+
+        A model whose graphs differ from step to step has no sequence that fits: the patience doubles every time.
+        """
+        self._misfits = self._misfits + 1 if misfits_on == self._communicator.world_size else 0
+        if self._misfits < self._patience:
+            return False
+        self._patience *= 2
+        return True
+
+    @property
+    def by_hooks(self) -> list[Section]:
+        """The sections that hooks launch."""
+        return [] if self.sequence is None else [s for s in self.sequence.sections if s.origin == "hooks"]
+
+    def _agree(self, what: str, make: Callable[[], ReductionSequence]) -> ReductionSequence:
+        """Rank 0's sequence, on every rank."""
+        ranks, key = self._communicator.ranks, f"{what}/{self._beginnings}"
+        if ranks.rank == 0:
+            sequence = make()
+            ranks.publish(key, self._planner.encode(sequence))
+        else:
+            text = self._communicator.read(key, writer=0, purpose="for the sequence of the first backward")
+            sequence = self._planner.decode(text)
+        agree_on_description(
+            ranks,
+            lambda: {"the sequence of buckets": [sequence.fingerprint]},
+            occasion=key,
+            failure="the sequence of buckets was not adopted",
+        )
+        return sequence
+
+    def _adopt(self, sequence: ReductionSequence) -> ReductionSequence:
+        self.buffers = SequenceBuffers(sequence.launched, self.buffers)
+        self.sequence, self._holds = sequence, True
+        self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
+        self.graph_sections = {}
+        for place, section in enumerate(sequence.launched):
+            if section.origin == "graph":
+                self.graph_sections.setdefault(section.plan.fingerprint, []).append(place)
+        return sequence

@@ -1,0 +1,236 @@
+"""What is refused in the middle of training: an error that says what to do, and a step after it that is right."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import Mlp, assert_gradients, expected_mean, row_batch, wrappers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ranks import RankPool
+
+BOTH = ("compile_ddp", "EagerDDP")
+Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def loss_of(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).square().sum()
+
+
+def step(ddp: nn.Module, rank: int, number: int, loss: Loss = loss_of) -> None:
+    """One step, right on this rank."""
+    x = row_batch(rank, number)
+    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: loss(module, x))
+    ddp.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of buckets that go by hooks
+        loss(ddp, x).backward()
+    assert_gradients(ddp.module, expected)
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+def _other_dtype(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    step(ddp, rank, 0)
+    ddp.zero_grad()
+    weight = ddp.module.head.weight
+    weight.grad_dtype = torch.float64
+    weight.grad = torch.zeros_like(weight, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"the gradient of parameter head\.weight is torch\.float64 on cpu"):
+        loss_of(ddp, row_batch(rank, 1)).backward()
+    weight.grad = None
+    weight.grad_dtype = torch.float32
+    step(ddp, rank, 2)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_gradient_of_another_dtype_is_refused_by_its_name(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_other_dtype, wrapper)
+
+
+def _shared_gradient(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    step(ddp, rank, 0)
+    ddp.zero_grad()
+    ddp.module.first.bias.grad = ddp.module.norm.bias.grad = torch.zeros(8)
+    with pytest.raises(RuntimeError, match=r"parameters first\.bias, norm\.bias share memory.*a tensor of its own"):
+        loss_of(ddp, row_batch(rank, 1)).backward()
+    step(ddp, rank, 2)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_one_tensor_as_the_gradient_of_two_parameters_is_refused_by_their_names(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_shared_gradient, wrapper)
+
+
+class Tower(nn.Module):
+    """One layer under two reentrant checkpoints, each of which accumulates by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.twice = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True)
+        if self.twice:
+            x = checkpoint(self.layer, torch.tanh(x), use_reentrant=True)
+        return self.head(x)
+
+
+def _second_gradient(rank: int) -> None:
+    ddp = wrappers(["EagerDDP"])["EagerDDP"](Tower())
+    with pytest.raises(RuntimeError, match=r"parameter layer\.\w+ got a second gradient.*use_reentrant=False"):
+        loss_of(ddp, row_batch(rank)).backward()
+    ddp.module.twice = False
+    step(ddp, rank, 1)
+
+
+def test_a_second_gradient_after_its_bucket_was_launched_is_refused_by_its_name(ranks2: RankPool) -> None:
+    ranks2.run(_second_gradient)
+
+
+# ---- captured graphs -------------------------------------------------------------------------------------------------
+
+
+def _from_outside_later(rank: int) -> None:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp())
+    step(ddp, rank, 0)
+    step(ddp, rank, 1)
+    ddp.zero_grad()
+    with pytest.raises(RuntimeError, match=r"parameter head\.weight got a gradient from outside of its captured graph"):
+        (loss_of(ddp, row_batch(rank, 2)) + ddp.module.head.weight.sum()).backward()
+    step(ddp, rank, 3)
+
+
+def test_a_gradient_from_outside_of_a_graph_that_was_not_there_at_first_is_refused_by_its_name(
+    ranks2: RankPool,
+) -> None:
+    ranks2.run(_from_outside_later)
+
+
+def _creates_graph(rank: int) -> None:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp())
+    step(ddp, rank, 0)
+    with pytest.raises(RuntimeError, match=r"create_graph=True made autograd copy it.*COMPILED_DDP_MODE=hooks"):
+        loss_of(ddp, row_batch(rank, 1)).backward(create_graph=True)
+    step(ddp, rank, 2)
+
+
+def test_a_backward_that_creates_a_graph_through_a_captured_one_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_creates_graph)
+
+
+class Sandwich(nn.Module):
+    """The same layer in two graphs, with an eager one between them in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.between = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.filled = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.outer(x))
+        torch._dynamo.graph_break()
+        if self.filled:
+            x = self.run_eagerly(x)
+        torch._dynamo.graph_break()
+        return self.outer(x)
+
+    @torch.compiler.disable
+    def run_eagerly(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.between(x))
+
+
+def _without_the_middle(rank: int) -> None:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Sandwich())
+    step(ddp, rank, 0)
+    step(ddp, rank, 1)
+    ddp.zero_grad()
+    ddp.module.filled = False
+    with pytest.raises(RuntimeError, match=r"parameter outer\.\w+.* stands in two captured graphs.*same order"):
+        loss_of(ddp, row_batch(rank, 2)).backward()
+    ddp.module.filled = True
+    step(ddp, rank, 3)
+
+
+def test_a_graph_that_comes_too_late_for_a_shared_parameter_is_refused_by_its_name(ranks2: RankPool) -> None:
+    ranks2.run(_without_the_middle)
+
+
+def _double_backward(rank: int) -> None:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp())
+    x = row_batch(rank).requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_of(ddp, x), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        gradient.square().sum().backward()
+    step(ddp, rank, 1)
+
+
+def test_a_double_backward_through_a_captured_graph_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_double_backward)
+
+
+# ---- hooks, calls ----------------------------------------------------------------------------------------------------
+
+
+def _late_hook(rank: int) -> None:
+    ddp = wrappers(["EagerDDP"])["EagerDDP"](Mlp())
+    step(ddp, rank, 0)
+    ddp.zero_grad()
+    weight, handles = ddp.module.first.weight, []
+
+    def register(gradient: Tensor) -> None:
+        handles.append(weight.register_post_accumulate_grad_hook(lambda _: None))
+
+    forward_hook = ddp.module.first.register_forward_hook(lambda *call: call[-1].register_hook(register) and None)
+    with pytest.raises(RuntimeError, match=r"first\.weight got a post-accumulate hook.*before the backward"):
+        loss_of(ddp, row_batch(rank, 1)).backward()
+    forward_hook.remove()
+    step(ddp, rank, 2)
+    handles[0].remove()
+    step(ddp, rank, 3)
+
+
+def test_a_post_accumulate_hook_that_comes_in_the_middle_of_a_backward_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_late_hook)
+
+
+class WithLoss(Mlp):
+    def loss(self, x: Tensor) -> Tensor:
+        return self(x).square().sum()
+
+
+def _method_through_the_wrapper(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](WithLoss())
+    step(ddp, rank, 0)
+    ddp.zero_grad()
+    x = row_batch(rank, 1)
+    twin = copy.deepcopy(ddp.module)
+    twin.loss(x).backward()
+    ddp.loss(x).backward()
+    for parameter, local in zip(ddp.module.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, local.grad)
+    step(ddp, rank, 2)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_the_backward_of_a_method_that_is_not_forward_stays_local(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_method_through_the_wrapper, wrapper)
+
+
+def _assigns(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    with pytest.raises(ValueError, match="assign=True would replace the parameters"):
+        ddp.load_state_dict(ddp.state_dict(), assign=True)
+    step(ddp, rank, 0)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_state_dict_is_not_assigned(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_assigns, wrapper)

@@ -72,6 +72,7 @@ class SynchronisedBackward:
         """`launching` is told of every flat buffer right before hooks launch it."""
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
+        self.looks_at_values = False  # whether the host may read gradients, and wait for a device
         self.sections = sections
         self.message = message
         self.observations = Observations()
@@ -331,9 +332,7 @@ class SynchronisedBackward:
             buffer.put(index, gradient)
 
     def _sum(self, index: int, positions: Sequence[int]) -> torch.Tensor:
-        views = [self._buffers[position].views[index] for position in positions]
-        # In the order in which autograd adds what graphs return, so that every rank rounds alike.
-        return functools.reduce(torch.add, views)
+        return _sum_in_order([self._buffers[position].views[index] for position in positions])
 
     def wait(self) -> None:
         """Wait for every bucket that hooks launched; a graph waits for its own."""
@@ -410,17 +409,29 @@ class SynchronisedBackward:
         gradient = self._parameters.tensors[index].grad
         if index in self._aliases and index not in written:
             if gradient is None or index in self._not_accumulated:
-                return functools.reduce(torch.add, self._aliases[index])
+                return self._sum_of_graphs(index)
             return gradient
         return gradient if index in written else None
 
     def _find_mixed(self) -> None:
-        """A .grad that is not the very tensor a graph returned has another contribution, which was not reduced."""
+        """A .grad that is not what graphs returned has another contribution, which was not reduced.
+
+        What one graph returned is the very tensor; what several did is their sum, which only a look at it can tell.
+        """
         for index, address in self._graph_gradients.items():
             gradient = self._parameters.tensors[index].grad
             by_hooks = any(self._progress[position].work for position in self._buffers.positions_of[index])
-            if address is not None and gradient is not None and gradient.data_ptr() != address and not by_hooks:
+            if gradient is None or by_hooks:
+                continue
+            if address is not None:
+                has_another = gradient.data_ptr() != address
+            else:
+                has_another = self.looks_at_values and not _are_equal(gradient, self._sum_of_graphs(index))
+            if has_another:
                 self.observations.mixed.add(index)
+
+    def _sum_of_graphs(self, index: int) -> torch.Tensor:
+        return _sum_in_order(self._aliases[index])
 
     def unused_everywhere(self) -> set[int]:
         """Of the parameters that hooks reduced, those that no rank has used since the last synchronised backward."""
@@ -473,6 +484,15 @@ class SynchronisedBackward:
 
     def _words(self, position: int) -> str:
         return f"{self._standing.bucket(position)} on rank {self._communicator.rank}"
+
+
+def _sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum that autograd makes of what graphs return in this order, so that every rank rounds alike."""
+    return functools.reduce(torch.add, parts)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _with_equal_memory(gradients: Mapping[int, torch.Tensor]) -> set[int]:

@@ -156,6 +156,7 @@ class Runtime:
         message = Message(self._forwards.value, announced=len(self._announced))
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
+        backward.looks_at_values = self._on_cpu or not self.agreed.refined
         return backward
 
     def skip_backward(self) -> None:
@@ -341,6 +342,11 @@ class Runtime:
         if self.agreed.outgrown(findings.misfits_on):
             self.forget_sequence()
 
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether the host may read what it reduces without making a device wait."""
+        return self.parameters.tensors[0].device.type == "cpu"
+
     def retrain(self, parameters: TrainedParameters) -> None:
         """Reduce these parameters from the next backward on; those known before keep their places in the list."""
         self._hooks.remove()
@@ -453,14 +459,10 @@ class Runtime:
 
     # ---- the first backward of a sequence ----------------------------------------------------------------------------
 
-    @property
-    def _may_set_apart(self) -> bool:
-        """Whether unused parameters need not be reduced: where riders are read in the very backward, so on the CPU."""
-        return self.parameters.tensors[0].device.type == "cpu"
-
     def _refine(self, backward: SynchronisedBackward) -> set[int]:
         """Fix the sequence after the first synchronised backward, and reduce what it left mixed, which is returned."""
-        unused = backward.unused_everywhere() if self._may_set_apart else set()
+        # What is set apart must be announced in the very backward that uses it: elsewhere riders are read too late.
+        unused = backward.unused_everywhere() if self._on_cpu else set()
         sequence = self.agreed.refine(backward.observations, unused)
         mixed = [section for section in sequence.sections if section.reduces_again]
         reduced: set[int] = set()

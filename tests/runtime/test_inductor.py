@@ -161,7 +161,7 @@ def test_convolution_accumulates_and_folds_under_inductor(ranks2: RankPool) -> N
 def _cache_counts() -> dict[str, int]:
     counters = torch_private.compiler_counters()
     names = ("autograd_cache_hit", "autograd_cache_miss"), ("fxgraph_cache_hit", "fxgraph_cache_miss")
-    groups = counters["aot_autograd"], counters["inductor"]
+    groups = counters.get("aot_autograd", {}), counters.get("inductor", {})
     return {name: group.get(name, 0) for group, pair in zip(groups, names, strict=True) for name in pair}
 
 

@@ -117,6 +117,21 @@ class SynchronisedBackward:
         self.observations.arrivals.append(("graph", section))
         return True
 
+    def claim_past_unused(self, section: int, comes: Callable[[int], bool]) -> bool:
+        """`claim`, after launching with zeros all before it that hooks wait for in vain.
+
+        `comes` tells whether a parameter's gradient may still arrive; then nothing is launched or claimed.
+        """
+        position = self._buffers.first_position[section]
+        before = self._progress[self._cursor : position]
+        of_graphs = any(
+            self.sections[p.section].origin == "graph" and p.section not in self._hooks_only for p in before
+        )
+        if not before or of_graphs or any(comes(index) for progress in before for index in progress.missing):
+            return False
+        self._launch_to(position)
+        return self.claim(section)
+
     def give_back(self, section: int) -> None:
         """Undo a claim before the graph has launched anything: hooks launch the section."""
         del self._in_graph[section]
@@ -306,12 +321,15 @@ class SynchronisedBackward:
         Returns whether there was one; the last of them carries riders, and so the message to every rank.
         """
         launched = self._cursor < len(self._progress)
-        while self._cursor < len(self._progress):
+        self._launch_to(len(self._progress))
+        return launched
+
+    def _launch_to(self, position: int) -> None:
+        while self._cursor < position:
             for index in sorted(self._progress[self._cursor].missing):
                 self._fill_missing(index, self._cursor)
             self._launch(self._cursor)
             self._cursor += 1
-        return launched
 
     def _fill_missing(self, index: int, position: int) -> None:
         buffer, gradient = self._buffers[position], self._parameters.tensors[index].grad

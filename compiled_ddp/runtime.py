@@ -209,16 +209,30 @@ class Runtime:
                 self._note_local_use(call)
                 return None
             backward = self.enter_backward()
-            for section in self.agreed.graph_sections.get(call.fingerprint, ()):
-                if backward.claim(section):
-                    return backward, section
-            self._report_not_claimed(backward, call)
-            self._hooks.install()
-            return None
+            section = self._claim_for(backward, call)
+            if section is None:
+                self._report_not_claimed(backward, call)
+                self._hooks.install()
+                return None
+            return backward, section
+
+    def _claim_for(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
+        sections = self.agreed.graph_sections.get(call.fingerprint, ())
+        for section in sections:
+            if backward.claim(section):
+                return section
+        if backward.shares_with_claimed(call.plan.indices):
+            # Hooks cannot take it: the gradient is reduced in part. They may be waiting for what this step skips.
+            for section in sections:
+                if backward.claim_past_unused(section, self._will_accumulate):
+                    return section
+        return None
+
+    def _will_accumulate(self, index: int) -> bool:
+        return torch_private.backward_will_accumulate(self.parameters.tensors[index])
 
     def _note_local_use(self, call: SegmentCall) -> None:
-        unknown = set(call.plan.indices) - self._used
-        self._used.update(i for i in unknown if torch_private.backward_will_accumulate(self.parameters.tensors[i]))
+        self._used.update(filter(self._will_accumulate, set(call.plan.indices) - self._used))
 
     def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
         shared = backward.shares_with_claimed(backward.leave_to_hooks(set(call.plan.indices)))

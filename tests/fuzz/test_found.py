@@ -50,3 +50,10 @@ def test_skip_step_without_forward_counts_after_a_backward_that_used_no_paramete
     steps = (Step(), Step(skipped_on=(1,), skip_after_forward=False))
     unused = Op("sometimes", variant=1, inner=(Op("in_place"),))
     compare(ranks2, Program(Model((unused,)), steps), (wrapper,))
+
+
+def test_the_second_of_two_forwards_does_not_wait_for_a_part_that_the_step_skips(ranks2: RankPool) -> None:
+    """Its graph stood behind hooks that waited for the skipped part, and could not go by hooks: an error."""
+    skipped = Op("sometimes", variant=1, inner=(Op("checkpoint", inner=(Op("block", 3),)),))
+    steps = (Step(forwards=2, active_on=(1,)), Step(forwards=2))
+    compare(ranks2, Program(Model((Op("block", 1), Op("linear", 2), skipped)), steps), GRAPHS)

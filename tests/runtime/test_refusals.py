@@ -28,6 +28,9 @@ def step(ddp: nn.Module, rank: int, number: int, loss: Loss = loss_of) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of buckets that go by hooks
         loss(ddp, x).backward()
+    for parameter in ddp.module.parameters():
+        if parameter.grad is None:  # unused on every rank: the mean by hand is zero
+            parameter.grad = torch.zeros_like(parameter)
     assert_gradients(ddp.module, expected)
 
 
@@ -127,40 +130,59 @@ def test_a_backward_that_creates_a_graph_through_a_captured_one_is_refused(ranks
 
 
 class Sandwich(nn.Module):
-    """The same layer in two graphs, with an eager one between them in some steps."""
+    """The same layer in two graphs, with an eager one between them, before them, or nowhere."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.outer, self.between = nn.Linear(5, 5), nn.Linear(5, 5)
-        self.filled = True
+        self.outer, self.eager = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.eager_at = "between"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.eager_at == "before":
+            x = self.run_eagerly(x)
+        torch._dynamo.graph_break()
         x = torch.tanh(self.outer(x))
         torch._dynamo.graph_break()
-        if self.filled:
+        if self.eager_at == "between":
             x = self.run_eagerly(x)
         torch._dynamo.graph_break()
         return self.outer(x)
 
     @torch.compiler.disable
     def run_eagerly(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.between(x))
+        return torch.tanh(self.eager(x))
 
 
-def _without_the_middle(rank: int) -> None:
+def _in_another_order(rank: int) -> None:
     ddp = wrappers(["compile_ddp"])["compile_ddp"](Sandwich())
     step(ddp, rank, 0)
     step(ddp, rank, 1)
     ddp.zero_grad()
-    ddp.module.filled = False
+    ddp.module.eager_at = "before"
     with pytest.raises(RuntimeError, match=r"parameter outer\.\w+.* stands in two captured graphs.*same order"):
         loss_of(ddp, row_batch(rank, 2)).backward()
-    ddp.module.filled = True
+    ddp.module.eager_at = "between"
     step(ddp, rank, 3)
 
 
 def test_a_graph_that_comes_too_late_for_a_shared_parameter_is_refused_by_its_name(ranks2: RankPool) -> None:
-    ranks2.run(_without_the_middle)
+    ranks2.run(_in_another_order)
+
+
+def _without_the_middle(rank: int, skipped_on: tuple[int, ...]) -> None:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Sandwich())
+    step(ddp, rank, 0)
+    for number in (1, 2):
+        ddp.module.eager_at = "nowhere" if rank in skipped_on else "between"
+        step(ddp, rank, number)
+    ddp.module.eager_at = "between"
+    step(ddp, rank, 3)
+    assert [section.origin for section in ddp.plan.sections] == ["graph", "hooks", "graph"]
+
+
+@pytest.mark.parametrize("skipped_on", [(0,), (1,), (0, 1)])
+def test_a_graph_does_not_wait_for_what_this_step_skips(ranks2: RankPool, skipped_on: tuple[int, ...]) -> None:
+    ranks2.run(_without_the_middle, skipped_on)
 
 
 def _double_backward(rank: int) -> None:

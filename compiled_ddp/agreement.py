@@ -13,15 +13,18 @@ from compiled_ddp.standing import names_in_words
 
 Description = dict[str, list[object]]  # what there is to compare -> its properties, in order
 
-_PURPOSE = "to compare the models of all ranks"
-
 
 def agree_on_description(
-    ranks: RankGroup, describe: Callable[[], Description], *, occasion: str = "construction", failure: str
+    ranks: RankGroup,
+    describe: Callable[[], Description],
+    *,
+    occasion: str = "construction",
+    purpose: str = "to compare the models of all ranks",
+    failure: str,
 ) -> None:
     """Raise the same error on every rank unless `describe()` succeeds everywhere and returns the same everywhere.
 
-    Each `occasion` is agreed on once; `failure` says what did not happen, on any rank.
+    Each `occasion` is agreed on once; `purpose` says what a wait is for, `failure` what did not happen, on any rank.
     An error that `describe` raises is raised as it is on the rank it came from, and as a RuntimeError that quotes it
     on the others. Differences are a RuntimeError that names them.
     """
@@ -33,7 +36,7 @@ def agree_on_description(
         own_error = error
     own_problem = f"{type(own_error).__name__}: {own_error}" if own_error else None
     try:
-        problems = _exchange(ranks, occasion, description, own_problem)
+        problems = _exchange(ranks, occasion, purpose, description, own_problem)
     except RuntimeError as silence:
         raise own_error or silence from silence
     if own_error is not None:
@@ -42,29 +45,31 @@ def agree_on_description(
         raise RuntimeError(f"{failure}, on any rank:\n" + "\n".join(problems))
 
 
-def _exchange(ranks: RankGroup, occasion: str, description: Description, own_problem: str | None) -> Sequence[str]:
+def _exchange(
+    ranks: RankGroup, occasion: str, purpose: str, description: Description, own_problem: str | None
+) -> Sequence[str]:
     """Every rank's problems, one line each, the same on every rank. Ranks are called by their global numbers."""
     if ranks.rank == 0:
         ranks.publish(f"{occasion}/description", json.dumps([description, own_problem]))
-        problems = _collect_verdicts(ranks, occasion, own_problem)
+        problems = _collect_verdicts(ranks, occasion, purpose, own_problem)
         ranks.publish(f"{occasion}/problems", json.dumps(problems))
         return problems
-    expected, problem_on_0 = json.loads(ranks.read(f"{occasion}/description", writer=0, purpose=_PURPOSE))
+    expected, problem_on_0 = json.loads(ranks.read(f"{occasion}/description", writer=0, purpose=purpose))
     verdict = own_problem
     if verdict is None and problem_on_0 is None:
         verdict = first_difference(expected, json.loads(json.dumps(description)), reference_rank=ranks.ranks[0])
     ranks.publish(f"{occasion}/verdict/{ranks.rank}", json.dumps(verdict))
     # Rank 0 may itself be waiting for a silent rank, and has to be outwaited to learn which one.
-    problems = json.loads(ranks.read(f"{occasion}/problems", writer=0, purpose=_PURPOSE, patience=2.0))
+    problems = json.loads(ranks.read(f"{occasion}/problems", writer=0, purpose=purpose, patience=2.0))
     assert isinstance(problems, list)
     return problems
 
 
-def _collect_verdicts(ranks: RankGroup, occasion: str, own_problem: str | None) -> Sequence[str]:
+def _collect_verdicts(ranks: RankGroup, occasion: str, purpose: str, own_problem: str | None) -> Sequence[str]:
     verdicts = {0: own_problem}
     for rank in range(1, ranks.world_size):
         try:
-            verdicts[rank] = json.loads(ranks.read(f"{occasion}/verdict/{rank}", writer=rank, purpose=_PURPOSE))
+            verdicts[rank] = json.loads(ranks.read(f"{occasion}/verdict/{rank}", writer=rank, purpose=purpose))
         except RuntimeError as error:
             ranks.publish(f"{occasion}/problems", json.dumps([f"- {error}"]))
             raise

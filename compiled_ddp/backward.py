@@ -2,13 +2,13 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from compiled_ddp import users_hooks
+from compiled_ddp import torch_private, users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.launch_observer import profiled
@@ -87,18 +87,25 @@ class SynchronisedBackward:
         self._in_graph: dict[int, torch.Tensor | None] = {}  # section -> its reduced riders, once it has run
         self._graph_gradients: dict[int, int | None] = {}  # parameter -> its gradient's address; None: several
         self._aliases: dict[int, list[torch.Tensor]] = {}  # of graphs' gradients
+        self._accumulated: set[int] = set()  # of the pending: those that this backward brings a .grad
         self._not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
         self._arrived: set[int] = set()
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
-        self._existing = {
-            index: parameter.grad
-            for index, parameter in enumerate(parameters.tensors)
-            if parameter.grad is not None and not self._holds(index, parameter.grad)
-        }
+        self._existing = dict(self._take_existing())
         self._sharing = _with_equal_memory(self._existing)
         self._standing = communicator.standing
         origins = [section.origin for section in sections]
         self._standing.backward_began(message.forward_count, buffers.buckets, origins, parameters.names)
+
+    def _take_existing(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The .grad tensors that are not views of their own place in a flat buffer."""
+        for index, parameter in enumerate(self._parameters.tensors):
+            gradient = parameter.grad
+            if gradient is None or self._holds(index, gradient):
+                continue
+            if self._buffers.contain(gradient):  # where another gradient will be put before this one is read
+                gradient = parameter.grad = gradient.detach().clone()
+            yield index, gradient
 
     # ---- launching ---------------------------------------------------------------------------------------------------
 
@@ -183,6 +190,8 @@ class SynchronisedBackward:
             if existing is not None:
                 self._check(gradient.index, existing)
                 self.pending[gradient.index] = existing
+                if torch_private.backward_will_accumulate(parameter):
+                    self._accumulated.add(gradient.index)
                 parameter.grad = None
                 if existing.stride() == gradient.stride:
                     pending.append(existing.detach())
@@ -223,10 +232,10 @@ class SynchronisedBackward:
             return
         self.observations.arrivals.append(("hook", index))
         self._check(index, gradient)
-        if any(self._progress[position].work is not None for position in positions):
+        if any(self._progress[p].work is not None or index not in self._progress[p].missing for p in positions):
             raise RuntimeError(
-                f"parameter {self._parameters.names[index]} got a second gradient in one backward, after its bucket "
-                "had been launched. This happens when reentrant checkpoints share parameters: use "
+                f"parameter {self._parameters.names[index]} got a second gradient in one backward, after the first one "
+                "had been put into its bucket. This happens when reentrant checkpoints share parameters: use "
                 "checkpoint(..., use_reentrant=False)."
             )
         self._arrived.add(index)
@@ -489,6 +498,8 @@ class SynchronisedBackward:
         """Give back the .grad tensors that a graph folded in, with the reduced values."""
         for index, tensor in self.pending.items():
             parameter = self._parameters.tensors[index]
+            if parameter.grad is None and index in self._accumulated:
+                continue  # a hook of the user's has taken it away
             if parameter.grad is None:
                 self._not_accumulated.add(index)
             else:

@@ -4,6 +4,7 @@ import argparse
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -53,6 +54,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     verify.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor", help="of compile_ddp")
     verify.add_argument("--seed", type=int, default=0, help="rank r has the seed SEED + r (default 0)")
     options = parser.parse_args(arguments)
+    if options.ranks < 1 or options.steps < 1:
+        parser.error(f"--ranks and --steps must be at least 1, found {options.ranks} and {options.steps}")
+    if math.isnan(options.tolerance):
+        parser.error("--tolerance must be a number, found nan")
     if ":" not in options.target:
         parser.error(f"{options.target!r} has no colon: write SCRIPT:FUNCTION, for example train.py:make")
     return options

@@ -104,7 +104,8 @@ class Communicator:
 
     def maximum(self, values: torch.Tensor) -> None:
         """Overwrite `values` with their maximum over ranks."""
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        with self.explaining("a maximum over ranks failed"):
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite `tensors` with those of the group's rank 0."""

@@ -151,6 +151,7 @@ class CompiledDDP(DataParallelWrapper):
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         self._refuse_unwrapped()
+        self._runtime.finish_broken_backward()
         if self._watch.changed() and torch.is_grad_enabled():
             self._refresh()
         self._warmups += 1

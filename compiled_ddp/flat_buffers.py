@@ -68,6 +68,15 @@ class SequenceBuffers:
             self._buffers[position] = FlatBuffer(bucket, self._sections[section].plan.share)
         return self._buffers[position]
 
+    def contain(self, gradient: torch.Tensor) -> bool:
+        """Whether `gradient` lies in one of the flat buffers."""
+        if gradient.layout != torch.strided:
+            return False
+        return any(
+            buffer.flat.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
+            for buffer in self._buffers.values()
+        )
+
     def view_of(self, index: int) -> torch.Tensor | None:
         """The view that .grad of parameter `index` is after a reduction by hooks; None before there was one."""
         allocated = [p for p in self.positions_of.get(index, ()) if p in self._buffers]

@@ -35,7 +35,9 @@ class GradientHooks:
         return len(self._handles) == len(self._parameters)
 
     def install(self) -> None:
-        """Watch every parameter; a no-op for those that are."""
+        """Watch every parameter, and hold back the users' hooks on them; a no-op where every one is watched."""
+        if self.everywhere:
+            return
         for index, parameter in enumerate(self._parameters):
             if index in self._handles:
                 continue
@@ -44,6 +46,7 @@ class GradientHooks:
             parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
             self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)
             parameter.requires_grad_(trained)
+        self.hold_back_users()
 
     def remove(self, keep: Set[int] = frozenset()) -> None:
         """Watch only the parameters in `keep`."""

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -197,10 +198,9 @@ def compare(ranks: Sequence[int], own: int, positions: Mapping[int, Position]) -
 
 def _verdict(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
     silent = [place for place in range(len(ranks)) if place not in positions]
-    most = max(position.launches for position in positions.values())
-    latest = max(position.point for position in positions.values())
-    fewer = [place for place, position in sorted(positions.items()) if position.launches < most]
-    earlier = [place for place, position in sorted(positions.items()) if position.point < latest]
+    launches = {place: position.launches for place, position in positions.items()}
+    points = {place: position.point for place, position in positions.items()}
+    most, fewer, earlier = max(launches.values()), _behind(launches), _behind(points)
     found = []
     if silent:
         found.append(
@@ -213,6 +213,12 @@ def _verdict(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
         be = "is" if len(behind) == 1 else "are"
         found.append(f"{_ranks_in_words(ranks, behind)} {be} behind ({why if fewer else 'at an earlier point'}).")
     return " ".join(found) or f"No rank is behind (collectives launched by each: {most})."
+
+
+def _behind(progress: Mapping[int, Any]) -> list[int]:
+    """The places that are furthest behind; none where all are equal."""
+    least = min(progress.values())
+    return [place for place in sorted(progress) if progress[place] == least] if least < max(progress.values()) else []
 
 
 def _ranks_in_words(ranks: Sequence[int], places: Sequence[int]) -> str:

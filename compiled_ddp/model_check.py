@@ -1,5 +1,6 @@
 """What a model must be to be wrapped, and what must be equal on every rank."""
 
+import operator
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -80,30 +81,51 @@ class ModelWatch:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._places = trained_places(module)
-        self._sizes = [(part._modules, part._parameters, _sizes(part)) for part in module.modules()]
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._trained = [(p, _memory(p)) for p in module.parameters() if p.requires_grad]
+        self._contents = _contents(module)
 
     def changed(self) -> bool:
-        """Whether something was added, unfrozen, or moved to another dtype, device or memory format.
+        """Whether something was added, unfrozen, or moved to another dtype, device, shape or memory format.
 
         Raises RuntimeError if something was replaced or removed.
         """
         check_not_replaced(self._places)
         return (
             any(parameter.requires_grad for parameter in self._frozen)
-            or any((len(modules), len(parameters)) != sizes for modules, parameters, sizes in self._sizes)
+            or self._has_additions()
             or any(_memory(parameter) != memory for parameter, memory in self._trained)
         )
 
+    def _has_additions(self) -> bool:
+        if all(_are_the_same(now, before) for now, before in self._contents):
+            return False
+        known = {id(parameter) for parameter, _ in self._trained}
+        if any(id(p) not in known for p in self._module.parameters() if p.requires_grad):
+            return True
+        self._contents = _contents(self._module)  # another module without trained parameters: no other rank need know
+        return False
 
-def _sizes(module: nn.Module) -> tuple[int, int]:
-    return len(module._modules), len(module._parameters)
+
+Part = nn.Module | torch.Tensor | None
+
+
+def _contents(module: nn.Module) -> list[tuple[Mapping[str, Part], dict[str, Part]]]:
+    """What stands in each module, as it changes, beside a copy of it as it is now."""
+    found: list[tuple[Mapping[str, Part], dict[str, Part]]] = []
+    for part in module.modules():
+        found += [(part._modules, dict(part._modules)), (part._parameters, dict(part._parameters))]
+    return found
+
+
+def _are_the_same(now: Mapping[str, Part], before: Mapping[str, Part]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
 
 
 def _memory(parameter: torch.Tensor) -> tuple[object, ...]:
-    return parameter.dtype, parameter.device, parameter.stride()
+    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 
 
 def check_model(module: nn.Module, wrapper: str) -> None:

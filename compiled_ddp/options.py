@@ -41,6 +41,11 @@ class Options:
         for name, size in sizes.items():
             if not _is_positive_number(size):
                 raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, found {getattr(self, name)!r}.")
+        if not isinstance(self.options, dict | None):
+            raise ValueError(f"options must be a dict, as in torch.compile, found {self.options!r}.")
         if self.check_steps not in ("error", "warn", "off"):
             raise ValueError(f"check_steps must be 'error', 'warn' or 'off', found {self.check_steps!r}.")
         if self.verify not in ("first", "always", "off"):
@@ -80,8 +85,11 @@ class Options:
         return {name: _ADDRESS.sub("", repr(value)) for name, value in values.items()}
 
 
+_SWITCHES = ("broadcast_buffers", "init_sync", "gradient_as_bucket_view", "strict", "fullgraph")
+
+
 def _is_positive_number(value: object) -> bool:
-    return isinstance(value, int | float) and value > 0  # false for nan
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0  # false for nan
 
 
 NAIVE = "compiled_ddp.naive"

@@ -44,7 +44,7 @@ class ReturnedGradients:
 
 
 def watch_returned(parameters: Sequence[torch.nn.Parameter]) -> ReturnedGradients | None:
-    """For the running torch.autograd.grad, of some of `parameters` or of none; None in a backward that accumulates."""
+    """For the running torch.autograd.grad of some of `parameters`; None in a backward that accumulates."""
     requested = []
     for index, parameter in enumerate(parameters):
         fate = torch_private.fate_of_gradient(parameter)
@@ -52,6 +52,11 @@ def watch_returned(parameters: Sequence[torch.nn.Parameter]) -> ReturnedGradient
             return None
         if fate == "returned":
             requested.append(index)
-    if requested or torch_private.backward_accumulates_nothing():
-        return ReturnedGradients(parameters, requested)
-    return None
+    return ReturnedGradients(parameters, requested) if requested else None
+
+
+def returns_inputs_alone(parameters: Sequence[torch.nn.Parameter]) -> bool:
+    """Whether the running backward is a torch.autograd.grad of tensors that are none of `parameters`."""
+    if any(torch_private.fate_of_gradient(parameter) != "none" for parameter in parameters):
+        return False
+    return torch_private.backward_accumulates_nothing()

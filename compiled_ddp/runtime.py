@@ -18,7 +18,7 @@ from compiled_ddp.gradient_hooks import GradientHooks
 from compiled_ddp.options import Options
 from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
 from compiled_ddp.proof import Proof
-from compiled_ddp.returned_gradients import ReturnedGradients, watch_returned
+from compiled_ddp.returned_gradients import ReturnedGradients, returns_inputs_alone, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
 from compiled_ddp.step_check import StepCheck
 
@@ -84,6 +84,15 @@ class Runtime:
             self._forwards.begin()
         self.communicator.standing.forward_began(self._forwards.value)
 
+    def begin_reentrant_forward(self, *, synchronise: bool) -> None:
+        """Note a forward that a reentrant checkpoint runs inside a backward: of its own, which was without gradients.
+
+        As under DDP, it is synchronised if this one is called outside of no_sync.
+        """
+        self.synchronise = synchronise
+        self._counted = False
+        self._expected = synchronise and self._current is None
+
     @property
     def awaits_backward(self) -> bool:
         """Whether the latest forward was synchronised and no backward has begun since."""
@@ -111,7 +120,12 @@ class Runtime:
                     node.register_prehook(self._reached)
 
     def _reached(self, _: object) -> None:
-        self.enter_backward()
+        if not self._is_local():
+            self.enter_backward()
+
+    def _is_local(self) -> bool:
+        """Whether the running backward is a torch.autograd.grad of inputs alone, of which other ranks need not know."""
+        return self._current is None and returns_inputs_alone(self.parameters.tensors)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +158,7 @@ class Runtime:
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
         a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
         """
-        self._expected = False
+        self._expected = self._expected and returned is not None
         self._hooks.hold_back_users()
         self._forwards.backward_began()
         self.proof.begin_backward()
@@ -162,6 +176,7 @@ class Runtime:
     def skip_backward(self) -> None:
         """Take part in the other ranks' synchronised backward with zeros, and receive its mean."""
         with self._lock:
+            self._hooks.install()  # and hold back the users', which see the mean on every rank
             self._current = self._begin(lambda call: call.synchronise, lambda _: False)
             self._finish()
 
@@ -182,6 +197,9 @@ class Runtime:
         if unmatched or not_called:
             backward.message.misfit = True
             backward.leave_to_hooks(unmatched | not_called)
+            self._hooks.install()  # what a graph would have reduced may be used outside of it
+            # ... and may have been before this backward began, which hooks then did not see.
+            self._used.update(i for i in not_called if self.parameters.tensors[i].grad is not None)
         if not_called and not unmatched:  # calls that do not match are reported one by one
             self.report(NOT_CALLED, sorted(not_called))
 
@@ -205,7 +223,7 @@ class Runtime:
     def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self._lock:
-            if not call.synchronise and self._current is None:
+            if self._current is None and (not call.synchronise or self._is_local()):
                 self._note_local_use(call)
                 return None
             backward = self.enter_backward()
@@ -335,8 +353,7 @@ class Runtime:
             self._remove_needless_hooks()
 
     def _finish_returned(self, backward: SynchronisedBackward) -> None:
-        """The end of a torch.autograd.grad: .grad is as it was, and the backward that accumulates is still to come."""
-        self._expected = self.synchronise
+        """The end of a torch.autograd.grad: .grad is as it was, and a backward that accumulates may still come."""
         self.proof.postpone()
         self._forget_unless_refined()
         local = backward.returned_without_reduction()

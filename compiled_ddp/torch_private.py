@@ -121,6 +121,12 @@ def backward_accumulates_nothing() -> bool:
     return bool(leaves) and not any(backward_will_accumulate(leaf) for leaf in leaves)
 
 
+def in_reentrant_checkpoint() -> bool:
+    """Whether the running backward has reached a checkpoint(..., use_reentrant=True), which runs its forward again."""
+    node = evaluating_node()
+    return node is not None and "CheckpointFunction" in node.name()
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that this thread runs, or its reentrant inner one, has evaluated all nodes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

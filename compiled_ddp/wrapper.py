@@ -117,6 +117,8 @@ class DataParallelWrapper(nn.Module):
         self._refuse_unwrapped()
         with_gradients = torch.is_grad_enabled()
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
+        if not recomputing:
+            self._runtime.finish_broken_backward()  # before other ranks, which may wait in it, are asked for anything
         if self._watch.changed() and with_gradients:
             if recomputing:
                 raise RuntimeError(
@@ -126,14 +128,15 @@ class DataParallelWrapper(nn.Module):
             self._refresh()
         if not recomputing:
             self._begin_forward(with_gradients=with_gradients)
+        elif with_gradients and torch_private.in_reentrant_checkpoint():
+            self._runtime.begin_reentrant_forward(synchronise=self._require_sync)
+        self._buffers_stale = with_gradients and self._require_sync  # also if the module raises: as on other ranks
         outputs = self._run_module(*args, **kwargs)
         if with_gradients:
             self._runtime.watch(tensors_in(outputs))
-        self._buffers_stale = with_gradients and self._require_sync
         return outputs
 
     def _begin_forward(self, *, with_gradients: bool) -> None:
-        self._runtime.finish_broken_backward()
         if with_gradients:
             self._runtime.begin_forward(synchronise=self._require_sync, counted=self.training)
         if self._buffers_stale and self._options.broadcast_buffers:
@@ -153,6 +156,7 @@ class DataParallelWrapper(nn.Module):
             communicator.ranks,
             self._check_and_describe_parts,
             occasion=f"refresh/{self._refreshes}",
+            purpose="to compare the models of all ranks, as this rank's has changed since it was wrapped",
             failure="the model has changed since it was wrapped, and its gradients cannot be reduced as it is",
         )
         known = self._runtime.parameters

@@ -25,6 +25,11 @@ def test_ranks_with_fewer_launches_are_behind() -> None:
     ]
 
 
+def test_only_the_ranks_that_are_furthest_behind_are_named() -> None:
+    positions = {0: position(8), 1: position(9), 2: position(7)}
+    assert compare((0, 1, 2), 0, positions).startswith("rank 2 is behind (collectives launched: 7, by others 9).")
+
+
 def test_with_equal_launches_the_rank_that_does_not_wait_yet_is_behind() -> None:
     positions = {0: position(9), 1: position(9, (3, 1, False))}
     assert compare((4, 6), 0, positions).startswith("rank 6 is behind (at an earlier point).")

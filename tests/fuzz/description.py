@@ -95,10 +95,17 @@ def is_legal(program: Program) -> bool:
         if op.kind == "checkpoint" and op.variant == 1 and any(step.forwards > 1 for step in program.steps):
             return False  # a second gradient after its bucket has gone out
         read = parameters_of(op)
+        if read is not None and _in_some_steps_only_and_reentrant(within):
+            return False  # a first gradient from inside a reentrant checkpoint
         if read is not None:
             uses.setdefault(read, []).append(tuple(outer.kind for outer in within))
     trained = [read for read in uses if read[0] != "linear" or read[1] not in program.model.frozen]
     return bool(trained) and all(_may_be_shared(places) for places in uses.values())
+
+
+def _in_some_steps_only_and_reentrant(within: tuple[Op, ...]) -> bool:
+    reentrant = any(op.kind == "checkpoint" and op.variant == 1 for op in within)
+    return reentrant and any(op.kind == "sometimes" for op in within)
 
 
 def _may_be_shared(places: list[tuple[str, ...]]) -> bool:

@@ -8,7 +8,16 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Mlp, assert_equal_on_all_ranks, assert_gradients, expected_mean, row_batch, wrappers
+from models import (
+    Mlp,
+    assert_equal_on_all_ranks,
+    assert_gradients,
+    expected_mean,
+    local_gradients,
+    mean_over_ranks,
+    row_batch,
+    wrappers,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -422,6 +431,29 @@ def _unfrozen_by_another(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_what_is_put_in_the_place_of_something_frozen_is_reduced(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_unfrozen_by_another, wrapper)
+
+
+def _frozen_on_one_rank(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    for step in range(4):
+        x = row_batch(rank, step)
+        ddp.module.head.requires_grad_(rank == 0 or step < 2)
+        twin = copy.deepcopy(ddp.module)
+        twin.head.requires_grad_(True)
+        own = local_gradients(twin, lambda module: loss_of(module, x))  # noqa: B023
+        if rank == 1 and step >= 2:
+            own["head.weight"] = own["head.bias"] = None
+        expected = mean_over_ranks(own, twin)
+        ddp.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss_of(ddp, x).backward()
+        assert_gradients(ddp.module, expected)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_what_is_frozen_on_one_rank_alone_counts_as_zero_there(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_frozen_on_one_rank, wrapper)
 
 
 def _another_identity_on_one_rank(rank: int, wrapper: str) -> None:

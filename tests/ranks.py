@@ -282,7 +282,22 @@ def _clean_up() -> bytes:
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()
-    gc.freeze()  # torch's and Dynamo's modules, which make every collection cost a quarter of a second
     if dist.is_initialized():
         dist.destroy_process_group()
+    _freeze_new_modules()
     return b""
+
+
+_frozen_modules = 0
+
+
+def _freeze_new_modules() -> None:
+    """Spare the collector what torch and Dynamo have imported, which costs a quarter of a second in each collection.
+
+    Not after every run: what is frozen is never collected, process groups and their threads included.
+    """
+    global _frozen_modules
+    if len(sys.modules) > _frozen_modules + 100:
+        gc.collect()
+        gc.freeze()
+        _frozen_modules = len(sys.modules)

@@ -102,6 +102,7 @@ def _train_under(name: str, program: Program, rank: int) -> list[str]:
     dist.all_gather_object(plans, ddp.plan.fingerprint)
     if len(set(plans)) > 1:
         differences.append(f"the plans differ: {plans}")
+    ddp.unwrap()  # Dynamo never forgets what it compiled around a graph break, and so neither the wrapper nor its group
     return differences
 
 

@@ -1,5 +1,6 @@
 """Which gradient goes into which bucket: a pure function of an order and two sizes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,6 @@ from compiled_ddp.plan import Bucket, BucketPlan, Gradient, GradientSpec, Riders
 
 @dataclass
 class _OpenBucket:
-    capacity_bytes: float
     gradients: list[GradientSpec] = field(default_factory=list)
     last_position: int = -1  # in the order given: when the bucket's last gradient is ready
 
@@ -22,34 +22,34 @@ class _OpenBucket:
 def assign_buckets(
     gradients: Sequence[GradientSpec],
     *,
-    first_bucket_bytes: float,
-    bucket_cap_bytes: float,
+    capacities_bytes: Sequence[float],
     world_size: int,
 ) -> BucketPlan:
     """Fill buckets with `gradients` in the order given, which is the order in which backward produces them.
 
     A bucket closes with the gradient that brings it to its capacity or beyond, as c10d's
-    `compute_bucket_assignment_by_size` does (torch/csrc/distributed/c10d/reducer.cpp): `first_bucket_bytes` for the
-    first bucket of each (dtype, device), `bucket_cap_bytes` for the others. Buckets launch in the order in which
-    their last gradients are ready. The riders follow the last bucket, in a bucket of their own where that one is not
-    float32. With both capacities 0 it is the naive plan: every gradient has a bucket of its own, and so have the
+    `compute_bucket_assignment_by_size` does (torch/csrc/distributed/c10d/reducer.cpp): the buckets of each (dtype,
+    device) have the capacities given, in order, and the last of them from then on. Buckets launch in the order in
+    which their last gradients are ready. The riders follow the last bucket, in a bucket of their own where that one is
+    not float32. With the capacity 0 it is the naive plan: every gradient has a bucket of its own, and so have the
     riders.
 
     An empty sequence gives an empty plan.
     """
     open_buckets: dict[tuple[torch.dtype, torch.device], _OpenBucket] = {}
+    closed: Counter[tuple[torch.dtype, torch.device]] = Counter()
     filled: list[_OpenBucket] = []
     for position, gradient in enumerate(gradients):
         kind = (gradient.dtype, gradient.device)
-        bucket = open_buckets.setdefault(kind, _OpenBucket(first_bucket_bytes))
+        bucket = open_buckets.setdefault(kind, _OpenBucket())
         bucket.gradients.append(gradient)
         bucket.last_position = position
-        if bucket.nbytes >= bucket.capacity_bytes:
-            filled.append(bucket)
-            open_buckets[kind] = _OpenBucket(bucket_cap_bytes)
-    filled += [bucket for bucket in open_buckets.values() if bucket.gradients]
+        if bucket.nbytes >= capacities_bytes[min(closed[kind], len(capacities_bytes) - 1)]:
+            filled.append(open_buckets.pop(kind))
+            closed[kind] += 1
+    filled += open_buckets.values()
     filled.sort(key=lambda bucket: bucket.last_position)
-    return place_buckets([bucket.gradients for bucket in filled], world_size, riders_apart=bucket_cap_bytes == 0)
+    return place_buckets([bucket.gradients for bucket in filled], world_size, riders_apart=not any(capacities_bytes))
 
 
 def place_buckets(

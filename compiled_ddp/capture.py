@@ -68,7 +68,6 @@ def plan_segment(graph: Graph, gradients: Mapping[int, GradientSpec], options: O
     """The buckets of a captured graph: a function of the graph and of inputs that are equal on every rank."""
     return assign_buckets(
         [gradients[index] for index in gradient_order(graph, list(gradients))],
-        first_bucket_bytes=options.first_bucket_bytes,
-        bucket_cap_bytes=options.bucket_cap_bytes,
+        capacities_bytes=options.bucket_capacities_bytes,
         world_size=world_size,
     )

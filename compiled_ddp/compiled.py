@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.capture import plan_segment, without_gradient
+from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
 from compiled_ddp.options import Options
 from compiled_ddp.plain_graph import PlainGraph
 from compiled_ddp.plan import GradientSpec
@@ -22,11 +23,16 @@ from compiled_ddp.wrapper import DataParallelWrapper
 
 def compile_ddp(
     model: nn.Module,
+    device_ids: Sequence[Device] | None = None,
+    output_device: Device | None = None,
+    dim: int = 0,
     *,
     process_group: dist.ProcessGroup | None = None,
     bucket_cap_mb: float | None = None,
     first_bucket_mb: float = 1.0,
-    broadcast_buffers: bool = True,
+    bucket_cap_mb_list: Sequence[float] | None = None,
+    broadcast_buffers: bool | None = None,
+    forward_sync_buffers: bool | None = None,
     init_sync: bool = True,
     find_unused_parameters: bool = False,
     static_graph: bool = False,
@@ -39,6 +45,7 @@ def compile_ddp(
     dynamic: bool | None = None,
     mode: str | None = None,
     options: dict[str, Any] | None = None,
+    **ddp_arguments: Unpack[DDPKeywords],
 ) -> "CompiledDDP":
     """Compile `model` for data-parallel training, with the gradients' all-reduces part of the backward graph.
 
@@ -48,11 +55,19 @@ def compile_ddp(
     Args:
         model: the model, also one that has been through torch.compile or model.compile(). Its parameters and buffers
             are overwritten by those of the group's rank 0.
+        device_ids: the GPU of the model, where inputs are moved in each forward; None leaves them where they are.
+        output_device: the same GPU, if given.
+        dim: without effect, as inputs are not split.
         process_group: the ranks to average over; None is all of them.
         bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, which is measured here
             (`compiled_ddp.bucket_size`; docs/benchmarks.md, "Bucket size").
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
-        broadcast_buffers: overwrite buffers by rank 0's at the begin of a forward, by DDP's rule.
+        bucket_cap_mb_list: a size in MiB for each bucket in order, the last one for all further ones too; in place of
+            the two sizes above.
+        broadcast_buffers: overwrite buffers by rank 0's at construction and at the begin of a forward, by DDP's rule;
+            None is True.
+        forward_sync_buffers: DDP's newer name for the same in forwards alone: buffers are rank 0's at construction in
+            any case. None leaves it to `broadcast_buffers`.
         init_sync: overwrite parameters and buffers by rank 0's at construction.
         find_unused_parameters: accepted for compatibility; unused parameters need no flag.
         static_graph: the same.
@@ -70,6 +85,8 @@ def compile_ddp(
         mode: as in torch.compile; an alternative to `options`.
         options: as in torch.compile. `{"compiled_ddp.naive": True}` keeps the reference program: one all-reduce for
             each gradient.
+        **ddp_arguments: DDP's other arguments (`compiled_ddp.ddp_arguments`; docs/migration.md, "Arguments of the
+            constructor").
 
     Raises:
         RuntimeError: torch.distributed is not initialised, the models differ between ranks, or torch is unsupported.
@@ -84,7 +101,9 @@ def compile_ddp(
         Options(
             bucket_cap_mb=bucket_cap_mb,
             first_bucket_mb=first_bucket_mb,
-            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
             check_steps=check_steps,
@@ -96,18 +115,25 @@ def compile_ddp(
             mode=mode,
             options=options,
         ),
+        {"device_ids": device_ids, "output_device": output_device, "dim": dim, **ddp_arguments},
     )
 
 
 class CompiledDDP(DataParallelWrapper):
     """What `compile_ddp` returns: a module to call and train like the one it wraps."""
 
-    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None,
+        options: Options,
+        ddp_arguments: DDPArguments,
+    ) -> None:
         self._calls: list[weakref.ref[SegmentCall]] = []
         self._calls_of_forward: list[SegmentCall] = []
         self._plain_graphs: list[weakref.ref[PlainGraph]] = []
         self._warmups = 0
-        super().__init__(torch_private.without_compile_wrapper(module), process_group, options)
+        super().__init__(torch_private.without_compile_wrapper(module), process_group, options, ddp_arguments)
         try:
             self._prepare_to_compile(options)
         except BaseException:
@@ -156,6 +182,7 @@ class CompiledDDP(DataParallelWrapper):
             self._refresh()
         self._warmups += 1
         ranks = self._runtime.communicator.ranks
+        args, kwargs = self._on_its_device(args, kwargs)
         with state_kept(self.module):
             warm_up(ranks, self._warmups, self._compile_ahead(args, kwargs))
 

@@ -1,10 +1,12 @@
 """EagerDDP: averaging gradients by hooks, overlapped with backward, where there is no graph."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch import nn
 
+from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
 from compiled_ddp.options import Options
 from compiled_ddp.wrapper import DataParallelWrapper
 
@@ -22,11 +24,19 @@ class EagerDDP(DataParallelWrapper):
 
     Args:
         module: the model; its parameters and buffers are overwritten by those of the group's rank 0.
+        device_ids: the GPU of the model, where inputs are moved in each forward; None leaves them where they are.
+        output_device: the same GPU, if given.
+        dim: without effect, as inputs are not split.
         process_group: the ranks to average over; None is all of them.
         bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, which is measured here
             (`compiled_ddp.bucket_size`; docs/benchmarks.md, "Bucket size").
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
-        broadcast_buffers: overwrite buffers by rank 0's at the begin of a forward, by DDP's rule.
+        bucket_cap_mb_list: a size in MiB for each bucket in order, the last one for all further ones too; in place of
+            the two sizes above.
+        broadcast_buffers: overwrite buffers by rank 0's at construction and at the begin of a forward, by DDP's rule;
+            None is True.
+        forward_sync_buffers: DDP's newer name for the same in forwards alone: buffers are rank 0's at construction in
+            any case. None leaves it to `broadcast_buffers`.
         init_sync: overwrite parameters and buffers by rank 0's at construction.
         find_unused_parameters: accepted for compatibility; unused parameters need no flag.
         static_graph: the same.
@@ -36,6 +46,8 @@ class EagerDDP(DataParallelWrapper):
         verify: when to prove that gradients were reduced, by checksums before and after, compared between ranks:
             "first" in the first backward, and while something is pending (`explain()` tells);
             "always" in every backward; "off" never. A gradient that was not reduced raises on every rank.
+        **ddp_arguments: DDP's other arguments (`compiled_ddp.ddp_arguments`; docs/migration.md, "Arguments of the
+            constructor").
 
     Raises:
         RuntimeError: torch.distributed is not initialised, the models differ between ranks, or torch is unsupported.
@@ -45,28 +57,42 @@ class EagerDDP(DataParallelWrapper):
     def __init__(
         self,
         module: nn.Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
         *,
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         first_bucket_mb: float = 1.0,
-        broadcast_buffers: bool = True,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
         init_sync: bool = True,
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         check_steps: str = "error",
         verify: str = "first",
+        **ddp_arguments: Unpack[DDPKeywords],
     ) -> None:
         options = Options(
             bucket_cap_mb=bucket_cap_mb,
             first_bucket_mb=first_bucket_mb,
-            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
+            forward_sync_buffers=forward_sync_buffers,
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
             check_steps=check_steps,
             verify=verify,
         )
-        super().__init__(module, process_group, options)
+        others: DDPArguments = {
+            "device_ids": device_ids,
+            "output_device": output_device,
+            "dim": dim,
+            **ddp_arguments,
+        }
+        super().__init__(module, process_group, options, others)
 
     def _hooks_reason(self) -> str:
         return "the model runs eagerly"

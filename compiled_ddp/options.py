@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -21,7 +22,9 @@ class Options:
 
     bucket_cap_mb: float | None = None
     first_bucket_mb: float = 1.0
+    bucket_cap_mb_list: Sequence[float] | None = None
     broadcast_buffers: bool = True
+    forward_sync_buffers: bool | None = None
     init_sync: bool = True
     gradient_as_bucket_view: bool = True
     check_steps: str = "error"
@@ -35,15 +38,18 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError, with what is allowed, for a value that is not."""
-        sizes = {"first_bucket_mb": self.first_bucket_mb}
+        sizes = [("first_bucket_mb", self.first_bucket_mb)]
         if self.bucket_cap_mb is not None:
-            sizes["bucket_cap_mb"] = self.bucket_cap_mb
-        for name, size in sizes.items():
+            sizes.append(("bucket_cap_mb", self.bucket_cap_mb))
+        sizes += [("each of bucket_cap_mb_list", size) for size in self.bucket_cap_mb_list or ()]
+        for name, size in sizes:
             if not _is_positive_number(size):
                 raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, found {getattr(self, name)!r}.")
+        if not isinstance(self.forward_sync_buffers, bool | None):
+            raise ValueError(f"forward_sync_buffers must be True, False or None, found {self.forward_sync_buffers!r}.")
         if not isinstance(self.options, dict | None):
             raise ValueError(f"options must be a dict, as in torch.compile, found {self.options!r}.")
         if self.check_steps not in ("error", "warn", "off"):
@@ -57,15 +63,23 @@ class Options:
         torch_private.inductor_options(self.mode, self.compiler_options, self.dynamic)  # refuses what is unknown
 
     @property
-    def first_bucket_bytes(self) -> float:
-        return min(self.first_bucket_mb * MEBIBYTE, self.bucket_cap_bytes)
+    def bucket_capacities_bytes(self) -> tuple[float, ...]:
+        """The capacity of each bucket in order; the last one is that of all further ones too."""
+        if self.naive:
+            return (0.0,)
+        if self.bucket_cap_mb_list:
+            return tuple(size * MEBIBYTE for size in self.bucket_cap_mb_list)
+        assert self.bucket_cap_mb is not None, "no bucket size has been chosen"
+        return min(self.first_bucket_mb, self.bucket_cap_mb) * MEBIBYTE, self.bucket_cap_mb * MEBIBYTE
 
     @property
-    def bucket_cap_bytes(self) -> float:
-        if self.naive:
-            return 0
-        assert self.bucket_cap_mb is not None, "no bucket size has been chosen"
-        return self.bucket_cap_mb * MEBIBYTE
+    def synchronise_buffers_at_init(self) -> bool:
+        """DDP's rule: `forward_sync_buffers` leaves the synchronisation at construction alone."""
+        return self.forward_sync_buffers is not None or self.broadcast_buffers
+
+    @property
+    def synchronise_buffers_in_forward(self) -> bool:
+        return self.broadcast_buffers if self.forward_sync_buffers is None else self.forward_sync_buffers
 
     @property
     def naive(self) -> bool:

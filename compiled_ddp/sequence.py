@@ -84,8 +84,7 @@ class SequencePlanner:
             return []
         plan = assign_buckets(
             self._specs(indices),
-            first_bucket_bytes=self._options.first_bucket_bytes,
-            bucket_cap_bytes=self._options.bucket_cap_bytes,
+            capacities_bytes=self._options.bucket_capacities_bytes,
             world_size=self._world_size,
         )
         return [Section(plan, "hooks", reason)]

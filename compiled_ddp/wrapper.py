@@ -18,6 +18,7 @@ from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.backward import TrainedParameters
 from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.communicator import Communicator, RankGroup
+from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device, moved
 from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.model_check import (
     ModelWatch,
@@ -42,12 +43,19 @@ class DataParallelWrapper(nn.Module):
     is_compiled_ddp_wrapper = True
     module: nn.Module
 
-    def __init__(self, module: nn.Module, process_group: dist.ProcessGroup | None, options: Options) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None,
+        options: Options,
+        ddp_arguments: DDPArguments,
+    ) -> None:
         super().__init__()
-        self._options = options
-        ranks = RankGroup(process_group)
+        self._options, self._ddp_arguments = options, ddp_arguments
+        ranks = RankGroup(group_of(process_group, ddp_arguments))
         name = type(self).__name__
         agree_on_description(ranks, lambda: self._check_and_describe(module, name), failure="the model was not wrapped")
+        self._input_device = input_device(ddp_arguments, module)
         self._mode: Mode = mode_from_environment()
         communicator = Communicator(ranks)
         self.module = module
@@ -79,12 +87,13 @@ class DataParallelWrapper(nn.Module):
         torch_private.check_torch_version()
         self._options.check()
         check_model(module, name)
+        check_ddp_arguments(self._ddp_arguments, module, name)
         return {"wrapper": [name], **describe_model(module, self._options, mode_from_environment())}
 
     def _with_bucket_cap(self, communicator: Communicator, device: torch.device) -> Options:
         """The options with a bucket size: the user's, or the one that fits the link."""
         self._link_bytes_per_second: float | None = None  # unless it was measured
-        if self._options.bucket_cap_mb is not None:
+        if self._options.bucket_cap_mb is not None or self._options.bucket_cap_mb_list:
             return self._options
         if communicator.world_size == 1:
             return dataclasses.replace(self._options, bucket_cap_mb=bucket_cap_for(math.inf))
@@ -94,7 +103,7 @@ class DataParallelWrapper(nn.Module):
 
     def _synchronise_state(self, communicator: Communicator) -> None:
         tensors = [parameter.detach() for parameter in self.module.parameters()]
-        if self._options.broadcast_buffers:
+        if self._options.synchronise_buffers_at_init:
             tensors += [buffer.detach() for buffer in self.module.buffers()]
         with torch.no_grad():
             communicator.broadcast(tensors)
@@ -131,15 +140,20 @@ class DataParallelWrapper(nn.Module):
         elif with_gradients and torch_private.in_reentrant_checkpoint():
             self._runtime.begin_reentrant_forward(synchronise=self._require_sync)
         self._buffers_stale = with_gradients and self._require_sync  # also if the module raises: as on other ranks
+        args, kwargs = self._on_its_device(args, kwargs)
         outputs = self._run_module(*args, **kwargs)
         if with_gradients:
             self._runtime.watch(tensors_in(outputs))
         return outputs
 
+    def _on_its_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward's arguments where `device_ids` wants them."""
+        return (args, kwargs) if self._input_device is None else moved(args, kwargs, self._input_device)
+
     def _begin_forward(self, *, with_gradients: bool) -> None:
         if with_gradients:
             self._runtime.begin_forward(synchronise=self._require_sync, counted=self.training)
-        if self._buffers_stale and self._options.broadcast_buffers:
+        if self._buffers_stale and self._options.synchronise_buffers_in_forward:
             self._broadcast_buffers()
 
     def _refuse_unwrapped(self) -> None:

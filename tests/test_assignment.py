@@ -17,7 +17,7 @@ def gradients(*numels: int, dtype: torch.dtype = torch.float32) -> list[Gradient
 
 
 def assign(specs: list[GradientSpec], *, first: float, cap: float) -> BucketPlan:
-    return assign_buckets(specs, first_bucket_bytes=first, bucket_cap_bytes=cap, world_size=2)
+    return assign_buckets(specs, capacities_bytes=(first, cap), world_size=2)
 
 
 def indices(plan: BucketPlan) -> list[tuple[int, ...]]:

@@ -35,7 +35,7 @@ def planner() -> SequencePlanner:
 def segment(*indices: int, dtype: torch.dtype = torch.float32) -> BucketPlan:
     """A captured segment's plan over these parameters, two to a bucket."""
     specs = [GradientSpec.of(index, torch.empty(2, dtype=dtype)) for index in indices]
-    return assign_buckets(specs, first_bucket_bytes=16, bucket_cap_bytes=16, world_size=2)
+    return assign_buckets(specs, capacities_bytes=(16, 16), world_size=2)
 
 
 def describe(sequence: ReductionSequence) -> Description:
@@ -236,7 +236,7 @@ def test_decoded_gradients_have_the_strides_of_the_parameters() -> None:
 def test_riders_of_a_naive_graph_stay_apart_on_every_rank() -> None:
     planner = planner_of(parameters(2), naive=True)
     specs = [GradientSpec.of(index, torch.empty(2)) for index in (1, 0)]
-    naive = assign_buckets(specs, first_bucket_bytes=0, bucket_cap_bytes=0, world_size=2)
+    naive = assign_buckets(specs, capacities_bytes=(0, 0), world_size=2)
     sequence = planner.propose([naive])
     assert describe(planner.decode(planner.encode(sequence))) == [("graph", "", [(1,), (0,), ()])]
     assert planner.decode(planner.encode(sequence)) == sequence

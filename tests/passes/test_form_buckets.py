@@ -33,7 +33,7 @@ def identity(plan: BucketPlan) -> dict[int, int]:
 
 def plan_of(*parameters: tuple[int, Tensor], cap_bytes: int = 16) -> BucketPlan:
     specs = [GradientSpec.of(index, parameter) for index, parameter in parameters]
-    return assign_buckets(specs, first_bucket_bytes=cap_bytes, bucket_cap_bytes=cap_bytes, world_size=2)
+    return assign_buckets(specs, capacities_bytes=(cap_bytes, cap_bytes), world_size=2)
 
 
 def form(graph: Graph, plan: BucketPlan) -> None:

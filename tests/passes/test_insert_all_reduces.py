@@ -30,7 +30,7 @@ def backward_graph() -> Graph:
 
 def plan_of(*indices: int, world_size: int = 4, dtype: torch.dtype = torch.float32) -> BucketPlan:
     specs = [GradientSpec.of(index, torch.empty(2, 3, dtype=dtype)) for index in indices]
-    return assign_buckets(specs, first_bucket_bytes=1000, bucket_cap_bytes=1000, world_size=world_size)
+    return assign_buckets(specs, capacities_bytes=(1000, 1000), world_size=world_size)
 
 
 def inputs_of(graph: Graph) -> list[str]:

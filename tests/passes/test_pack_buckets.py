@@ -15,7 +15,7 @@ def plan_on(device: str) -> BucketPlan:
     """The plan of `bucket_graph`: one bucket, of a parameter and of a strided one."""
     parameters = torch.empty(2, 3, device=device), torch.empty(5, 2, device=device).t()
     specs = [GradientSpec.of(index, parameter) for index, parameter in enumerate(parameters)]
-    return assign_buckets(specs, first_bucket_bytes=1000, bucket_cap_bytes=1000, world_size=2)
+    return assign_buckets(specs, capacities_bytes=(1000, 1000), world_size=2)
 
 
 PLAN = plan_on("cpu")

@@ -42,9 +42,7 @@ class Model:
 
     def plan(self, world_size: int, cap_bytes: float) -> BucketPlan:
         specs = [GradientSpec.of(index, parameter) for index, parameter in enumerate(self.parameters)]
-        return assign_buckets(
-            specs[::-1], first_bucket_bytes=cap_bytes, bucket_cap_bytes=cap_bytes, world_size=world_size
-        )
+        return assign_buckets(specs[::-1], capacities_bytes=(cap_bytes, cap_bytes), world_size=world_size)
 
     def inputs(self, rank: int) -> list[Tensor]:
         """The tangents and the saved values of one rank."""

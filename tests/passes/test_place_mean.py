@@ -24,7 +24,7 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 def plan_of(count: int, world_size: int) -> BucketPlan:
     """Gradients 0 to `count`, each of shape (2, 2)."""
     specs = [GradientSpec.of(index, torch.empty(2, 2)) for index in range(count)]
-    return assign_buckets(specs, first_bucket_bytes=1000, bucket_cap_bytes=1000, world_size=world_size)
+    return assign_buckets(specs, capacities_bytes=(1000, 1000), world_size=world_size)
 
 
 class Program:

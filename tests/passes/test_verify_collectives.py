@@ -25,7 +25,7 @@ POSITIONS = {index: index for index in range(4)}
 
 def plan_of(*indices: int, cap_bytes: int = 16) -> BucketPlan:
     specs = [GradientSpec.of(index, torch.empty(2)) for index in indices]
-    return assign_buckets(specs, first_bucket_bytes=cap_bytes, bucket_cap_bytes=cap_bytes, world_size=2)
+    return assign_buckets(specs, capacities_bytes=(cap_bytes, cap_bytes), world_size=2)
 
 
 PLAN = plan_of(3, 2, 1, 0)

@@ -1,0 +1,106 @@
+"""The arguments of torch's DistributedDataParallel that are nothing of ours: what each of them means here.
+
+Those of torch 2.13 (torch/nn/parallel/distributed.py). What the wrappers take themselves stands in their signatures.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+Device = int | str | torch.device
+
+
+class DDPKeywords(TypedDict, total=False):
+    """Keyword arguments that are taken so that a script written for DDP keeps its meaning."""
+
+    device_mesh: DeviceMesh | None  # in place of process_group
+    check_reduction: bool  # without effect, as there
+    batched_grad_copy: bool  # without effect: graphs write gradients into their bucket
+    skip_all_reduce_unused_params: bool  # without effect: what no rank uses is not reduced in any case
+    # Which gradients to launch last, and by whose hook: both only order launches, which the graph does.
+    delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None
+    param_to_hook_all_reduce: nn.Parameter | None
+    mixed_precision: object | None  # refused
+
+
+class DDPArguments(DDPKeywords, total=False):
+    """The same, with those that may be given by position."""
+
+    device_ids: Sequence[Device] | None  # the GPU of the model, where inputs are moved
+    output_device: Device | None  # the same
+    dim: int  # without effect: inputs are not split
+
+
+def check_ddp_arguments(arguments: DDPArguments, module: nn.Module, wrapper: str) -> None:
+    """Raise TypeError or ValueError, with what to do, for what `wrapper` cannot take or has no name for."""
+    unknown = sorted(arguments.keys() - DDPArguments.__annotations__.keys())
+    if unknown:
+        raise TypeError(f"{wrapper} got an unexpected keyword argument {unknown[0]!r}.")
+    if arguments.get("mixed_precision") is not None:
+        raise ValueError(
+            "mixed_precision is not supported: run the forward under torch.autocast, or convert the model to a lower "
+            "precision before wrapping it."
+        )
+    _check_delayed(arguments, module)
+    input_device(arguments, module)
+
+
+def _check_delayed(arguments: DDPArguments, module: nn.Module) -> None:
+    delayed, trigger = arguments.get("delay_all_reduce_named_params"), arguments.get("param_to_hook_all_reduce")
+    if (delayed is None) != (trigger is None):
+        raise ValueError(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: pass both or neither."
+        )
+    own = {id(parameter) for parameter in module.parameters()}
+    for name, parameter in [*(delayed or ()), *([] if trigger is None else [("param_to_hook_all_reduce", trigger)])]:
+        if id(parameter) not in own:
+            raise ValueError(f"{name} is not a parameter of the model: pass those that model.named_parameters() has.")
+
+
+def input_device(arguments: DDPArguments, module: nn.Module) -> torch.device | None:
+    """The GPU that `device_ids` names, where inputs are moved in each forward; None to leave them where they are.
+
+    Raises ValueError where it is not the model's.
+    """
+    ids, output = arguments.get("device_ids"), arguments.get("output_device")
+    if not ids and output is None:
+        return None
+    if ids and len(ids) > 1:
+        raise ValueError(f"device_ids may name one device, found {ids}: start one process for each GPU.")
+    model_device = next(iter(module.parameters())).device
+    named = [_device(name, model_device.type) for name in [*(ids or ()), *([] if output is None else [output])]]
+    if model_device.type == "cpu" or any(device != model_device for device in named):
+        raise ValueError(
+            f"device_ids and output_device must name the model's GPU, found device_ids={ids}, output_device={output} "
+            f"for a model on {model_device}. Move the model to its device first; for a model on the CPU leave them out."
+        )
+    return model_device if ids else None
+
+
+def _device(name: Device, kind: str) -> torch.device:
+    return torch.device(kind, name) if isinstance(name, int) else torch.device(name)
+
+
+def group_of(process_group: dist.ProcessGroup | None, arguments: DDPArguments) -> dist.ProcessGroup | None:
+    """The ranks to average over. Raises RuntimeError, as DDP does, for two of them or a mesh of several dimensions."""
+    mesh = arguments.get("device_mesh")
+    if mesh is None:
+        return process_group
+    if process_group is not None:
+        raise RuntimeError("process_group and device_mesh both name the ranks to average over: pass one of them.")
+    if mesh.ndim != 1:
+        raise RuntimeError(f"device_mesh must have one dimension, found {mesh}: pass the slice of data parallelism.")
+    return mesh.get_group(mesh_dim=0)
+
+
+def moved(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward's arguments with all tensors on `device`, those in lists, tuples and dicts too."""
+    inputs, keywords = scatter_kwargs(args, kwargs, [device])
+    return (inputs[0], keywords[0]) if inputs else (args, kwargs)

@@ -1,6 +1,8 @@
 """The sequence that a wrapper's ranks keep: proposed by rank 0, refined once, and how it changes after that."""
 
+import json
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 
 from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.backward import Observations, TrainedParameters
@@ -48,11 +50,28 @@ class AgreedSequence:
         return self.sequence
 
     def refine(self, observations: Observations, unused: Set[int]) -> ReductionSequence:
-        """Fix the sequence at the end of the first synchronised backward, by what rank 0 has observed in it."""
+        """Fix the sequence at the end of the first synchronised backward.
+
+        By what rank 0 has observed in it, and by what any rank has used both in a graph and outside: rank 0 may have
+        skipped that step.
+        """
         before = self.sequence
         assert before is not None
         self.refined = True
+        observations = replace(observations, mixed=self._mixed_on_any_rank(observations.mixed))
         return self._adopt(self._agree("sequence", lambda: self._planner.refine(before, observations, unused)))
+
+    def _mixed_on_any_rank(self, mixed: set[int]) -> set[int]:
+        """The union over ranks, on rank 0."""
+        ranks, key = self._communicator.ranks, f"mixed/{self._beginnings}"
+        if ranks.rank != 0:
+            ranks.publish(f"{key}/{ranks.rank}", json.dumps(sorted(mixed)))
+            return mixed
+        found = [
+            json.loads(self._communicator.read(f"{key}/{rank}", writer=rank, purpose="for the end of its backward"))
+            for rank in range(1, ranks.world_size)
+        ]
+        return mixed.union(*found)
 
     def admit(self, used: Set[int]) -> None:
         """Launch these parameters of the unused sections in every backward from now on."""

@@ -57,3 +57,9 @@ def test_the_second_of_two_forwards_does_not_wait_for_a_part_that_the_step_skips
     skipped = Op("sometimes", variant=1, inner=(Op("checkpoint", inner=(Op("block", 3),)),))
     steps = (Step(forwards=2, active_on=(1,)), Step(forwards=2))
     compare(ranks2, Program(Model((Op("block", 1), Op("linear", 2), skipped)), steps), GRAPHS)
+
+
+def test_a_parameter_of_both_kinds_is_reduced_where_rank_zero_skips_the_first_step(ranks2: RankPool) -> None:
+    """Rank 0 alone told what is used both in a graph and outside of it, and had run nothing: an error."""
+    both = Model((Op("eager", inner=(Op("linear", 1),)), Op("linear", 1)))
+    compare(ranks2, Program(both, (Step(skipped_on=(0,)), Step(), Step())), GRAPHS)

@@ -1,4 +1,4 @@
-"""Which gradient goes into which bucket: a pure function of an order and two sizes."""
+"""Which gradient goes into which bucket: a pure function of an order and of capacities."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -498,12 +498,12 @@ class SynchronisedBackward:
         """Give back the .grad tensors that a graph folded in, with the reduced values."""
         for index, tensor in self.pending.items():
             parameter = self._parameters.tensors[index]
-            if parameter.grad is None and index in self._accumulated:
-                continue  # a hook of the user's has taken it away
-            if parameter.grad is None:
-                self._not_accumulated.add(index)
-            else:
+            if parameter.grad is not None:
                 tensor.copy_(parameter.grad)
+            elif index in self._accumulated:
+                continue  # a hook of the user's has taken it away
+            else:
+                self._not_accumulated.add(index)
             parameter.grad = tensor
         self.pending.clear()
 

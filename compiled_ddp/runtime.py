@@ -138,9 +138,7 @@ class Runtime:
                 torch_private.call_at_end_of_backward(functools.partial(self._task_ended, task))
             if self._current is None:
                 returned = watch_returned(self.parameters.tensors)
-                self._current = self._begin(
-                    lambda call: call.will_run(), torch_private.backward_will_accumulate, returned
-                )
+                self._current = self._begin(lambda call: call.will_run(), self._will_accumulate, returned)
                 if self.agreed.graph_sections:
                     self._leave_unmatched_to_hooks(self._current)
                 if returned is not None:
@@ -150,7 +148,7 @@ class Runtime:
     def _begin(
         self,
         takes_part: Callable[[SegmentCall], bool],
-        accumulates: Callable[[torch.Tensor], bool],
+        accumulates: Callable[[int], bool],
         returned: ReturnedGradients | None = None,
     ) -> SynchronisedBackward:
         """A new synchronised backward.
@@ -165,8 +163,7 @@ class Runtime:
         sequence = self.agreed.propose(lambda: [call.plan for call in self._live_calls() if takes_part(call)])
         self._announced = set()
         if returned is None:
-            tensors = self.parameters.tensors
-            self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(tensors[i])}
+            self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(i)}
         message = Message(self._forwards.value, announced=len(self._announced))
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned

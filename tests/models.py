@@ -1,6 +1,8 @@
 """Small models that the distributed tests share, and plain autograd averaged by hand to compare with."""
 
-from collections.abc import Callable, Sequence
+import copy
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -116,6 +118,25 @@ def assert_gradients(module: nn.Module, expected: dict[str, Tensor], *, rtol: fl
         assert parameter.grad is not None, f"{name} has no gradient"
         found = parameter.grad.double()
         torch.testing.assert_close(found, expected[name], rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def mean_by_hand(ddp: nn.Module, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    """On a copy: a backward of `ddp.module` after a forward of `ddp` would be taken for that forward's."""
+    return expected_mean(copy.deepcopy(ddp.module), loss)
+
+
+def assert_step(ddp: nn.Module, loss: Callable[[nn.Module], Tensor], *, unused: Collection[str] = ()) -> None:
+    """One step is right on this rank; `unused` parameters, which no rank uses, have no gradient after it."""
+    expected = mean_by_hand(ddp, loss)
+    ddp.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of buckets that go by hooks
+        loss(ddp).backward()
+    for name, parameter in ddp.module.named_parameters():
+        if name in unused:
+            assert parameter.grad is None, f"{name} has a gradient"
+            parameter.grad = torch.zeros_like(parameter)
+    assert_gradients(ddp.module, expected)
 
 
 def assert_equal_on_all_ranks(value: Any) -> None:

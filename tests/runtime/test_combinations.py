@@ -12,8 +12,9 @@ from models import (
     Mlp,
     assert_equal_on_all_ranks,
     assert_gradients,
-    expected_mean,
+    assert_step,
     local_gradients,
+    mean_by_hand,
     mean_over_ranks,
     row_batch,
     wrappers,
@@ -24,26 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
-Loss = Callable[[nn.Module], Tensor]
 
 
 def loss_of(module: nn.Module, x: Tensor) -> Tensor:
     return module(x).square().sum()
-
-
-def mean_by_hand(ddp: nn.Module, loss: Loss) -> dict[str, Tensor]:
-    """On a copy: a backward of `ddp.module` after a forward of `ddp` would be taken for that forward's."""
-    return expected_mean(copy.deepcopy(ddp.module), loss)
-
-
-def assert_step(ddp: nn.Module, loss: Loss) -> None:
-    """One step is right on this rank."""
-    expected = mean_by_hand(ddp, loss)
-    ddp.zero_grad()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of buckets that go by hooks
-        loss(ddp).backward()
-    assert_gradients(ddp.module, expected)
 
 
 # ---- reentrant checkpoints of the wrapper ----------------------------------------------------------------------------

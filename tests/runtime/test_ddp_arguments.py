@@ -1,13 +1,12 @@
 """Every argument of torch's DistributedDataParallel: taken with its meaning, or refused by name on every rank."""
 
-import copy
 import inspect
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from models import Mlp, assert_gradients, expected_mean, row_batch, wrappers
+from models import Mlp, assert_step, row_batch, wrappers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +16,6 @@ from compiled_ddp.ddp_arguments import DDPKeywords
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
-REFUSED = {"mixed_precision"}
 
 
 def ddp_parameters() -> dict[str, inspect.Parameter]:
@@ -29,10 +27,7 @@ def ddp_parameters() -> dict[str, inspect.Parameter]:
 def step(ddp: nn.Module, rank: int) -> None:
     """One step, right on this rank."""
     x = row_batch(rank)
-    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(x).square().sum())
-    ddp.zero_grad()
-    ddp(x).square().sum().backward()
-    assert_gradients(ddp.module, expected)
+    assert_step(ddp, lambda module: module(x).square().sum())
 
 
 # ---- the signature ---------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ class AgreedSequence:
             ranks.publish(f"{key}/{ranks.rank}", json.dumps(sorted(mixed)))
             return mixed
         found = [
-            json.loads(self._communicator.read(f"{key}/{rank}", writer=rank, purpose="for the end of its backward"))
+            json.loads(ranks.read(f"{key}/{rank}", writer=rank, purpose="for the end of its backward"))
             for rank in range(1, ranks.world_size)
         ]
         return mixed.union(*found)
@@ -101,7 +101,7 @@ class AgreedSequence:
             sequence = make()
             ranks.publish(key, self._planner.encode(sequence))
         else:
-            text = self._communicator.read(key, writer=0, purpose="for the sequence of the first backward")
+            text = ranks.read(key, writer=0, purpose="for the sequence of the first backward")
             sequence = self._planner.decode(text)
         agree_on_description(
             ranks,

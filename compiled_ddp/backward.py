@@ -177,7 +177,7 @@ class SynchronisedBackward:
         """Take the .grad tensors that a claimed section must fold in, one per gradient in plan order.
 
         Empty if there are none, or .grad does not matter. Parameters without a .grad get zeros; the .grad of the
-        others is None until the backward ends, when `restore_pending` gives the same tensors back.
+        others is None until the backward ends, when `_restore_pending` gives the same tensors back.
         """
         gradients = [(bucket, gradient) for bucket, gradient in plan.gradients]
         parameters = self._parameters.tensors
@@ -406,13 +406,19 @@ class SynchronisedBackward:
                 written.add(index)
                 self._untouched.pop(index, None)
         self._restore_untouched()
-        self.restore_pending()
+        self._restore_pending()
         return written
 
     @torch.no_grad()
     def _restore_untouched(self) -> None:
         for index, gradient in self._untouched.items():
             self._parameters.tensors[index].grad.copy_(gradient)  # type: ignore[union-attr]
+
+    def restore_gradients(self) -> None:
+        """Give back the .grad tensors that this backward has taken, where it ends with an error."""
+        if self.returned is not None:
+            self._restore_untouched()
+        self._restore_pending()
 
     def returned_without_reduction(self) -> Sequence[int]:
         """The parameters whose local gradients a torch.autograd.grad is about to return."""
@@ -494,7 +500,7 @@ class SynchronisedBackward:
             parameter.grad.copy_(view)
 
     @torch.no_grad()
-    def restore_pending(self) -> None:
+    def _restore_pending(self) -> None:
         """Give back the .grad tensors that a graph folded in, with the reduced values."""
         for index, tensor in self.pending.items():
             parameter = self._parameters.tensors[index]

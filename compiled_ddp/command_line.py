@@ -95,7 +95,10 @@ def _wrap(options: argparse.Namespace) -> Callable[[nn.Module], DataParallelWrap
 
 
 def _function(target: str) -> Callable[[], Any]:
-    """The function that `target` names: "folder/script.py:function" or "package.module:function"."""
+    """The function that `target` names: "folder/script.py:function" or "package.module:function".
+
+    Raises ValueError where `target` has no such function.
+    """
     source, _, name = target.rpartition(":")
     if not source.endswith(".py"):
         sys.path.insert(0, str(Path.cwd()))
@@ -108,5 +111,9 @@ def _function(target: str) -> Callable[[], Any]:
         module = importlib.util.module_from_spec(specification)
         sys.modules[path.stem] = module
         specification.loader.exec_module(module)
-    function: Callable[[], Any] = getattr(module, name)
+    function: Callable[[], Any] | None = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(
+            f"{source} has no function {name!r}: name one that returns (model, batch) or these and a loss."
+        )
     return function

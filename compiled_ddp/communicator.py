@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -27,31 +27,41 @@ class RankGroup:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """Read the user's group; None is the default one.
 
-        Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not in `group`.
+        Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not in `group`,
+        TypeError if that is no process group.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() before wrapping "
                 "the model, and start the script with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."
             )
-        if not isinstance(group, dist.ProcessGroup | None):  # GroupMember.NON_GROUP_MEMBER
+        if not isinstance(group, dist.ProcessGroup | None):
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                raise TypeError(
+                    f"process_group must be a ProcessGroup, as torch.distributed.new_group() returns, or None, found "
+                    f"{group!r}."
+                )
             raise ValueError(
                 f"global rank {dist.get_rank()} is not a member of process_group: wrap the model only on the ranks "
                 "that belong to the group."
             )
         default_group = dist.group.WORLD
         assert default_group is not None
-        self.group: dist.ProcessGroup = group or default_group
-        self.ranks = tuple(dist.get_process_group_ranks(self.group))
-        self.rank = dist.get_rank(self.group)
-        self.world_size = dist.get_world_size(self.group)
-        self.timeout: timedelta = torch_private.group_timeout(self.group)
+        group = group or default_group
+        self.group = weakref.ref(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.timeout: timedelta = torch_private.group_timeout(group)
         made = _wrappers_made.setdefault(default_group, {})
         ordinal = made.get(self.ranks, 0)
         made[self.ranks] = ordinal + 1
         ranks_hash = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
         self.name = f"compiled_ddp/{ranks_hash}/{ordinal}"
         self.store = dist.PrefixStore(self.name, torch_private.default_store())
+        # A communicator puts its own here: then a wait that fails tells where every rank stands.
+        self.note_wait: Callable[[str], None] = lambda _: None
+        self.failure: Callable[[RuntimeError], RuntimeError] = lambda error: error
 
     def publish(self, key: str, value: str) -> None:
         """Make `value` readable by every rank under `key`."""
@@ -63,15 +73,18 @@ class RankGroup:
         Raises RuntimeError, naming the silent rank, when `patience` times the group's timeout is over.
         """
         timeout = self.timeout * patience
+        here, there = self.ranks[self.rank], self.ranks[writer]
+        self.note_wait(f"rank {there}, through the store, {purpose}")
         try:
             self.store.wait([key], timeout)
         except dist.DistStoreError as error:
-            here, there = self.ranks[self.rank], self.ranks[writer]
-            raise RuntimeError(
+            silence = RuntimeError(
                 f"rank {here} waited {timeout.total_seconds():g} s for rank {there} ({purpose}), which "
                 f"stayed silent: it has stopped, or does not take part in {self.name}. Every rank of the group must "
                 "wrap the same models in the same order and run the same synchronised backwards."
-            ) from error
+            )
+            raise self.failure(silence) from error
+        self.note_wait("")
         return self.store.get(key).decode()
 
 
@@ -87,14 +100,29 @@ class Communicator:
         self.ranks = ranks
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.closed = False
-        self._world = dist.group.WORLD
-        self.group, self.group_name = torch_private.new_group_named(
-            ranks.name, ranks.ranks, parent=ranks.group, timeout=ranks.timeout
+        world, parent = dist.group.WORLD, ranks.group()
+        assert world is not None and parent is not None
+        group, self.group_name = torch_private.new_group_named(
+            ranks.name, ranks.ranks, parent=parent, timeout=ranks.timeout
         )
-        self.standing = Standing(self.group)
+        # torch.distributed owns the groups: held here, their threads would live on after they are destroyed.
+        self._world, self._group = weakref.ref(world), weakref.ref(group)
+        self.standing = Standing(group)
         self._hangs = HangReporter(
             self.standing, ranks.store, rank=ranks.rank, ranks=ranks.ranks, timeout=ranks.timeout
         )
+        ranks.note_wait, ranks.failure = self.standing.note_wait, self.failure
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Raises RuntimeError once it has been destroyed."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                f"the process group of {self.ranks.name} has been destroyed: make the wrapper anew after "
+                "torch.distributed.init_process_group()."
+            )
+        return group
 
     def all_reduce(self, flat_buffer: torch.Tensor) -> dist.Work:
         """Launch the sum over ranks of `flat_buffer`, in place."""
@@ -110,20 +138,10 @@ class Communicator:
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
         """Overwrite `tensors` with those of the group's rank 0."""
         if tensors and self.world_size > 1:
-            self.standing.awaits = "the parameters and buffers of the group's first rank"
+            self.standing.note_wait("the parameters and buffers of the group's first rank")
             with self.explaining("the broadcast of parameters and buffers failed"):
                 torch_private.broadcast_coalesced(self.group, list(tensors), source=0)
-            self.standing.awaits = ""
-
-    def read(self, key: str, *, writer: int, purpose: str) -> str:
-        """`RankGroup.read`, with a report where it fails."""
-        self.standing.awaits = f"rank {self.ranks.ranks[writer]}, through the store, {purpose}"
-        try:
-            value = self.ranks.read(key, writer=writer, purpose=purpose)
-        except RuntimeError as error:
-            raise self.failure(error) from error
-        self.standing.awaits = ""
-        return value
+            self.standing.note_wait("")
 
     def failure(self, error: RuntimeError, what: str | None = None) -> RuntimeError:
         """`error`, of a wait or a launch, in the words of `what`, with a report of where every rank stands."""
@@ -141,6 +159,7 @@ class Communicator:
     def close(self) -> None:
         """Destroy the communicator; a no-op the second time, and once torch.distributed has been shut down."""
         self._hangs.close()
-        if not self.closed and dist.is_initialized() and dist.group.WORLD is self._world:
-            dist.destroy_process_group(self.group)
+        group = self._group()
+        if not self.closed and group is not None and dist.is_initialized() and dist.group.WORLD is self._world():
+            dist.destroy_process_group(group)
         self.closed = True

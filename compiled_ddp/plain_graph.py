@@ -25,7 +25,7 @@ class PlainGraph:
     ) -> None:
         self._backend, self._compiler_options = backend, compiler_options
         self._graph_module = torch_private.copy_captured(graph_module) if torch.is_grad_enabled() else None
-        self._fake_inputs = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+        self._fake_inputs = torch_private.captured_inputs(graph_module)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
         self._state = torch_private.CaptureState(sorted(devices))
         self._forward = self._compile(graph_module, example_inputs)

@@ -321,16 +321,20 @@ class Runtime:
             return
         if backward.returned is not None:
             backward.returned.end()
+        local = backward.returned_without_reduction()
+        backward.message.aborted = bool(local)  # ranks that accumulate would miss what this one returns
         try:
             backward.launch_rest()
             backward.wait()
-            findings = self._heed_riders(backward)
+            findings = self._read_riders(backward)
+            if not local:
+                self._heed(findings)
         except BaseException:
-            backward.restore_pending()
+            backward.restore_gradients()
             raise
         reduced = backward.write_back()
         if backward.returned is not None:
-            self._finish_returned(backward)
+            self._finish_returned(local)
             return
         if findings.announced:
             reduced |= self._admit()
@@ -349,11 +353,13 @@ class Runtime:
         if first:
             self._remove_needless_hooks()
 
-    def _finish_returned(self, backward: SynchronisedBackward) -> None:
-        """The end of a torch.autograd.grad: .grad is as it was, and a backward that accumulates may still come."""
+    def _finish_returned(self, local: Sequence[int]) -> None:
+        """The end of a torch.autograd.grad: .grad is as it was, and a backward that accumulates may still come.
+
+        `local` are the parameters whose gradients it returns without reduction.
+        """
         self.proof.postpone()
         self._forget_unless_refined()
-        local = backward.returned_without_reduction()
         if local:
             raise RuntimeError(
                 f"torch.autograd.grad would return this rank's own gradient of {self.parameters.named(local)}, which "
@@ -362,7 +368,7 @@ class Runtime:
             )
 
     def _forget_unless_refined(self) -> None:
-        """After a torch.autograd.grad: the sequence may lack what the first backward will run."""
+        """After a torch.autograd.grad, or a backward that broke off: the sequence may lack what others will run."""
         if not self.agreed.refined:
             self.forget_sequence()
 
@@ -411,11 +417,11 @@ class Runtime:
         self.proof.look_again()
         return used
 
-    def _heed_riders(self, backward: SynchronisedBackward) -> Findings:
+    def _heed(self, findings: Findings) -> None:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
-        findings = self._read_riders(backward)
         if findings.aborted_on:
             self.proof.postpone()
+            self._forget_unless_refined()
             raise RuntimeError(
                 f"rank {self.communicator.rank}: the backward of forward {self._forwards.value} broke off on "
                 f"{findings.aborted_on} other rank(s) and was not reduced (on a GPU it may have been the one before). "
@@ -423,7 +429,6 @@ class Runtime:
             )
         if findings.counts_differ:
             self._report_different_steps()
-        return findings
 
     def _report_different_steps(self) -> None:
         error = self._step_check.report(self._forwards.value)
@@ -464,6 +469,7 @@ class Runtime:
         findings = self._read_riders(backward)
         if others_know or findings.aborted_on:
             self.proof.postpone()  # every rank has dropped it
+            self._forget_unless_refined()
         else:
             self._end_as_the_others(backward, findings)
         self._used = set()

@@ -80,7 +80,7 @@ class Segment:
         self._backend, self._compiler_options, self._naive = backend, compiler_options, naive
         self._called = called
         self._graph_module = torch_private.copy_captured(graph_module)
-        self._fake_inputs = [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
+        self._fake_inputs = torch_private.captured_inputs(graph_module)
         self._state = torch_private.CaptureState(sorted({bucket.device.type for bucket in plan.buckets}))
         self._bound: dict[tuple[int, ...], tuple[BucketPlan, str]] = {}
         self._backwards: dict[Variant, torch_private.BackwardImplementation] = {}

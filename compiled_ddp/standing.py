@@ -117,7 +117,7 @@ class Standing:
         self._step, self._stage = 0, _BEFORE
         self._thread = threading.main_thread().ident
         self._backward = _Backward()
-        self.awaits = ""  # what this rank waits for that is no bucket; empty for nothing
+        self._awaits = ""  # what this rank waits for that is no bucket; empty for nothing
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -125,6 +125,10 @@ class Standing:
         """`step` is the number of synchronised forwards begun so far."""
         self._step, self._stage = step, _BEFORE
         self._thread = threading.get_ident()
+
+    def note_wait(self, what: str) -> None:
+        """This rank waits for `what`, which is no bucket, from here on; empty for nothing."""
+        self._awaits = what
 
     def backward_began(
         self,
@@ -135,7 +139,7 @@ class Standing:
     ) -> None:
         """`buckets` come with their sections, in launch order."""
         self._backward = _Backward(buckets, origins, parameter_names)
-        self._step, self._stage, self.awaits = step, _IN, ""
+        self._step, self._stage, self._awaits = step, _IN, ""
         self._thread = threading.get_ident()
 
     def backward_ended(self) -> None:
@@ -192,7 +196,7 @@ class Standing:
             parts.append(f"last bucket launched: {backward.name(last)}, {backward.section_in_words(last)}")
         elif stage == _IN:
             parts.append("no bucket launched")
-        awaited = self.awaits or backward.awaited_in_words(launches, frames)
+        awaited = self._awaits or backward.awaited_in_words(launches, frames)
         if awaited:
             parts.append(f"first awaited: {awaited}")
         python = python_position(frames) or python_position(_frames_of(threading.main_thread().ident))

@@ -23,7 +23,7 @@ class StepCheck:
         key, ranks = f"forward_count/{self._disagreements}", self._communicator.ranks
         ranks.publish(f"{key}/{ranks.rank}", str(forward_count))
         counts = [
-            self._communicator.read(f"{key}/{writer}", writer=writer, purpose="for its number of forwards")
+            self._communicator.ranks.read(f"{key}/{writer}", writer=writer, purpose="for its number of forwards")
             for writer in range(ranks.world_size)
         ]
         listed = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks.ranks, counts, strict=True))

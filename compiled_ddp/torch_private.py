@@ -439,6 +439,21 @@ def copy_captured(graph_module: GraphModule) -> GraphModule:
     return copied
 
 
+def captured_inputs(graph_module: GraphModule) -> list[Any]:
+    """The fake inputs of a graph captured by Dynamo, for compiling it once more.
+
+    Symbolic sizes among them are objects of their own: where one is the very object in a tensor's shape, AOTAutograd's
+    trace writes it by another name than Dynamo's first inputs make it, and other sizes are saved for backward.
+    """
+    values = (node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder"))
+    return [_own_size(value) if isinstance(value, torch.SymInt) else value for value in values]
+
+
+def _own_size(size: torch.SymInt) -> torch.SymInt | int:
+    size_of_symbol: torch.SymInt | int = size.node.shape_env.create_symintnode(size.node.expr, hint=size.node.hint)
+    return size_of_symbol
+
+
 def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
     """What register_post_accumulate_grad_hook was called with, by the ids of the handles; autograd reads it anew."""
     hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._post_accumulate_grad_hooks

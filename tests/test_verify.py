@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from models import Mlp, TokenModel, assert_equal_on_all_ranks, row_batch, token_batch
 from torch import Tensor, nn
 
-from compiled_ddp import EagerDDP, ParityReport, compile_ddp, verify_parity
+from compiled_ddp import EagerDDP, ParityReport, command_line, compile_ddp, verify_parity
 from compiled_ddp.backward import SynchronisedBackward
 from compiled_ddp.command_line import main
 from compiled_ddp.verify import ParameterDifference
@@ -240,3 +240,10 @@ def test_the_command_says_how_to_name_the_function(capsys: pytest.CaptureFixture
         main(["verify", "script.py"])
     assert caught.value.code == 2
     assert "SCRIPT:FUNCTION" in capsys.readouterr().err
+
+
+def test_the_command_says_that_there_is_no_such_function(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("make = None")
+    with pytest.raises(ValueError, match=r"script.py has no function 'make': name one that returns \(model, batch\)"):
+        command_line._function(f"{script}:make")

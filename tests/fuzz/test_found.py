@@ -65,9 +65,8 @@ def test_a_parameter_of_both_kinds_is_reduced_where_rank_zero_skips_the_first_st
     compare(ranks2, Program(both, (Step(skipped_on=(0,)), Step(), Step())), GRAPHS)
 
 
-@pytest.mark.xfail(strict=True, reason="compiled again, a backward may save a symbolic size twice that has two names")
 def test_a_variant_of_a_graph_with_two_names_for_one_size_takes_what_its_forward_saved(ranks2: RankPool) -> None:
-    """Both ranks raise "generator raised StopIteration" from torch, in the step with another batch size."""
+    """Compiled again, its forward saved this size twice: "generator raised StopIteration" from torch on both ranks."""
     ops = (
         Op("branch", inner=(Op("break"),)),
         Op("branch", inner=(Op("eager", inner=(Op("reshaped"),)),)),

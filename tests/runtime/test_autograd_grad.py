@@ -14,6 +14,7 @@ from models import (
     expected_mean,
     gradient_copies,
     local_gradients,
+    mean_by_hand,
     row_batch,
     token_batch,
     wrappers,
@@ -172,6 +173,30 @@ def _hooks_refuse(rank: int) -> None:
 
 def test_where_hooks_reduce_it_is_an_error_that_names_the_parameter(ranks2: RankPool) -> None:
     ranks2.run(_hooks_refuse)
+
+
+def _one_rank_refuses(rank: int) -> None:
+    """In the first step and in a later one, with a gradient there to be kept."""
+    ddp = wrappers(["EagerDDP"])["EagerDDP"](Mlp())
+    for step in range(4):
+        mean = mean_by_hand(ddp, lambda module, step=step: loss_of(module, row_batch(rank, step)))
+        if step % 2 == 0:
+            loss, before = loss_of(ddp, row_batch(rank, step)), gradient_copies(ddp.module)
+            if rank == 0:
+                with pytest.raises(RuntimeError, match=r"would return this rank's own gradient of head\.weight"):
+                    torch.autograd.grad(loss, [ddp.module.head.weight])
+                _assert_unchanged(ddp.module, before)
+            else:
+                with pytest.raises(RuntimeError, match=r"broke off on 1 other rank"):
+                    loss.backward()
+        else:
+            ddp.zero_grad()
+            loss_of(ddp, row_batch(rank, step)).backward()
+            assert_gradients(ddp.module, mean)
+
+
+def test_where_one_rank_alone_asks_for_what_hooks_reduce_every_rank_raises(ranks2: RankPool) -> None:
+    ranks2.run(_one_rank_refuses)
 
 
 class EagerHead(nn.Module):

@@ -436,6 +436,7 @@ def test_a_process_group_that_is_not_initialised_is_named_with_the_call_to_make(
 def _outside_of_the_group(rank: int) -> str:
     subgroup = dist.new_group([0])
     model = Mlp()
+    assert "process_group must be a ProcessGroup" in message_of_refusal(lambda: EagerDDP(model, process_group=2), model)
     if rank == 0:
         train_alone = EagerDDP(model, process_group=subgroup)
         train_alone(torch.ones(2, 5)).sum().backward()

@@ -231,6 +231,24 @@ def test_a_wait_for_the_first_sequence_is_explained(ranks2: RankPool) -> None:
     assert re.search(rf"  rank 0: step 1, .*\n    Python: .* < {__file__}:\d+ in _late_for_the_first_backward", message)
 
 
+def _late_for_a_refresh(rank: int) -> str:
+    model = Mlp()
+    model.first.requires_grad_(False)
+    ddp = wrap("EagerDDP", model, row_batch(rank))
+    if rank == 0:
+        sit_until_others_give_up(rank)
+        return ""
+    model.first.requires_grad_(True)
+    return give_up(rank, lambda: ddp(row_batch(rank)))
+
+
+def test_a_wait_for_the_changed_model_of_a_rank_is_explained(ranks2: RankPool) -> None:
+    _, message = ranks2.run(_late_for_a_refresh)
+    assert "waited 4 s for rank 0 (to compare the models of all ranks, as this rank's has changed" in message
+    assert re.search(r"  rank 1: step 1, .*first awaited: rank 0, through the store, to compare the models", message)
+    assert re.search(rf"  rank 0: step 1, .*\n    Python: .* < {__file__}:\d+ in _late_for_a_refresh", message)
+
+
 class WithBuffer(Mlp):
     def __init__(self) -> None:
         super().__init__()

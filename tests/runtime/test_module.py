@@ -3,8 +3,10 @@
 import contextlib
 import copy
 import dataclasses
+import gc
 import io
 import pickle
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -523,6 +525,20 @@ def _compiled_before(rank: int, wrapper: str, in_place: bool) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_models_that_were_compiled_before_are_wrapped_too(ranks2: RankPool, wrapper: str, in_place: bool) -> None:
     ranks2.run(_compiled_before, wrapper, in_place)
+
+
+def _gives_its_group_back(rank: int, wrapper: str) -> None:
+    ddp = wrap(wrapper, Mlp())
+    assert_trains(ddp, rank)
+    group = weakref.ref(ddp._runtime.communicator.group)
+    ddp.unwrap()
+    gc.collect()
+    assert group() is None, "its threads live on"
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_unwrap_ends_the_groups_threads_while_the_wrapper_is_held(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_gives_its_group_back, wrapper)
 
 
 # ---- plan and explain ------------------------------------------------------------------------------------------------

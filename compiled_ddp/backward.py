@@ -11,6 +11,7 @@ import torch.distributed as dist
 from compiled_ddp import torch_private, users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
+from compiled_ddp.hook_program import BucketHook, HookedWork
 from compiled_ddp.launch_observer import profiled
 from compiled_ddp.plan import FIRST_USED, WEIGHT, Bucket, BucketPlan, Section
 from compiled_ddp.returned_gradients import ReturnedGradients
@@ -37,7 +38,7 @@ class _Progress:
     section: int
     bucket: Bucket
     missing: set[int]
-    work: dist.Work | None = None
+    work: dist.Work | HookedWork | None = None
     normalised: bool = False  # whether a weighted sum has been divided by the sum of the weights
 
 
@@ -69,8 +70,9 @@ class SynchronisedBackward:
         message: Message,
         gradient_as_bucket_view: bool = True,
         launching: Callable[[Bucket, torch.Tensor], None],
+        hook: BucketHook | None = None,
     ) -> None:
-        """`launching` is told of every flat buffer right before hooks launch it."""
+        """`launching` is told of every flat buffer right before hooks launch it; `hook` reduces them."""
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
         self.looks_at_values = False  # whether the host may read gradients, and wait for a device
@@ -84,7 +86,7 @@ class SynchronisedBackward:
         self._as_view = gradient_as_bucket_view
         self._reduction = sections[0].plan.reduction
         self._share = sections[0].plan.share * (message.weight if self._reduction == "weighted" else 1.0)
-        self._launching = launching
+        self._launching, self._hook = launching, hook
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
         self._hooks_only: set[int] = set()
@@ -315,10 +317,15 @@ class SynchronisedBackward:
         self._launching(progress.bucket, buffer.flat)
         try:
             with profiled("launch", self._standing.bucket, position):
-                progress.work = self._communicator.all_reduce(buffer.flat)
+                progress.work = self._reduce(progress.bucket, buffer.flat)
         except RuntimeError as error:
             raise self._communicator.failure(error, f"{self._words(position)} could not be launched") from error
         self._standing.hooks_launched(position)
+
+    def _reduce(self, bucket: Bucket, flat: torch.Tensor) -> dist.Work | HookedWork:
+        if self._hook is None or not bucket.gradients:
+            return self._communicator.all_reduce(flat)
+        return self._hook.begin(bucket, flat)
 
     def _is_used(self, index: int) -> bool:
         """Whether this rank has a gradient to reduce, produced since the last synchronised backward."""

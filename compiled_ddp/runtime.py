@@ -11,10 +11,12 @@ import torch
 from compiled_ddp import torch_private
 from compiled_ddp.agreed_sequence import AgreedSequence
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
+from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.gradient_hooks import GradientHooks
+from compiled_ddp.hook_program import BucketHook
 from compiled_ddp.options import Options
 from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
 from compiled_ddp.proof import Proof
@@ -52,6 +54,12 @@ class Runtime:
         """
         self.parameters, self.communicator = parameters, communicator
         self.agreed = AgreedSequence(options, communicator, hooks_reason)
+        # Reduces buckets in place of an all-reduce.
+        self.hook = options.comm_hook and BucketHook(
+            options.comm_hook,
+            Ranks(communicator.world_size, communicator.group_name),
+            lambda index: self.parameters.tensors[index].numel(),
+        )
         self.proof = Proof(parameters, communicator, options.verify)
         self.weight = 1.0  # of this rank in a weighted mean
         self.carried: torch.Tensor | None = None  # the sums over ranks of the user's rider elements
@@ -225,6 +233,7 @@ class Runtime:
             message=message,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
             launching=self.proof.launching,
+            hook=self.hook,
         )
 
     def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:

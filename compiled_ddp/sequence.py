@@ -86,7 +86,7 @@ class SequencePlanner:
             self._specs(indices),
             capacities_bytes=self._options.bucket_capacities_bytes,
             world_size=self._world_size,
-            reduction=self._options.reduction,
+            reduction=self._options.planned_reduction,
             passengers=len(self._options.piggyback),
         )
         return [Section(plan, "hooks", reason)]
@@ -114,7 +114,7 @@ class SequencePlanner:
                 filled,
                 self._world_size,
                 riders_apart=not buckets[-1],
-                reduction=self._options.reduction,
+                reduction=self._options.planned_reduction,
                 passengers=len(self._options.piggyback),
             )
             sections.append(Section(plan, origin, reason))

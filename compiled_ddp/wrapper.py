@@ -20,6 +20,7 @@ from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device, moved
 from compiled_ddp.explain import Explanation, explain_sequence
+from compiled_ddp.hook_program import check_hook
 from compiled_ddp.model_check import (
     ModelWatch,
     check_model,
@@ -88,6 +89,8 @@ class DataParallelWrapper(nn.Module):
         self._options.check()
         check_model(module, name)
         check_ddp_arguments(self._ddp_arguments, module, name)
+        if self._options.comm_hook is not None:
+            check_hook(self._options.comm_hook, next(iter(trainable_parameters(module).values())))
         return {"wrapper": [name], **describe_model(module, self._options, mode_from_environment())}
 
     def _with_bucket_cap(self, communicator: Communicator, device: torch.device) -> Options:
@@ -321,6 +324,20 @@ class DataParallelWrapper(nn.Module):
         """
         carried = self._runtime.carried
         return {} if carried is None else dict(zip(self._options.piggyback, carried.unbind(), strict=True))
+
+    def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
+        """What the `comm_hook` keeps on this rank, by the names of each bucket's parameters; another on every rank."""
+        hook = self._runtime.hook
+        return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
+
+    def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Take up what `comm_hook_state_dict` has returned, on the same rank, with equal buckets.
+
+        Raises KeyError for a parameter that the model does not have, RuntimeError without a `comm_hook`.
+        """
+        if self._runtime.hook is None:
+            raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
+        self._runtime.hook.load_state_dict(state, self._runtime.parameters.names)
 
     # ---- what users look at ------------------------------------------------------------------------------------------
 

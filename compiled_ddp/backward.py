@@ -72,6 +72,7 @@ class SynchronisedBackward:
         """`launching` is told of every flat buffer right before hooks launch it."""
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
+        self.delayed = False  # whether nothing is launched before the backward has ended
         self.looks_at_values = False  # whether the host may read gradients, and wait for a device
         self.sections = sections
         self.message = message
@@ -232,6 +233,9 @@ class SynchronisedBackward:
             return
         self.observations.arrivals.append(("hook", index))
         self._check(index, gradient)
+        if self.delayed:  # `launch_rest` takes it from .grad, to which more may be added until then
+            self._arrived.add(index)
+            return
         if any(self._progress[p].work is not None or index not in self._progress[p].missing for p in positions):
             raise RuntimeError(
                 f"parameter {self._parameters.names[index]} got a second gradient in one backward, after the first one "
@@ -311,7 +315,7 @@ class SynchronisedBackward:
         self._launching(progress.bucket, buffer.flat)
         try:
             with profiled("launch", self._standing.bucket, position):
-                progress.work = self._communicator.all_reduce(buffer.flat)
+                progress.work = self._communicator.all_reduce(buffer.outgoing())
         except RuntimeError as error:
             raise self._communicator.failure(error, f"{self._words(position)} could not be launched") from error
         self._standing.hooks_launched(position)
@@ -376,7 +380,13 @@ class SynchronisedBackward:
                 except RuntimeError as error:
                     what = f"{self._words(position)} was launched but not reduced"
                     raise self._communicator.failure(error, what) from error
+                self._buffers[position].bring_back()
         self._standing.hooks_await(None)
+
+    def reduced_buckets(self) -> list[torch.Tensor]:
+        """The reduced gradients of every bucket that hooks launched, flat, in launch order and without riders."""
+        launched = (p for p, progress in enumerate(self._progress) if progress.work is not None)
+        return [self._buffers[p].gradients for p in launched if self._progress[p].bucket.gradients]
 
     def reduced_riders(self) -> Iterable[torch.Tensor]:
         """The sums over ranks of the riders of every section."""

@@ -61,6 +61,8 @@ def explain_sequence(
 
 
 def _bucket_size_in_words(options: Options, link_bytes_per_second: float | None) -> str:
+    if options.bucket_rule is not None:
+        return str(options.bucket_rule)
     if options.naive:
         return "The naive program: an all-reduce for each gradient."
     why = "" if link_bytes_per_second is None else f", for a link that reduces {link_bytes_per_second / 1e6:.0f} MB/s"

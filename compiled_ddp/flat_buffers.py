@@ -6,14 +6,17 @@ import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.plan import Bucket, Section
+from compiled_ddp.scaling import Scaling
 
 
 class FlatBuffer:
     """One bucket's flat buffer. A gradient put into it becomes this rank's share of the mean over ranks."""
 
-    def __init__(self, bucket: Bucket, share: float) -> None:
+    def __init__(self, bucket: Bucket, share: float, scaling: Scaling | None = None) -> None:
+        """`share` is the factor of the mean; `scaling`, if any, takes its place."""
         self.bucket = bucket
-        self._share = share
+        self._share = share if scaling is None else scaling.share(bucket.dtype)
+        self._scaling, self._summed = scaling, torch.empty(0)
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
@@ -42,12 +45,38 @@ class FlatBuffer:
     def put_zeros(self, index: int) -> None:
         self.views[index].zero_()
 
+    @property
+    def gradients(self) -> torch.Tensor:
+        """The flat buffer without its riders."""
+        riders = self.bucket.riders
+        return self.flat if riders is None else self.flat.narrow(0, 0, riders.offset_elements)
+
+    @torch.no_grad()
+    def outgoing(self) -> torch.Tensor:
+        """What is to be summed over ranks, in place; `bring_back` once it has been."""
+        self._summed = self.flat if self._scaling is None else self._scaling.outgoing(self.flat)
+        return self._summed
+
+    @torch.no_grad()
+    def bring_back(self) -> None:
+        """Make the gradients here what .grad shall be; a no-op the second time."""
+        if self._scaling is not None and self._summed.numel():
+            self._scaling.bring_back(self._summed, self.flat, self.gradients.numel())
+        self._summed = torch.empty(0)
+
 
 class SequenceBuffers:
     """The flat buffers of a sequence, each allocated when it is first filled, and where each gradient goes."""
 
-    def __init__(self, sections: Sequence[Section], before: "SequenceBuffers | None" = None) -> None:
+    def __init__(
+        self,
+        sections: Sequence[Section],
+        before: "SequenceBuffers | None" = None,
+        *,
+        scaling: Scaling | None = None,
+    ) -> None:
         """Buckets that are equal to some of `before`'s keep their flat buffers."""
+        self._scaling = scaling
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
         self._sections = sections
         self._buffers: dict[int, FlatBuffer] = {}
@@ -65,7 +94,7 @@ class SequenceBuffers:
     def __getitem__(self, position: int) -> FlatBuffer:
         if position not in self._buffers:
             section, bucket = self.buckets[position]
-            self._buffers[position] = FlatBuffer(bucket, self._sections[section].plan.share)
+            self._buffers[position] = FlatBuffer(bucket, self._sections[section].plan.share, self._scaling)
         return self._buffers[position]
 
     def contain(self, gradient: torch.Tensor) -> bool:

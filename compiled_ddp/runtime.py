@@ -54,6 +54,8 @@ class Runtime:
         self.agreed = AgreedSequence(options, communicator, hooks_reason)
         self.proof = Proof(parameters, communicator, options.verify)
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
+        self.local = False  # whether backwards that begin now stay local, wherever their forward was called
+        self.reduced: Callable[[list[torch.Tensor]], None] = lambda _: None  # told of each backward's flat buckets
         self._options = options
         self._live_calls = live_calls
         self._hooks = GradientHooks(parameters.tensors, self)
@@ -125,7 +127,7 @@ class Runtime:
 
     def _is_local(self) -> bool:
         """Whether the running backward is a torch.autograd.grad of inputs alone, of which other ranks need not know."""
-        return self._current is None and returns_inputs_alone(self.parameters.tensors)
+        return self._current is None and (self.local or returns_inputs_alone(self.parameters.tensors))
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -167,6 +169,7 @@ class Runtime:
         message = Message(self._forwards.value, announced=len(self._announced))
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
+        backward.delayed = self._options.bucket_rule is not None and self._options.bucket_rule.delayed
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
         return backward
 
@@ -247,6 +250,8 @@ class Runtime:
         return torch_private.backward_will_accumulate(self.parameters.tensors[index])
 
     def _note_local_use(self, call: SegmentCall) -> None:
+        if self.local:
+            self._forwards.backward_stays_local()
         self._used.update(filter(self._will_accumulate, set(call.plan.indices) - self._used))
 
     def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
@@ -268,7 +273,7 @@ class Runtime:
     def is_reduced_by_hooks(self, index: int) -> bool:
         """Whether hooks will reduce the gradient that autograd has just accumulated into parameter `index`."""
         with self._lock:
-            if self._current is None and not self._expected:
+            if self._accumulates_locally:
                 return False
             backward = self.enter_backward()
             # Until the first backward has ended, a parameter of a graph may turn out to be used outside of it too.
@@ -277,13 +282,19 @@ class Runtime:
     def gradient_accumulated(self, index: int) -> None:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self._lock:
-            if self._current is None and not self._expected:
+            if self._accumulates_locally:
+                if self.local:
+                    self._forwards.backward_stays_local()
                 if self.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
                     self._used.add(index)
             else:
                 backward = self.enter_backward()
                 self._refuse_unannounced(index)
                 backward.gradient_arrived(index)
+
+    @property
+    def _accumulates_locally(self) -> bool:
+        return self._current is None and (self.local or not self._expected)
 
     def _refuse_unannounced(self, index: int) -> None:
         if index in self.agreed.unused and index not in self._announced:
@@ -336,9 +347,11 @@ class Runtime:
         if backward.returned is not None:
             self._finish_returned(local)
             return
+        flat_buckets = backward.reduced_buckets()
         if findings.announced:
-            reduced |= self._admit()
+            reduced |= self._admit(flat_buckets)
         self._used = set()
+        self.reduced(flat_buckets)
         first = not self.agreed.refined
         if first:
             reduced |= self._refine(backward)
@@ -382,8 +395,11 @@ class Runtime:
         return self.parameters.tensors[0].device.type == "cpu"
 
     def retrain(self, parameters: TrainedParameters) -> None:
-        """Reduce these parameters from the next backward on; those known before keep their places in the list."""
+        """Reduce these parameters from the next backward on."""
         self._hooks.remove()
+        places = {id(tensor): place for place, tensor in enumerate(parameters.tensors)}
+        used = (id(self.parameters.tensors[index]) for index in self._used)
+        self._used = {places[tensor] for tensor in used if tensor in places}
         self.parameters = parameters
         self._hooks = GradientHooks(parameters.tensors, self)
         self.forget_sequence()
@@ -399,20 +415,24 @@ class Runtime:
         if not self.agreed.by_hooks:
             self._hooks.remove(keep=self.agreed.unused)
 
-    def _admit(self) -> set[int]:
+    def _admit(self, flat_buckets: list[torch.Tensor]) -> set[int]:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on.
 
-        Returns these parameters.
+        Returns these parameters; what was reduced is added to `flat_buckets`.
         """
         assert self.agreed.sequence is not None
         unused = self.agreed.sequence.unused
         used_here = {index for index in self._announced if self.parameters.tensors[index].grad is not None}
         late = self._new_backward(
-            unused, SequenceBuffers(unused), self._used | used_here, Message(self._forwards.value)
+            unused,
+            SequenceBuffers(unused, scaling=self._options.scaling),
+            self._used | used_here,
+            Message(self._forwards.value),
         )
         late.launch_rest()
         late.wait()
         used = late.write_back()
+        flat_buckets += late.reduced_buckets()
         self.agreed.admit(used)
         self.proof.look_again()
         return used
@@ -484,7 +504,7 @@ class Runtime:
             self._forget_unless_refined()
             return
         if findings.announced:
-            self._admit()
+            self._admit([])
         if not self.agreed.refined:
             self._refine(backward)
             self._remove_needless_hooks()

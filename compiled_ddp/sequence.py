@@ -82,6 +82,10 @@ class SequencePlanner:
     def _hooks(self, indices: Sequence[int], reason: str) -> list[Section]:
         if not indices:
             return []
+        rule = self._options.bucket_rule
+        if rule is not None:
+            buckets = rule.fill(self._specs(indices), self._parameters.names)
+            return [Section(place_buckets(buckets, self._world_size), "hooks", reason)]
         plan = assign_buckets(
             self._specs(indices),
             capacities_bytes=self._options.bucket_capacities_bytes,

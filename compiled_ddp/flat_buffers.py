@@ -16,7 +16,8 @@ class FlatBuffer:
         """`share` is the factor of the mean; `scaling`, if any, takes its place."""
         self.bucket = bucket
         self._share = share if scaling is None else scaling.share(bucket.dtype)
-        self._scaling, self._summed = scaling, torch.empty(0)
+        self._scaling = scaling
+        self._summed: torch.Tensor | None = None  # what `scaling` made of the flat buffer, until it is brought back
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
@@ -54,15 +55,17 @@ class FlatBuffer:
     @torch.no_grad()
     def outgoing(self) -> torch.Tensor:
         """What is to be summed over ranks, in place; `bring_back` once it has been."""
-        self._summed = self.flat if self._scaling is None else self._scaling.outgoing(self.flat)
+        if self._scaling is None:
+            return self.flat
+        self._summed = self._scaling.outgoing(self.flat)
         return self._summed
 
     @torch.no_grad()
     def bring_back(self) -> None:
         """Make the gradients here what .grad shall be; a no-op the second time."""
-        if self._scaling is not None and self._summed.numel():
-            self._scaling.bring_back(self._summed, self.flat, self.gradients.numel())
-        self._summed = torch.empty(0)
+        summed, self._summed = self._summed, None
+        if self._scaling is not None and summed is not None:
+            self._scaling.bring_back(summed, self.flat, self.gradients.numel())
 
 
 class SequenceBuffers:

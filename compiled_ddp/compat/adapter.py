@@ -37,7 +37,9 @@ class ApexAdapter(DataParallelWrapper):
     def _check_and_describe(self, module: nn.Module, name: str) -> dict[str, list[object]]:
         if isinstance(module, nn.Module):  # anything else is refused below
             self._arguments.check(module)
-        retain = {"option retain_allreduce_buffers": [repr(self._arguments.retain_allreduce_buffers)]}
+        retain: dict[str, list[object]] = {
+            "option retain_allreduce_buffers": [repr(self._arguments.retain_allreduce_buffers)]
+        }
         return super()._check_and_describe(module, name) | retain
 
     def _retain(self, flat_buckets: list[torch.Tensor]) -> None:

@@ -52,7 +52,7 @@ class ApexArguments:
         if isinstance(self.message_size, bool) or not isinstance(self.message_size, int | float):
             raise ValueError(f"message_size must be a number of elements, found {self.message_size!r}.")
         factor = self.gradient_predivide_factor
-        if isinstance(factor, bool) or not isinstance(factor, int | float) or not factor > 0:
+        if not _is_positive(factor):
             raise ValueError(f"gradient_predivide_factor must be a positive number, found {factor!r}.")
 
     def _check_triggers(self, module: nn.Module) -> None:
@@ -96,7 +96,7 @@ class ApexArguments:
         With a factor of 1 the mean's division comes first, where it costs nothing.
         """
         factor = self.gradient_predivide_factor
-        if not isinstance(factor, int | float) or not factor > 0:
+        if not _is_positive(factor):
             return Scaling(1.0)  # `check` refuses it
         in_float32 = bool(self.allreduce_always_fp32)
         if not self.gradient_average:
@@ -109,3 +109,7 @@ class ApexArguments:
 def listed(parameters: Iterable[torch.Tensor] | None) -> Sequence[torch.Tensor] | None:
     """What may be a generator, as a tuple; anything else that is no list is left to `ApexArguments.check`."""
     return tuple(parameters) if isinstance(parameters, Iterable) else parameters
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

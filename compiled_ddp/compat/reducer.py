@@ -39,7 +39,8 @@ class Reducer:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
         self.grads: list[torch.Tensor] = [] if self.module is not None else list(_tensors_in(module_or_grads_list))
         parameters = {} if self.module is None else dict(self.module.named_parameters())
-        described = parameters or {f"tensor {place}": tensor for place, tensor in enumerate(self.grads)}
+        described: dict[str, torch.Tensor] = {f"tensor {place}": tensor for place, tensor in enumerate(self.grads)}
+        described.update(parameters)
         ranks = RankGroup(process_group)
         failure = "there is no Reducer"
         agree_on_description(ranks, lambda: {"reducer": ["Reducer"], **_describe(described)}, failure=failure)

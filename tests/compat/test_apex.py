@@ -377,7 +377,7 @@ class WithBuffer(nn.Module):
 def _broadcast(rank: int) -> None:
     ddp = apex.DistributedDataParallel(WithBuffer(1.0 + rank))
     for step in range(2):
-        assert_step(ddp, squares(rank, step))
+        assert_step(ddp, squares(rank, step), unused=["frozen"])
     assert ddp.module.layer.weight.eq(1.0).all()
     assert ddp.module.frozen.eq(1.0).all()
     assert ddp.module.mark.eq(1.0 + rank).all()
@@ -394,6 +394,7 @@ def _refreshed(rank: int) -> None:
     found = [buckets(ddp)]
 
     def steps_are_right() -> None:
+        ddp(batch(rank))  # thrown away; it takes the change in, and rank 0's values of what is new
         for step in range(2):
             assert_step(
                 ddp, squares(rank, step), unused=[n for n, p in ddp.module.named_parameters() if not p.requires_grad]
@@ -401,7 +402,7 @@ def _refreshed(rank: int) -> None:
         found.append(buckets(ddp))
 
     torch.manual_seed(rank)
-    ddp.module[1].weight = nn.Parameter(torch.randn(4, 4))  # rank 0's is taken
+    ddp.module[1].weight = nn.Parameter(torch.randn(4, 4))
     steps_are_right()
     ddp.module[2].requires_grad_(False)
     steps_are_right()
@@ -461,6 +462,18 @@ def _partly_used(rank: int) -> None:
         assert_step(ddp, squares(rank), unused=unused)
         assert len(ddp.allreduce_buffers) == len(buckets(ddp)) == 3
 
+    # Used by no rank at first, and by rank 1 alone then: reduced in that very backward, and retained too.
+    late = apex.DistributedDataParallel(
+        Optional(), message_size=20, retain_allreduce_buffers=True, gradient_predivide_factor=4.0
+    )
+    late.module.with_extra = False
+    assert_step(late, squares(rank), unused=["extra.weight", "extra.bias"])
+    assert buckets(late) == ["out.bias out.weight", "into.bias into.weight"]
+    late.module.with_extra = rank == 1
+    for _ in range(2):
+        assert_step(late, squares(rank))
+        assert len(late.allreduce_buffers) == len(buckets(late)) == 3
+
 
 def test_every_bucket_is_kicked_off_also_where_a_rank_does_not_produce_its_gradients(ranks2: RankPool) -> None:
     """In apex either check of the epilogue raises, on this rank alone: "Some param buckets were not allreduced."."""
@@ -472,11 +485,18 @@ def _with_extras(rank: int) -> list[str]:
     ddp = apex.DistributedDataParallel(compiled, message_size=20, prof=True)
     for step in range(2):
         assert_step(ddp, squares(rank, step))
+    local = local_gradients(copy.deepcopy(ddp.module), squares(rank))
+    ddp.zero_grad()
     with ddp.no_sync():
-        local = local_gradients(copy.deepcopy(ddp.module), squares(rank))
-        ddp.zero_grad()
         squares(rank)(ddp).backward()
-        assert_gradients(ddp.module, {name: gradient.double() for name, gradient in local.items()})
+    assert_gradients(ddp.module, sum_of([local]))
+
+    eager = apex.DistributedDataParallel(layers(), message_size=20)
+    local = local_gradients(copy.deepcopy(eager.module), squares(rank))
+    loss = squares(rank)(eager)
+    for _ in range(2):  # several backward passes of one forward, which apex left open
+        loss.backward(retain_graph=True)
+    assert_gradients(eager.module, mean_over_ranks(sum_of([local, local]), eager.module))
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         squares(rank)(ddp).backward()
     return sorted({event.key for event in recorded.key_averages() if event.key.startswith("compiled_ddp: launch")})

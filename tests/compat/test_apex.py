@@ -439,6 +439,22 @@ def test_a_parameter_that_was_replaced_removed_or_frozen_is_taken_as_it_is_and_b
     ranks2.run(_refreshed)
 
 
+def _frozen_on_one(rank: int) -> str:
+    ddp = apex.DistributedDataParallel(layers())
+    assert_step(ddp, squares(rank))
+    if rank == 1:
+        ddp.module[0].requires_grad_(False)
+    with pytest.raises(RuntimeError) as caught:
+        squares(rank)(ddp).backward()
+    return str(caught.value)
+
+
+def test_a_part_that_one_rank_alone_freezes_is_an_error_after_the_timeout(ranks2: RankPool) -> None:
+    messages = ranks2.run(_frozen_on_one, collective_timeout_seconds=2.0)
+    assert "rank 1 waited 2 s for rank 0" in messages[1]
+    assert "as this rank's has changed" in messages[1]
+
+
 class Optional(nn.Module):
     def __init__(self) -> None:
         super().__init__()

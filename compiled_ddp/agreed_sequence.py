@@ -112,7 +112,7 @@ class AgreedSequence:
         return sequence
 
     def _adopt(self, sequence: ReductionSequence) -> ReductionSequence:
-        self.buffers = SequenceBuffers(sequence.launched, self.buffers, scaling=self._options.scaling)
+        self.buffers = SequenceBuffers(sequence.launched, self.buffers)
         self.sequence, self._holds = sequence, True
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
         self.graph_sections = {}

@@ -6,18 +6,13 @@ import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.plan import Bucket, Section
-from compiled_ddp.scaling import Scaling
 
 
 class FlatBuffer:
-    """One bucket's flat buffer. A gradient put into it becomes this rank's share of the mean over ranks."""
+    """One bucket's flat buffer."""
 
-    def __init__(self, bucket: Bucket, share: float, scaling: Scaling | None = None) -> None:
-        """`share` is the factor of the mean; `scaling`, if any, takes its place."""
+    def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self._share = share if scaling is None else scaling.share(bucket.dtype)
-        self._scaling = scaling
-        self._summed: torch.Tensor | None = None  # what `scaling` made of the flat buffer, until it is brought back
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
@@ -33,19 +28,6 @@ class FlatBuffer:
         view = self.views[index]
         return gradient is not None and gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride()
 
-    @torch.no_grad()
-    def put(self, index: int, gradient: torch.Tensor) -> None:
-        """Place `gradient` / world size; in place where it is the buffer's own view already."""
-        view = self.views[index]
-        if self.holds(index, gradient):
-            view.mul_(self._share)
-        else:
-            torch.mul(gradient, self._share, out=view)
-
-    @torch.no_grad()
-    def put_zeros(self, index: int) -> None:
-        self.views[index].zero_()
-
     @property
     def gradients(self) -> torch.Tensor:
         """The flat buffer without its riders."""
@@ -53,35 +35,26 @@ class FlatBuffer:
         return self.flat if riders is None else self.flat.narrow(0, 0, riders.offset_elements)
 
     @torch.no_grad()
-    def outgoing(self) -> torch.Tensor:
-        """What is to be summed over ranks, in place; `bring_back` once it has been."""
-        if self._scaling is None:
-            return self.flat
-        self._summed = self._scaling.outgoing(self.flat)
-        return self._summed
+    def put(self, index: int, gradient: torch.Tensor, share: float) -> None:
+        """Place `share` times `gradient`; in place where it is the buffer's own view already."""
+        view = self.views[index]
+        if self.holds(index, gradient):
+            if share != 1.0:
+                view.mul_(share)
+        else:
+            torch.mul(gradient, share, out=view)
 
     @torch.no_grad()
-    def bring_back(self) -> None:
-        """Make the gradients here what .grad shall be; a no-op the second time."""
-        summed, self._summed = self._summed, None
-        if self._scaling is not None and summed is not None:
-            self._scaling.bring_back(summed, self.flat, self.gradients.numel())
+    def put_zeros(self, index: int) -> None:
+        self.views[index].zero_()
 
 
 class SequenceBuffers:
     """The flat buffers of a sequence, each allocated when it is first filled, and where each gradient goes."""
 
-    def __init__(
-        self,
-        sections: Sequence[Section],
-        before: "SequenceBuffers | None" = None,
-        *,
-        scaling: Scaling | None = None,
-    ) -> None:
+    def __init__(self, sections: Sequence[Section], before: "SequenceBuffers | None" = None) -> None:
         """Buckets that are equal to some of `before`'s keep their flat buffers."""
-        self._scaling = scaling
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
-        self._sections = sections
         self._buffers: dict[int, FlatBuffer] = {}
         self.positions_of: dict[int, list[int]] = {}  # gradient -> positions in the launch order
         self.first_position: dict[int, int] = {}  # section -> position of its first bucket
@@ -96,8 +69,7 @@ class SequenceBuffers:
 
     def __getitem__(self, position: int) -> FlatBuffer:
         if position not in self._buffers:
-            section, bucket = self.buckets[position]
-            self._buffers[position] = FlatBuffer(bucket, self._sections[section].plan.share, self._scaling)
+            self._buffers[position] = FlatBuffer(self.buckets[position][1])
         return self._buffers[position]
 
     def contain(self, gradient: torch.Tensor) -> bool:

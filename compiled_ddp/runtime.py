@@ -53,6 +53,9 @@ class Runtime:
         self.parameters, self.communicator = parameters, communicator
         self.agreed = AgreedSequence(options, communicator, hooks_reason)
         self.proof = Proof(parameters, communicator, options.verify)
+        self.weight = 1.0  # of this rank in a weighted mean
+        self.carried: torch.Tensor | None = None  # the sums over ranks of the user's rider elements
+        self._passengers: torch.Tensor | None = None  # the user's rider elements for the next synchronised backward
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
         self.local = False  # whether backwards that begin now stay local, wherever their forward was called
         self.reduced: Callable[[list[torch.Tensor]], None] = lambda _: None  # told of each backward's flat buckets
@@ -152,8 +155,9 @@ class Runtime:
         takes_part: Callable[[SegmentCall], bool],
         accumulates: Callable[[int], bool],
         returned: ReturnedGradients | None = None,
+        weight: float | None = None,
     ) -> SynchronisedBackward:
-        """A new synchronised backward.
+        """A new synchronised backward, of the rank's own weight unless another one is given.
 
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
         a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
@@ -166,7 +170,12 @@ class Runtime:
         self._announced = set()
         if returned is None:
             self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(i)}
-        message = Message(self._forwards.value, announced=len(self._announced))
+        message = Message(
+            self._forwards.value,
+            announced=len(self._announced),
+            weight=self.weight if weight is None else weight,
+            passengers=self._passengers,
+        )
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
         backward.delayed = self._options.bucket_rule is not None and self._options.bucket_rule.delayed
@@ -177,7 +186,8 @@ class Runtime:
         """Take part in the other ranks' synchronised backward with zeros, and receive its mean."""
         with self._lock:
             self._hooks.install()  # and hold back the users', which see the mean on every rank
-            self._current = self._begin(lambda call: call.synchronise, lambda _: False)
+            weight = self.weight if self._used else 0.0
+            self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=weight)
             self._finish()
 
     def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
@@ -218,6 +228,7 @@ class Runtime:
             message=message,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
             launching=self.proof.launching,
+            scaling=self._options.scaling,
         )
 
     def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
@@ -349,7 +360,7 @@ class Runtime:
             return
         flat_buckets = backward.reduced_buckets()
         if findings.announced:
-            reduced |= self._admit(flat_buckets)
+            reduced |= self._admit(backward.message, flat_buckets)
         self._used = set()
         self.reduced(flat_buckets)
         first = not self.agreed.refined
@@ -415,20 +426,15 @@ class Runtime:
         if not self.agreed.by_hooks:
             self._hooks.remove(keep=self.agreed.unused)
 
-    def _admit(self, flat_buckets: list[torch.Tensor]) -> set[int]:
+    def _admit(self, message: Message, flat_buckets: list[torch.Tensor]) -> set[int]:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on.
 
-        Returns these parameters; what was reduced is added to `flat_buckets`.
+        `message` is that of the backward before. Returns these parameters; what was reduced is added to `flat_buckets`.
         """
         assert self.agreed.sequence is not None
         unused = self.agreed.sequence.unused
         used_here = {index for index in self._announced if self.parameters.tensors[index].grad is not None}
-        late = self._new_backward(
-            unused,
-            SequenceBuffers(unused, scaling=self._options.scaling),
-            self._used | used_here,
-            Message(self._forwards.value),
-        )
+        late = self._new_backward(unused, SequenceBuffers(unused), self._used | used_here, message.of_the_same_step())
         late.launch_rest()
         late.wait()
         used = late.write_back()
@@ -457,9 +463,21 @@ class Runtime:
             raise error
 
     def _read_riders(self, backward: SynchronisedBackward) -> Findings:
-        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self.agreed.refined)
+        riders = [*backward.reduced_riders()]
+        self._unload(riders)
+        findings = self._rider_reader.read(riders, at_once=not self.agreed.refined)
         self.proof.heed_wish(findings.verify)
         return findings
+
+    def _unload(self, riders: Sequence[torch.Tensor]) -> None:
+        """Keep the sums of what the user has sent along; every section carries the same."""
+        if self._options.piggyback and riders:
+            self.carried = riders[-1][-len(self._options.piggyback) :].clone()
+            self._passengers = None
+
+    def board(self, values: torch.Tensor) -> None:
+        """Send these values, of shape (number of names in `Options.piggyback`,), along with the next riders."""
+        self._passengers = values
 
     def _refuse_mixed(self, mixed: set[int]) -> None:
         assert self.agreed.sequence is not None
@@ -504,7 +522,7 @@ class Runtime:
             self._forget_unless_refined()
             return
         if findings.announced:
-            self._admit([])
+            self._admit(backward.message, [])
         if not self.agreed.refined:
             self._refine(backward)
             self._remove_needless_hooks()
@@ -522,7 +540,8 @@ class Runtime:
         reduced: set[int] = set()
         if mixed:
             used = {index for section in mixed for index in section.plan.indices}
-            again = self._new_backward(mixed, SequenceBuffers(mixed), used, Message(self._forwards.value))
+            again = self._new_backward(mixed, SequenceBuffers(mixed), used, backward.message.of_the_same_step())
+            again.before = backward
             again.launch_rest()
             again.wait()
             reduced = again.write_back()

@@ -84,12 +84,19 @@ class SequencePlanner:
             return []
         rule = self._options.bucket_rule
         if rule is not None:
-            buckets = rule.fill(self._specs(indices), self._parameters.names)
-            return [Section(place_buckets(buckets, self._world_size), "hooks", reason)]
+            plan = place_buckets(
+                rule.fill(self._specs(indices), self._parameters.names),
+                self._world_size,
+                reduction=self._options.reduction,
+                passengers=len(self._options.piggyback),
+            )
+            return [Section(plan, "hooks", reason)]
         plan = assign_buckets(
             self._specs(indices),
             capacities_bytes=self._options.bucket_capacities_bytes,
             world_size=self._world_size,
+            reduction=self._options.reduction,
+            passengers=len(self._options.piggyback),
         )
         return [Section(plan, "hooks", reason)]
 
@@ -112,6 +119,12 @@ class SequencePlanner:
         sections = []
         for origin, reason, buckets in json.loads(text):
             filled = [self._specs(bucket) for bucket in buckets if bucket]
-            plan = place_buckets(filled, self._world_size, riders_apart=not buckets[-1])
+            plan = place_buckets(
+                filled,
+                self._world_size,
+                riders_apart=not buckets[-1],
+                reduction=self._options.reduction,
+                passengers=len(self._options.piggyback),
+            )
             sections.append(Section(plan, origin, reason))
         return self._sequence(sections)

@@ -78,6 +78,7 @@ class ApexArguments:
             # As apex does: parameters are rank 0's, buffers stay each rank's own.
             broadcast_buffers=False,
             bucket_rule=BucketRule(self.message_size, self._trigger_names(module), bool(self.delay_allreduce)),
+            reduction="mean" if self.gradient_average else "sum",
             scaling=self._scaling(world_size),
             follows_model=True,
             check_steps=check_steps,
@@ -90,15 +91,14 @@ class ApexArguments:
         triggers = {id(tensor) for tensor in self.allreduce_trigger_params}
         return tuple(name for name, parameter in module.named_parameters() if id(parameter) in triggers)
 
-    def _scaling(self, world_size: int) -> Scaling:
+    def _scaling(self, world_size: int) -> Scaling | None:
         """apex's: divide by the factor before the sum, and multiply by factor / world after it, for the mean.
 
         With a factor of 1 the mean's division comes first, where it costs nothing.
         """
-        factor = self.gradient_predivide_factor
-        if not _is_positive(factor):
-            return Scaling(1.0)  # `check` refuses it
-        in_float32 = bool(self.allreduce_always_fp32)
+        factor, in_float32 = self.gradient_predivide_factor, bool(self.allreduce_always_fp32)
+        if not _is_positive(factor) or (factor == 1.0 and not in_float32):
+            return None  # `check` refuses the former
         if not self.gradient_average:
             return Scaling(1.0 / factor, in_float32=in_float32)
         if factor == 1.0:

@@ -13,7 +13,7 @@ from compiled_ddp.agreement import Description, agree_on_description
 from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.flat_buffers import SequenceBuffers
-from compiled_ddp.plan import GradientSpec, Section
+from compiled_ddp.plan import BucketPlan, GradientSpec, Section
 
 
 class Reducer:
@@ -66,14 +66,15 @@ class Reducer:
                 raise RuntimeError(f"the gradient of {name} is {gradient.layout}: only dense ones can be averaged.")
         specs = [_contiguous(index, gradient) for index, gradient in enumerate(gradients.values())]
         plan = assign_buckets(specs, capacities_bytes=[math.inf], world_size=self._communicator.world_size)
-        self._average(SequenceBuffers([Section(plan, "hooks")]), list(gradients.values()))
+        self._average(plan, list(gradients.values()))
 
-    def _average(self, buffers: SequenceBuffers, gradients: list[torch.Tensor]) -> None:
+    def _average(self, plan: BucketPlan, gradients: list[torch.Tensor]) -> None:
+        buffers = SequenceBuffers([Section(plan, "hooks")])
         filled = [(buffers[position], bucket) for position, (_, bucket) in enumerate(buffers.buckets)]
         works = []
         for buffer, bucket in filled:
             for index in bucket.indices:
-                buffer.put(index, gradients[index])
+                buffer.put(index, gradients[index], plan.share)
             if bucket.gradients:
                 works.append(self._communicator.all_reduce(buffer.flat))
         with self._communicator.explaining("Reducer.reduce() failed"):

@@ -1,5 +1,6 @@
 """Filling buckets by numbers of elements or by trigger parameters, as apex did, in place of sizes in bytes."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,21 +31,23 @@ class BucketRule:
         A gradient is called `names[gradient.index]`.
         """
         opened: dict[tuple[torch.dtype, torch.device], list[GradientSpec]] = {}
+        numel: Counter[tuple[torch.dtype, torch.device]] = Counter()  # of the bucket that is open
         shipped: list[list[GradientSpec]] = []
         for gradient in sorted(gradients, key=lambda spec: spec.index) if self.delayed else gradients:
             kind = (gradient.dtype, gradient.device)
-            bucket = opened.setdefault(kind, [])
-            bucket.append(gradient)
-            if self._closes(bucket, names[gradient.index]):
+            opened.setdefault(kind, []).append(gradient)
+            numel[kind] += gradient.numel
+            if self._closes(numel[kind], names[gradient.index]):
                 shipped.append(opened.pop(kind))
+                del numel[kind]
         return [*shipped, *sorted(opened.values(), key=_dtype_order)]
 
-    def _closes(self, bucket: Sequence[GradientSpec], latest: str) -> bool:
+    def _closes(self, numel: int, latest: str) -> bool:
         if self.delayed:
             return False
         if self.triggers is not None:
             return latest in self.triggers
-        return sum(gradient.numel for gradient in bucket) >= self.elements
+        return numel >= self.elements
 
     def __str__(self) -> str:
         if self.delayed:

@@ -177,8 +177,10 @@ class DataParallelWrapper(nn.Module):
         known = self._runtime.parameters
         indices = {id(tensor) for tensor in known.tensors}
         added = {n: p for n, p in trainable_parameters(self.module).items() if id(p) not in indices}
-        present = {id(parameter) for parameter in self.module.parameters()}
-        kept = [(n, p) for n, p in zip(known.names, known.tensors, strict=True) if id(p) in present]
+        kept = list(zip(known.names, known.tensors, strict=True))
+        if self._options.follows_model:  # else they keep their places, which captured segments know
+            present = {id(parameter) for parameter in self.module.parameters()}
+            kept = [(name, parameter) for name, parameter in kept if id(parameter) in present]
         if self._options.init_sync:
             with torch.no_grad():
                 communicator.broadcast([parameter.detach() for parameter in added.values()])

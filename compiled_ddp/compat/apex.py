@@ -26,7 +26,7 @@ class DistributedDataParallel(ApexAdapter):
         allreduce_trigger_params: parameters; the gradient of each closes the bucket of its own dtype, and
             `message_size` counts for nothing.
         retain_allreduce_buffers: leave each backward's reduced flat buckets, in launch order, in `allreduce_buffers`,
-            until the next backward that reduces.
+            until the next backward.
         allreduce_always_fp32: scale and sum float16 and bfloat16 gradients in float32.
         num_allreduce_streams, allreduce_communicators: refused unless they are the defaults.
         gradient_average: whether to divide by the number of ranks; False leaves the sum.

@@ -241,6 +241,26 @@ def test_mean_sum_and_division_before_the_sum_on_three_ranks(ranks3: RankPool) -
     ranks3.run(_scaled)
 
 
+def _in_a_group(rank: int) -> None:
+    torch.manual_seed(0)
+    model = layers()
+    everyones: list[Any] = [None] * 3
+    dist.all_gather_object(everyones, local_gradients(model, squares(rank)))
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return
+    ddp = apex.DistributedDataParallel(model, gradient_predivide_factor=4.0, process_group=group)
+    squares(rank)(ddp).backward()
+    assert_gradients(model, {n: total / 2 for n, total in sum_of([everyones[0], everyones[2]]).items()}, rtol=1e-4)
+    before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    apex.Reducer(model, process_group=group).reduce()
+    assert_gradients(model, sum_of([before]))
+
+
+def test_some_of_the_ranks_may_average_among_themselves(ranks3: RankPool) -> None:
+    ranks3.run(_in_a_group)
+
+
 class Weight(nn.Module):
     """Its gradient is the input."""
 
@@ -420,17 +440,27 @@ def _refreshed(rank: int) -> None:
         ["2.bias 2.weight", "1.bias 1.weight", "0.bias 0.weight"],
         ["2.bias 2.weight", "0.bias 0.weight"],
     ]
-    # What was accumulated before a change is part of the next reduction.
+    # What was accumulated before a change is part of the next reduction, of what is frozen since too.
+    ddp.module[1] = nn.Linear(4, 4)
+    steps_are_right()
     ddp.zero_grad()
     ddp.disable_allreduce()
     first = local_gradients(copy.deepcopy(ddp.module), squares(rank))
     squares(rank)(ddp).backward()
     ddp.module[2].requires_grad_(False)
+    ddp.module[0] = nn.Identity()  # the others come at other places in the list of parameters
     ddp.enable_allreduce()
     second = local_gradients(copy.deepcopy(ddp.module), squares(rank, 1))
     squares(rank, 1)(ddp).backward()
-    total = {name: first[name] if second[name] is None else first[name] + second[name] for name in first}
+    total = {name: first[name] if second[name] is None else first[name] + second[name] for name in second}
     assert_gradients(ddp.module, mean_over_ranks(total, ddp.module))
+
+    model = layers()
+    ddp = apex.DistributedDataParallel(model, allreduce_trigger_params=[model[1].weight])
+    assert_step(ddp, squares(rank))
+    model[1].weight = nn.Parameter(torch.ones(4, 4))  # a trigger again
+    steps_are_right()
+    assert found[-1] == ["2.bias 2.weight 1.bias 1.weight", "0.bias 0.weight"]
 
 
 def test_a_parameter_that_was_replaced_removed_or_frozen_is_taken_as_it_is_and_buckets_are_found_anew(

@@ -1,5 +1,6 @@
 """The arguments of apex's DistributedDataParallel: which of them can be taken, and what they are in our options."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -112,4 +113,4 @@ def listed(parameters: Iterable[torch.Tensor] | None) -> Sequence[torch.Tensor] 
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -7,8 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from compiled_ddp import torch_private
+from compiled_ddp.bucket_rule import BucketRule
 from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.plan import ReductionKind
+from compiled_ddp.scaling import Scaling
 
 MEBIBYTE = 1024 * 1024
 
@@ -40,6 +42,10 @@ class Options:
     dynamic: bool | None = None
     mode: str | None = None
     options: dict[str, Any] | None = None
+    # Of the adapters in compiled_ddp.compat alone, where hooks reduce everything.
+    bucket_rule: BucketRule | None = None  # in place of sizes in bytes
+    scaling: Scaling | None = None  # in place of the mean
+    follows_model: bool = False  # take what was replaced, removed or frozen in the model, and find the buckets anew
 
     def check(self) -> None:
         """Raise ValueError, with what is allowed, for a value that is not."""

@@ -82,6 +82,15 @@ class SequencePlanner:
     def _hooks(self, indices: Sequence[int], reason: str) -> list[Section]:
         if not indices:
             return []
+        rule = self._options.bucket_rule
+        if rule is not None:
+            plan = place_buckets(
+                rule.fill(self._specs(indices), self._parameters.names),
+                self._world_size,
+                reduction=self._options.reduction,
+                passengers=len(self._options.piggyback),
+            )
+            return [Section(plan, "hooks", reason)]
         plan = assign_buckets(
             self._specs(indices),
             capacities_bytes=self._options.bucket_capacities_bytes,

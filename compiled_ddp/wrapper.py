@@ -78,7 +78,7 @@ class DataParallelWrapper(nn.Module):
             communicator.close()
             raise
         self._unwrapped = False
-        self._watch = ModelWatch(module)
+        self._watch = ModelWatch(module, follows=options.follows_model)
         self._refreshes = 0
         mark_wrapped(module, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
@@ -96,7 +96,8 @@ class DataParallelWrapper(nn.Module):
     def _with_bucket_cap(self, communicator: Communicator, device: torch.device) -> Options:
         """The options with a bucket size: the user's, or the one that fits the link."""
         self._link_bytes_per_second: float | None = None  # unless it was measured
-        if self._options.bucket_cap_mb is not None or self._options.bucket_cap_mb_list:
+        given = (self._options.bucket_cap_mb, self._options.bucket_cap_mb_list or None, self._options.bucket_rule)
+        if any(size is not None for size in given):
             return self._options
         if communicator.world_size == 1:
             return dataclasses.replace(self._options, bucket_cap_mb=bucket_cap_for(math.inf))
@@ -179,12 +180,17 @@ class DataParallelWrapper(nn.Module):
         known = self._runtime.parameters
         indices = {id(tensor) for tensor in known.tensors}
         added = {n: p for n, p in trainable_parameters(self.module).items() if id(p) not in indices}
+        kept = list(zip(known.names, known.tensors, strict=True))
+        if self._options.follows_model:  # else they keep their places, which captured segments know
+            present = {id(parameter) for parameter in self.module.parameters()}
+            kept = [(name, parameter) for name, parameter in kept if id(parameter) in present]
         if self._options.init_sync:
             with torch.no_grad():
                 communicator.broadcast([parameter.detach() for parameter in added.values()])
         mark_wrapped(self.module, type(self).__name__)
-        self._runtime.retrain(TrainedParameters((*known.names, *added), (*known.tensors, *added.values())))
-        self._watch = ModelWatch(self.module)
+        trained = [*kept, *added.items()]
+        self._runtime.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
+        self._watch = ModelWatch(self.module, follows=self._options.follows_model)
 
     def _check_and_describe_parts(self) -> dict[str, list[object]]:
         check_parts(self.module)

@@ -157,6 +157,15 @@ class Communicator:
         except RuntimeError as error:
             raise self.failure(error, f"rank {self.ranks.ranks[self.rank]}: {what}") from error
 
+    def refuse_if_failed(self) -> None:
+        """Raise RuntimeError once a wait has failed: what other ranks have sent for it may meet a later collective."""
+        if self._hangs.failed_before:
+            raise RuntimeError(
+                f"rank {self.ranks.ranks[self.rank]}: {self._hangs.failed_before} What was sent for it may still "
+                "arrive, and be taken for a later step's: load a checkpoint in new processes, or unwrap() and wrap "
+                "again on every rank."
+            )
+
     def close(self) -> None:
         """Destroy the communicator; a no-op the second time, and once torch.distributed has been shut down."""
         self._hangs.close()

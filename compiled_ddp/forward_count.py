@@ -22,9 +22,10 @@ class ForwardCount:
         self._waiting = 0  # of these, since the latest backward began
         self._thrown_away_if_dead: weakref.ref[_Graph] | None = None
 
-    def begin(self) -> None:
-        """Count a forward that begins."""
-        if self._thrown_away_if_dead is not None and self._thrown_away_if_dead() is None:
+    def begin(self, *, after_exception: bool = False) -> None:
+        """Count a forward that begins; after an exception in a backward, the one before it was not thrown away."""
+        dead = self._thrown_away_if_dead is not None and self._thrown_away_if_dead() is None
+        if dead and not after_exception:
             self.value -= 1
             self._waiting -= 1
         self._thrown_away_if_dead = None

@@ -57,7 +57,8 @@ class HangReporter:
         self, standing: Standing, store: dist.Store, *, rank: int, ranks: Sequence[int], timeout: timedelta
     ) -> None:
         """`rank` is this one's place in `ranks`, which are global; `timeout` is that of the group's collectives."""
-        self._standing, self._failed_before = standing, ""
+        self._standing = standing
+        self.failed_before = ""  # says where, once a wait has failed
         self._exchange = _Exchange(standing, store, rank, ranks, timeout)
         self._end: Callable[[], object] = self._exchange.stop
         if len(ranks) > 1:
@@ -69,9 +70,10 @@ class HangReporter:
     def report(self, frames: Sequence[FrameType]) -> str:
         """Where every rank stands, for the message of a wait that failed in `frames`, innermost first."""
         position = self._standing.read(frames)
-        if self._failed_before:
-            return f"A wait on this communicator failed before, at {self._failed_before}: see the report of that one."
-        self._failed_before = position.text
+        if self.failed_before:
+            return self.failed_before
+        place = f"A wait on this communicator failed before, at {position.text}"
+        self.failed_before = f"{place}: see the report of that one."
         return self._exchange.ask(position)
 
     def close(self) -> None:

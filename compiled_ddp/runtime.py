@@ -3,6 +3,7 @@
 import functools
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -34,6 +35,10 @@ class SegmentCall(Protocol):
 
     def will_run(self) -> bool:
         """Whether the backward that this thread runs will evaluate the call's node."""
+
+
+# Of this process. Where several wrappers take part in one backward, an exception may end it before it has reached all.
+_runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 
 
 class Runtime:
@@ -79,6 +84,8 @@ class Runtime:
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
         self._announced: set[int] = set()  # parameters of unused sections that the current backward uses here
         self._open_tasks: set[int] = set()
+        self._thread = 0  # that began the current backward
+        _runtimes.add(self)
         self._reported: set[str] = set()
         self._lock = threading.RLock()
         self.forget_sequence()
@@ -94,8 +101,13 @@ class Runtime:
         self._hooks.hold_back_users()
         self._counted = synchronise and counted
         if self._counted:
-            self._forwards.begin()
+            self._forwards.begin(after_exception=any(other.broken_off_here for other in _runtimes))
         self.communicator.standing.forward_began(self._forwards.value)
+
+    @property
+    def broken_off_here(self) -> bool:
+        """Outside of backwards: whether an exception has ended one of this thread's, which nothing has followed yet."""
+        return self._current is not None and self._thread == threading.get_ident()
 
     def begin_reentrant_forward(self, *, synchronise: bool) -> None:
         """Note a forward that a reentrant checkpoint runs inside a backward: of its own, which was without gradients.
@@ -170,6 +182,8 @@ class Runtime:
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
         a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
         """
+        self.communicator.refuse_if_failed()
+        self._thread = threading.get_ident()
         self._expected = self._expected and returned is not None
         self._hooks.hold_back_users()
         self._forwards.backward_began()
@@ -507,6 +521,7 @@ class Runtime:
         self._open_tasks.clear()
         if backward is None:
             return False
+        self.communicator.refuse_if_failed()
         if backward.returned is not None:
             backward.returned.end()
         backward.pending.clear()  # the user may have cleared .grad since

@@ -167,6 +167,47 @@ def test_the_generated_code_waits_for_one_bucket_whose_memory_tells_it_from_othe
     assert re.search(rf"  rank 1: .*\n    Python: .* < {__file__}:\d+ in _leave", message), message
 
 
+# ---- two wrappers in one backward ------------------------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    """Passes on; its backward raises where it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.fails:
+            raise ValueError("between the wrappers")
+        return gradient, None
+
+
+def _fails_between(rank: int, wrapper: str) -> list[str]:
+    """Rank 0 fails where rank 1 does not; both try to go on."""
+    first = wrap(wrapper, nn.Linear(5, 5), row_batch(rank))
+    second = wrap(wrapper, nn.Linear(5, 3), row_batch(rank))
+    messages = []
+    for number in range(4):
+        try:
+            second(Fails.apply(first(row_batch(rank)), number == 1 and rank == 0)).square().sum().backward()
+            messages.append("")
+        except (RuntimeError, ValueError) as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_after_an_exception_between_two_wrappers_no_rank_trains_on(ranks2: RankPool, wrapper: str) -> None:
+    """One wrapper's backward has ended on both ranks and the other's on one: they wait for each other, and report."""
+    rank_0, rank_1 = ranks2.run(_fails_between, wrapper)
+    assert (rank_0[0], rank_1[0], rank_0[1]) == ("", "", "between the wrappers")
+    assert all(rank_0[1:]) and all(rank_1[1:]), "a step went on with what was sent for another one"
+    assert "Timed out" in rank_1[1] or "waited 4 s for rank 0 (for its number of forwards)" in rank_1[1]
+
+
 # ---- one rank is late ------------------------------------------------------------------------------------------------
 
 

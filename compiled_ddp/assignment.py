@@ -24,6 +24,7 @@ def assign_buckets(
     *,
     capacities_bytes: Sequence[float],
     world_size: int,
+    riders_apart: bool = False,
 ) -> BucketPlan:
     """Fill buckets with `gradients` in the order given, which is the order in which backward produces them.
 
@@ -31,8 +32,8 @@ def assign_buckets(
     `compute_bucket_assignment_by_size` does (torch/csrc/distributed/c10d/reducer.cpp): the buckets of each (dtype,
     device) have the capacities given, in order, and the last of them from then on. Buckets launch in the order in
     which their last gradients are ready. The riders follow the last bucket, in a bucket of their own where that one is
-    not float32. With the capacity 0 it is the naive plan: every gradient has a bucket of its own, and so have the
-    riders.
+    not float32, or with `riders_apart`. With the capacity 0 it is the naive plan: every gradient has a bucket of its
+    own, and so have the riders.
 
     An empty sequence gives an empty plan.
     """
@@ -49,7 +50,8 @@ def assign_buckets(
             closed[kind] += 1
     filled += open_buckets.values()
     filled.sort(key=lambda bucket: bucket.last_position)
-    return place_buckets([bucket.gradients for bucket in filled], world_size, riders_apart=not any(capacities_bytes))
+    apart = riders_apart or not any(capacities_bytes)
+    return place_buckets([bucket.gradients for bucket in filled], world_size, riders_apart=apart)
 
 
 def place_buckets(

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private, users_hooks
+from compiled_ddp.comm_hook import CommHook, HookBucket, HookedReduction
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.launch_observer import profiled
-from compiled_ddp.plan import FIRST_USED, Bucket, BucketPlan, Section
+from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, Bucket, BucketPlan, Section
 from compiled_ddp.returned_gradients import ReturnedGradients
 from compiled_ddp.riders import Message, rider_values
 from compiled_ddp.standing import names_in_words
@@ -37,7 +38,7 @@ class _Progress:
     section: int
     bucket: Bucket
     missing: set[int]
-    work: dist.Work | None = None
+    work: dist.Work | HookedReduction | None = None
 
 
 @dataclass
@@ -67,9 +68,13 @@ class SynchronisedBackward:
         used_before: set[int],
         message: Message,
         gradient_as_bucket_view: bool = True,
+        comm_hook: CommHook | None = None,
         launching: Callable[[Bucket, torch.Tensor], None],
     ) -> None:
-        """`launching` is told of every flat buffer right before hooks launch it."""
+        """`launching` is told of every flat buffer right before hooks launch it.
+
+        With `comm_hook`, that reduces every bucket of gradients.
+        """
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
         self.looks_at_values = False  # whether the host may read gradients, and wait for a device
@@ -80,7 +85,7 @@ class SynchronisedBackward:
         self._buffers, self._communicator, self._parameters = buffers, communicator, parameters
         self._used = used_before
         self._as_view = gradient_as_bucket_view
-        self._launching = launching
+        self._launching, self._comm_hook = launching, comm_hook
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
         self._hooks_only: set[int] = set()
@@ -305,6 +310,9 @@ class SynchronisedBackward:
 
     def _launch(self, position: int) -> None:
         progress, buffer = self._progress[position], self._buffers[position]
+        if self._comm_hook is not None and progress.bucket.gradients:
+            self._hand_to(self._comm_hook, position)
+            return
         layout = progress.bucket.riders
         if layout is not None and buffer.riders is not None:
             buffer.riders.copy_(rider_values(layout, self.message, self._is_used))
@@ -314,6 +322,31 @@ class SynchronisedBackward:
                 progress.work = self._communicator.all_reduce(buffer.flat)
         except RuntimeError as error:
             raise self._communicator.failure(error, f"{self._words(position)} could not be launched") from error
+        self._standing.hooks_launched(position)
+
+    def _hand_to(self, comm_hook: CommHook, position: int) -> None:
+        """Let the hook reduce a bucket. If it raises, only the riders go out, to tell the other ranks."""
+        if comm_hook.broken:
+            return
+        progress = self._progress[position]
+        bucket = HookBucket(
+            progress.bucket,
+            self._buffers[position].flat,
+            self._parameters.tensors,
+            index=sum(bool(p.bucket.gradients) for p in self._progress[:position]),
+            is_last=not any(p.bucket.gradients for p in self._progress[position + 1 :]),
+        )
+        try:
+            with profiled("hand over", self._standing.bucket, position):
+                progress.work = comm_hook.launch(bucket, self._buffers[position].flat)
+        except BaseException as error:
+            comm_hook.broken = self.message.aborted = self.message.hook_failed = True
+            self._launch_to(len(self._progress))
+            where = f"the communication hook {comm_hook.name} failed for {self._words(position)}"
+            if isinstance(error, RuntimeError):  # of a collective, maybe
+                raise self._communicator.failure(error, where) from error
+            error.add_note(where)
+            raise
         self._standing.hooks_launched(position)
 
     def _is_used(self, index: int) -> bool:
@@ -362,7 +395,17 @@ class SynchronisedBackward:
         return _sum_in_order([self._buffers[position].views[index] for position in positions])
 
     def wait(self) -> None:
-        """Wait for every bucket that hooks launched; a graph waits for its own."""
+        """Wait for every bucket that hooks launched; a graph waits for its own.
+
+        Not for a communication hook that has failed on some rank: what the others launched may never end.
+        """
+        if self._comm_hook is not None:
+            self._wait(len(self._progress) - 1)
+            riders = self._buffers[len(self._progress) - 1].riders
+            if riders is not None and riders.device.type == "cpu" and riders[HOOK_FAILED] > 0:
+                self._comm_hook.broken = True
+            if self._comm_hook.broken:
+                return
         self._wait(*range(len(self._progress)))
 
     def _wait(self, *positions: int) -> None:

@@ -9,7 +9,10 @@ from compiled_ddp.plan import Bucket, Section
 
 
 class FlatBuffer:
-    """One bucket's flat buffer. A gradient put into it becomes this rank's share of the mean over ranks."""
+    """One bucket's flat buffer. A gradient put into it becomes this rank's share of the mean over ranks.
+
+    Undivided, for a communication hook, with a share of 1.
+    """
 
     def __init__(self, bucket: Bucket, share: float) -> None:
         self.bucket = bucket
@@ -31,7 +34,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def put(self, index: int, gradient: torch.Tensor) -> None:
-        """Place `gradient` / world size; in place where it is the buffer's own view already."""
+        """Place `gradient` * share; in place where it is the buffer's own view already."""
         view = self.views[index]
         if self.holds(index, gradient):
             view.mul_(self._share)
@@ -46,8 +49,14 @@ class FlatBuffer:
 class SequenceBuffers:
     """The flat buffers of a sequence, each allocated when it is first filled, and where each gradient goes."""
 
-    def __init__(self, sections: Sequence[Section], before: "SequenceBuffers | None" = None) -> None:
-        """Buckets that are equal to some of `before`'s keep their flat buffers."""
+    def __init__(
+        self, sections: Sequence[Section], before: "SequenceBuffers | None" = None, *, undivided: bool = False
+    ) -> None:
+        """Buckets that are equal to some of `before`'s keep their flat buffers.
+
+        `undivided` puts whole gradients into them, not shares of the mean.
+        """
+        self._undivided = undivided
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
         self._sections = sections
         self._buffers: dict[int, FlatBuffer] = {}
@@ -57,7 +66,11 @@ class SequenceBuffers:
             self.first_position.setdefault(section, position)
             for index in bucket.indices:
                 self.positions_of.setdefault(index, []).append(position)
-        kept = {} if before is None else {before.buckets[p][1]: buffer for p, buffer in before._buffers.items()}
+        kept = (
+            {}
+            if before is None or before._undivided != undivided
+            else {before.buckets[p][1]: buffer for p, buffer in before._buffers.items()}
+        )
         for position, (_, bucket) in enumerate(self.buckets):
             if bucket in kept:
                 self._buffers[position] = kept.pop(bucket)
@@ -65,7 +78,8 @@ class SequenceBuffers:
     def __getitem__(self, position: int) -> FlatBuffer:
         if position not in self._buffers:
             section, bucket = self.buckets[position]
-            self._buffers[position] = FlatBuffer(bucket, self._sections[section].plan.share)
+            share = 1.0 if self._undivided else self._sections[section].plan.share
+            self._buffers[position] = FlatBuffer(bucket, share)
         return self._buffers[position]
 
     def contain(self, gradient: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch
 from compiled_ddp import torch_private
 from compiled_ddp.agreed_sequence import AgreedSequence
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
+from compiled_ddp.comm_hook import REGISTERED, CommHook
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
@@ -54,6 +55,8 @@ class Runtime:
         self.agreed = AgreedSequence(options, communicator, hooks_reason)
         self.proof = Proof(parameters, communicator, options.verify)
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
+        self.comm_hook: CommHook | None = None
+        self.backwards = 0  # synchronised ones begun, the same on ranks that are level
         self._options = options
         self._live_calls = live_calls
         self._hooks = GradientHooks(parameters.tensors, self)
@@ -77,6 +80,8 @@ class Runtime:
 
         `counted` tells whether every rank is to begin as many such forwards as this one.
         """
+        if synchronise and self.comm_hook is not None:
+            self.comm_hook.refuse_if_broken()
         self.synchronise = self._expected = synchronise
         self._hooks.hold_back_users()
         self._counted = synchronise and counted
@@ -156,6 +161,7 @@ class Runtime:
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
         a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
         """
+        self.backwards += 1
         self._expected = self._expected and returned is not None
         self._hooks.hold_back_users()
         self._forwards.backward_began()
@@ -214,6 +220,7 @@ class Runtime:
             used_before=used_before,
             message=message,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
+            comm_hook=self.comm_hook,
             launching=self.proof.launching,
         )
 
@@ -224,6 +231,8 @@ class Runtime:
                 self._note_local_use(call)
                 return None
             backward = self.enter_backward()
+            if self.agreed.hooks_reason is not None:
+                return None
             section = self._claim_for(backward, call)
             if section is None:
                 self._report_not_claimed(backward, call)
@@ -394,6 +403,13 @@ class Runtime:
         self.proof.begin_anew(self.parameters)
         self._hooks.install()
 
+    def register_comm_hook(self, comm_hook: CommHook) -> None:
+        """Let a communication hook reduce every bucket. On all ranks before the same backward."""
+        self.comm_hook = comm_hook
+        self.agreed.leave_to_comm_hook(REGISTERED)
+        self.proof.switch_off(REGISTERED)
+        self.forget_sequence()
+
     def _remove_needless_hooks(self) -> None:
         """Where graphs reduce everything, only parameters that no rank has used are still watched."""
         if not self.agreed.by_hooks:
@@ -419,6 +435,13 @@ class Runtime:
 
     def _heed(self, findings: Findings) -> None:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
+        if findings.hook_failed_on and self.comm_hook is not None:
+            self.comm_hook.broken = True
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: the communication hook {self.comm_hook.name} raised on "
+                f"{findings.hook_failed_on} rank(s) in the backward of forward {self._forwards.value}, which was not "
+                "reduced. Look for the exception on the other ranks; the wrapper cannot reduce any more."
+            )
         if findings.aborted_on:
             self.proof.postpone()
             self._forget_unless_refined()
@@ -496,7 +519,8 @@ class Runtime:
     def _refine(self, backward: SynchronisedBackward) -> set[int]:
         """Fix the sequence after the first synchronised backward, and reduce what it left mixed, which is returned."""
         # What is set apart must be announced in the very backward that uses it: elsewhere riders are read too late.
-        unused = backward.unused_everywhere() if self._on_cpu else set()
+        # A communication hook gets every bucket in every backward, as under DDP: it may keep memory by index.
+        unused = backward.unused_everywhere() if self._on_cpu and self.comm_hook is None else set()
         sequence = self.agreed.refine(backward.observations, unused)
         mixed = [section for section in sequence.sections if section.reduces_again]
         reduced: set[int] = set()

@@ -5,8 +5,9 @@ import dataclasses
 import itertools
 import math
 import types
+import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.backward import TrainedParameters
 from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
+from compiled_ddp.comm_hook import CommHook, Hook, builtin_hook, check_comm_hook
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device, moved
 from compiled_ddp.explain import Explanation, explain_sequence
@@ -78,7 +80,7 @@ class DataParallelWrapper(nn.Module):
             raise
         self._unwrapped = False
         self._watch = ModelWatch(module)
-        self._refreshes = 0
+        self._refreshes = self._registrations = 0
         mark_wrapped(module, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_strip_own_prefix)  # type: ignore[no-untyped-call]
@@ -258,6 +260,70 @@ class DataParallelWrapper(nn.Module):
         example before leaving the training loop. A no-op when no backward is broken.
         """
         self._runtime.finish_broken_backward()
+
+    # ---- communication hooks -----------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let `hook(state, bucket)` reduce every bucket from the next backward on, as under torch's DDP.
+
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)  # on every rank, before training
+
+        Hooks written for DDP work as they are, torch's own in `torch.distributed.algorithms.ddp_comm_hooks` among
+        them. `bucket` has the methods of `dist.GradBucket`: `index()`, `is_last()`, `buffer()`, `set_buffer()`,
+        `gradients()` and `parameters()`. The gradients in it are not divided: the hook divides. It returns a
+        `torch.futures.Future` that holds the reduced tensor, as large as the buffer. Buckets come in one order on all
+        ranks, whatever a rank ran, and have the same sizes from the second backward on.
+
+        Gradient hooks then launch all buckets, also under `compile_ddp`, whose graphs stay without communication. The
+        proof is off (`verify`), because ranks need not agree after a hook of any kind.
+
+        A collective: every rank calls it, between the same two steps. The wrapper compares the hooks' names.
+
+        Raises TypeError or ValueError for what cannot be a hook; RuntimeError if one is registered already, if a rank
+        does not register or registers another one, inside a backward, and under `strict=True`, which wants graphs. A
+        hook that raises in a backward ends that backward on every rank, and the wrapper cannot reduce any more.
+        """
+        self._register(state, hook, lambda: check_comm_hook(hook))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """Let the hook that DDP has built in reduce every bucket, on the wrapper's own communicator."""
+
+        def name() -> str:
+            builtin_hook(comm_hook_type)
+            return str(comm_hook_type)
+
+        def reduce(state: Communicator, bucket: Any) -> Any:
+            return builtin_hook(comm_hook_type)(state, bucket)
+
+        self._register(self._runtime.communicator, reduce, name)
+
+    def _register(self, state: object, hook: Hook, checked_name: Callable[[], str]) -> None:
+        self._refuse_unwrapped()
+        if self._runtime.comm_hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        if torch_private.current_graph_task() != -1:
+            raise RuntimeError("register_comm_hook() was called inside a backward: call it before or after one.")
+        self._runtime.finish_broken_backward()
+        self._registrations += 1
+        ranks, name = self._runtime.communicator.ranks, ""
+
+        def describe() -> dict[str, list[object]]:
+            nonlocal name
+            name = checked_name()
+            if self._options.strict and self._hooks_reason() is None:
+                raise RuntimeError("strict=True wants graphs to reduce, and under a communication hook none does.")
+            return {"communication hook": [name], "number of backwards before it": [self._runtime.backwards]}
+
+        agree_on_description(
+            ranks,
+            describe,
+            occasion=f"communication hook/{self._registrations}",
+            purpose="to compare the communication hooks of all ranks",
+            failure="the communication hook was not registered",
+        )
+        if self._options.verify == "always":
+            warnings.warn('verify="always" is ignored under a communication hook.', stacklevel=3)
+        self._runtime.register_comm_hook(CommHook(state, hook, name=name, timeout=ranks.timeout))
 
     # ---- what users look at ------------------------------------------------------------------------------------------
 

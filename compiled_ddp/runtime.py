@@ -22,6 +22,7 @@ from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, returns_inputs_alone, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
 from compiled_ddp.step_check import StepCheck
+from compiled_ddp.uneven_inputs import UnevenInputs
 
 
 class SegmentCall(Protocol):
@@ -56,6 +57,7 @@ class Runtime:
         self.proof = Proof(parameters, communicator, options.verify)
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
         self.comm_hook: CommHook | None = None
+        self.uneven: UnevenInputs | None = None
         self.backwards = 0  # synchronised ones begun, the same on ranks that are level
         self._options = options
         self._live_calls = live_calls
@@ -161,6 +163,8 @@ class Runtime:
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
         a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
         """
+        if self.uneven is not None:
+            self.uneven.begin_backward(self._forwards.value)
         self.backwards += 1
         self._expected = self._expected and returned is not None
         self._hooks.hold_back_users()
@@ -182,6 +186,18 @@ class Runtime:
             self._hooks.install()  # and hold back the users', which see the mean on every rank
             self._current = self._begin(lambda call: call.synchronise, lambda _: False)
             self._finish()
+
+    def shadow_backward(self, forward_count: int) -> None:
+        """Take part in the other ranks' backward with nothing but zeros: this rank's data has run out (`join`).
+
+        .grad becomes what it is on the others, who have begun `forward_count` forwards.
+        """
+        with self._lock:
+            for parameter in self.parameters.tensors:
+                parameter.grad = None
+            self._used = set()
+            self._forwards.follow(forward_count)
+            self.skip_backward()
 
     def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
         """Hooks reduce what this backward's calls and the sequence's graph sections do not both have.
@@ -351,6 +367,7 @@ class Runtime:
         first = not self.agreed.refined
         if first:
             reduced |= self._refine(backward)
+        self._divide_by_training_ranks(reduced | backward.reduced_in_graphs)
         self.proof.conclude(lambda index: backward.outcome(index, reduced))
         if first:
             reduced = reduced | backward.reduced_in_graphs
@@ -362,6 +379,16 @@ class Runtime:
         if first:
             self._remove_needless_hooks()
 
+    @torch.no_grad()
+    def _divide_by_training_ranks(self, reduced: Iterable[int]) -> None:
+        """Make the mean over all ranks one over those that still have data, where `join` was asked to."""
+        if self.uneven is None or self.uneven.factor == 1.0 or self.comm_hook is not None:
+            return  # a communication hook divides by itself
+        for index in reduced:
+            gradient = self.parameters.tensors[index].grad
+            if gradient is not None:
+                gradient.mul_(self.uneven.factor)
+
     def _finish_returned(self, local: Sequence[int]) -> None:
         """The end of a torch.autograd.grad: .grad is as it was, and a backward that accumulates may still come.
 
@@ -369,6 +396,11 @@ class Runtime:
         """
         self.proof.postpone()
         self._forget_unless_refined()
+        if self.uneven is not None and self.uneven.factor != 1.0:
+            raise RuntimeError(
+                "torch.autograd.grad returns the mean over all ranks, some of which have joined: use loss.backward(), "
+                "or join(divide_by_initial_world_size=True)."
+            )
         if local:
             raise RuntimeError(
                 f"torch.autograd.grad would return this rank's own gradient of {self.parameters.named(local)}, which "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from compiled_ddp import torch_private
 from compiled_ddp.agreement import agree_on_description
@@ -34,12 +35,13 @@ from compiled_ddp.model_check import (
 from compiled_ddp.options import Mode, Options, mode_from_environment
 from compiled_ddp.plan import ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
+from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
 
 # Components of state_dict keys that wrappers add and that no module of the user need have.
 _WRAPPER_PREFIXES = ("module", "_orig_mod")
 
 
-class DataParallelWrapper(nn.Module):
+class DataParallelWrapper(nn.Module, Joinable):
     """A module whose gradients are averaged over ranks. Base of `CompiledDDP` and `EagerDDP`."""
 
     is_compiled_ddp_wrapper = True
@@ -53,6 +55,7 @@ class DataParallelWrapper(nn.Module):
         ddp_arguments: DDPArguments,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
         self._options, self._ddp_arguments = options, ddp_arguments
         ranks = RankGroup(group_of(process_group, ddp_arguments))
         name = type(self).__name__
@@ -78,6 +81,7 @@ class DataParallelWrapper(nn.Module):
         except BaseException:
             communicator.close()
             raise
+        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator)
         self._unwrapped = False
         self._watch = ModelWatch(module)
         self._refreshes = self._registrations = 0
@@ -141,7 +145,9 @@ class DataParallelWrapper(nn.Module):
             self._begin_forward(with_gradients=with_gradients)
         elif with_gradients and torch_private.in_reentrant_checkpoint():
             self._runtime.begin_reentrant_forward(synchronise=self._require_sync)
-        self._buffers_stale = with_gradients and self._require_sync  # also if the module raises: as on other ranks
+        # Also if the module raises: as on other ranks.
+        stale = self._buffers_stale and self._uneven.is_training  # put off, see _begin_forward
+        self._buffers_stale = stale or (with_gradients and self._require_sync)
         args, kwargs = self._on_its_device(args, kwargs)
         outputs = self._run_module(*args, **kwargs)
         if with_gradients:
@@ -156,7 +162,11 @@ class DataParallelWrapper(nn.Module):
         if with_gradients:
             self._runtime.begin_forward(synchronise=self._require_sync, counted=self.training)
         if self._buffers_stale and self._options.synchronise_buffers_in_forward:
-            self._broadcast_buffers()
+            if not self._uneven.is_training:
+                self._broadcast_buffers()
+            elif with_gradients and self._require_sync and next(self.module.buffers(), None) is not None:
+                # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
+                self._broadcast_buffers(self._uneven.begin_broadcast())
 
     def _refuse_unwrapped(self) -> None:
         if self._unwrapped:
@@ -190,9 +200,9 @@ class DataParallelWrapper(nn.Module):
         return describe_model(self.module, self._options, self._mode)
 
     @torch.no_grad()
-    def _broadcast_buffers(self) -> None:
+    def _broadcast_buffers(self, source: int = 0) -> None:
         # Of .data, which has a version counter of its own: a graph that saved a buffer may still run its backward.
-        self._runtime.communicator.broadcast([buffer.data for buffer in self.module.buffers()])
+        self._runtime.communicator.broadcast([buffer.data for buffer in self.module.buffers()], source=source)
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Compile what a step with this batch needs, on every rank, before the first step: pass what forward takes.
@@ -260,6 +270,72 @@ class DataParallelWrapper(nn.Module):
         example before leaving the training loop. A no-op when no backward is broken.
         """
         self._runtime.finish_broken_backward()
+
+    # ---- uneven inputs -----------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Train on as many batches as each rank has, as under torch's DDP.
+
+            with ddp.join():
+                for x, y in batches:  # fewer on some rank
+                    ddp(x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        A rank that leaves the loop takes part in the others' backwards with zeros, until all have left. Then every
+        rank takes the parameters, and the buffers if forwards synchronise them, of the last one to leave. For an
+        optimizer that communicates (ZeroRedundancyOptimizer) use torch's `Join([ddp, optimizer])`.
+
+        Args:
+            divide_by_initial_world_size: divide sums of gradients by the number of all ranks; False divides by the
+                number of those that still have data. Without effect on a communication hook, which divides by itself.
+            enable: False does nothing, for data that is known to be even.
+            throw_on_early_termination: raise RuntimeError on every rank as soon as one has left, instead of going on.
+
+        In it buffers come from the first rank that still has data, in forwards that are synchronised.
+        """
+        context: contextlib.AbstractContextManager[None] = JoinContext(
+            self,
+            self._uneven,
+            self._follow,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+        return context
+
+    def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
+        """What torch's `Join` calls. Takes `divide_by_initial_world_size`, as `join` does."""
+        self._refuse_unwrapped()
+        self._uneven.divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return WrapperJoinHook(self._follow, self._take_final_model)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._runtime.parameters.tensors[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        """The user's group, on which torch's `Join` counts the ranks that go on."""
+        return self._runtime.communicator.ranks.group()
+
+    def _follow(self) -> None:
+        self._runtime.finish_broken_backward()
+        self._uneven.shadow(self._broadcast_buffers, self._runtime.shadow_backward)
+
+    @torch.no_grad()
+    def _take_final_model(self, is_last_joiner: bool) -> None:
+        tensors = [parameter.data for parameter in self.module.parameters()]
+        if self._options.synchronise_buffers_in_forward:
+            tensors += [buffer.data for buffer in self.module.buffers()]
+        self._runtime.communicator.broadcast(tensors, source=self._uneven.last_of(is_last_joiner))
+        self._buffers_stale = True
+        self._uneven.leave()
 
     # ---- communication hooks -----------------------------------------------------------------------------------------
 

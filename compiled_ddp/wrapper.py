@@ -35,6 +35,7 @@ from compiled_ddp.model_check import (
 from compiled_ddp.options import Mode, Options, mode_from_environment
 from compiled_ddp.plan import ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
+from compiled_ddp.stats import training_stats
 from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
 
 # Components of state_dict keys that wrappers add and that no module of the user need have.
@@ -420,6 +421,21 @@ class DataParallelWrapper(nn.Module, Joinable):
             self._link_bytes_per_second,
             str(self._runtime.proof),
         )
+
+    def stats(self) -> dict[str, Any]:
+        """What torch's DDP tells in `_get_ddp_logging_data()`, under the same names, as plain values. No collective.
+
+        Sizes are in bytes; `bucket_sizes` and `per_bucket_param_indices` (positions among the trained parameters) are
+        of the buckets in launch order, riders included, and empty before there is a plan. `has_rebuilt_buckets` tells
+        whether the sequence is fixed, `iteration` counts the synchronised backwards begun, `comm_hook` is the hook's
+        name or empty, `unused_parameters` are those that no rank has used.
+
+        Left out: all times, CUDA's and the host's; environment variables and gloo's and NCCL's settings; what is
+        without effect here (`find_unused_parameters`, `static_graph`, `device_ids`). `torch.profiler` shows when each
+        bucket is launched and awaited, `explain()` why hooks reduce what they do.
+        """
+        self._refuse_unwrapped()
+        return training_stats(self.module, self._runtime, self._options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what the bare module, or any wrapper of it, has saved: keys may carry `module.` and `_orig_mod.`.

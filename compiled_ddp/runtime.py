@@ -163,6 +163,8 @@ class Runtime:
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
         a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
         """
+        if self.comm_hook is not None:
+            self.comm_hook.refuse_if_broken()
         if self.uneven is not None:
             self.uneven.begin_backward(self._forwards.value)
         self.backwards += 1

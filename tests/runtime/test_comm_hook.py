@@ -20,7 +20,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 )
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
+from compiled_ddp import torch_private
 from compiled_ddp.comm_hook import HookBucket
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, Riders
 from compiled_ddp.riders import Findings, Message, RiderReader, rider_values
@@ -288,12 +290,14 @@ def _raises_on_rank_one(rank: int, wrapper: str, where: str) -> None:
     else:
         error, message = RuntimeError, r"the communication hook .*hook raised on 1 rank\(s\) in the backward of"
     with pytest.raises(error, match=message) as failure:
-        ddp.skip_step() if where == "last" else loss.backward()
+        ddp.skip_step() if where == "last" else loss.backward(retain_graph=True)
     if rank == 1:
         assert "failed for bucket" in failure.value.__notes__[0]
     assert time.monotonic() - began < 30  # and the timeout is 60 s
-    with pytest.raises(RuntimeError, match="failed in an earlier backward"):
-        ddp(row_batch(rank))
+    for call in (loss.backward, ddp.skip_step, lambda: ddp(row_batch(rank))):
+        ddp.abandon_backward()
+        with pytest.raises(RuntimeError, match="failed in an earlier backward"):
+            call()
     with ddp.no_sync():
         ddp(row_batch(rank)).sum().backward()
     ddp.unwrap()
@@ -337,3 +341,99 @@ def test_the_riders_tell_of_a_hook_that_failed() -> None:
 def test_a_bucket_has_every_method_of_torchs() -> None:
     theirs = {name for name in dir(dist.GradBucket) if not name.startswith("_")}
     assert theirs == {name for name, _ in inspect.getmembers(HookBucket, callable) if not name.startswith("_")}
+
+
+# ---- among what else happens -----------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    reentrant = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inside = nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 4), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, self.before(x), use_reentrant=self.reentrant)
+
+
+def step_is_right(ddp: nn.Module, rank: int, step: int) -> None:
+    ddp.zero_grad()
+    expected = expected_mean(ddp.module, lambda m: loss_of(m, row_batch(rank, step)))
+    loss_of(ddp, row_batch(rank, step)).backward()
+    assert_gradients(ddp.module, expected)
+
+
+def _other_steps(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Checkpointed(), bucket_cap_mb=SMALL, first_bucket_mb=SMALL)
+    ddp.module.before.requires_grad_(False)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    ddp.module.before.requires_grad_(True)  # the model that the next forward meets is not the one of the registration
+    for step in range(3):
+        step_is_right(ddp, rank, step)
+
+    # An exception of the user's on one rank: this rank sends zeros through the hook for the rest.
+    x = row_batch(rank).requires_grad_()
+    loss = loss_of(ddp, x)
+    if rank == 1:
+        ddp.module.before.weight.register_hook(raise_once := RaiseOnce())
+        with pytest.raises(RuntimeError, match="once"):
+            loss.backward()
+        assert raise_once.done
+        ddp.abandon_backward()
+    else:
+        with pytest.raises(RuntimeError, match=r"broke off on 1 other rank\(s\)"):
+            loss.backward()
+    step_is_right(ddp, rank, 4)
+
+    ddp.module.reentrant = False
+    # What torch.autograd.grad returns has not been through the hook.
+    with pytest.raises(RuntimeError, match="would return this rank's own gradient"):
+        torch.autograd.grad(loss_of(ddp, row_batch(rank)), list(ddp.module.inside.parameters()))
+    step_is_right(ddp, rank, 5)
+
+
+class RaiseOnce:
+    done = False
+
+    def __call__(self, gradient: Tensor) -> None:
+        if not self.done:
+            self.done = True
+            raise RuntimeError("once")
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_checkpoints_changes_of_the_model_and_broken_steps_are_as_without_a_hook(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_other_steps, wrapper)
+
+
+def _late(rank: int, waits: bool) -> str:
+    def hook(state: object, bucket: dist.GradBucket) -> Any:
+        future = default_hooks.allreduce_hook(None, bucket)
+        if waits:
+            future.wait()
+        return future
+
+    ddp = wrappers(["EagerDDP"])["EagerDDP"](Mlp())
+    ddp.register_comm_hook(None, hook)
+    for step in range(2):
+        loss = loss_of(ddp, row_batch(rank, step))
+        if step == 0:
+            loss.backward()
+    if rank == 1:
+        while not torch_private.default_store().check(["gave up"]):
+            time.sleep(0.05)
+        return ""
+    with pytest.raises(RuntimeError) as failure:
+        loss.backward()
+    torch_private.default_store().set("gave up", "")
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_late_rank_is_named_where_a_hook_reduces(ranks2: RankPool, waits: bool) -> None:
+    message, _ = ranks2.run(_late, waits, collective_timeout_seconds=2.0)
+    assert "rank 1 is behind" in message, message
+    assert ("failed for bucket 0" in message) == waits, message

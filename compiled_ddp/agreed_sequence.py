@@ -46,7 +46,7 @@ class AgreedSequence:
         self.refined, self.unused, self._misfits = False, frozenset(), 0
 
     def leave_to_comm_hook(self, reason: str) -> None:
-        """From the next `begin_anew` on, plan buckets for a communication hook: undivided, without riders."""
+        """From the next `begin_anew` on, plan buckets for a communication hook: without riders."""
         self.hooks_reason, self._to_comm_hook = reason, True
 
     def propose(self, plans: Callable[[], Sequence[BucketPlan]]) -> ReductionSequence:
@@ -119,7 +119,7 @@ class AgreedSequence:
         return sequence
 
     def _adopt(self, sequence: ReductionSequence) -> ReductionSequence:
-        self.buffers = SequenceBuffers(sequence.launched, self.buffers, undivided=self._to_comm_hook)
+        self.buffers = SequenceBuffers(sequence.launched, self.buffers)
         self.sequence, self._holds = sequence, True
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
         self.graph_sections = {}

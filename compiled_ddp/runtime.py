@@ -55,6 +55,9 @@ class Runtime:
         self.parameters, self.communicator = parameters, communicator
         self.agreed = AgreedSequence(options, communicator, hooks_reason)
         self.proof = Proof(parameters, communicator, options.verify)
+        self.weight = 1.0  # of this rank in a weighted mean
+        self.carried: torch.Tensor | None = None  # the sums over ranks of the user's rider elements
+        self._passengers: torch.Tensor | None = None  # the user's rider elements for the next synchronised backward
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
         self.comm_hook: CommHook | None = None
         self.uneven: UnevenInputs | None = None
@@ -157,8 +160,9 @@ class Runtime:
         takes_part: Callable[[SegmentCall], bool],
         accumulates: Callable[[int], bool],
         returned: ReturnedGradients | None = None,
+        weight: float | None = None,
     ) -> SynchronisedBackward:
-        """A new synchronised backward.
+        """A new synchronised backward, of the rank's own weight unless another one is given.
 
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
         a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
@@ -176,7 +180,12 @@ class Runtime:
         self._announced = set()
         if returned is None:
             self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(i)}
-        message = Message(self._forwards.value, announced=len(self._announced))
+        message = Message(
+            self._forwards.value,
+            announced=len(self._announced),
+            weight=self.weight if weight is None else weight,
+            passengers=self._passengers,
+        )
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
@@ -186,7 +195,8 @@ class Runtime:
         """Take part in the other ranks' synchronised backward with zeros, and receive its mean."""
         with self._lock:
             self._hooks.install()  # and hold back the users', which see the mean on every rank
-            self._current = self._begin(lambda call: call.synchronise, lambda _: False)
+            weight = self.weight if self._used else 0.0
+            self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=weight)
             self._finish()
 
     def shadow_backward(self, forward_count: int) -> None:
@@ -197,7 +207,7 @@ class Runtime:
         with self._lock:
             for parameter in self.parameters.tensors:
                 parameter.grad = None
-            self._used = set()
+            self._used, self._passengers = set(), None
             self._forwards.follow(forward_count)
             self.skip_backward()
 
@@ -364,7 +374,7 @@ class Runtime:
             self._finish_returned(local)
             return
         if findings.announced:
-            reduced |= self._admit()
+            reduced |= self._admit(backward.message)
         self._used = set()
         first = not self.agreed.refined
         if first:
@@ -384,8 +394,10 @@ class Runtime:
     @torch.no_grad()
     def _divide_by_training_ranks(self, reduced: Iterable[int]) -> None:
         """Make the mean over all ranks one over those that still have data, where `join` was asked to."""
-        if self.uneven is None or self.uneven.factor == 1.0 or self.comm_hook is not None:
-            return  # a communication hook divides by itself
+        if self.uneven is None or self.uneven.factor == 1.0 or self._options.reduction != "mean":
+            return
+        if self.comm_hook is not None:
+            return  # it divides by itself
         for index in reduced:
             gradient = self.parameters.tensors[index].grad
             if gradient is not None:
@@ -398,7 +410,7 @@ class Runtime:
         """
         self.proof.postpone()
         self._forget_unless_refined()
-        if self.uneven is not None and self.uneven.factor != 1.0:
+        if self.uneven is not None and self.uneven.factor != 1.0 and self._options.reduction == "mean":
             raise RuntimeError(
                 "torch.autograd.grad returns the mean over all ranks, some of which have joined: use loss.backward(), "
                 "or join(divide_by_initial_world_size=True)."
@@ -449,17 +461,15 @@ class Runtime:
         if not self.agreed.by_hooks:
             self._hooks.remove(keep=self.agreed.unused)
 
-    def _admit(self) -> set[int]:
+    def _admit(self, message: Message) -> set[int]:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on.
 
-        Returns these parameters.
+        `message` is that of the backward before. Returns these parameters.
         """
         assert self.agreed.sequence is not None
         unused = self.agreed.sequence.unused
         used_here = {index for index in self._announced if self.parameters.tensors[index].grad is not None}
-        late = self._new_backward(
-            unused, SequenceBuffers(unused), self._used | used_here, Message(self._forwards.value)
-        )
+        late = self._new_backward(unused, SequenceBuffers(unused), self._used | used_here, message.of_the_same_step())
         late.launch_rest()
         late.wait()
         used = late.write_back()
@@ -494,9 +504,21 @@ class Runtime:
             raise error
 
     def _read_riders(self, backward: SynchronisedBackward) -> Findings:
-        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self.agreed.refined)
+        riders = [*backward.reduced_riders()]
+        self._unload(riders)
+        findings = self._rider_reader.read(riders, at_once=not self.agreed.refined)
         self.proof.heed_wish(findings.verify)
         return findings
+
+    def _unload(self, riders: Sequence[torch.Tensor]) -> None:
+        """Keep the sums of what the user has sent along; every section carries the same."""
+        if self._options.piggyback and riders:
+            self.carried = riders[-1][-len(self._options.piggyback) :].clone()
+            self._passengers = None
+
+    def board(self, values: torch.Tensor) -> None:
+        """Send these values, of shape (number of names in `Options.piggyback`,), along with the next riders."""
+        self._passengers = values
 
     def _refuse_mixed(self, mixed: set[int]) -> None:
         assert self.agreed.sequence is not None
@@ -541,7 +563,7 @@ class Runtime:
             self._forget_unless_refined()
             return
         if findings.announced:
-            self._admit()
+            self._admit(backward.message)
         if not self.agreed.refined:
             self._refine(backward)
             self._remove_needless_hooks()
@@ -560,7 +582,8 @@ class Runtime:
         reduced: set[int] = set()
         if mixed:
             used = {index for section in mixed for index in section.plan.indices}
-            again = self._new_backward(mixed, SequenceBuffers(mixed), used, Message(self._forwards.value))
+            again = self._new_backward(mixed, SequenceBuffers(mixed), used, backward.message.of_the_same_step())
+            again.before = backward
             again.launch_rest()
             again.wait()
             reduced = again.write_back()

@@ -91,6 +91,8 @@ class SequencePlanner:
             capacities_bytes=self._options.bucket_capacities_bytes,
             world_size=self._world_size,
             riders_apart=self._riders_apart,
+            reduction=self._options.reduction,
+            passengers=len(self._options.piggyback),
         )
         return [Section(plan, "hooks", reason)]
 
@@ -113,6 +115,12 @@ class SequencePlanner:
         sections = []
         for origin, reason, buckets in json.loads(text):
             filled = [self._specs(bucket) for bucket in buckets if bucket]
-            plan = place_buckets(filled, self._world_size, riders_apart=not buckets[-1])
+            plan = place_buckets(
+                filled,
+                self._world_size,
+                riders_apart=not buckets[-1],
+                reduction=self._options.reduction,
+                passengers=len(self._options.piggyback),
+            )
             sections.append(Section(plan, origin, reason))
         return self._sequence(sections)

@@ -244,6 +244,9 @@ def _refused(rank: int, wrapper: str) -> None:
         strict = wrappers([wrapper])[wrapper](Mlp(), strict=True)
         with pytest.raises(RuntimeError, match="strict=True wants graphs to reduce"):
             strict.register_comm_hook(None, noop)
+    summing = wrappers([wrapper])[wrapper](Mlp(), reduction="sum")
+    with pytest.raises(RuntimeError, match='takes the place of reduction="sum"'):
+        summing.register_comm_hook(None, noop)
     watched = wrappers([wrapper])[wrapper](Mlp(), verify="always")
     with pytest.warns(UserWarning, match='verify="always" is ignored under a communication hook'):
         watched.register_comm_hook(None, noop)

@@ -118,6 +118,26 @@ def _in_other_loops(rank: int, wrapper: str) -> None:
         assert_equal_on_all_ranks(ddp.module.head.bias.tolist())
 
 
+@pytest.mark.parametrize("reduction", ["weighted", "sum"])
+def test_a_rank_without_data_has_no_weight_and_adds_nothing(ranks2: RankPool, reduction: str) -> None:
+    ranks2.run(_other_reductions, reduction)
+
+
+def _other_reductions(rank: int, reduction: str) -> None:
+    ddp = wrappers(["EagerDDP"])["EagerDDP"](Mlp(), reduction=reduction)
+    with ddp.join(divide_by_initial_world_size=False):
+        for step in range(1 + rank):
+            ddp.zero_grad()
+            loss = ddp(row_batch(rank, step)).square().sum()
+            if step:
+                reference = copy.deepcopy(ddp.module)
+                reference(row_batch(rank, step)).square().sum().backward()
+            loss.backward()
+    if rank == 1:
+        for parameter, other in zip(ddp.module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad)
+
+
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_an_iteration_is_a_synchronised_backward_whatever_forwards_there_are(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_in_other_loops, wrapper)

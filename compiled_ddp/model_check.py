@@ -80,8 +80,9 @@ class ModelWatch:
     Everything is compared by identity or by a few attributes, so that it costs microseconds in every forward.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, *, follows: bool = False) -> None:
+        """With `follows`, what was replaced, removed or frozen is a change like any other, instead of an error."""
+        self._module, self._follows = module, follows
         self._places = trained_places(module)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._trained = [(p, _memory(p)) for p in module.parameters() if p.requires_grad]
@@ -92,12 +93,20 @@ class ModelWatch:
 
         Raises RuntimeError if something was replaced or removed.
         """
-        check_not_replaced(self._places)
+        if not self._follows:
+            check_not_replaced(self._places)
+        elif self._lacks_any():
+            return True
         return (
             any(parameter.requires_grad for parameter in self._frozen)
             or self._has_additions()
             or any(_memory(parameter) != memory for parameter, memory in self._trained)
         )
+
+    def _lacks_any(self) -> bool:
+        """Whether a trained parameter is in no place of the model any more, or is frozen."""
+        now = {id(parameter) for parameter in self._module.parameters() if parameter.requires_grad}
+        return any(id(parameter) not in now for parameter, _ in self._trained)
 
     def _has_additions(self) -> bool:
         if all(_are_the_same(now, before) for now, before in self._contents):

@@ -23,6 +23,7 @@ from compiled_ddp.comm_hook import CommHook, Hook, builtin_hook, check_comm_hook
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device, moved
 from compiled_ddp.explain import Explanation, explain_sequence
+from compiled_ddp.hook_program import check_hook
 from compiled_ddp.model_check import (
     ModelWatch,
     check_model,
@@ -84,7 +85,7 @@ class DataParallelWrapper(nn.Module, Joinable):
             raise
         self._runtime.uneven = self._uneven = UnevenInputs(self, communicator)
         self._unwrapped = False
-        self._watch = ModelWatch(module)
+        self._watch = ModelWatch(module, follows=options.follows_model)
         self._refreshes = self._registrations = 0
         mark_wrapped(module, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
@@ -95,12 +96,15 @@ class DataParallelWrapper(nn.Module, Joinable):
         self._options.check()
         check_model(module, name)
         check_ddp_arguments(self._ddp_arguments, module, name)
+        if self._options.comm_hook is not None:
+            check_hook(self._options.comm_hook, next(iter(trainable_parameters(module).values())))
         return {"wrapper": [name], **describe_model(module, self._options, mode_from_environment())}
 
     def _with_bucket_cap(self, communicator: Communicator, device: torch.device) -> Options:
         """The options with a bucket size: the user's, or the one that fits the link."""
         self._link_bytes_per_second: float | None = None  # unless it was measured
-        if self._options.bucket_cap_mb is not None or self._options.bucket_cap_mb_list:
+        given = (self._options.bucket_cap_mb, self._options.bucket_cap_mb_list or None, self._options.bucket_rule)
+        if any(size is not None for size in given):
             return self._options
         if communicator.world_size == 1:
             return dataclasses.replace(self._options, bucket_cap_mb=bucket_cap_for(math.inf))
@@ -189,12 +193,17 @@ class DataParallelWrapper(nn.Module, Joinable):
         known = self._runtime.parameters
         indices = {id(tensor) for tensor in known.tensors}
         added = {n: p for n, p in trainable_parameters(self.module).items() if id(p) not in indices}
+        kept = list(zip(known.names, known.tensors, strict=True))
+        if self._options.follows_model:  # else they keep their places, which captured segments know
+            present = {id(parameter) for parameter in self.module.parameters()}
+            kept = [(name, parameter) for name, parameter in kept if id(parameter) in present]
         if self._options.init_sync:
             with torch.no_grad():
                 communicator.broadcast([parameter.detach() for parameter in added.values()])
         mark_wrapped(self.module, type(self).__name__)
-        self._runtime.retrain(TrainedParameters((*known.names, *added), (*known.tensors, *added.values())))
-        self._watch = ModelWatch(self.module)
+        trained = [*kept, *added.items()]
+        self._runtime.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
+        self._watch = ModelWatch(self.module, follows=self._options.follows_model)
 
     def _check_and_describe_parts(self) -> dict[str, list[object]]:
         check_parts(self.module)
@@ -390,8 +399,13 @@ class DataParallelWrapper(nn.Module, Joinable):
             name = checked_name()
             if self._options.strict and self._hooks_reason() is None:
                 raise RuntimeError("strict=True wants graphs to reduce, and under a communication hook none does.")
-            if self._options.reduction != "mean":
-                raise RuntimeError(f'a communication hook takes the place of reduction="{self._options.reduction}".')
+            if self._options.planned_reduction != "mean" or self._options.scaling is not None:
+                what = (
+                    f'reduction="{self._options.reduction}"' if self._options.reduction != "mean" else "other options"
+                )
+                raise RuntimeError(
+                    f"a communication hook takes the place of {what}, comm_hook= and scaling: drop them."
+                )
             return {"communication hook": [name], "number of backwards before it": [self._runtime.backwards]}
 
         agree_on_description(
@@ -467,6 +481,20 @@ class DataParallelWrapper(nn.Module, Joinable):
         """
         carried = self._runtime.carried
         return {} if carried is None else dict(zip(self._options.piggyback, carried.unbind(), strict=True))
+
+    def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
+        """What the `comm_hook` keeps on this rank, by the names of each bucket's parameters; another on every rank."""
+        hook = self._runtime.hook
+        return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
+
+    def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Take up what `comm_hook_state_dict` has returned, on the same rank, with equal buckets.
+
+        Raises KeyError for a parameter that the model does not have, RuntimeError without a `comm_hook`.
+        """
+        if self._runtime.hook is None:
+            raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
+        self._runtime.hook.load_state_dict(state, self._runtime.parameters.names)
 
     # ---- what users look at ------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private, users_hooks
-from compiled_ddp.comm_hook import CommHook, HookBucket, HookedReduction
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.hook_program import BucketHook, HookedWork
@@ -19,6 +18,7 @@ from compiled_ddp.returned_gradients import ReturnedGradients
 from compiled_ddp.riders import Message, write_riders
 from compiled_ddp.scaling import Scaling
 from compiled_ddp.standing import names_in_words
+from compiled_ddp.torch_comm_hook import CommHook, HookBucket, HookedReduction
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import torch
 from compiled_ddp import torch_private
 from compiled_ddp.agreed_sequence import AgreedSequence
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
-from compiled_ddp.comm_hook import REGISTERED, CommHook
 from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
@@ -24,6 +23,7 @@ from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, returns_inputs_alone, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
 from compiled_ddp.step_check import StepCheck
+from compiled_ddp.torch_comm_hook import REGISTERED, CommHook
 from compiled_ddp.uneven_inputs import UnevenInputs
 
 

@@ -19,7 +19,6 @@ from compiled_ddp import torch_private
 from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.backward import TrainedParameters
 from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
-from compiled_ddp.comm_hook import CommHook, Hook, builtin_hook, check_comm_hook
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device, moved
 from compiled_ddp.explain import Explanation, explain_sequence
@@ -37,6 +36,7 @@ from compiled_ddp.options import Mode, Options, mode_from_environment
 from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
 from compiled_ddp.stats import training_stats
+from compiled_ddp.torch_comm_hook import CommHook, Hook, builtin_hook, check_comm_hook
 from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
 
 # Components of state_dict keys that wrappers add and that no module of the user need have.

@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import torch_private
-from compiled_ddp.comm_hook import HookBucket
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, Riders
 from compiled_ddp.riders import Findings, Message, RiderReader, rider_values
+from compiled_ddp.torch_comm_hook import HookBucket
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

@@ -27,6 +27,7 @@ class AgreedSequence:
         self.unused: frozenset[int] = frozenset()  # parameters that no rank has used: their sections are not launched
         self.graph_sections: dict[str, list[int]] = {}  # fingerprint -> the launched sections of equal graphs
         self.hooks_reason = hooks_reason
+        self._to_comm_hook = False
         self._options, self._communicator = options, communicator
         self._holds = False  # whether the next backward keeps `sequence`
         self._beginnings = -1
@@ -35,12 +36,18 @@ class AgreedSequence:
 
     def begin_anew(self, parameters: TrainedParameters) -> None:
         """Let the next synchronised backward bring a new sequence about."""
-        self._planner = SequencePlanner(parameters, self._options, self._communicator.world_size)
+        self._planner = SequencePlanner(
+            parameters, self._options, self._communicator.world_size, riders_apart=self._to_comm_hook
+        )
         self._beginnings += 1
         self._holds = False
         if self.hooks_reason is not None:
             self._adopt(self._planner.propose([], reason=self.hooks_reason))
         self.refined, self.unused, self._misfits = False, frozenset(), 0
+
+    def leave_to_comm_hook(self, reason: str) -> None:
+        """From the next `begin_anew` on, plan buckets for a communication hook: without riders."""
+        self.hooks_reason, self._to_comm_hook = reason, True
 
     def propose(self, plans: Callable[[], Sequence[BucketPlan]]) -> ReductionSequence:
         """The sequence for the backward that begins; `plans`, asked for if need be, are of the calls it will run."""

@@ -13,11 +13,12 @@ from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.hook_program import BucketHook, HookedWork
 from compiled_ddp.launch_observer import profiled
-from compiled_ddp.plan import FIRST_USED, WEIGHT, Bucket, BucketPlan, Section
+from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, WEIGHT, Bucket, BucketPlan, Section
 from compiled_ddp.returned_gradients import ReturnedGradients
 from compiled_ddp.riders import Message, write_riders
 from compiled_ddp.scaling import Scaling
 from compiled_ddp.standing import names_in_words
+from compiled_ddp.torch_comm_hook import CommHook, HookBucket, HookedReduction
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class _Progress:
     section: int
     bucket: Bucket
     missing: set[int]
-    work: dist.Work | HookedWork | None = None
+    work: dist.Work | HookedReduction | HookedWork | None = None
     summed: torch.Tensor | None = None  # what was launched, where `Scaling` is still to bring it back
     normalised: bool = False  # whether a weighted sum has been divided by the sum of the weights
 
@@ -71,11 +72,15 @@ class SynchronisedBackward:
         used_before: set[int],
         message: Message,
         gradient_as_bucket_view: bool = True,
+        comm_hook: CommHook | None = None,
         launching: Callable[[Bucket, torch.Tensor], None],
         hook: BucketHook | None = None,
         scaling: Scaling | None = None,
     ) -> None:
-        """`launching` is told of every flat buffer right before hooks launch it; `hook` reduces them."""
+        """`launching` is told of every flat buffer right before hooks launch it; `hook` reduces them.
+
+        With `comm_hook`, that one of torch's kind reduces every bucket of gradients.
+        """
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
         self.delayed = False  # whether nothing is launched before the backward has ended
@@ -90,6 +95,9 @@ class SynchronisedBackward:
         self._as_view = gradient_as_bucket_view
         self._reduction = sections[0].plan.reduction
         self._share = sections[0].plan.share * (message.weight if self._reduction == "weighted" else 1.0)
+        if comm_hook is not None:
+            self._share = 1.0  # the hook divides
+        self._comm_hook = comm_hook
         self._launching, self._hook, self._scaling = launching, hook, scaling
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
@@ -318,6 +326,9 @@ class SynchronisedBackward:
 
     def _launch(self, position: int) -> None:
         progress, buffer = self._progress[position], self._buffers[position]
+        if self._comm_hook is not None and progress.bucket.gradients:
+            self._hand_to(self._comm_hook, position)
+            return
         layout = progress.bucket.riders
         if layout is not None and buffer.riders is not None:
             write_riders(buffer.riders, layout, self.message, self._is_used)
@@ -328,6 +339,31 @@ class SynchronisedBackward:
                 progress.work = self._reduce(progress.bucket, progress.summed)
         except RuntimeError as error:
             raise self._communicator.failure(error, f"{self._words(position)} could not be launched") from error
+        self._standing.hooks_launched(position)
+
+    def _hand_to(self, comm_hook: CommHook, position: int) -> None:
+        """Let the hook reduce a bucket. If it raises, only the riders go out, to tell the other ranks."""
+        if comm_hook.broken:
+            return
+        progress = self._progress[position]
+        bucket = HookBucket(
+            progress.bucket,
+            self._buffers[position].flat,
+            self._parameters.tensors,
+            index=sum(bool(p.bucket.gradients) for p in self._progress[:position]),
+            is_last=not any(p.bucket.gradients for p in self._progress[position + 1 :]),
+        )
+        try:
+            with profiled("hand over", self._standing.bucket, position):
+                progress.work = comm_hook.launch(bucket, self._buffers[position].flat)
+        except BaseException as error:
+            comm_hook.broken = self.message.aborted = self.message.hook_failed = True
+            self._launch_to(len(self._progress))
+            where = f"the communication hook {comm_hook.name} failed for {self._words(position)}"
+            if isinstance(error, RuntimeError):  # of a collective, maybe
+                raise self._communicator.failure(error, where) from error
+            error.add_note(where)
+            raise
         self._standing.hooks_launched(position)
 
     def _reduce(self, bucket: Bucket, flat: torch.Tensor) -> dist.Work | HookedWork:
@@ -402,7 +438,17 @@ class SynchronisedBackward:
         return _sum_in_order([self._buffers[position].views[index] for position in positions])
 
     def wait(self) -> None:
-        """Wait for every bucket that hooks launched; a graph waits for its own."""
+        """Wait for every bucket that hooks launched; a graph waits for its own.
+
+        Not for a communication hook that has failed on some rank: what the others launched may never end.
+        """
+        if self._comm_hook is not None:
+            self._wait(len(self._progress) - 1)
+            riders = self._buffers[len(self._progress) - 1].riders
+            if riders is not None and riders.device.type == "cpu" and riders[HOOK_FAILED] > 0:
+                self._comm_hook.broken = True
+            if self._comm_hook.broken:
+                return
         self._wait(*range(len(self._progress)))
 
     def _wait(self, *positions: int) -> None:

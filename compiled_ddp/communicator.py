@@ -136,13 +136,16 @@ class Communicator:
         with self.explaining("a maximum over ranks failed"):
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
 
-    def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Overwrite `tensors` with those of the group's rank 0."""
+    def broadcast(self, tensors: Sequence[torch.Tensor], *, source: int = 0) -> None:
+        """Overwrite `tensors` with those of the group's rank `source`."""
         if tensors and self.world_size > 1:
-            self.standing.note_wait("the parameters and buffers of the group's first rank")
+            self.standing.note_wait(f"the parameters and buffers of {self._in_words(source)}")
             with self.explaining("the broadcast of parameters and buffers failed"):
-                torch_private.broadcast_coalesced(self.group, list(tensors), source=0)
+                torch_private.broadcast_coalesced(self.group, list(tensors), source=source)
             self.standing.note_wait("")
+
+    def _in_words(self, rank: int) -> str:
+        return f"rank {self.ranks.ranks[rank]}" if rank else "the group's first rank"
 
     def failure(self, error: RuntimeError, what: str | None = None) -> RuntimeError:
         """`error`, of a wait or a launch, in the words of `what`, with a report of where every rank stands."""

@@ -39,6 +39,10 @@ class ForwardCount:
             node.metadata["compiled_ddp.forward"] = graph
         self._thrown_away_if_dead = weakref.ref(graph)
 
+    def follow(self, value: int) -> None:
+        """Take the number that other ranks have, on one that shadows them."""
+        self.value, self._thrown_away_if_dead = value, None
+
     def backward_began(self) -> None:
         """Keep the latest forward counted whatever becomes of its graph."""
         self._thrown_away_if_dead = None

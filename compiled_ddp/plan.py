@@ -94,7 +94,8 @@ VERIFY = 3
 ANNOUNCED = 4
 MISFIT = 5
 WEIGHT = 6
-FIRST_USED = 7
+HOOK_FAILED = 7
+FIRST_USED = 8
 
 COUNT_MODULUS = 64  # sums of squares stay exact in float32 up to 4096 ranks
 
@@ -111,6 +112,7 @@ class Riders:
     | `VERIFY` | 1 where a rank wishes to prove the reduction |
     | `ANNOUNCED` | how many parameters of "unused" sections this rank has used after all |
     | `MISFIT` | 1 where the graphs of the backward do not fit the sequence |
+    | `HOOK_FAILED` | 1 where the communication hook raised, and no further bucket was handed to it |
     | `WEIGHT` | this rank's weight in a weighted mean |
     | `FIRST_USED + k` | 1 where the k-th gradient of the plan was produced on this rank |
     | the last `passengers` | what the user gives to `piggyback` |

@@ -59,6 +59,7 @@ class Proof:
         """`verify` is the wrapper's option: "first", "always" or "off"."""
         self._communicator, self._verify = communicator, verify
         self._active = verify != "off" and communicator.world_size > 1
+        self._why_off = 'verify="off"' if verify == "off" else ""
         self.pending: dict[int, str] = {}  # parameter -> why
         self._tried = 0  # synchronised backwards since the first one, or since there was something new to look at
         self._verifies = False  # whether the backward under way ends with the exchange
@@ -78,6 +79,10 @@ class Proof:
     def look_again(self) -> None:
         """Verify the next backwards while something is pending. On all ranks before the same backward."""
         self._tried = 0
+
+    def switch_off(self, reason: str) -> None:
+        """Look at nothing from here on: ranks need not agree after the reduction. On all ranks."""
+        self._active, self._why_off = False, reason
 
     # ---- during a backward -------------------------------------------------------------------------------------------
 
@@ -206,8 +211,8 @@ class Proof:
 
     def __str__(self) -> str:
         """How far the proof has come, in a sentence; empty where there is but one rank."""
-        if self._verify == "off":
-            return 'Whether gradients were reduced is not looked at: verify="off".'
+        if self._why_off:
+            return f"Whether gradients were reduced is not looked at: {self._why_off}."
         if not self._active:
             return ""
         everything = len(self._specs)

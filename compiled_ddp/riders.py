@@ -12,6 +12,7 @@ from compiled_ddp.plan import (
     FIRST_USED,
     FORWARD_COUNT,
     FORWARD_COUNT_SQUARED,
+    HOOK_FAILED,
     MISFIT,
     VERIFY,
     WEIGHT,
@@ -28,6 +29,7 @@ class Message:
     misfit: bool = False
     aborted: bool = False
     verify: bool = False
+    hook_failed: bool = False
     weight: float = 1.0
     passengers: torch.Tensor | None = None  # the user's values, shape (riders.passengers,); None for zeros
 
@@ -56,6 +58,7 @@ def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) 
     values[ABORTED], values[ANNOUNCED], values[MISFIT], values[VERIFY] = map(
         float, (message.aborted, message.announced, message.misfit, message.verify)
     )
+    values[HOOK_FAILED] = float(message.hook_failed)
     values[WEIGHT] = message.weight
     return torch.tensor(values + [float(used(index)) for index in riders.indices])
 
@@ -69,6 +72,7 @@ class Findings:
     announced: bool = False  # whether a rank has used a parameter of an "unused" section
     misfits_on: int = 0  # ranks whose graphs did not fit the sequence
     verify: bool = False  # whether a rank wishes that all prove the reduction
+    hook_failed_on: int = 0  # ranks on which the communication hook raised
 
 
 class RiderReader:
@@ -116,4 +120,5 @@ class RiderReader:
                 self._world_size * sums[FORWARD_COUNT_SQUARED] != sums[FORWARD_COUNT] ** 2 for sums in sections
             ),
             verify=any(sums[VERIFY] > 0 for sums in sections),
+            hook_failed_on=int(max(sums[HOOK_FAILED] for sums in sections)),
         )

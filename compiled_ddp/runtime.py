@@ -24,6 +24,8 @@ from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, returns_inputs_alone, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
 from compiled_ddp.step_check import StepCheck
+from compiled_ddp.torch_comm_hook import REGISTERED, CommHook
+from compiled_ddp.uneven_inputs import UnevenInputs
 
 
 class SegmentCall(Protocol):
@@ -70,6 +72,9 @@ class Runtime:
         self.carried: torch.Tensor | None = None  # the sums over ranks of the user's rider elements
         self._passengers: torch.Tensor | None = None  # the user's rider elements for the next synchronised backward
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
+        self.comm_hook: CommHook | None = None
+        self.uneven: UnevenInputs | None = None
+        self.backwards = 0  # synchronised ones begun, the same on ranks that are level
         self.local = False  # whether backwards that begin now stay local, wherever their forward was called
         self.reduced: Callable[[list[torch.Tensor]], None] = lambda _: None  # told of each backward's flat buckets
         self._options = options
@@ -97,6 +102,8 @@ class Runtime:
 
         `counted` tells whether every rank is to begin as many such forwards as this one.
         """
+        if synchronise and self.comm_hook is not None:
+            self.comm_hook.refuse_if_broken()
         self.synchronise = self._expected = synchronise
         self._hooks.hold_back_users()
         self._counted = synchronise and counted
@@ -184,6 +191,11 @@ class Runtime:
         """
         self.communicator.refuse_if_failed()
         self._thread = threading.get_ident()
+        if self.comm_hook is not None:
+            self.comm_hook.refuse_if_broken()
+        if self.uneven is not None:
+            self.uneven.begin_backward(self._forwards.value)
+        self.backwards += 1
         self._expected = self._expected and returned is not None
         self._hooks.hold_back_users()
         self._forwards.backward_began()
@@ -211,6 +223,18 @@ class Runtime:
             weight = self.weight if self._used else 0.0
             self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=weight)
             self._finish()
+
+    def shadow_backward(self, forward_count: int) -> None:
+        """Take part in the other ranks' backward with nothing but zeros: this rank's data has run out (`join`).
+
+        .grad becomes what it is on the others, who have begun `forward_count` forwards.
+        """
+        with self._lock:
+            for parameter in self.parameters.tensors:
+                parameter.grad = None
+            self._used, self._passengers = set(), None
+            self._forwards.follow(forward_count)
+            self.skip_backward()
 
     def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
         """Hooks reduce what this backward's calls and the sequence's graph sections do not both have.
@@ -249,6 +273,7 @@ class Runtime:
             used_before=used_before,
             message=message,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
+            comm_hook=self.comm_hook,
             launching=self.proof.launching,
             hook=self.hook,
             scaling=self._options.scaling,
@@ -261,6 +286,8 @@ class Runtime:
                 self._note_local_use(call)
                 return None
             backward = self.enter_backward()
+            if self.agreed.hooks_reason is not None:
+                return None
             section = self._claim_for(backward, call)
             if section is None:
                 self._report_not_claimed(backward, call)
@@ -389,6 +416,7 @@ class Runtime:
         first = not self.agreed.refined
         if first:
             reduced |= self._refine(backward)
+        self._divide_by_training_ranks(reduced | backward.reduced_in_graphs)
         self.proof.conclude(lambda index: backward.outcome(index, reduced))
         if first:
             reduced = reduced | backward.reduced_in_graphs
@@ -400,6 +428,18 @@ class Runtime:
         if first:
             self._remove_needless_hooks()
 
+    @torch.no_grad()
+    def _divide_by_training_ranks(self, reduced: Iterable[int]) -> None:
+        """Make the mean over all ranks one over those that still have data, where `join` was asked to."""
+        if self.uneven is None or self.uneven.factor == 1.0 or self._options.planned_reduction != "mean":
+            return
+        if self.comm_hook is not None:
+            return  # it divides by itself
+        for index in reduced:
+            gradient = self.parameters.tensors[index].grad
+            if gradient is not None:
+                gradient.mul_(self.uneven.factor)
+
     def _finish_returned(self, local: Sequence[int]) -> None:
         """The end of a torch.autograd.grad: .grad is as it was, and a backward that accumulates may still come.
 
@@ -407,6 +447,11 @@ class Runtime:
         """
         self.proof.postpone()
         self._forget_unless_refined()
+        if self.uneven is not None and self.uneven.factor != 1.0 and self._options.planned_reduction == "mean":
+            raise RuntimeError(
+                "torch.autograd.grad returns the mean over all ranks, some of which have joined: use loss.backward(), "
+                "or join(divide_by_initial_world_size=True)."
+            )
         if local:
             raise RuntimeError(
                 f"torch.autograd.grad would return this rank's own gradient of {self.parameters.named(local)}, which "
@@ -444,6 +489,13 @@ class Runtime:
         self.proof.begin_anew(self.parameters)
         self._hooks.install()
 
+    def register_comm_hook(self, comm_hook: CommHook) -> None:
+        """Let a communication hook reduce every bucket. On all ranks before the same backward."""
+        self.comm_hook = comm_hook
+        self.agreed.leave_to_comm_hook(REGISTERED)
+        self.proof.switch_off(REGISTERED)
+        self.forget_sequence()
+
     def _remove_needless_hooks(self) -> None:
         """Where graphs reduce everything, only parameters that no rank has used are still watched."""
         if not self.agreed.by_hooks:
@@ -468,6 +520,13 @@ class Runtime:
 
     def _heed(self, findings: Findings) -> None:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
+        if findings.hook_failed_on and self.comm_hook is not None:
+            self.comm_hook.broken = True
+            raise RuntimeError(
+                f"rank {self.communicator.rank}: the communication hook {self.comm_hook.name} raised on "
+                f"{findings.hook_failed_on} rank(s) in the backward of forward {self._forwards.value}, which was not "
+                "reduced. Look for the exception on the other ranks; the wrapper cannot reduce any more."
+            )
         if findings.aborted_on:
             self.proof.postpone()
             self._forget_unless_refined()
@@ -558,7 +617,8 @@ class Runtime:
     def _refine(self, backward: SynchronisedBackward) -> set[int]:
         """Fix the sequence after the first synchronised backward, and reduce what it left mixed, which is returned."""
         # What is set apart must be announced in the very backward that uses it: elsewhere riders are read too late.
-        unused = backward.unused_everywhere() if self._on_cpu else set()
+        # A communication hook gets every bucket in every backward, as under DDP: it may keep memory by index.
+        unused = backward.unused_everywhere() if self._on_cpu and self.comm_hook is None else set()
         sequence = self.agreed.refine(backward.observations, unused)
         mixed = [section for section in sequence.sections if section.reduces_again]
         reduced: set[int] = set()

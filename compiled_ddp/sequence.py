@@ -24,8 +24,12 @@ from compiled_ddp.plan import ADMITTED, MIXED, NOT_CAPTURED, BucketPlan, Gradien
 class SequencePlanner:
     """Makes sequences from what a rank knows; the same inputs give the same sequence on every rank."""
 
-    def __init__(self, parameters: TrainedParameters, options: Options, world_size: int) -> None:
+    def __init__(
+        self, parameters: TrainedParameters, options: Options, world_size: int, *, riders_apart: bool = False
+    ) -> None:
+        """`riders_apart` gives the riders of what hooks launch a bucket of their own."""
         self._parameters, self._options, self._world_size = parameters, options, world_size
+        self._riders_apart = riders_apart
 
     def propose(self, segments: Sequence[BucketPlan], *, reason: str = NOT_CAPTURED) -> ReductionSequence:
         """The sequence for a backward that will run `segments` (plans over parameters) in this order."""
@@ -95,6 +99,7 @@ class SequencePlanner:
             self._specs(indices),
             capacities_bytes=self._options.bucket_capacities_bytes,
             world_size=self._world_size,
+            riders_apart=self._riders_apart,
             reduction=self._options.planned_reduction,
             passengers=len(self._options.piggyback),
         )

@@ -599,6 +599,9 @@ def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], *
     dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, source)
 
 
+AnyFuture = torch._C.Future  # what `then` and collectives return; torch.futures.Future is a subclass
+
+
 # ---- looking at what runs --------------------------------------------------------------------------------------------
 
 DispatchMode = TorchDispatchMode

@@ -5,13 +5,15 @@ import dataclasses
 import itertools
 import math
 import types
+import warnings
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 
 from compiled_ddp import torch_private
 from compiled_ddp.agreement import agree_on_description
@@ -33,12 +35,15 @@ from compiled_ddp.model_check import (
 from compiled_ddp.options import Mode, Options, mode_from_environment
 from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
+from compiled_ddp.stats import training_stats
+from compiled_ddp.torch_comm_hook import CommHook, Hook, builtin_hook, check_comm_hook
+from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
 
 # Components of state_dict keys that wrappers add and that no module of the user need have.
 _WRAPPER_PREFIXES = ("module", "_orig_mod")
 
 
-class DataParallelWrapper(nn.Module):
+class DataParallelWrapper(nn.Module, Joinable):
     """A module whose gradients are averaged over ranks. Base of `CompiledDDP` and `EagerDDP`."""
 
     is_compiled_ddp_wrapper = True
@@ -52,6 +57,7 @@ class DataParallelWrapper(nn.Module):
         ddp_arguments: DDPArguments,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
         self._options, self._ddp_arguments = options, ddp_arguments
         ranks = RankGroup(group_of(process_group, ddp_arguments))
         name = type(self).__name__
@@ -77,9 +83,10 @@ class DataParallelWrapper(nn.Module):
         except BaseException:
             communicator.close()
             raise
+        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator)
         self._unwrapped = False
         self._watch = ModelWatch(module, follows=options.follows_model)
-        self._refreshes = 0
+        self._refreshes = self._registrations = 0
         mark_wrapped(module, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_strip_own_prefix)  # type: ignore[no-untyped-call]
@@ -143,7 +150,9 @@ class DataParallelWrapper(nn.Module):
             self._begin_forward(with_gradients=with_gradients)
         elif with_gradients and torch_private.in_reentrant_checkpoint():
             self._runtime.begin_reentrant_forward(synchronise=self._require_sync)
-        self._buffers_stale = with_gradients and self._require_sync  # also if the module raises: as on other ranks
+        # Also if the module raises: as on other ranks.
+        stale = self._buffers_stale and self._uneven.is_training  # put off, see _begin_forward
+        self._buffers_stale = stale or (with_gradients and self._require_sync)
         args, kwargs = self._on_its_device(args, kwargs)
         outputs = self._run_module(*args, **kwargs)
         if with_gradients:
@@ -158,7 +167,11 @@ class DataParallelWrapper(nn.Module):
         if with_gradients:
             self._runtime.begin_forward(synchronise=self._require_sync, counted=self.training)
         if self._buffers_stale and self._options.synchronise_buffers_in_forward:
-            self._broadcast_buffers()
+            if not self._uneven.is_training:
+                self._broadcast_buffers()
+            elif with_gradients and self._require_sync and next(self.module.buffers(), None) is not None:
+                # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
+                self._broadcast_buffers(self._uneven.begin_broadcast())
 
     def _refuse_unwrapped(self) -> None:
         if self._unwrapped:
@@ -197,9 +210,9 @@ class DataParallelWrapper(nn.Module):
         return describe_model(self.module, self._options, self._mode)
 
     @torch.no_grad()
-    def _broadcast_buffers(self) -> None:
+    def _broadcast_buffers(self, source: int = 0) -> None:
         # Of .data, which has a version counter of its own: a graph that saved a buffer may still run its backward.
-        self._runtime.communicator.broadcast([buffer.data for buffer in self.module.buffers()])
+        self._runtime.communicator.broadcast([buffer.data for buffer in self.module.buffers()], source=source)
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Compile what a step with this batch needs, on every rank, before the first step: pass what forward takes.
@@ -267,6 +280,144 @@ class DataParallelWrapper(nn.Module):
         example before leaving the training loop. A no-op when no backward is broken.
         """
         self._runtime.finish_broken_backward()
+
+    # ---- uneven inputs -----------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Train on as many batches as each rank has, as under torch's DDP.
+
+            with ddp.join():
+                for x, y in batches:  # fewer on some rank
+                    ddp(x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        A rank that leaves the loop takes part in the others' backwards with zeros, until all have left. Then every
+        rank takes the parameters, and the buffers if forwards synchronise them, of the last one to leave. For an
+        optimizer that communicates (ZeroRedundancyOptimizer) use torch's `Join([ddp, optimizer])`.
+
+        Args:
+            divide_by_initial_world_size: divide sums of gradients by the number of all ranks; False divides by the
+                number of those that still have data. Without effect on sums, weighted means and communication hooks.
+            enable: False does nothing, for data that is known to be even.
+            throw_on_early_termination: raise RuntimeError on every rank as soon as one has left, instead of going on.
+
+        In it buffers come from the first rank that still has data, in forwards that are synchronised.
+        """
+        context: contextlib.AbstractContextManager[None] = JoinContext(
+            self,
+            self._uneven,
+            self._follow,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+        return context
+
+    def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
+        """What torch's `Join` calls. Takes `divide_by_initial_world_size`, as `join` does."""
+        self._refuse_unwrapped()
+        self._uneven.divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return WrapperJoinHook(self._follow, self._take_final_model)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._runtime.parameters.tensors[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        """The user's group, on which torch's `Join` counts the ranks that go on."""
+        return self._runtime.communicator.ranks.group()
+
+    def _follow(self) -> None:
+        self._runtime.finish_broken_backward()
+        self._uneven.shadow(self._broadcast_buffers, self._runtime.shadow_backward)
+
+    @torch.no_grad()
+    def _take_final_model(self, is_last_joiner: bool) -> None:
+        tensors = [parameter.data for parameter in self.module.parameters()]
+        if self._options.synchronise_buffers_in_forward:
+            tensors += [buffer.data for buffer in self.module.buffers()]
+        self._runtime.communicator.broadcast(tensors, source=self._uneven.last_of(is_last_joiner))
+        self._buffers_stale = True
+        self._uneven.leave()
+
+    # ---- communication hooks -----------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let `hook(state, bucket)` reduce every bucket from the next backward on, as under torch's DDP.
+
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)  # on every rank, before training
+
+        Hooks written for DDP work as they are, torch's own in `torch.distributed.algorithms.ddp_comm_hooks` among
+        them. `bucket` has the methods of `dist.GradBucket`: `index()`, `is_last()`, `buffer()`, `set_buffer()`,
+        `gradients()` and `parameters()`. The gradients in it are not divided: the hook divides. It returns a
+        `torch.futures.Future` that holds the reduced tensor, as large as the buffer. Buckets come in one order on all
+        ranks, whatever a rank ran, and have the same sizes from the second backward on.
+
+        Gradient hooks then launch all buckets, also under `compile_ddp`, whose graphs stay without communication. The
+        proof is off (`verify`), because ranks need not agree after a hook of any kind.
+
+        A collective: every rank calls it, between the same two steps. The wrapper compares the hooks' names.
+
+        Raises TypeError or ValueError for what cannot be a hook; RuntimeError if one is registered already, if a rank
+        does not register or registers another one, inside a backward, under `strict=True`, which wants graphs, and
+        with a `reduction` other than the mean, whose place the hook takes. A hook that raises in a backward ends that
+        backward on every rank, and the wrapper cannot reduce any more.
+        """
+        self._register(state, hook, lambda: check_comm_hook(hook))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """Let the hook that DDP has built in reduce every bucket, on the wrapper's own communicator."""
+
+        def name() -> str:
+            builtin_hook(comm_hook_type)
+            return str(comm_hook_type)
+
+        def reduce(state: Communicator, bucket: Any) -> Any:
+            return builtin_hook(comm_hook_type)(state, bucket)
+
+        self._register(self._runtime.communicator, reduce, name)
+
+    def _register(self, state: object, hook: Hook, checked_name: Callable[[], str]) -> None:
+        self._refuse_unwrapped()
+        if self._runtime.comm_hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        if torch_private.current_graph_task() != -1:
+            raise RuntimeError("register_comm_hook() was called inside a backward: call it before or after one.")
+        self._runtime.finish_broken_backward()
+        self._registrations += 1
+        ranks, name = self._runtime.communicator.ranks, ""
+
+        def describe() -> dict[str, list[object]]:
+            nonlocal name
+            name = checked_name()
+            if self._options.strict and self._hooks_reason() is None:
+                raise RuntimeError("strict=True wants graphs to reduce, and under a communication hook none does.")
+            if self._options.planned_reduction != "mean" or self._options.scaling is not None:
+                what = (
+                    f'reduction="{self._options.reduction}"' if self._options.reduction != "mean" else "other options"
+                )
+                raise RuntimeError(
+                    f"a communication hook takes the place of {what}, comm_hook= and scaling: drop them."
+                )
+            return {"communication hook": [name], "number of backwards before it": [self._runtime.backwards]}
+
+        agree_on_description(
+            ranks,
+            describe,
+            occasion=f"communication hook/{self._registrations}",
+            purpose="to compare the communication hooks of all ranks",
+            failure="the communication hook was not registered",
+        )
+        if self._options.verify == "always":
+            warnings.warn('verify="always" is ignored under a communication hook.', stacklevel=3)
+        self._runtime.register_comm_hook(CommHook(state, hook, name=name, timeout=ranks.timeout))
 
     @property
     def reduction(self) -> ReductionKind:
@@ -364,6 +515,21 @@ class DataParallelWrapper(nn.Module):
             self._link_bytes_per_second,
             str(self._runtime.proof),
         )
+
+    def stats(self) -> dict[str, Any]:
+        """What torch's DDP tells in `_get_ddp_logging_data()`, under the same names, as plain values. No collective.
+
+        Sizes are in bytes; `bucket_sizes` and `per_bucket_param_indices` (positions among the trained parameters) are
+        of the buckets in launch order, riders included, and empty before there is a plan. `has_rebuilt_buckets` tells
+        whether the sequence is fixed, `iteration` counts the synchronised backwards begun, `comm_hook` is the hook's
+        name or empty, `unused_parameters` are those that no rank has used.
+
+        Left out: all times, CUDA's and the host's; environment variables and gloo's and NCCL's settings; what is
+        without effect here (`find_unused_parameters`, `static_graph`, `device_ids`). `torch.profiler` shows when each
+        bucket is launched and awaited, `explain()` why hooks reduce what they do.
+        """
+        self._refuse_unwrapped()
+        return training_stats(self.module, self._runtime, self._options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what the bare module, or any wrapper of it, has saved: keys may carry `module.` and `_orig_mod.`.

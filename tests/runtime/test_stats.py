@@ -1,0 +1,54 @@
+"""`stats()`: what torch's DDP tells in its logging data."""
+
+import copy
+
+import pytest
+import torch
+from models import Mlp, row_batch, wrappers
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+from ranks import RankPool
+
+
+class OneUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.never = Mlp(), nn.Linear(2, 3, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x).sum()
+
+
+def _stats(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](OneUnused(), bucket_cap_mb=25.0)
+    theirs = DistributedDataParallel(copy.deepcopy(ddp.module), gradient_as_bucket_view=True)
+    before = ddp.stats()
+    assert (before["iteration"], before["has_rebuilt_buckets"]) == (0, False)
+    for step in range(2):
+        ddp(row_batch(rank, step)).backward()
+    stats, data = ddp.stats(), theirs._get_ddp_logging_data()
+    same = ("world_size", "rank", "module_name", "backend_name", "num_parameter_tensors", "total_parameter_size_bytes")
+    for name in (*same, "bucket_cap_bytes", "broadcast_buffers", "gradient_as_bucket_view", "has_sync_bn"):
+        assert stats[name] == data[name], name
+    assert stats["device"] == "cpu" and stats["dtypes"] == ("float32", "float64")
+    assert stats["comm_hook"] == ""
+    assert (stats["iteration"], stats["has_rebuilt_buckets"]) == (2, True)
+    assert stats["unused_parameters"] == ("never.weight", "never.bias")
+    assert stats["unused_parameter_size"] == 9 * 8
+    assert stats["bucket_sizes"] == tuple(bucket.nbytes for bucket in ddp.plan.buckets)
+    assert sorted(i for indices in stats["per_bucket_param_indices"] for i in indices) == list(range(6))
+    assert stats["num_buckets_reduced"] == len(ddp.plan.buckets)
+    assert stats["num_buckets_in_graphs"] == (stats["num_buckets_reduced"] if wrapper == "compile_ddp" else 0)
+
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    theirs.register_comm_hook(None, default_hooks.allreduce_hook)
+    ddp(row_batch(rank)).backward()
+    assert ddp.stats()["comm_hook"] == theirs._get_ddp_logging_data()["comm_hook"] == "allreduce_hook"
+    assert ddp.stats()["unused_parameters"] == () and ddp.stats()["num_buckets_in_graphs"] == 0
+
+
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_stats_tell_what_ddps_logging_data_does(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_stats, wrapper)

@@ -21,6 +21,7 @@ ImportError from this module.
 | `_broadcast_coalesced` | parameters and buffers |
 | `ProcessGroup._get_sequence_number_for_group` | how many collectives a rank has launched, for the report of a hang |
 | `torch.autograd.profiler._is_profiler_enabled` | whether launches and waits need their names |
+| `_ddp_params_and_buffers_to_ignore` of a module | which parameters and buffers DDP leaves alone |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
 """
 
@@ -643,6 +644,16 @@ def without_compile_wrapper(module: torch.nn.Module) -> torch.nn.Module:
     while isinstance(module, torch._dynamo.OptimizedModule):
         module = module._orig_mod
     return module
+
+
+def without_compile_prefixes(name: str) -> str:
+    """The name of a parameter or buffer without what torch.compile(module) adds to it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def names_to_ignore(module: torch.nn.Module) -> Sequence[str]:
+    """The parameters and buffers that torch's DistributedDataParallel is told to leave alone in `module`."""
+    return tuple(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:

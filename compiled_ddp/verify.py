@@ -12,7 +12,7 @@ from tabulate import tabulate
 from torch import nn
 
 from compiled_ddp.compiled import compile_ddp
-from compiled_ddp.model_check import trainable_parameters
+from compiled_ddp.own_state import OwnState
 from compiled_ddp.wrapper import DataParallelWrapper
 
 # A gradient that is zero but for rounding (of a bias in front of a normalisation) is compared with this part of the
@@ -150,7 +150,7 @@ def _mean_by_hand(reference: nn.Module, loss: torch.Tensor) -> dict[str, torch.T
     reference.zero_grad(set_to_none=True)
     loss.backward()
     means = {}
-    for name, parameter in trainable_parameters(reference).items():
+    for name, parameter in OwnState(reference).trained().items():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         ranks_with_one = torch.tensor(float(parameter.grad is not None), device=parameter.device)
         total = gradient.to(_wide(parameter), memory_format=torch.contiguous_format)
@@ -171,7 +171,7 @@ def _differences(
     sizes = {name: 0.0 if mean is None else _largest_element(mean) for name, mean in expected.items()}
     least = SMALLEST_SCALE * max(sizes.values())
     found = []
-    for name, parameter in trainable_parameters(module).items():
+    for name, parameter in OwnState(module).trained().items():
         gradient, mean = parameter.grad, expected[name]
         if gradient is not None and mean is not None:
             here = _largest_element(gradient.to(mean.dtype) - mean)

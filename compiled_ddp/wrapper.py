@@ -26,10 +26,10 @@ from compiled_ddp.model_check import (
     check_parts,
     describe_model,
     mark_wrapped,
-    trainable_parameters,
     unmark_wrapped,
 )
 from compiled_ddp.options import Mode, Options, mode_from_environment
+from compiled_ddp.own_state import OwnState
 from compiled_ddp.plan import ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
 
@@ -54,6 +54,7 @@ class DataParallelWrapper(nn.Module):
         self._options, self._ddp_arguments = options, ddp_arguments
         ranks = RankGroup(group_of(process_group, ddp_arguments))
         name = type(self).__name__
+        self._own: OwnState  # what this wrapper looks after
         agree_on_description(ranks, lambda: self._check_and_describe(module, name), failure="the model was not wrapped")
         self._input_device = input_device(ddp_arguments, module)
         self._mode: Mode = mode_from_environment()
@@ -64,7 +65,7 @@ class DataParallelWrapper(nn.Module):
         try:
             if options.init_sync:
                 self._synchronise_state(communicator)
-            named = trainable_parameters(module)
+            named = self._own.trained()
             self._options = options = self._with_bucket_cap(communicator, next(iter(named.values())).device)
             self._runtime = Runtime(
                 TrainedParameters(tuple(named), tuple(named.values())),
@@ -77,18 +78,18 @@ class DataParallelWrapper(nn.Module):
             communicator.close()
             raise
         self._unwrapped = False
-        self._watch = ModelWatch(module)
+        self._watch = ModelWatch(self._own)
         self._refreshes = 0
-        mark_wrapped(module, name)
+        mark_wrapped(self._own, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_strip_own_prefix)  # type: ignore[no-untyped-call]
 
     def _check_and_describe(self, module: nn.Module, name: str) -> dict[str, list[object]]:
         torch_private.check_torch_version()
         self._options.check()
-        check_model(module, name)
+        self._own = check_model(module, name)
         check_ddp_arguments(self._ddp_arguments, module, name)
-        return {"wrapper": [name], **describe_model(module, self._options, mode_from_environment())}
+        return {"wrapper": [name], **describe_model(self._own, self._options, mode_from_environment())}
 
     def _with_bucket_cap(self, communicator: Communicator, device: torch.device) -> Options:
         """The options with a bucket size: the user's, or the one that fits the link."""
@@ -102,9 +103,9 @@ class DataParallelWrapper(nn.Module):
         return dataclasses.replace(self._options, bucket_cap_mb=bucket_cap_for(self._link_bytes_per_second))
 
     def _synchronise_state(self, communicator: Communicator) -> None:
-        tensors = [parameter.detach() for parameter in self.module.parameters()]
+        tensors = [parameter.detach() for parameter in self._own.parameters().values()]
         if self._options.synchronise_buffers_at_init:
-            tensors += [buffer.detach() for buffer in self.module.buffers()]
+            tensors += [buffer.detach() for buffer in self._own.buffers().values()]
         with torch.no_grad():
             communicator.broadcast(tensors)
 
@@ -122,6 +123,8 @@ class DataParallelWrapper(nn.Module):
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
+    # Where a wrapper stands inside another's model, that one's graphs end before it and begin again behind it.
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_unwrapped()
         with_gradients = torch.is_grad_enabled()
@@ -175,22 +178,22 @@ class DataParallelWrapper(nn.Module):
         )
         known = self._runtime.parameters
         indices = {id(tensor) for tensor in known.tensors}
-        added = {n: p for n, p in trainable_parameters(self.module).items() if id(p) not in indices}
+        added = {n: p for n, p in self._own.trained().items() if id(p) not in indices}
         if self._options.init_sync:
             with torch.no_grad():
                 communicator.broadcast([parameter.detach() for parameter in added.values()])
-        mark_wrapped(self.module, type(self).__name__)
+        mark_wrapped(self._own, type(self).__name__)
         self._runtime.retrain(TrainedParameters((*known.names, *added), (*known.tensors, *added.values())))
-        self._watch = ModelWatch(self.module)
+        self._watch = ModelWatch(self._own)
 
     def _check_and_describe_parts(self) -> dict[str, list[object]]:
-        check_parts(self.module)
-        return describe_model(self.module, self._options, self._mode)
+        check_parts(self._own)
+        return describe_model(self._own, self._options, self._mode)
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
         # Of .data, which has a version counter of its own: a graph that saved a buffer may still run its backward.
-        self._runtime.communicator.broadcast([buffer.data for buffer in self.module.buffers()])
+        self._runtime.communicator.broadcast([buffer.data for buffer in self._own.buffers().values()])
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Compile what a step with this batch needs, on every rank, before the first step: pass what forward takes.

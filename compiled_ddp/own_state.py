@@ -1,4 +1,4 @@
-"""Which parameters and buffers of a model its wrapper looks after: not those to ignore, nor those of a wrapper inside."""
+"""Which parameters and buffers of a model its wrapper looks after: none to ignore, and none of a wrapper inside."""
 
 from collections.abc import Iterator
 

@@ -170,11 +170,16 @@ class Runtime:
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
         return backward
 
-    def skip_backward(self) -> None:
-        """Take part in the other ranks' synchronised backward with zeros, and receive its mean."""
+    def begin_skipping(self) -> None:
+        """Take part in the other ranks' synchronised backward with zeros: launch all, and wait for nothing yet."""
         with self._lock:
             self._hooks.install()  # and hold back the users', which see the mean on every rank
             self._current = self._begin(lambda call: call.synchronise, lambda _: False)
+            self._current.launch_rest()
+
+    def end_skipping(self) -> None:
+        """Receive the mean of a backward that `begin_skipping` takes part in."""
+        with self._lock:
             self._finish()
 
     def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:

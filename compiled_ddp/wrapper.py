@@ -33,6 +33,8 @@ from compiled_ddp.own_state import OwnState
 from compiled_ddp.plan import ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
 
+_moments = itertools.count(1)
+
 # Components of state_dict keys that wrappers add and that no module of the user need have.
 _WRAPPER_PREFIXES = ("module", "_orig_mod")
 
@@ -78,6 +80,7 @@ class DataParallelWrapper(nn.Module):
             communicator.close()
             raise
         self._unwrapped = False
+        self._entered = self._left = 0  # when the last forward began and ended, among those of all wrappers
         self._watch = ModelWatch(self._own)
         self._refreshes = 0
         mark_wrapped(self._own, name)
@@ -127,6 +130,7 @@ class DataParallelWrapper(nn.Module):
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_unwrapped()
+        self._entered = next(_moments)
         with_gradients = torch.is_grad_enabled()
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
         if not recomputing:
@@ -145,6 +149,7 @@ class DataParallelWrapper(nn.Module):
         self._buffers_stale = with_gradients and self._require_sync  # also if the module raises: as on other ranks
         args, kwargs = self._on_its_device(args, kwargs)
         outputs = self._run_module(*args, **kwargs)
+        self._left = next(_moments)
         if with_gradients:
             self._runtime.watch(tensors_in(outputs))
         return outputs
@@ -241,18 +246,38 @@ class DataParallelWrapper(nn.Module):
 
         Afterwards each .grad is the mean over ranks, as after a backward on the others, so the optimizer's step must
         follow here too. Without a forward before it (a rank whose data has run out) it takes the place of that as
-        well. After an exception in backward it is `abandon_backward()`. A no-op under `no_sync()`.
+        well. After an exception in backward it is `abandon_backward()`. A no-op under `no_sync()`. Wrappers inside the
+        model skip the step too.
 
-        Raises RuntimeError when called inside a backward.
+        Raises RuntimeError when called inside a backward, or if torch's DistributedDataParallel is inside the model.
         """
         if torch_private.current_graph_task() != -1:
             raise RuntimeError("skip_step() was called inside a backward: call it in place of backward.")
-        if not self._require_sync or self._runtime.finish_broken_backward():
+        if not self._require_sync:
             return
-        if not self._runtime.awaits_backward:
-            self._begin_forward(with_gradients=True)
-            self._buffers_stale = True
-        self._runtime.skip_backward()
+        wrappers = [self, *self._wrappers_inside()]
+        skipping = [w for w in wrappers if w._require_sync and not w._runtime.finish_broken_backward()]
+        for wrapper in sorted(skipping, key=lambda w: w._entered):
+            if not wrapper._runtime.awaits_backward:
+                wrapper._begin_forward(with_gradients=True)
+                wrapper._buffers_stale = True
+        # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.
+        wrappers = [self, *self._wrappers_inside(last_first=True)]
+        skipping = sorted((w for w in wrappers if w in skipping), key=lambda w: w._left, reverse=True)
+        for wrapper in skipping:
+            wrapper._runtime.begin_skipping()
+        for wrapper in skipping:
+            wrapper._runtime.end_skipping()
+
+    def _wrappers_inside(self, *, last_first: bool = False) -> Iterator["DataParallelWrapper"]:
+        """All wrappers inside the model, each before those inside it, in registration order or in its reverse."""
+        inside = list(self._own.wrappers_inside().items())
+        for name, wrapper in reversed(inside) if last_first else inside:
+            bare = torch_private.without_compile_wrapper(wrapper)
+            if not isinstance(bare, DataParallelWrapper):
+                raise RuntimeError(f"{name} is wrapped by torch's DistributedDataParallel, which cannot skip a step.")
+            yield bare
+            yield from bare._wrappers_inside(last_first=last_first)
 
     def abandon_backward(self) -> None:
         """Take part in what is left of a backward that an exception broke off on this rank.

@@ -55,7 +55,8 @@ def _assert_step(ddp: Any, rank: int, step: int, own: set[str]) -> None:
 def _without(module: nn.Module, own: set[str]) -> nn.Module:
     """The other parameters, in the same order on every rank."""
     rest = nn.Module()
-    rest.named_parameters = lambda: ((n, p) for n, p in module.named_parameters() if n not in own)  # type: ignore
+    named = [(name, parameter) for name, parameter in module.named_parameters() if name not in own]
+    rest.named_parameters = lambda: iter(named)  # type: ignore[method-assign, assignment]
     return rest
 
 

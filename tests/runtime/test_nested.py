@@ -1,7 +1,6 @@
 """A wrapped module inside a wrapped module: each wrapper reduces what is its own."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -45,10 +44,8 @@ class Whole(nn.Module):
         self.out = nn.Linear(5, 3)
         self.norm = nn.BatchNorm1d(3)
 
-    def forward(self, x: Tensor, *, skip_part: bool = False) -> Tensor:
-        x = torch.tanh(self.into(x))
-        if not skip_part:
-            x = self.part(x)
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.part(torch.tanh(self.into(x)))
         return self.norm(self.out(x)).square().sum() + x.sum()
 
 
@@ -104,7 +101,8 @@ def _nested(rank: int, outer: str, inner: str) -> None:
     assert_equal_on_all_ranks([buffer.tolist() for buffer in ddp.module.buffers()])
     ddp.train()
     _accumulated(ddp, model.part, rank)
-    _used_by_some(ddp, rank)
+    _skipped(ddp, rank, forward=True)
+    _skipped(ddp, rank, forward=False)
     ddp.unwrap()
     model.part = model.part.unwrap()
     wrappers([outer])[outer](model).unwrap()
@@ -130,26 +128,46 @@ def _accumulated(ddp: Any, inner: Any, rank: int) -> None:
     assert_gradients(_under_bare_names(ddp), {n: 2 * g for n, g in mean.items()}, rtol=1e-4, atol=1e-6)
 
 
-def _used_by_some(ddp: Any, rank: int) -> None:
-    """A rank that does not call the inner wrapper skips the step of that one."""
+def _skipped(ddp: Any, rank: int, *, forward: bool) -> None:
+    """A rank that skips the step counts as zero for both wrappers, with or without a forward before."""
+    expected = _expected(ddp, lambda module: module(row_batch(rank)) * float(rank != 0))
     ddp.zero_grad()
+    if rank != 0 or forward:
+        loss = ddp(row_batch(rank))
     if rank == 0:
-        ddp.module.part.skip_step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = _expected(ddp, lambda module: module(row_batch(rank), skip_part=rank == 0))
-        ddp(row_batch(rank), skip_part=rank == 0).backward()
+        ddp.skip_step()
+    else:
+        loss.backward()
     assert_gradients(_under_bare_names(ddp), expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("inner", BOTH)
-@pytest.mark.parametrize("outer", BOTH)
+def _two_inside(rank: int, wrapper: str) -> None:
+    """Rank 0 has no data for its very first step, and then some."""
+    wrap = wrappers([wrapper])[wrapper]
+    parts = [wrap(Part()), wrap(nn.Sequential(wrap(Part()), nn.Linear(5, 5)))]
+    ddp = wrap(nn.Sequential(*parts, nn.Linear(5, 3)))
+    for step in range(3):
+        ddp.zero_grad()
+        if rank == step:
+            ddp.skip_step()
+        else:
+            ddp(row_batch(rank, step)).square().sum().backward()
+        assert_equal_on_all_ranks([parameter.grad.tolist() for parameter in ddp.parameters()])
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("compile_ddp", "compile_ddp"), ("compile_ddp", "EagerDDP"), BOTH[::-1]])
 def test_each_wrapper_reduces_its_own(ranks2: RankPool, outer: str, inner: str) -> None:
     ranks2.run(_nested, outer, inner)
 
 
 def test_each_wrapper_reduces_its_own_on_three_ranks(ranks3: RankPool) -> None:
-    ranks3.run(_nested, "compile_ddp", "EagerDDP")
+    ranks3.run(_nested, "EagerDDP", "EagerDDP")
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_rank_may_skip_steps_of_several_wrappers_inside_one(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_two_inside, wrapper)
 
 
 def _refusals(rank: int) -> None:
@@ -164,7 +182,7 @@ def _refusals(rank: int) -> None:
         with pytest.raises(ValueError, match="besides those to ignore and those of wrappers inside"):
             wrap(nn.Sequential(inner))
     of_torch = nn.Sequential(DistributedDataParallel(nn.Linear(5, 5)), nn.Linear(5, 5))
-    with pytest.raises(ValueError, match="0 is wrapped by torch's DistributedDataParallel.*with EagerDDP"):
+    with pytest.raises(ValueError, match=r"0 is wrapped by torch's DistributedDataParallel.*with EagerDDP"):
         wrappers(["compile_ddp"])["compile_ddp"](of_torch)
     outer = EagerDDP(of_torch)
     x = row_batch(rank)

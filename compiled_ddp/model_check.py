@@ -166,6 +166,17 @@ def check_parts(state: OwnState) -> None:
             raise ValueError(f"{name or type(part).__name__} has sparse=True: sparse gradients cannot be reduced yet.")
 
 
+def check_writable(state: OwnState) -> None:
+    """Raise ValueError, with what to do, if a parameter or buffer cannot take rank 0's values."""
+    for name, tensor in {**state.parameters(), **state.buffers()}.items():
+        lengths_and_steps = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
+        if any(length > 1 and not step for length, step in lengths_and_steps):
+            raise ValueError(
+                f"{name} is expanded, with several elements in one place of memory, so that rank 0's values cannot be "
+                "written to it: clone() it, or pass init_sync=False if all ranks have the same model."
+            )
+
+
 def _check_not_owned(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         owner = _owner_of[parameter]() if parameter in _owner_of else None
@@ -182,6 +193,12 @@ def _check_materialised(state: OwnState) -> None:
     ]
     tensors += [(f"buffer {name}", buffer) for name, buffer in state.buffers().items()]
     for name, tensor in tensors:
+        if torch_private.is_distributed_tensor(tensor):
+            raise ValueError(
+                f"{name} is a DTensor, whose parts are not this wrapper's to average: wrap a model of plain tensors, "
+                "or have the DTensors ignored by their names in model._ddp_params_and_buffers_to_ignore and average "
+                "their gradients where they were distributed."
+            )
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name} is uninitialised (lazy): run one forward before wrapping the model.")
         if tensor.is_meta:

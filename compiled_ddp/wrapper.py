@@ -24,6 +24,7 @@ from compiled_ddp.model_check import (
     ModelWatch,
     check_model,
     check_parts,
+    check_writable,
     describe_model,
     mark_wrapped,
     unmark_wrapped,
@@ -91,6 +92,8 @@ class DataParallelWrapper(nn.Module):
         torch_private.check_torch_version()
         self._options.check()
         self._own = check_model(module, name)
+        if self._options.init_sync:
+            check_writable(self._own)
         check_ddp_arguments(self._ddp_arguments, module, name)
         return {"wrapper": [name], **describe_model(self._own, self._options, mode_from_environment())}
 
@@ -132,6 +135,11 @@ class DataParallelWrapper(nn.Module):
         self._refuse_unwrapped()
         self._entered = next(_moments)
         with_gradients = torch.is_grad_enabled()
+        if with_gradients and torch_private.in_distributed_autograd():
+            raise RuntimeError(
+                "the forward runs in a torch.distributed.autograd context, whose backward leaves .grad alone: there is "
+                "nothing that could be averaged. Run forward and backward of this wrapper outside of the context."
+            )
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
         if not recomputing:
             self._runtime.finish_broken_backward()  # before other ranks, which may wait in it, are asked for anything

@@ -18,6 +18,7 @@ from compiled_ddp.options import Options
 from compiled_ddp.plain_graph import PlainGraph
 from compiled_ddp.plan import GradientSpec
 from compiled_ddp.segment import VARIANTS, Segment, SegmentCall
+from compiled_ddp.sparse_gradients import leaving_out
 from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.wrapper import DataParallelWrapper
 
@@ -162,7 +163,9 @@ class CompiledDDP(DataParallelWrapper):
             dynamic=options.dynamic,
         )
         # In a tuple, so that it is no submodule: the model has one place in this wrapper, `module`.
-        self._compiled: tuple[Callable[..., Any]] = (torch_private.allow_recurrent(compiled, self.module),)
+        self._compiled: tuple[Callable[..., Any]] = (
+            leaving_out(self._own.sparse_modules(), torch_private.allow_recurrent(compiled, self.module)),
+        )
 
     def _index_parameters(self) -> None:
         for index, tensor in enumerate(self._runtime.parameters.tensors):
@@ -231,7 +234,8 @@ class CompiledDDP(DataParallelWrapper):
         return sorted(calls, key=lambda call: -call.serial)
 
     def _refuse_replaced(self, inputs: Sequence[Any]) -> None:
-        names = {id(parameter): name for name, parameter in self._own.parameters().items()}
+        sparse = self._own.sparse()
+        names = {id(parameter): name for name, parameter in self._own.parameters().items() if name not in sparse}
         for value in inputs:
             if id(value) in names and value.requires_grad and id(value) not in self._index_of_parameter:
                 raise RuntimeError(

@@ -147,6 +147,11 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
     state = OwnState(module)
     check_parts(state)
     parameters = state.trained()
+    if parameters and len(parameters) == len(state.sparse()):
+        raise ValueError(
+            "every trained parameter has a sparse gradient: at least one with a dense gradient must carry what ranks "
+            "share. Pass sparse=False to one of the embeddings."
+        )
     if not parameters:
         others = " besides those to ignore and those of wrappers inside" if state.left_alone() else ""
         raise ValueError(
@@ -161,9 +166,10 @@ def check_parts(state: OwnState) -> None:
     """Raise ValueError, with what to do, if a parameter or buffer of the model cannot be reduced or synchronised."""
     _check_materialised(state)
     _check_parameters(state.trained())
-    for name, part in state.modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise ValueError(f"{name or type(part).__name__} has sparse=True: sparse gradients cannot be reduced yet.")
+    for name in state.sparse():
+        device = state.trained()[name].device
+        if device.type != "cpu":
+            raise ValueError(f"parameter {name} has sparse=True on {device}: sparse gradients are averaged on the CPU.")
 
 
 def check_writable(state: OwnState) -> None:
@@ -218,8 +224,9 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
 def describe_model(state: OwnState, options: Options, mode: str) -> Description:
     """Everything that must be equal on every rank."""
     description: Description = {}
+    sparse = state.sparse()
     for name, parameter in state.parameters().items():
-        kind = "trained" if parameter.requires_grad else "frozen"
+        kind = "sparse gradient" if name in sparse else "trained" if parameter.requires_grad else "frozen"
         description[f"parameter {name}"] = [*_properties(parameter), kind]
     for name, buffer in state.buffers().items():
         description[f"buffer {name}"] = _properties(buffer)

@@ -34,6 +34,14 @@ class OwnState:
         """Those of the parameters that require a gradient."""
         return {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
 
+    def sparse(self) -> set[str]:
+        """The names of those with a sparse gradient; as for torch's DDP, what an embedding says of its weight."""
+        weights = {id(part.weight) for part in self.sparse_modules()}
+        return {name for name, parameter in self.trained().items() if id(parameter) in weights}
+
+    def sparse_modules(self) -> list[nn.Module]:
+        return [part for _, part in self.modules() if produces_sparse_gradient(part)]
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """By name, each once, in registration order."""
         found: dict[int, tuple[str, torch.Tensor]] = {}
@@ -71,6 +79,11 @@ class OwnState:
 
     def _is_own(self, prefix: str, key: str) -> bool:
         return not self._ignored or _plain(_joined(prefix, key)) not in self._ignored
+
+
+def produces_sparse_gradient(module: nn.Module) -> bool:
+    """Whether the gradient of `module.weight` is sparse."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
 
 
 def is_wrapper(module: nn.Module) -> bool:

@@ -20,6 +20,7 @@ from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
 from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, returns_inputs_alone, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
+from compiled_ddp.sparse_gradients import SparseGradients
 from compiled_ddp.step_check import StepCheck
 
 
@@ -45,8 +46,11 @@ class Runtime:
         *,
         live_calls: Callable[[], Sequence[SegmentCall]],
         hooks_reason: str | None,
+        sparse: TrainedParameters,
     ) -> None:
         """`live_calls` returns the segment calls whose backward may still run, latest first.
+
+        `sparse` are the trained parameters with sparse gradients, which are none of `parameters`.
 
         With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why.
         """
@@ -68,6 +72,7 @@ class Runtime:
         self._open_tasks: set[int] = set()
         self._reported: set[str] = set()
         self._lock = threading.RLock()
+        self.sparse = SparseGradients(sparse, communicator, self._synchronises)
         self.forget_sequence()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
@@ -79,6 +84,7 @@ class Runtime:
         """
         self.synchronise = self._expected = synchronise
         self._hooks.hold_back_users()
+        self.sparse.hold_back_users()
         self._counted = synchronise and counted
         if self._counted:
             self._forwards.begin()
@@ -125,7 +131,18 @@ class Runtime:
 
     def _is_local(self) -> bool:
         """Whether the running backward is a torch.autograd.grad of inputs alone, of which other ranks need not know."""
-        return self._current is None and returns_inputs_alone(self.parameters.tensors)
+        if self._current is not None:
+            return False
+        self.sparse.refuse_returned()
+        return returns_inputs_alone(self.parameters.tensors)
+
+    def _synchronises(self) -> bool:
+        """Whether what autograd has just accumulated belongs to a synchronised backward, begun if need be."""
+        with self._lock:
+            if self._current is None and not self._expected:
+                return False
+            self.enter_backward()
+            return True
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -338,6 +355,7 @@ class Runtime:
             backward.restore_gradients()
             raise
         reduced = backward.write_back()
+        self._average_sparse(contributes=backward.returned is None)
         if backward.returned is not None:
             self._finish_returned(local)
             return
@@ -357,6 +375,13 @@ class Runtime:
         self._hooks.run_users(reduced)
         if first:
             self._remove_needless_hooks()
+
+    def _average_sparse(self, *, contributes: bool) -> None:
+        error = self.sparse.average(contributes=contributes)
+        if error is not None:
+            self.proof.postpone()
+            self._forget_unless_refined()
+            raise error
 
     def _finish_returned(self, local: Sequence[int]) -> None:
         """The end of a torch.autograd.grad: .grad is as it was, and a backward that accumulates may still come.
@@ -478,13 +503,14 @@ class Runtime:
         else:
             self._end_as_the_others(backward, findings)
         self._used = set()
+        self.sparse.forget_use()
         return True
 
     def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> None:
         """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end."""
         if findings.counts_differ:
             self._report_different_steps()
-        if backward.returned is not None:
+        if self.sparse.average(aborted=True) is not None or backward.returned is not None:
             self.proof.postpone()
             self._forget_unless_refined()
             return
@@ -534,4 +560,5 @@ class Runtime:
     def close(self) -> None:
         """Remove every hook and give the communicator back."""
         self._hooks.remove()
+        self.sparse.close()
         self.communicator.close()

@@ -151,13 +151,17 @@ def _mean_by_hand(reference: nn.Module, loss: torch.Tensor) -> dict[str, torch.T
     loss.backward()
     means = {}
     for name, parameter in OwnState(reference).trained().items():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else _strided(parameter.grad)
         ranks_with_one = torch.tensor(float(parameter.grad is not None), device=parameter.device)
         total = gradient.to(_wide(parameter), memory_format=torch.contiguous_format)
         dist.all_reduce(ranks_with_one)
         dist.all_reduce(total)
         means[name] = total / dist.get_world_size() if ranks_with_one else None
     return means
+
+
+def _strided(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient
 
 
 def _wide(parameter: torch.Tensor) -> torch.dtype:
@@ -174,7 +178,7 @@ def _differences(
     for name, parameter in OwnState(module).trained().items():
         gradient, mean = parameter.grad, expected[name]
         if gradient is not None and mean is not None:
-            here = _largest_element(gradient.to(mean.dtype) - mean)
+            here = _largest_element(_strided(gradient).to(mean.dtype) - mean)
         else:
             here = 0.0 if gradient is mean else math.inf
         # A nan must not be lost in a maximum over ranks.

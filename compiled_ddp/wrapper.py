@@ -68,7 +68,7 @@ class DataParallelWrapper(nn.Module):
         try:
             if options.init_sync:
                 self._synchronise_state(communicator)
-            named = self._own.trained()
+            named, sparse = self._dense_and_sparse()
             self._options = options = self._with_bucket_cap(communicator, next(iter(named.values())).device)
             self._runtime = Runtime(
                 TrainedParameters(tuple(named), tuple(named.values())),
@@ -76,6 +76,7 @@ class DataParallelWrapper(nn.Module):
                 options,
                 live_calls=self._live_calls,
                 hooks_reason=self._hooks_reason(),
+                sparse=TrainedParameters(tuple(sparse), tuple(sparse.values())),
             )
         except BaseException:
             communicator.close()
@@ -96,6 +97,11 @@ class DataParallelWrapper(nn.Module):
             check_writable(self._own)
         check_ddp_arguments(self._ddp_arguments, module, name)
         return {"wrapper": [name], **describe_model(self._own, self._options, mode_from_environment())}
+
+    def _dense_and_sparse(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """The trained parameters with dense gradients, and those with sparse ones."""
+        trained, sparse = self._own.trained(), self._own.sparse()
+        return {n: p for n, p in trained.items() if n not in sparse}, {n: trained[n] for n in trained if n in sparse}
 
     def _with_bucket_cap(self, communicator: Communicator, device: torch.device) -> Options:
         """The options with a bucket size: the user's, or the one that fits the link."""
@@ -191,7 +197,7 @@ class DataParallelWrapper(nn.Module):
         )
         known = self._runtime.parameters
         indices = {id(tensor) for tensor in known.tensors}
-        added = {n: p for n, p in self._own.trained().items() if id(p) not in indices}
+        added = {n: p for n, p in self._dense_and_sparse()[0].items() if id(p) not in indices}
         if self._options.init_sync:
             with torch.no_grad():
                 communicator.broadcast([parameter.detach() for parameter in added.values()])
@@ -201,6 +207,12 @@ class DataParallelWrapper(nn.Module):
 
     def _check_and_describe_parts(self) -> dict[str, list[object]]:
         check_parts(self._own)
+        added = sorted(self._own.sparse().difference(self._runtime.sparse.names))
+        if added:
+            raise ValueError(
+                f"parameter {added[0]} with a sparse gradient was added or unfrozen after the model was wrapped: call "
+                "unwrap() and wrap the model again."
+            )
         return describe_model(self._own, self._options, self._mode)
 
     @torch.no_grad()
@@ -313,6 +325,7 @@ class DataParallelWrapper(nn.Module):
             self._options,
             self._link_bytes_per_second,
             str(self._runtime.proof),
+            self._runtime.sparse.names,
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -127,20 +127,36 @@ def leaving_out(modules: Sequence[nn.Module], compiled: Callable[..., Any]) -> C
     """
     if not modules:
         return compiled
-    eager = [(module, torch.compiler.disable(module.forward)) for module in modules]
-
-    @contextlib.contextmanager
-    def left_out() -> Iterator[None]:
-        for module, forward in eager:
-            module.__dict__["forward"] = forward
-        try:
-            yield
-        finally:
-            for module, _ in eager:
-                module.__dict__.pop("forward", None)
+    left_out = [_LeftOut(module) for module in modules]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with left_out():
+        with contextlib.ExitStack() as stack:
+            for module in left_out:
+                stack.enter_context(module.now())
             return compiled(*args, **kwargs)
 
     return call
+
+
+class _LeftOut:
+    """A module that Dynamo is not to look into, while it is told so."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._replaced: object = self  # what `_eager` was made from; nothing so far
+        self._eager: Callable[..., Any] | None = None
+
+    @contextlib.contextmanager
+    def now(self) -> Iterator[None]:
+        own = self._module.__dict__
+        before = own.get("forward")  # None unless someone has put a function in the place of the class's
+        if before is not self._replaced:  # the same function every time, as Dynamo compiles anew for another one
+            self._replaced, self._eager = before, torch.compiler.disable(self._module.forward)
+        own["forward"] = self._eager
+        try:
+            yield
+        finally:
+            if before is None:
+                del own["forward"]
+            else:
+                own["forward"] = before

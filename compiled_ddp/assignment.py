@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from compiled_ddp.plan import Bucket, BucketPlan, Gradient, GradientSpec, Riders
+from compiled_ddp.plan import Bucket, BucketPlan, Gradient, GradientSpec, ReductionKind, Riders
 
 
 @dataclass
@@ -24,6 +24,8 @@ def assign_buckets(
     *,
     capacities_bytes: Sequence[float],
     world_size: int,
+    reduction: ReductionKind = "mean",
+    passengers: int = 0,
 ) -> BucketPlan:
     """Fill buckets with `gradients` in the order given, which is the order in which backward produces them.
 
@@ -32,7 +34,7 @@ def assign_buckets(
     device) have the capacities given, in order, and the last of them from then on. Buckets launch in the order in
     which their last gradients are ready. The riders follow the last bucket, in a bucket of their own where that one is
     not float32. With the capacity 0 it is the naive plan: every gradient has a bucket of its own, and so have the
-    riders.
+    riders. `passengers` is how many elements of the riders are the user's.
 
     An empty sequence gives an empty plan.
     """
@@ -49,18 +51,29 @@ def assign_buckets(
             closed[kind] += 1
     filled += open_buckets.values()
     filled.sort(key=lambda bucket: bucket.last_position)
-    return place_buckets([bucket.gradients for bucket in filled], world_size, riders_apart=not any(capacities_bytes))
+    return place_buckets(
+        [bucket.gradients for bucket in filled],
+        world_size,
+        riders_apart=not any(capacities_bytes),
+        reduction=reduction,
+        passengers=passengers,
+    )
 
 
 def place_buckets(
-    buckets: Sequence[Sequence[GradientSpec]], world_size: int, *, riders_apart: bool = False
+    buckets: Sequence[Sequence[GradientSpec]],
+    world_size: int,
+    *,
+    riders_apart: bool = False,
+    reduction: ReductionKind = "mean",
+    passengers: int = 0,
 ) -> BucketPlan:
     """The plan that has these buckets in this order: gradients back to back, riders at the end.
 
     `riders_apart` gives the riders a bucket of their own also where the last one is float32.
     """
     placed = [_place(gradients) for gradients in buckets]
-    return BucketPlan(tuple(_with_riders(placed, apart=riders_apart)), world_size)
+    return BucketPlan(tuple(_with_riders(placed, passengers, apart=riders_apart)), world_size, reduction)
 
 
 def _place(gradients: Sequence[GradientSpec]) -> Bucket:
@@ -71,12 +84,12 @@ def _place(gradients: Sequence[GradientSpec]) -> Bucket:
     return Bucket(tuple(placed), gradients[0].dtype, gradients[0].device, offset)
 
 
-def _with_riders(buckets: Sequence[Bucket], *, apart: bool) -> Sequence[Bucket]:
+def _with_riders(buckets: Sequence[Bucket], passengers: int, *, apart: bool) -> Sequence[Bucket]:
     if not buckets:
         return buckets
     indices = tuple(index for bucket in buckets for index in bucket.indices)
     *earlier, last = buckets
     if apart or last.dtype != torch.float32:
         earlier, last = [*buckets], Bucket((), torch.float32, last.device, 0)
-    riders = Riders(last.numel, indices)
+    riders = Riders(last.numel, indices, passengers)
     return [*earlier, replace(last, numel=last.numel + riders.numel, riders=riders)]

@@ -12,9 +12,9 @@ from compiled_ddp import torch_private, users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.launch_observer import profiled
-from compiled_ddp.plan import FIRST_USED, Bucket, BucketPlan, Section
+from compiled_ddp.plan import FIRST_USED, WEIGHT, Bucket, BucketPlan, Section
 from compiled_ddp.returned_gradients import ReturnedGradients
-from compiled_ddp.riders import Message, rider_values
+from compiled_ddp.riders import Message, write_riders
 from compiled_ddp.standing import names_in_words
 
 
@@ -38,6 +38,7 @@ class _Progress:
     bucket: Bucket
     missing: set[int]
     work: dist.Work | None = None
+    normalised: bool = False  # whether a weighted sum has been divided by the sum of the weights
 
 
 @dataclass
@@ -73,6 +74,7 @@ class SynchronisedBackward:
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
         self.looks_at_values = False  # whether the host may read gradients, and wait for a device
+        self.before: SynchronisedBackward | None = None  # which has reduced what this one reduces again
         self.sections = sections
         self.message = message
         self.observations = Observations()
@@ -80,6 +82,8 @@ class SynchronisedBackward:
         self._buffers, self._communicator, self._parameters = buffers, communicator, parameters
         self._used = used_before
         self._as_view = gradient_as_bucket_view
+        self._reduction = sections[0].plan.reduction
+        self._share = sections[0].plan.share * (message.weight if self._reduction == "weighted" else 1.0)
         self._launching = launching
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
@@ -209,8 +213,8 @@ class SynchronisedBackward:
 
     def rider_values(self, plan: BucketPlan) -> torch.Tensor:
         """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
-        values = rider_values(plan.riders, self.message, lambda _: True)
-        return values.to(plan.buckets[-1].device, non_blocking=True)
+        values = torch.empty(plan.riders.numel, device=plan.buckets[-1].device)
+        return write_riders(values, plan.riders, self.message, lambda _: True)
 
     def segment_ran(self, section: int, riders: torch.Tensor, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Note the results of a claimed section: its reduced riders, and where its gradients lie in memory."""
@@ -277,7 +281,7 @@ class SynchronisedBackward:
         first, *others = [p for p in positions if not self._reduces_again(p)] or positions
         for position in (first, *others):
             if position == first:
-                self._buffers[position].put(index, gradient)
+                self._put(index, gradient, position)
             else:
                 self._buffers[position].put_zeros(index)
             self._progress[position].missing.discard(index)
@@ -307,7 +311,7 @@ class SynchronisedBackward:
         progress, buffer = self._progress[position], self._buffers[position]
         layout = progress.bucket.riders
         if layout is not None and buffer.riders is not None:
-            buffer.riders.copy_(rider_values(layout, self.message, self._is_used))
+            write_riders(buffer.riders, layout, self.message, self._is_used)
         self._launching(progress.bucket, buffer.flat)
         try:
             with profiled("launch", self._standing.bucket, position):
@@ -350,13 +354,33 @@ class SynchronisedBackward:
         summed = [p for p in self._positions_by_hooks(index) if not self._reduces_again(p)]
         if self._reduces_again(position) and summed:
             self._wait(*summed)
-            buffer.put(index, self._sum(index, summed))
+            self._put(index, self._sum(index, summed), position)
         elif gradient is None or (summed and position != summed[0]):
             buffer.put_zeros(index)
         else:
             if buffer.holds(index, gradient) and not self._is_used(index):
                 self._untouched[index] = gradient.clone()
-            buffer.put(index, gradient)
+            self._put(index, gradient, position)
+
+    @torch.no_grad()
+    def _put(self, index: int, gradient: torch.Tensor, position: int) -> None:
+        """Put this rank's share of a gradient into its bucket.
+
+        In a section that reduces again a part of it is the same on every rank, as it has been reduced before. A mean
+        leaves that part as it is; to a sum each rank brings an equal share of it.
+        """
+        if self._reduction == "sum" and self._reduces_again(position):
+            reduced = (self.before or self).reduced_here(index)
+            if reduced is not None:
+                gradient = gradient - reduced * (1.0 - 1.0 / self._communicator.world_size)
+        self._buffers[position].put(index, gradient, self._share)
+
+    def reduced_here(self, index: int) -> torch.Tensor | None:
+        """What this backward has reduced of a gradient, but for what it reduces again."""
+        if index in self._aliases:
+            return self._sum_of_graphs(index)
+        positions = [p for p in self._positions_by_hooks(index) if not self._reduces_again(p)]
+        return self._sum(index, positions) if positions else None
 
     def _sum(self, index: int, positions: Sequence[int]) -> torch.Tensor:
         return _sum_in_order([self._buffers[position].views[index] for position in positions])
@@ -377,6 +401,40 @@ class SynchronisedBackward:
                     what = f"{self._words(position)} was launched but not reduced"
                     raise self._communicator.failure(error, what) from error
         self._standing.hooks_await(None)
+        if self._reduction == "weighted":
+            for position in positions:
+                self._divide_by_weights(position)
+
+    @torch.no_grad()
+    def _divide_by_weights(self, position: int) -> None:
+        """Make a reduced weighted sum a mean; without any weight it is zero."""
+        progress, buffer = self._progress[position], self._buffers[position]
+        if progress.work is None or progress.normalised:
+            return
+        progress.normalised = True
+        riders = self._riders_of(progress.section)
+        carrier = self._progress[self._position_of_riders(progress.section)]
+        assert carrier.work is not None
+        carrier.work.wait()
+        weights = riders[WEIGHT]
+        inverse = torch.where(weights > 0, 1.0 / weights, 0.0)
+        gradients = progress.bucket.numel if buffer.riders is None else progress.bucket.numel - buffer.riders.numel()
+        buffer.flat[:gradients].mul_(inverse)
+
+    def share(self) -> float:
+        """The factor of this rank's gradients in the sum over ranks. Reads from the device in a weighted mean."""
+        if self._reduction != "weighted":
+            return self._share
+        weights = float(next(iter(self.reduced_riders()))[WEIGHT])
+        return self._share / weights if weights > 0 else 0.0
+
+    def _position_of_riders(self, section: int) -> int:
+        return self._buffers.first_position[section] + len(self.sections[section].plan.buckets) - 1
+
+    def _riders_of(self, section: int) -> torch.Tensor:
+        riders = self._buffers[self._position_of_riders(section)].riders
+        assert riders is not None
+        return riders
 
     def reduced_riders(self) -> Iterable[torch.Tensor]:
         """The sums over ranks of the riders of every section."""
@@ -479,11 +537,8 @@ class SynchronisedBackward:
     def _used_elsewhere(self, position: int, index: int) -> bool:
         """Whether another rank used a parameter that this one did not. Reads from the device, for such ranks alone."""
         section = self._progress[position].section
-        riders = self.sections[section].plan.riders
-        last = self._buffers.first_position[section] + len(self.sections[section].plan.buckets) - 1
-        values = self._buffers[last].riders
-        assert values is not None
-        return bool(values[FIRST_USED + riders.indices.index(index)] > 0)
+        place = self.sections[section].plan.riders.indices.index(index)
+        return bool(self._riders_of(section)[FIRST_USED + place] > 0)
 
     @torch.no_grad()
     def _write(self, index: int, view: torch.Tensor) -> None:

@@ -70,4 +70,6 @@ def plan_segment(graph: Graph, gradients: Mapping[int, GradientSpec], options: O
         [gradients[index] for index in gradient_order(graph, list(gradients))],
         capacities_bytes=options.bucket_capacities_bytes,
         world_size=world_size,
+        reduction=options.reduction,
+        passengers=len(options.piggyback),
     )

@@ -35,15 +35,16 @@ class RankGroup:
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() before wrapping "
                 "the model, and start the script with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."
             )
-        if not isinstance(group, dist.ProcessGroup | None):
-            if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                raise TypeError(
-                    f"process_group must be a ProcessGroup, as torch.distributed.new_group() returns, or None, found "
-                    f"{group!r}."
-                )
+        given: object = group
+        if given is dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError(
                 f"global rank {dist.get_rank()} is not a member of process_group: wrap the model only on the ranks "
                 "that belong to the group."
+            )
+        if not isinstance(group, dist.ProcessGroup | None):
+            raise TypeError(
+                f"process_group must be a ProcessGroup, as torch.distributed.new_group() returns, or None, found "
+                f"{group!r}."
             )
         default_group = dist.group.WORLD
         assert default_group is not None

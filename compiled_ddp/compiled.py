@@ -16,7 +16,7 @@ from compiled_ddp.capture import plan_segment, without_gradient
 from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
 from compiled_ddp.options import Options
 from compiled_ddp.plain_graph import PlainGraph
-from compiled_ddp.plan import GradientSpec
+from compiled_ddp.plan import GradientSpec, ReductionKind
 from compiled_ddp.segment import VARIANTS, Segment, SegmentCall
 from compiled_ddp.sparse_gradients import leaving_out
 from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
@@ -39,6 +39,8 @@ def compile_ddp(
     find_unused_parameters: bool = False,
     static_graph: bool = False,
     gradient_as_bucket_view: bool = True,
+    reduction: ReductionKind = "mean",
+    piggyback: Sequence[str] = (),
     check_steps: str = "error",
     verify: str = "first",
     strict: bool = False,
@@ -75,6 +77,9 @@ def compile_ddp(
         static_graph: the same.
         gradient_as_bucket_view: leave .grad as views of the buckets where they were None. False keeps them plain
             tensors where hooks reduce; where a graph does they are views at no cost.
+        reduction: what a synchronised backward makes of the ranks' gradients: their "mean", their "sum", or the mean
+            "weighted" by what each rank gives to `set_weight`, for example its number of tokens.
+        piggyback: names of numbers that `piggyback` sends along with the gradients, to be summed over ranks.
         check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
             "error" raises on every rank, "warn" warns once, "off" does not look.
         verify: when to prove that gradients were reduced, by checksums before and after, compared between ranks:
@@ -108,6 +113,8 @@ def compile_ddp(
             forward_sync_buffers=forward_sync_buffers,
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            reduction=reduction,
+            piggyback=piggyback,
             check_steps=check_steps,
             verify=verify,
             strict=strict,

@@ -8,6 +8,7 @@ from torch import nn
 
 from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
 from compiled_ddp.options import Options
+from compiled_ddp.plan import ReductionKind
 from compiled_ddp.wrapper import DataParallelWrapper
 
 
@@ -41,6 +42,9 @@ class EagerDDP(DataParallelWrapper):
         find_unused_parameters: accepted for compatibility; unused parameters need no flag.
         static_graph: the same.
         gradient_as_bucket_view: leave .grad as views of the buckets; False keeps plain tensors, at a copy each.
+        reduction: what a synchronised backward makes of the ranks' gradients: their "mean", their "sum", or the mean
+            "weighted" by what each rank gives to `set_weight`, for example its number of tokens.
+        piggyback: names of numbers that `piggyback` sends along with the gradients, to be summed over ranks.
         check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
             "error" raises on every rank, "warn" warns once, "off" does not look.
         verify: when to prove that gradients were reduced, by checksums before and after, compared between ranks:
@@ -71,6 +75,8 @@ class EagerDDP(DataParallelWrapper):
         find_unused_parameters: bool = False,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
+        reduction: ReductionKind = "mean",
+        piggyback: Sequence[str] = (),
         check_steps: str = "error",
         verify: str = "first",
         **ddp_arguments: Unpack[DDPKeywords],
@@ -83,6 +89,8 @@ class EagerDDP(DataParallelWrapper):
             forward_sync_buffers=forward_sync_buffers,
             init_sync=init_sync,
             gradient_as_bucket_view=gradient_as_bucket_view,
+            reduction=reduction,
+            piggyback=piggyback,
             check_steps=check_steps,
             verify=verify,
         )

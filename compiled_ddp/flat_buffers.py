@@ -9,11 +9,10 @@ from compiled_ddp.plan import Bucket, Section
 
 
 class FlatBuffer:
-    """One bucket's flat buffer. A gradient put into it becomes this rank's share of the mean over ranks."""
+    """One bucket's flat buffer."""
 
-    def __init__(self, bucket: Bucket, share: float) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self._share = share
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
@@ -30,13 +29,14 @@ class FlatBuffer:
         return gradient is not None and gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride()
 
     @torch.no_grad()
-    def put(self, index: int, gradient: torch.Tensor) -> None:
-        """Place `gradient` / world size; in place where it is the buffer's own view already."""
+    def put(self, index: int, gradient: torch.Tensor, share: float) -> None:
+        """Place `share` times `gradient`; in place where it is the buffer's own view already."""
         view = self.views[index]
         if self.holds(index, gradient):
-            view.mul_(self._share)
+            if share != 1.0:
+                view.mul_(share)
         else:
-            torch.mul(gradient, self._share, out=view)
+            torch.mul(gradient, share, out=view)
 
     @torch.no_grad()
     def put_zeros(self, index: int) -> None:
@@ -49,7 +49,6 @@ class SequenceBuffers:
     def __init__(self, sections: Sequence[Section], before: "SequenceBuffers | None" = None) -> None:
         """Buckets that are equal to some of `before`'s keep their flat buffers."""
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
-        self._sections = sections
         self._buffers: dict[int, FlatBuffer] = {}
         self.positions_of: dict[int, list[int]] = {}  # gradient -> positions in the launch order
         self.first_position: dict[int, int] = {}  # section -> position of its first bucket
@@ -64,8 +63,7 @@ class SequenceBuffers:
 
     def __getitem__(self, position: int) -> FlatBuffer:
         if position not in self._buffers:
-            section, bucket = self.buckets[position]
-            self._buffers[position] = FlatBuffer(bucket, self._sections[section].plan.share)
+            self._buffers[position] = FlatBuffer(self.buckets[position][1])
         return self._buffers[position]
 
     def contain(self, gradient: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from compiled_ddp import torch_private
+from compiled_ddp.plan import ReductionKind
 
 MEBIBYTE = 1024 * 1024
 
@@ -27,6 +28,8 @@ class Options:
     forward_sync_buffers: bool | None = None
     init_sync: bool = True
     gradient_as_bucket_view: bool = True
+    reduction: ReductionKind = "mean"
+    piggyback: Sequence[str] = ()
     check_steps: str = "error"
     verify: str = "first"
     strict: bool = False
@@ -52,6 +55,10 @@ class Options:
             raise ValueError(f"forward_sync_buffers must be True, False or None, found {self.forward_sync_buffers!r}.")
         if not isinstance(self.options, dict | None):
             raise ValueError(f"options must be a dict, as in torch.compile, found {self.options!r}.")
+        if self.reduction not in ("mean", "sum", "weighted"):
+            raise ValueError(f"reduction must be 'mean', 'sum' or 'weighted', found {self.reduction!r}.")
+        if isinstance(self.piggyback, str) or len(set(self.piggyback)) != len(self.piggyback):
+            raise ValueError(f"piggyback must be a sequence of different names, found {self.piggyback!r}.")
         if self.check_steps not in ("error", "warn", "off"):
             raise ValueError(f"check_steps must be 'error', 'warn' or 'off', found {self.check_steps!r}.")
         if self.verify not in ("first", "always", "off"):

@@ -86,14 +86,15 @@ class Gradient:
         return flat_buffer.as_strided(self.size, self.stride, flat_buffer.storage_offset() + self.offset_elements)
 
 
-# What each leading rider element carries; one element per gradient of the plan follows them.
+# What each leading rider element carries; one element per gradient of the plan follows them, and then the user's own.
 FORWARD_COUNT = 0
 FORWARD_COUNT_SQUARED = 1
 ABORTED = 2
 VERIFY = 3
 ANNOUNCED = 4
 MISFIT = 5
-FIRST_USED = 6
+WEIGHT = 6
+FIRST_USED = 7
 
 COUNT_MODULUS = 64  # sums of squares stay exact in float32 up to 4096 ranks
 
@@ -110,17 +111,20 @@ class Riders:
     | `VERIFY` | 1 where a rank wishes to prove the reduction |
     | `ANNOUNCED` | how many parameters of "unused" sections this rank has used after all |
     | `MISFIT` | 1 where the graphs of the backward do not fit the sequence |
+    | `WEIGHT` | this rank's weight in a weighted mean |
     | `FIRST_USED + k` | 1 where the k-th gradient of the plan was produced on this rank |
+    | the last `passengers` | what the user gives to `piggyback` |
 
     Riders are never scaled, compressed or handed to a communication hook.
     """
 
     offset_elements: int
     indices: tuple[int, ...]  # the plan's gradients in order: whose `used` element stands where
+    passengers: int = 0
 
     @property
     def numel(self) -> int:
-        return FIRST_USED + len(self.indices)
+        return FIRST_USED + len(self.indices) + self.passengers
 
     def view(self, flat_buffer: torch.Tensor) -> torch.Tensor:
         """The rider elements as a view of `flat_buffer`, shape (numel,)."""
@@ -155,6 +159,10 @@ class Bucket:
         return self.device.type == "cpu"
 
 
+# What a reduction makes of the ranks' gradients: their mean, their sum, or the mean weighted by what each rank says.
+ReductionKind = Literal["mean", "sum", "weighted"]
+
+
 @dataclass(frozen=True)
 class BucketPlan:
     """The buckets of one captured segment, or of the hooks, in launch order. Immutable, printable, hashable.
@@ -166,6 +174,7 @@ class BucketPlan:
 
     buckets: tuple[Bucket, ...]
     world_size: int
+    reduction: ReductionKind = "mean"
 
     def __post_init__(self) -> None:
         assert self.world_size > 0, f"world_size must be positive, got {self.world_size}"
@@ -204,8 +213,8 @@ class BucketPlan:
 
     @property
     def share(self) -> float:
-        """The factor that makes a sum over ranks their mean."""
-        return 1.0 / self.world_size
+        """The factor of a rank's gradient in the sum over ranks; in a weighted mean its weight comes on top."""
+        return 1.0 / self.world_size if self.reduction == "mean" else 1.0
 
     @property
     def riders(self) -> Riders:

@@ -14,6 +14,7 @@ from compiled_ddp.plan import (
     FORWARD_COUNT_SQUARED,
     MISFIT,
     VERIFY,
+    WEIGHT,
     Riders,
 )
 
@@ -27,16 +28,35 @@ class Message:
     misfit: bool = False
     aborted: bool = False
     verify: bool = False
+    weight: float = 1.0
+    passengers: torch.Tensor | None = None  # the user's values, shape (riders.passengers,); None for zeros
+
+    def of_the_same_step(self) -> "Message":
+        """The message of a further reduction in the same step."""
+        return Message(self.forward_count, weight=self.weight)
+
+
+def write_riders(into: torch.Tensor, riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
+    """Put this rank's rider elements into `into`, shape (riders.numel,), which is returned.
+
+    `used` tells whether this rank produced a gradient.
+    """
+    users = riders.numel - riders.passengers
+    into[:users].copy_(rider_values(riders, message, used), non_blocking=True)
+    if riders.passengers:
+        into[users:] = 0.0 if message.passengers is None else message.passengers
+    return into
 
 
 def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
-    """This rank's rider elements, shape (riders.numel,), on CPU; `used` tells whether it produced a gradient."""
+    """This rank's rider elements but for the user's, on CPU; `used` tells whether it produced a gradient."""
     count = float(message.forward_count % COUNT_MODULUS)
     values = [0.0] * FIRST_USED
     values[FORWARD_COUNT], values[FORWARD_COUNT_SQUARED] = count, count * count
     values[ABORTED], values[ANNOUNCED], values[MISFIT], values[VERIFY] = map(
         float, (message.aborted, message.announced, message.misfit, message.verify)
     )
+    values[WEIGHT] = message.weight
     return torch.tensor(values + [float(used(index)) for index in riders.indices])
 
 

@@ -57,6 +57,9 @@ class Runtime:
         self.parameters, self.communicator = parameters, communicator
         self.agreed = AgreedSequence(options, communicator, hooks_reason)
         self.proof = Proof(parameters, communicator, options.verify)
+        self.weight = 1.0  # of this rank in a weighted mean
+        self.carried: torch.Tensor | None = None  # the sums over ranks of the user's rider elements
+        self._passengers: torch.Tensor | None = None  # the user's rider elements for the next synchronised backward
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
         self._options = options
         self._live_calls = live_calls
@@ -167,8 +170,9 @@ class Runtime:
         takes_part: Callable[[SegmentCall], bool],
         accumulates: Callable[[int], bool],
         returned: ReturnedGradients | None = None,
+        weight: float | None = None,
     ) -> SynchronisedBackward:
-        """A new synchronised backward.
+        """A new synchronised backward, of the rank's own weight unless another one is given.
 
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
         a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
@@ -181,7 +185,12 @@ class Runtime:
         self._announced = set()
         if returned is None:
             self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(i)}
-        message = Message(self._forwards.value, announced=len(self._announced))
+        message = Message(
+            self._forwards.value,
+            announced=len(self._announced),
+            weight=self.weight if weight is None else weight,
+            passengers=self._passengers,
+        )
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
@@ -191,7 +200,8 @@ class Runtime:
         """Take part in the other ranks' synchronised backward with zeros: launch all, and wait for nothing yet."""
         with self._lock:
             self._hooks.install()  # and hold back the users', which see the mean on every rank
-            self._current = self._begin(lambda call: call.synchronise, lambda _: False)
+            weight = self.weight if self._used or self.sparse.any_used else 0.0
+            self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=weight)
             self._current.launch_rest()
 
     def end_skipping(self) -> None:
@@ -355,12 +365,12 @@ class Runtime:
             backward.restore_gradients()
             raise
         reduced = backward.write_back()
-        self._average_sparse(contributes=backward.returned is None)
+        self._average_sparse(backward)
         if backward.returned is not None:
             self._finish_returned(local)
             return
         if findings.announced:
-            reduced |= self._admit()
+            reduced |= self._admit(backward.message)
         self._used = set()
         first = not self.agreed.refined
         if first:
@@ -376,8 +386,8 @@ class Runtime:
         if first:
             self._remove_needless_hooks()
 
-    def _average_sparse(self, *, contributes: bool) -> None:
-        error = self.sparse.average(contributes=contributes)
+    def _average_sparse(self, backward: SynchronisedBackward) -> None:
+        error = self.sparse.average(backward.share, contributes=backward.returned is None)
         if error is not None:
             self.proof.postpone()
             self._forget_unless_refined()
@@ -429,17 +439,15 @@ class Runtime:
         if not self.agreed.by_hooks:
             self._hooks.remove(keep=self.agreed.unused)
 
-    def _admit(self) -> set[int]:
+    def _admit(self, message: Message) -> set[int]:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on.
 
-        Returns these parameters.
+        `message` is that of the backward before. Returns these parameters.
         """
         assert self.agreed.sequence is not None
         unused = self.agreed.sequence.unused
         used_here = {index for index in self._announced if self.parameters.tensors[index].grad is not None}
-        late = self._new_backward(
-            unused, SequenceBuffers(unused), self._used | used_here, Message(self._forwards.value)
-        )
+        late = self._new_backward(unused, SequenceBuffers(unused), self._used | used_here, message.of_the_same_step())
         late.launch_rest()
         late.wait()
         used = late.write_back()
@@ -467,9 +475,21 @@ class Runtime:
             raise error
 
     def _read_riders(self, backward: SynchronisedBackward) -> Findings:
-        findings = self._rider_reader.read(backward.reduced_riders(), at_once=not self.agreed.refined)
+        riders = [*backward.reduced_riders()]
+        self._unload(riders)
+        findings = self._rider_reader.read(riders, at_once=not self.agreed.refined)
         self.proof.heed_wish(findings.verify)
         return findings
+
+    def _unload(self, riders: Sequence[torch.Tensor]) -> None:
+        """Keep the sums of what the user has sent along; every section carries the same."""
+        if self._options.piggyback and riders:
+            self.carried = riders[-1][-len(self._options.piggyback) :].clone()
+            self._passengers = None
+
+    def board(self, values: torch.Tensor) -> None:
+        """Send these values, of shape (number of names in `Options.piggyback`,), along with the next riders."""
+        self._passengers = values
 
     def _refuse_mixed(self, mixed: set[int]) -> None:
         assert self.agreed.sequence is not None
@@ -510,12 +530,12 @@ class Runtime:
         """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end."""
         if findings.counts_differ:
             self._report_different_steps()
-        if self.sparse.average(aborted=True) is not None or backward.returned is not None:
+        if self.sparse.average(lambda: 0.0, aborted=True) is not None or backward.returned is not None:
             self.proof.postpone()
             self._forget_unless_refined()
             return
         if findings.announced:
-            self._admit()
+            self._admit(backward.message)
         if not self.agreed.refined:
             self._refine(backward)
             self._remove_needless_hooks()
@@ -533,7 +553,8 @@ class Runtime:
         reduced: set[int] = set()
         if mixed:
             used = {index for section in mixed for index in section.plan.indices}
-            again = self._new_backward(mixed, SequenceBuffers(mixed), used, Message(self._forwards.value))
+            again = self._new_backward(mixed, SequenceBuffers(mixed), used, backward.message.of_the_same_step())
+            again.before = backward
             again.launch_rest()
             again.wait()
             reduced = again.write_back()

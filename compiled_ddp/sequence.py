@@ -86,6 +86,8 @@ class SequencePlanner:
             self._specs(indices),
             capacities_bytes=self._options.bucket_capacities_bytes,
             world_size=self._world_size,
+            reduction=self._options.reduction,
+            passengers=len(self._options.piggyback),
         )
         return [Section(plan, "hooks", reason)]
 
@@ -108,6 +110,12 @@ class SequencePlanner:
         sections = []
         for origin, reason, buckets in json.loads(text):
             filled = [self._specs(bucket) for bucket in buckets if bucket]
-            plan = place_buckets(filled, self._world_size, riders_apart=not buckets[-1])
+            plan = place_buckets(
+                filled,
+                self._world_size,
+                riders_apart=not buckets[-1],
+                reduction=self._options.reduction,
+                passengers=len(self._options.piggyback),
+            )
             sections.append(Section(plan, origin, reason))
         return self._sequence(sections)

@@ -54,9 +54,12 @@ class SparseGradients:
             )
 
     @torch.no_grad()
-    def average(self, *, contributes: bool = True, aborted: bool = False) -> RuntimeError | None:
+    def average(
+        self, share: Callable[[], float], *, contributes: bool = True, aborted: bool = False
+    ) -> RuntimeError | None:
         """Leave the mean over ranks in .grad of what any rank has used: a collective at the end of every backward.
 
+        `share`, asked for if need be, is the factor of this rank's gradients: the mean is the sum over ranks of these.
         Without `contributes` this rank sends nothing and keeps its .grad. Returns the error that every rank is to
         raise where a rank has a gradient that is not sparse, or its backward was `aborted`; then nothing has been
         averaged.
@@ -83,14 +86,15 @@ class SparseGradients:
                 "nn.EmbeddingBag, and a gradient that is not sparse on some rank: it is used elsewhere too, or its "
                 ".grad was assigned. Pass sparse=False; it was not averaged in this step, on any rank."
             )
-        sums = [_ready_to_send(tensors[index], gradients[index]) for index in used_anywhere]
+        factor = share()
+        sums = [_ready_to_send(tensors[index], gradients[index], factor) for index in used_anywhere]
         with self._communicator.explaining("sparse gradients could not be averaged"):
             works = [self._communicator.all_reduce(total) for total in sums]
             for work in works:
                 work.wait()
         if contributes:
             for index, total in zip(used_anywhere, sums, strict=True):
-                self._write(tensors[index], total / self._communicator.world_size)
+                self._write(tensors[index], total)
             self._hooks.run_users(used_anywhere)
         return None
 
@@ -104,6 +108,11 @@ class SparseGradients:
         self._used = set()
 
     @property
+    def any_used(self) -> bool:
+        """Whether this rank has used one of the parameters since the last synchronised backward."""
+        return bool(self._used)
+
+    @property
     def names(self) -> tuple[str, ...]:
         return self._parameters.names
 
@@ -111,10 +120,10 @@ class SparseGradients:
         self._hooks.remove()
 
 
-def _ready_to_send(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """A copy of `gradient` in the form that gloo reduces; an empty one for None."""
+def _ready_to_send(parameter: torch.Tensor, gradient: torch.Tensor | None, factor: float) -> torch.Tensor:
+    """`factor` times `gradient`, in new memory, in the form that gloo reduces; an empty tensor for None."""
     if gradient is not None:
-        return gradient.clone().coalesce()
+        return (gradient * factor).coalesce()
     indices = torch.zeros(1, 0, dtype=torch.int64)
     values = parameter.new_zeros(0, *parameter.shape[1:])
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)

@@ -13,6 +13,7 @@ from torch import nn
 
 from compiled_ddp.compiled import compile_ddp
 from compiled_ddp.own_state import OwnState
+from compiled_ddp.plan import ReductionKind
 from compiled_ddp.wrapper import DataParallelWrapper
 
 # A gradient that is zero but for rounding (of a bias in front of a normalisation) is compared with this part of the
@@ -108,7 +109,7 @@ def verify_parity(
             inputs = batch(step) if callable(batch) else batch
             _synchronise(reference, wrapper.module)
             with torch.random.fork_rng():  # so that the wrapper draws the same numbers
-                expected = _mean_by_hand(reference, loss(_call(reference, inputs), inputs))
+                expected = _reduced_by_hand(reference, loss(_call(reference, inputs), inputs), wrapper.reduction)
             wrapper.zero_grad()
             loss(_call(wrapper, inputs), inputs).backward()
             found.append(_differences(wrapper.module, expected, step))
@@ -145,19 +146,22 @@ def _synchronise(reference: nn.Module, module: nn.Module) -> None:
         dist.broadcast(buffer, src=0)
 
 
-def _mean_by_hand(reference: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor | None]:
-    """Each parameter's gradient averaged over ranks, in float64; None where no rank has one."""
+def _reduced_by_hand(
+    reference: nn.Module, loss: torch.Tensor, reduction: ReductionKind
+) -> dict[str, torch.Tensor | None]:
+    """Each parameter's gradient averaged or summed over ranks, in float64; None where no rank has one."""
     reference.zero_grad(set_to_none=True)
     loss.backward()
-    means = {}
+    reduced = {}
+    divisor = 1 if reduction == "sum" else dist.get_world_size()  # all weights are 1
     for name, parameter in OwnState(reference).trained().items():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else _strided(parameter.grad)
         ranks_with_one = torch.tensor(float(parameter.grad is not None), device=parameter.device)
         total = gradient.to(_wide(parameter), memory_format=torch.contiguous_format)
         dist.all_reduce(ranks_with_one)
         dist.all_reduce(total)
-        means[name] = total / dist.get_world_size() if ranks_with_one else None
-    return means
+        reduced[name] = total / divisor if ranks_with_one else None
+    return reduced
 
 
 def _strided(gradient: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ from compiled_ddp.model_check import (
 )
 from compiled_ddp.options import Mode, Options, mode_from_environment
 from compiled_ddp.own_state import OwnState
-from compiled_ddp.plan import ReductionSequence
+from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
 
 _moments = itertools.count(1)
@@ -306,6 +306,69 @@ class DataParallelWrapper(nn.Module):
         example before leaving the training loop. A no-op when no backward is broken.
         """
         self._runtime.finish_broken_backward()
+
+    @property
+    def reduction(self) -> ReductionKind:
+        """What a synchronised backward makes of the ranks' gradients."""
+        return self._options.reduction
+
+    # ---- what travels with the gradients -----------------------------------------------------------------------------
+
+    def set_weight(self, weight: float) -> None:
+        """This rank's weight in the mean over ranks, from the next synchronised backward on; 1 before the first call.
+
+            ddp = compile_ddp(model, reduction="weighted")
+            loss = ddp(x, y)  # a mean over this rank's tokens
+            ddp.set_weight(number_of_tokens)
+            loss.backward()  # .grad is the mean over all ranks' tokens
+
+        With weights w and gradients g, each .grad becomes sum(w g) / sum(w), or zero where no rank has a weight. The
+        weight travels with the gradients, in a collective that is there anyway. It applies to all that a backward
+        reduces, also to what was accumulated under `no_sync()`. A rank in `skip_step()` that has accumulated nothing
+        has the weight 0.
+
+        Raises ValueError for a weight that is negative or not finite, RuntimeError without `reduction="weighted"`.
+        """
+        if self._options.reduction != "weighted":
+            raise RuntimeError(
+                f'set_weight() has no effect on reduction="{self._options.reduction}": pass reduction="weighted" to '
+                "the wrapper."
+            )
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"a weight must be finite and not negative, found {weight}.")
+        self._runtime.weight = float(weight)
+
+    def piggyback(self, **values: float | torch.Tensor) -> None:
+        """Send numbers along with the gradients of the next synchronised backward, to be summed over ranks.
+
+            ddp = compile_ddp(model, piggyback=("loss", "tokens"))
+            ddp.piggyback(loss=loss.detach(), tokens=y.numel())
+            loss.backward()
+            mean_loss = ddp.piggybacked["loss"] / world_size
+
+        Numbers or tensors of one element, which travel as float32, without a collective of their own; what is not
+        given counts as zero. A rank that skips the step may send them too.
+
+        Raises ValueError for a name that the wrapper was not made with.
+        """
+        names = self._options.piggyback
+        unknown = [name for name in values if name not in names]
+        if unknown:
+            raise ValueError(
+                f"{unknown[0]!r} is not among the names that the wrapper was made with: piggyback={names}."
+            )
+        device = self._runtime.parameters.tensors[0].device
+        elements = [torch.as_tensor(values.get(name, 0.0), dtype=torch.float32) for name in names]
+        self._runtime.board(torch.stack([e.detach().to(device, non_blocking=True).reshape(()) for e in elements]))
+
+    @property
+    def piggybacked(self) -> dict[str, torch.Tensor]:
+        """The sums over ranks that the last synchronised backward brought, scalars on the parameters' device.
+
+        Empty before the first one.
+        """
+        carried = self._runtime.carried
+        return {} if carried is None else dict(zip(self._options.piggyback, carried.unbind(), strict=True))
 
     # ---- what users look at ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from compiled_ddp.passes.ops import all_reduce, wait_tensor
 from compiled_ddp.plan import Bucket, BucketPlan, Gradient
 
 _aten = torch.ops.aten
+_mul = _aten.mul.Tensor
 
 
 def form_buckets(graph: Graph, plan: BucketPlan, *, group_name: str, output_positions: Mapping[int, int]) -> None:
@@ -41,19 +42,27 @@ def form_buckets(graph: Graph, plan: BucketPlan, *, group_name: str, output_posi
     assert riders_wait is not None
     place = {node: number for number, node in enumerate(graph.nodes)}
     last_place, anchor = -1, riders_wait  # behind which the next bucket's reduction goes
+    waits = []
     for bucket in plan.buckets:
         merged = [reductions[index] for index in bucket.indices]
         latest = max((reduction.wait for reduction in merged), key=place.__getitem__, default=None)
         if latest is not None and place[latest] > last_place:
             last_place, anchor = place[latest], latest
         with graph.inserting_before(anchor.next):
-            views, rider_view = _merge(graph, bucket, merged, riders_wait, group_name)
-        anchor = rider_view or views[-1]
-        for index, view in zip(bucket.indices, views, strict=True):
-            outputs[output_positions[index]] = view
-        if rider_view is not None:
-            outputs[-1] = rider_view
+            anchor = _merge(graph, bucket, merged, riders_wait, group_name)
+            waits.append(anchor)
+            if bucket.riders is not None:
+                anchor = _view(graph, anchor, (bucket.riders.numel,), (1,), bucket.riders.offset_elements)
+                riders_wait.replace_all_uses_with(anchor)
+                outputs[-1] = anchor
+    for bucket, wait in zip(plan.buckets, waits, strict=True):
+        merged = [reductions[index] for index in bucket.indices]
+        for reduction, view in zip(merged, _views(graph, bucket, merged, wait), strict=True):
+            outputs[output_positions[reduction.gradient.index]] = view
     set_output_values(graph, outputs)
+    for reduction in reductions.values():
+        if reduction.normalised is not None:
+            graph.erase_node(reduction.normalised)
     for node in [*(reduction.wait for reduction in reductions.values()), riders_wait]:
         launch = node.args[0]
         assert isinstance(launch, Node)
@@ -66,21 +75,25 @@ def memory_order(gradient: Gradient) -> list[int]:
     return sorted(range(len(gradient.size)), key=lambda dim: (-gradient.stride[dim], dim))
 
 
-def _merge(
-    graph: Graph, bucket: Bucket, merged: Sequence[Reduction], riders_wait: Node, group_name: str
-) -> tuple[list[Node], Node | None]:
-    """Emit one bucket's reduction; returns the gradients' views and the riders' view, if it carries them."""
+def _merge(graph: Graph, bucket: Bucket, merged: Sequence[Reduction], riders_wait: Node, group_name: str) -> Node:
+    """Emit one bucket's reduction; returns its wait."""
     parts = [_flatten(graph, reduction) for reduction in merged]
     if bucket.riders is not None:
         riders_launch = riders_wait.args[0]
         assert isinstance(riders_launch, Node)
         parts.append(riders_launch.args[0])  # type: ignore[arg-type]
     flat = emit(graph, _aten.cat.default, parts)
-    wait = emit(graph, wait_tensor, emit(graph, all_reduce, flat, "sum", group_name))
-    views = [_view(graph, wait, g.size, g.stride, g.offset_elements) for g in bucket.gradients]
-    if bucket.riders is None:
-        return views, None
-    return views, _view(graph, wait, (bucket.riders.numel,), (1,), bucket.riders.offset_elements)
+    return emit(graph, wait_tensor, emit(graph, all_reduce, flat, "sum", group_name))
+
+
+def _views(graph: Graph, bucket: Bucket, merged: Sequence[Reduction], wait: Node) -> list[Node]:
+    """Emit the gradients' views of a reduced flat buffer; in a weighted mean, of what it is with the weights."""
+    if not merged:
+        return []
+    normalised = merged[0].normalised
+    with graph.inserting_before(wait.next if normalised is None else graph.output_node()):
+        flat = wait if normalised is None else emit(graph, _mul, wait, normalised.args[1])
+        return [_view(graph, flat, g.size, g.stride, g.offset_elements) for g in bucket.gradients]
 
 
 def _flatten(graph: Graph, reduction: Reduction) -> Node:

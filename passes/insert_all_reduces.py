@@ -18,19 +18,20 @@ from compiled_ddp.passes.graph_edit import (
     set_output_values,
 )
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
-from compiled_ddp.plan import Bucket, BucketPlan, Gradient
+from compiled_ddp.plan import WEIGHT, Bucket, BucketPlan, Gradient
 
-_mul = torch.ops.aten.mul.Tensor
-_add = torch.ops.aten.add.Tensor
+_aten = torch.ops.aten
+_mul, _add, _select = _aten.mul.Tensor, _aten.add.Tensor, _aten.select.int
 
 
 @dataclass(frozen=True)
 class Reduction:
     """One gradient's part of the naive program.
 
-    local_grad -> mean (mul by 1/world) [-> fold (add a pending gradient's share)] -> all_reduce -> wait -> output
+    local_grad [-> mean (mul by the share)] [-> fold (add a pending gradient's share)] -> all_reduce -> wait
+        [-> normalised (mul by the inverse of the weights' sum)] -> output
 
-    `mean` is None once the mean has moved to the tangents.
+    `mean` is None in a sum, and once the mean has moved to the tangents; `normalised` belongs to a weighted mean.
     """
 
     gradient: Gradient
@@ -39,12 +40,13 @@ class Reduction:
     fold: Node | None
     launch: Node
     wait: Node
+    normalised: Node | None = None
 
 
 def insert_all_reduces(
     graph: Graph, plan: BucketPlan, *, group_name: str, output_positions: Mapping[int, int], fold: bool = False
 ) -> None:
-    """Reduce every planned gradient of a backward graph, on its own, to its mean over ranks.
+    """Reduce every planned gradient of a backward graph, on its own, to its mean, sum or weighted mean over ranks.
 
     Assumes that `output_positions` maps each of the plan's indices to its place among the graph's outputs, and that
     a None there is a gradient known to be zero.
@@ -63,7 +65,8 @@ def insert_all_reduces(
         gradient.index: _add_pending_placeholder(graph, bucket, gradient) if fold else None
         for bucket, gradient in plan.gradients
     }
-    first_after_inputs = next(node for node in graph.nodes if node.op != "placeholder")
+    share = emit_share(graph, plan, riders)
+    first_after_inputs = next(node for node in graph.nodes if node.op != "placeholder" and node is not share)
     for bucket, gradient in plan.gradients:
         position = output_positions[gradient.index]
         local = outputs[position]
@@ -71,14 +74,39 @@ def insert_all_reduces(
             with graph.inserting_before(first_after_inputs):
                 local = _emit_zeros(graph, bucket, gradient)
         with graph.inserting_before(first_after_inputs if local.op == "placeholder" else local.next):
-            reduced = emit(graph, _mul, local, plan.share)
+            reduced = _times(graph, local, share)
             unreduced = pending[gradient.index]
             if unreduced is not None:
-                reduced = emit(graph, _add, reduced, emit(graph, _mul, unreduced, plan.share))
+                reduced = emit(graph, _add, reduced, _times(graph, unreduced, share))
             outputs[position] = _emit_reduction(graph, reduced, group_name)
     with graph.inserting_before(graph.output_node()):
-        outputs.append(_emit_reduction(graph, riders, group_name))
+        reduced_riders = _emit_reduction(graph, riders, group_name)
+        outputs.append(reduced_riders)
+        if plan.reduction == "weighted":
+            inverse = _emit_inverse_of_weights(graph, reduced_riders)
+            for _, gradient in plan.gradients:
+                position = output_positions[gradient.index]
+                outputs[position] = emit(graph, _mul, outputs[position], inverse)
     set_output_values(graph, outputs)
+
+
+def emit_share(graph: Graph, plan: BucketPlan, riders: Node) -> float | Node:
+    """The factor of this rank's gradients before they are summed up; a node, right behind the inputs, for a weight."""
+    if plan.reduction != "weighted":
+        return plan.share
+    first_other = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(first_other):
+        return emit(graph, _select, riders, 0, WEIGHT)
+
+
+def _times(graph: Graph, value: Node, share: float | Node) -> Node:
+    return value if share == 1.0 else emit(graph, _mul, value, share)
+
+
+def _emit_inverse_of_weights(graph: Graph, riders: Node) -> Node:
+    weights = emit(graph, _select, riders, 0, WEIGHT)
+    positive, zero = emit(graph, _aten.gt.Scalar, weights, 0.0), emit(graph, _mul, weights, 0.0)
+    return emit(graph, _aten.where.self, positive, emit(graph, _aten.reciprocal.default, weights), zero)
 
 
 def read_reductions(graph: Graph, plan: BucketPlan, output_positions: Mapping[int, int]) -> list[Reduction]:
@@ -86,7 +114,10 @@ def read_reductions(graph: Graph, plan: BucketPlan, output_positions: Mapping[in
     outputs = output_values(graph)
     reductions = []
     for _, gradient in plan.gradients:
-        wait = outputs[output_positions[gradient.index]]
+        wait, normalised = outputs[output_positions[gradient.index]], None
+        if plan.reduction == "weighted":
+            assert wait is not None
+            normalised, wait = wait, _producer(wait)
         assert wait is not None and wait.target is wait_tensor, f"gradient {gradient.index} is not waited for"
         launch = _producer(wait)
         assert launch.target is all_reduce, f"gradient {gradient.index} is not reduced"
@@ -94,9 +125,9 @@ def read_reductions(graph: Graph, plan: BucketPlan, output_positions: Mapping[in
         fold = mean = None
         if local.target is _add and _is_pending_share(local.args[1]):
             fold, local = local, _producer(local)
-        if local.target is _mul and local.args[1] == plan.share and not _is_pending_share(local):
+        if local.target is _mul and _is_share(local.args[1], plan) and not _is_pending_share(local):
             mean, local = local, _producer(local)
-        reductions.append(Reduction(gradient, local, mean, fold, launch, wait))
+        reductions.append(Reduction(gradient, local, mean, fold, launch, wait, normalised))
     return reductions
 
 
@@ -106,9 +137,18 @@ def _producer(node: Node) -> Node:
     return producer
 
 
+def _is_share(factor: object, plan: BucketPlan) -> bool:
+    if plan.reduction == "weighted":
+        return isinstance(factor, Node) and factor.target is _select and _producer(factor).name == "riders"
+    return factor == plan.share != 1.0
+
+
 def _is_pending_share(node: object) -> bool:
-    """Whether `node` is `pending_<index> * 1/world`."""
-    return isinstance(node, Node) and node.target is _mul and _producer(node).name.startswith("pending_")
+    """Whether `node` is `pending_<index>`, or a share of it."""
+    if not isinstance(node, Node):
+        return False
+    value = _producer(node) if node.target is _mul else node
+    return value.op == "placeholder" and value.name.startswith("pending_")
 
 
 def _add_rider_placeholder(graph: Graph, plan: BucketPlan) -> Node:

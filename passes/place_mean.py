@@ -16,36 +16,48 @@ _mul = torch.ops.aten.mul.Tensor
 def place_mean(
     graph: Graph, plan: BucketPlan, *, tangents: Sequence[Node], output_positions: Mapping[int, int]
 ) -> LinearityProof:
-    """Move the factor 1/world from every gradient to the tangents, and tell whether that was right to do.
+    """Move the factor of every gradient, 1/world or a weight, to the tangents, and tell whether that was right to do.
 
     Assumes the naive program. Where every output is proven linear in the tangents, the tangents are scaled once and
     the gradients' own scaling goes; outputs that are not planned gradients (of activations, of inputs) are scaled
     back.
 
     Does nothing, and says why, without the proof; and where scaling back would round, which is where there are such
-    outputs and the world size is no power of two.
+    outputs and the factor is a weight, or the world size no power of two.
     """
     if not plan.buckets:
         return LinearityProof(False, "the plan is empty")
+    if (plan.reduction == "mean" and plan.world_size == 1) or plan.reduction == "sum":
+        return LinearityProof(False, "there is no factor")
     reductions = read_reductions(graph, plan, output_positions)
     outputs = output_values(graph)
     # The riders are the last output; what else is not reduced belongs to activations and inputs.
     others = sorted(set(range(len(outputs) - 1)) - {output_positions[r.gradient.index] for r in reductions})
     other_nodes = [node for position in others if (node := outputs[position]) is not None]
-    if other_nodes and plan.world_size & (plan.world_size - 1):
-        return LinearityProof(False, f"{other_nodes[0].name}: not a parameter's gradient, and 1/world would round it")
+    if other_nodes and (plan.reduction == "weighted" or plan.world_size & (plan.world_size - 1)):
+        return LinearityProof(
+            False, f"{other_nodes[0].name}: not a parameter's gradient, and the factor would round it"
+        )
     proof = prove_linearity(graph, tangents, [*(reduction.local for reduction in reductions), *other_nodes])
     if proof.proven:
+        share = _share_of(reductions)
         for tangent in tangents:
-            _scale(graph, tangent, plan.share)
+            _scale(graph, tangent, share)
         for reduction in reductions:
             _drop_mean(graph, reduction)
         _scale_back(graph, others, float(plan.world_size))
     return proof
 
 
-def _scale(graph: Graph, tangent: Node, factor: float) -> None:
-    first_other = next(node for node in graph.nodes if node.op != "placeholder")
+def _share_of(reductions: Sequence[Reduction]) -> float | Node:
+    """The factor that the naive program gives to every gradient."""
+    mean = reductions[0].mean
+    assert mean is not None
+    return mean.args[1]  # type: ignore[return-value]
+
+
+def _scale(graph: Graph, tangent: Node, factor: float | Node) -> None:
+    first_other = next(node for node in graph.nodes if node.op != "placeholder" and node is not factor)
     with graph.inserting_before(first_other):
         scaled = emit(graph, _mul, tangent, factor)
     tangent.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
@@ -54,7 +66,8 @@ def _scale(graph: Graph, tangent: Node, factor: float) -> None:
 def _drop_mean(graph: Graph, reduction: Reduction) -> None:
     # Not `reduction.local`: where that was a tangent, the mean now reads the scaled one.
     assert reduction.mean is not None
-    (scaled,) = reduction.mean.all_input_nodes
+    scaled = reduction.mean.args[0]
+    assert isinstance(scaled, Node)
     reduction.mean.replace_all_uses_with(scaled)
     graph.erase_node(reduction.mean)
 

@@ -22,9 +22,10 @@ def verify_collectives(graph: Graph, plan: BucketPlan, *, group_name: str, outpu
     for bucket, launch in zip(plan.buckets, launches, strict=True):
         _verify_bucket(bucket, launch)
         (wait,) = launch.users
+        flat = _normalised(wait) if plan.reduction == "weighted" and bucket.gradients else wait
         for gradient in bucket.gradients:
             expected = (list(gradient.size), list(gradient.stride), gradient.offset_elements)
-            _verify_view(outputs[output_positions[gradient.index]], wait, expected)
+            _verify_view(outputs[output_positions[gradient.index]], flat, expected)
         if bucket.riders is not None:
             _verify_view(outputs[-1], wait, ([bucket.riders.numel], [1], bucket.riders.offset_elements))
     graph.lint()
@@ -47,6 +48,13 @@ def _verify_bucket(bucket: Bucket, launch: Node) -> None:
     if "val" in flat.meta:
         assert flat.meta["val"].numel() == bucket.numel, f"{launch.name}: {flat.meta['val'].numel()} elements"
         assert flat.meta["val"].dtype == bucket.dtype, f"{launch.name}: {flat.meta['val'].dtype}"
+
+
+def _normalised(wait: Node) -> Node:
+    """The weighted mean of what `wait` has as a weighted sum."""
+    products = [user for user in wait.users if user.target is torch.ops.aten.mul.Tensor]
+    assert len(products) == 1, f"{wait.name} is divided by the sum of the weights {len(products)} times"
+    return products[0]
 
 
 def _verify_view(view: Node | None, wait: Node, expected: tuple[list[int], list[int], int]) -> None:

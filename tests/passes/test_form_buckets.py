@@ -88,9 +88,9 @@ def test_exact_nodes_of_a_bucket() -> None:
         "cat_default",
         "all_reduce_default_3",
         "wait_tensor_default_3",
-        "as_strided_default",
         "as_strided_default_1",
         "as_strided_default_2",
+        "as_strided_default",
         "output",
     ]
 

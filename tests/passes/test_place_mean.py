@@ -197,7 +197,7 @@ def test_nothing_happens_where_an_activations_gradient_is_not_linear() -> None:
 def test_nothing_happens_where_scaling_back_would_round() -> None:
     program = Program(with_activation, parameters=1, world_size=3)
     before = str(program.graph)
-    assert program.place() == LinearityProof(False, "neg: not a parameter's gradient, and 1/world would round it")
+    assert program.place() == LinearityProof(False, "neg: not a parameter's gradient, and the factor would round it")
     assert str(program.graph) == before
 
 

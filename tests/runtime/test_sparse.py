@@ -203,6 +203,27 @@ def test_sparse_gradients_are_averaged_on_three_ranks(ranks3: RankPool) -> None:
     ranks3.run(_steps, "EagerDDP")
 
 
+def _other_reductions(rank: int) -> None:
+    """Weights of 1 and 3, then of 3 and of a rank that skips the step; sums."""
+    for wrap in wrappers(BOTH).values():
+        weighted, summed = wrap(Sparse(), reduction="weighted"), wrap(Sparse(), reduction="sum")
+        for skips in (False, True):
+            weighted.set_weight(1.0 + 2.0 * rank)
+            share = (rank if skips else (1.0 + 2.0 * rank) / 4) * dist.get_world_size()
+            expected = _mean({n: share * g for n, g in _local(weighted.module, _tokens(rank)).items()})
+            weighted.zero_grad()
+            loss = weighted(_tokens(rank))
+            weighted.skip_step() if skips and rank == 0 else loss.backward()
+            _assert_gradients(weighted, expected)
+        expected = _mean(_local(summed.module, _tokens(rank)))
+        summed(_tokens(rank)).backward()
+        _assert_gradients(summed, expected, dist.get_world_size())
+
+
+def test_sparse_gradients_are_summed_and_weighted_as_dense_ones_are(ranks2: RankPool) -> None:
+    ranks2.run(_other_reductions)
+
+
 class Tied(nn.Module):
     """A sparse embedding whose weight is used densely too."""
 

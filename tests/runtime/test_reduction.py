@@ -1,0 +1,190 @@
+"""reduction="mean" | "sum" | "weighted", and numbers that travel with the gradients."""
+
+import contextlib
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, TokenModel, assert_gradients, local_gradients, mean_over_ranks, row_batch, token_batch, wrappers
+from torch import Tensor, nn
+
+from compiled_ddp.torch_private import generated_code
+from ranks import RankPool
+
+BOTH = ("compile_ddp", "EagerDDP")
+
+
+class SharedByBoth(nn.Module):
+    """`shared` is used in a captured graph and, on the ranks that are told to, in eager code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.shared = nn.Linear(5, 5), nn.Parameter(torch.ones(5))
+        self.outside = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(x) * self.shared))
+
+    @torch.compiler.disable
+    def head(self, x: Tensor) -> Tensor:
+        return (x * self.shared).square().sum() if self.outside else x.square().sum()
+
+
+def expected(module: nn.Module, weight: float, reduction: str, *losses: Any) -> dict[str, Tensor]:
+    """Gradients of the sum of these losses by plain autograd, reduced by hand in float64."""
+    module = copy.deepcopy(module)
+    module.zero_grad()
+    local = local_gradients(module, lambda m: torch.stack([loss(m) for loss in losses]).sum())
+    world_size = dist.get_world_size()
+    if reduction != "weighted":
+        weight, weights = 1.0, torch.tensor(1.0 if reduction == "sum" else float(world_size))
+    else:
+        weights = torch.tensor(weight)
+        dist.all_reduce(weights)
+    weighted = {name: None if g is None else g.double() * weight for name, g in local.items()}
+    return {name: g * world_size / weights for name, g in mean_over_ranks(weighted, module).items()}
+
+
+def _reduces(rank: int, wrapper: str, reduction: str) -> None:
+    """Accumulation under no_sync, a .grad to fold in, a weight that changes, gradients that hooks reduce."""
+    ddp = wrappers([wrapper])[wrapper](Mlp(), reduction=reduction)
+    for step in range(4):
+        weight = 1.0 + 2 * rank + step
+        if reduction == "weighted":
+            ddp.set_weight(weight)
+        losses = [lambda module, n=n, step=step: module(row_batch(rank, 3 * step + n)).square().sum() for n in range(2)]
+        reference = expected(ddp.module, weight, reduction, *losses[: 1 + step % 2])
+        ddp.zero_grad()
+        for n in reversed(range(1 + step % 2)):
+            with ddp.no_sync() if n else contextlib.nullcontext():
+                losses[n](ddp).backward()
+        assert_gradients(ddp.module, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "weighted"])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_gradients_are_summed_or_weighted(ranks2: RankPool, wrapper: str, reduction: str) -> None:
+    ranks2.run(_reduces, wrapper, reduction)
+
+
+def test_gradients_are_weighted_on_three_ranks(ranks3: RankPool) -> None:
+    ranks3.run(_reduces, "compile_ddp", "weighted")
+
+
+def _reduces_again(rank: int, reduction: str) -> None:
+    """A parameter of a graph and of eager code, in the first backward on one rank alone, and a skipped step."""
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](SharedByBoth(), reduction=reduction)
+    weight = 2.0 + rank
+    if reduction == "weighted":
+        ddp.set_weight(weight)
+    for step in range(4):
+        ddp.module.outside = step > 1 or rank == step
+        skips = step == 3 and rank == 0
+
+        def loss(module: nn.Module) -> Tensor:
+            return module(row_batch(rank, step)) * (0.0 if skips else 1.0)  # noqa: B023
+
+        reference = expected(ddp.module, 0.0 if skips else weight, reduction, loss)
+        ddp.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what goes by hooks
+            if skips:
+                ddp.skip_step()
+            else:
+                loss(ddp).backward()
+        assert_gradients(ddp.module, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "weighted"])
+def test_what_is_used_in_a_graph_and_outside_is_reduced_once_in_effect(ranks2: RankPool, reduction: str) -> None:
+    ranks2.run(_reduces_again, reduction)
+
+
+def _sums_again(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp(), reduction="sum")
+    losses = [lambda module, n=n: module(row_batch(rank, n)).square().sum() for n in range(2)]
+    first, second = (expected(ddp.module, 1.0, "sum", loss) for loss in losses)
+    for loss in losses:
+        loss(ddp).backward()
+    again = {name: dist.get_world_size() * first[name] + second[name] for name in first}
+    assert_gradients(ddp.module, again, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_sum_sums_again_what_was_not_cleared(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_sums_again, wrapper)
+
+
+def _no_weight_at_all(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp(), reduction="weighted")
+    ddp.set_weight(0)
+    ddp(row_batch(rank)).sum().backward()
+    assert all(parameter.grad.count_nonzero() == 0 for parameter in ddp.parameters())
+    for weight in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="finite and not negative"):
+            ddp.set_weight(weight)
+    with pytest.raises(RuntimeError, match='reduction="mean"'):
+        wrappers([wrapper])[wrapper](Mlp()).set_weight(1.0)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_without_any_weight_gradients_are_zero_and_bad_weights_are_refused(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_no_weight_at_all, wrapper)
+
+
+def _generated(rank: int, reduction: str) -> str:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](TokenModel(), backend="inductor", reduction=reduction)
+    if reduction == "weighted":
+        ddp.set_weight(3.0 + rank)
+    batch = token_batch(rank)
+    reference = expected(ddp.module, 3.0 + rank, reduction, lambda module: module(*batch))
+    *_, backward = generated_code(lambda: ddp(*batch).backward())
+    assert_gradients(ddp.module, reference, rtol=1e-4, atol=1e-6)
+    return backward
+
+
+@pytest.mark.inductor
+def test_the_generated_code_reduces_as_many_buckets_whatever_the_reduction(ranks2: RankPool) -> None:
+    launches = {
+        reduction: [code.count("_c10d_functional.all_reduce_") for code in ranks2.run(_generated, reduction)]
+        for reduction in ("sum", "weighted")
+    }
+    assert launches["sum"] == launches["weighted"]
+    assert launches["sum"][0] > 2
+
+
+# ---- numbers that travel along ---------------------------------------------------------------------------------------
+
+
+def _piggybacks(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp(), piggyback=("loss", "tokens"))
+    assert ddp.piggybacked == {}
+    launches = []
+    for step in range(3):
+        loss = ddp(row_batch(rank, step)).square().sum()
+        ddp.piggyback(loss=loss.detach(), tokens=10 + rank)
+        with pytest.raises(ValueError, match="'los' is not among"):
+            ddp.piggyback(los=1.0)
+        loss.backward()
+        launches.append(ddp._runtime.communicator.standing.launches)
+        losses = loss.detach().clone()
+        dist.all_reduce(losses)
+        torch.testing.assert_close(ddp.piggybacked, {"loss": losses, "tokens": torch.tensor(21.0)})
+    assert launches[2] - launches[1] <= len(ddp.plan.buckets) + 1, "at most the proof's exchange besides the buckets"
+    with ddp.no_sync():
+        ddp(row_batch(rank)).sum().backward()
+    assert ddp.piggybacked["tokens"] == 21, "a local backward carries nothing"
+    if rank == 0:
+        ddp.piggyback(tokens=5)
+        ddp.skip_step()
+    else:
+        ddp(row_batch(rank)).sum().backward()
+    assert ddp.piggybacked["tokens"] == 5, "what is not given counts as zero"
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_numbers_travel_with_the_gradients_without_a_collective_of_their_own(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_piggybacks, wrapper)

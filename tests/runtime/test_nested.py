@@ -18,7 +18,7 @@ from models import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from compiled_ddp import EagerDDP
+from compiled_ddp import EagerDDP, compile_ddp
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -181,6 +181,9 @@ def _refusals(rank: int) -> None:
             wrap(nn.Sequential(inner.module, nn.Linear(5, 5)))
         with pytest.raises(ValueError, match="besides those to ignore and those of wrappers inside"):
             wrap(nn.Sequential(inner))
+    whole = compile_ddp(nn.Sequential(inner, nn.Linear(5, 5)), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"torch\.compiler\.disable"):
+        whole(row_batch(rank))
     of_torch = nn.Sequential(DistributedDataParallel(nn.Linear(5, 5)), nn.Linear(5, 5))
     with pytest.raises(ValueError, match=r"0 is wrapped by torch's DistributedDataParallel.*with EagerDDP"):
         wrappers(["compile_ddp"])["compile_ddp"](of_torch)

@@ -33,8 +33,9 @@ def assign_buckets(
     `compute_bucket_assignment_by_size` does (torch/csrc/distributed/c10d/reducer.cpp): the buckets of each (dtype,
     device) have the capacities given, in order, and the last of them from then on. Buckets launch in the order in
     which their last gradients are ready. The riders follow the last bucket, in a bucket of their own where that one is
-    not float32. With the capacity 0 it is the naive plan: every gradient has a bucket of its own, and so have the
-    riders. `passengers` is how many elements of the riders are the user's.
+    not float32, and where a communication hook reduces the others. With the capacity 0 it is the naive plan: every
+    gradient has a bucket of its own, and so have the riders. `passengers` is how many elements of the riders are the
+    user's.
 
     An empty sequence gives an empty plan.
     """
@@ -54,7 +55,7 @@ def assign_buckets(
     return place_buckets(
         [bucket.gradients for bucket in filled],
         world_size,
-        riders_apart=not any(capacities_bytes),
+        riders_apart=reduction == "hook" or not any(capacities_bytes),
         reduction=reduction,
         passengers=passengers,
     )

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from compiled_ddp import torch_private, users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
+from compiled_ddp.hook_program import BucketHook, HookedWork
 from compiled_ddp.launch_observer import profiled
 from compiled_ddp.plan import FIRST_USED, WEIGHT, Bucket, BucketPlan, Section
 from compiled_ddp.returned_gradients import ReturnedGradients
 from compiled_ddp.riders import Message, write_riders
+from compiled_ddp.scaling import Scaling
 from compiled_ddp.standing import names_in_words
 
 
@@ -37,7 +39,8 @@ class _Progress:
     section: int
     bucket: Bucket
     missing: set[int]
-    work: dist.Work | None = None
+    work: dist.Work | HookedWork | None = None
+    summed: torch.Tensor | None = None  # what was launched, where `Scaling` is still to bring it back
     normalised: bool = False  # whether a weighted sum has been divided by the sum of the weights
 
 
@@ -69,10 +72,13 @@ class SynchronisedBackward:
         message: Message,
         gradient_as_bucket_view: bool = True,
         launching: Callable[[Bucket, torch.Tensor], None],
+        hook: BucketHook | None = None,
+        scaling: Scaling | None = None,
     ) -> None:
-        """`launching` is told of every flat buffer right before hooks launch it."""
+        """`launching` is told of every flat buffer right before hooks launch it; `hook` reduces them."""
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
+        self.delayed = False  # whether nothing is launched before the backward has ended
         self.looks_at_values = False  # whether the host may read gradients, and wait for a device
         self.before: SynchronisedBackward | None = None  # which has reduced what this one reduces again
         self.sections = sections
@@ -84,7 +90,7 @@ class SynchronisedBackward:
         self._as_view = gradient_as_bucket_view
         self._reduction = sections[0].plan.reduction
         self._share = sections[0].plan.share * (message.weight if self._reduction == "weighted" else 1.0)
-        self._launching = launching
+        self._launching, self._hook, self._scaling = launching, hook, scaling
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
         self._hooks_only: set[int] = set()
@@ -236,6 +242,9 @@ class SynchronisedBackward:
             return
         self.observations.arrivals.append(("hook", index))
         self._check(index, gradient)
+        if self.delayed:  # `launch_rest` takes it from .grad, to which more may be added until then
+            self._arrived.add(index)
+            return
         if any(self._progress[p].work is not None or index not in self._progress[p].missing for p in positions):
             raise RuntimeError(
                 f"parameter {self._parameters.names[index]} got a second gradient in one backward, after the first one "
@@ -313,12 +322,18 @@ class SynchronisedBackward:
         if layout is not None and buffer.riders is not None:
             write_riders(buffer.riders, layout, self.message, self._is_used)
         self._launching(progress.bucket, buffer.flat)
+        progress.summed = buffer.flat if self._scaling is None else self._scaling.outgoing(buffer.flat)
         try:
             with profiled("launch", self._standing.bucket, position):
-                progress.work = self._communicator.all_reduce(buffer.flat)
+                progress.work = self._reduce(progress.bucket, progress.summed)
         except RuntimeError as error:
             raise self._communicator.failure(error, f"{self._words(position)} could not be launched") from error
         self._standing.hooks_launched(position)
+
+    def _reduce(self, bucket: Bucket, flat: torch.Tensor) -> dist.Work | HookedWork:
+        if self._hook is None or not bucket.gradients:
+            return self._communicator.all_reduce(flat)
+        return self._hook.begin(bucket, flat)
 
     def _is_used(self, index: int) -> bool:
         """Whether this rank has a gradient to reduce, produced since the last synchronised backward."""
@@ -373,7 +388,8 @@ class SynchronisedBackward:
             reduced = (self.before or self).reduced_here(index)
             if reduced is not None:
                 gradient = gradient - reduced * (1.0 - 1.0 / self._communicator.world_size)
-        self._buffers[position].put(index, gradient, self._share)
+        buffer = self._buffers[position]
+        buffer.put(index, gradient, self._share if self._scaling is None else self._scaling.share(buffer.bucket.dtype))
 
     def reduced_here(self, index: int) -> torch.Tensor | None:
         """What this backward has reduced of a gradient, but for what it reduces again."""
@@ -401,9 +417,17 @@ class SynchronisedBackward:
                     what = f"{self._words(position)} was launched but not reduced"
                     raise self._communicator.failure(error, what) from error
         self._standing.hooks_await(None)
-        if self._reduction == "weighted":
-            for position in positions:
+        for position in positions:
+            if self._scaling is not None:
+                self._bring_back(position, self._scaling)
+            elif self._reduction == "weighted":
                 self._divide_by_weights(position)
+
+    def _bring_back(self, position: int, scaling: Scaling) -> None:
+        progress = self._progress[position]
+        if progress.summed is not None:
+            scaling.bring_back(progress.summed, self._buffers[position].gradients)
+            progress.summed = None
 
     @torch.no_grad()
     def _divide_by_weights(self, position: int) -> None:
@@ -418,8 +442,7 @@ class SynchronisedBackward:
         carrier.work.wait()
         weights = riders[WEIGHT]
         inverse = torch.where(weights > 0, 1.0 / weights, 0.0)
-        gradients = progress.bucket.numel if buffer.riders is None else progress.bucket.numel - buffer.riders.numel()
-        buffer.flat[:gradients].mul_(inverse)
+        buffer.gradients.mul_(inverse)
 
     def share(self) -> float:
         """The factor of this rank's gradients in the sum over ranks. Reads from the device in a weighted mean."""
@@ -435,6 +458,11 @@ class SynchronisedBackward:
         riders = self._buffers[self._position_of_riders(section)].riders
         assert riders is not None
         return riders
+
+    def reduced_buckets(self) -> list[torch.Tensor]:
+        """The reduced gradients of every bucket that hooks launched, flat, in launch order and without riders."""
+        launched = (p for p, progress in enumerate(self._progress) if progress.work is not None)
+        return [self._buffers[p].gradients for p in launched if self._progress[p].bucket.gradients]
 
     def reduced_riders(self) -> Iterable[torch.Tensor]:
         """The sums over ranks of the riders of every section."""

@@ -70,6 +70,6 @@ def plan_segment(graph: Graph, gradients: Mapping[int, GradientSpec], options: O
         [gradients[index] for index in gradient_order(graph, list(gradients))],
         capacities_bytes=options.bucket_capacities_bytes,
         world_size=world_size,
-        reduction=options.reduction,
+        reduction=options.planned_reduction,
         passengers=len(options.piggyback),
     )

@@ -6,6 +6,7 @@ from typing import Any, Unpack
 import torch.distributed as dist
 from torch import nn
 
+from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionKind
@@ -45,6 +46,8 @@ class EagerDDP(DataParallelWrapper):
         reduction: what a synchronised backward makes of the ranks' gradients: their "mean", their "sum", or the mean
             "weighted" by what each rank gives to `set_weight`, for example its number of tokens.
         piggyback: names of numbers that `piggyback` sends along with the gradients, to be summed over ranks.
+        comm_hook: reduces the buckets in place of an all-reduce, as part of the graph where there is one
+            (`compiled_ddp.comm_hooks`).
         check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
             "error" raises on every rank, "warn" warns once, "off" does not look.
         verify: when to prove that gradients were reduced, by checksums before and after, compared between ranks:
@@ -77,6 +80,7 @@ class EagerDDP(DataParallelWrapper):
         gradient_as_bucket_view: bool = True,
         reduction: ReductionKind = "mean",
         piggyback: Sequence[str] = (),
+        comm_hook: CommHook | None = None,
         check_steps: str = "error",
         verify: str = "first",
         **ddp_arguments: Unpack[DDPKeywords],
@@ -91,6 +95,7 @@ class EagerDDP(DataParallelWrapper):
             gradient_as_bucket_view=gradient_as_bucket_view,
             reduction=reduction,
             piggyback=piggyback,
+            comm_hook=comm_hook,
             check_steps=check_steps,
             verify=verify,
         )

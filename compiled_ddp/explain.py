@@ -68,7 +68,12 @@ def explain_sequence(
 
 
 def _bucket_size_in_words(options: Options, link_bytes_per_second: float | None) -> str:
+    if options.bucket_rule is not None:
+        return str(options.bucket_rule)
     if options.naive:
         return "The naive program: an all-reduce for each gradient."
+    if options.bucket_cap_mb_list:
+        listed = ", ".join(f"{size:g}" for size in options.bucket_cap_mb_list)
+        return f"Buckets close at {listed} MiB, in order, and all further ones at the last of these."
     why = "" if link_bytes_per_second is None else f", for a link that reduces {link_bytes_per_second / 1e6:.0f} MB/s"
     return f"A bucket closes at {options.bucket_cap_mb:g} MiB{why}; the first one at {options.first_bucket_mb:g} MiB."

@@ -28,6 +28,12 @@ class FlatBuffer:
         view = self.views[index]
         return gradient is not None and gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride()
 
+    @property
+    def gradients(self) -> torch.Tensor:
+        """The flat buffer without its riders."""
+        riders = self.bucket.riders
+        return self.flat if riders is None else self.flat.narrow(0, 0, riders.offset_elements)
+
     @torch.no_grad()
     def put(self, index: int, gradient: torch.Tensor, share: float) -> None:
         """Place `share` times `gradient`; in place where it is the buffer's own view already."""

@@ -19,14 +19,17 @@ class ForwardCount:
 
     def __init__(self) -> None:
         self.value = 0
+        self._waiting = 0  # of these, since the latest backward began
         self._thrown_away_if_dead: weakref.ref[_Graph] | None = None
 
     def begin(self) -> None:
         """Count a forward that begins."""
         if self._thrown_away_if_dead is not None and self._thrown_away_if_dead() is None:
             self.value -= 1
+            self._waiting -= 1
         self._thrown_away_if_dead = None
         self.value += 1
+        self._waiting += 1
 
     def returned(self, nodes: Iterable[Any]) -> None:
         """Note the autograd nodes of the outputs that the counted forward has returned."""
@@ -38,3 +41,9 @@ class ForwardCount:
     def backward_began(self) -> None:
         """Keep the latest forward counted whatever becomes of its graph."""
         self._thrown_away_if_dead = None
+        self._waiting = 0
+
+    def backward_stays_local(self) -> None:
+        """Take back the forwards that wait for a backward: it began, and is none that other ranks take part in."""
+        self.value -= self._waiting
+        self.backward_began()

@@ -82,8 +82,9 @@ class ModelWatch:
     Everything is compared by identity or by a few attributes, so that it costs microseconds in every forward.
     """
 
-    def __init__(self, state: OwnState) -> None:
-        self._state = state
+    def __init__(self, state: OwnState, *, follows: bool = False) -> None:
+        """With `follows`, what was replaced, removed or frozen is a change like any other, instead of an error."""
+        self._state, self._follows = state, follows
         self._places = trained_places(state)
         parameters = state.parameters().values()
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
@@ -95,12 +96,20 @@ class ModelWatch:
 
         Raises RuntimeError if something was replaced or removed.
         """
-        check_not_replaced(self._places)
+        if not self._follows:
+            check_not_replaced(self._places)
+        elif self._lacks_any():
+            return True
         return (
             any(parameter.requires_grad for parameter in self._frozen)
             or self._has_additions()
             or any(_memory(parameter) != memory for parameter, memory in self._trained)
         )
+
+    def _lacks_any(self) -> bool:
+        """Whether a trained parameter is in no place of the model any more, or is frozen."""
+        now = {id(parameter) for parameter in self._state.trained().values()}
+        return any(id(parameter) not in now for parameter, _ in self._trained)
 
     def _has_additions(self) -> bool:
         if all(_are_the_same(now, before) for now, before in self._contents):

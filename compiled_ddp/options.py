@@ -7,7 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from compiled_ddp import torch_private
+from compiled_ddp.bucket_rule import BucketRule
+from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.plan import ReductionKind
+from compiled_ddp.scaling import Scaling
 
 MEBIBYTE = 1024 * 1024
 
@@ -30,6 +33,7 @@ class Options:
     gradient_as_bucket_view: bool = True
     reduction: ReductionKind = "mean"
     piggyback: Sequence[str] = ()
+    comm_hook: CommHook | None = None
     check_steps: str = "error"
     verify: str = "first"
     strict: bool = False
@@ -38,6 +42,10 @@ class Options:
     dynamic: bool | None = None
     mode: str | None = None
     options: dict[str, Any] | None = None
+    # Of the adapters in compiled_ddp.compat alone, where hooks reduce everything.
+    bucket_rule: BucketRule | None = None  # in place of sizes in bytes
+    scaling: Scaling | None = None  # in place of the mean
+    follows_model: bool = False  # take what was replaced, removed or frozen in the model, and find the buckets anew
 
     def check(self) -> None:
         """Raise ValueError, with what is allowed, for a value that is not."""
@@ -57,6 +65,10 @@ class Options:
             raise ValueError(f"options must be a dict, as in torch.compile, found {self.options!r}.")
         if self.reduction not in ("mean", "sum", "weighted"):
             raise ValueError(f"reduction must be 'mean', 'sum' or 'weighted', found {self.reduction!r}.")
+        if self.comm_hook is not None and self.reduction != "mean":
+            raise ValueError(f'a comm_hook returns the mean over ranks; leave out reduction="{self.reduction}".')
+        if self.comm_hook is not None and not callable(self.comm_hook):
+            raise TypeError(f"comm_hook must be a function (gradients, ranks), found {self.comm_hook!r}.")
         if isinstance(self.piggyback, str) or len(set(self.piggyback)) != len(self.piggyback):
             raise ValueError(f"piggyback must be a sequence of different names, found {self.piggyback!r}.")
         if self.check_steps not in ("error", "warn", "off"):
@@ -78,6 +90,11 @@ class Options:
             return tuple(size * MEBIBYTE for size in self.bucket_cap_mb_list)
         assert self.bucket_cap_mb is not None, "no bucket size has been chosen"
         return min(self.first_bucket_mb, self.bucket_cap_mb) * MEBIBYTE, self.bucket_cap_mb * MEBIBYTE
+
+    @property
+    def planned_reduction(self) -> ReductionKind:
+        """What plans say of their reduction."""
+        return self.reduction if self.comm_hook is None else "hook"
 
     @property
     def synchronise_buffers_at_init(self) -> bool:

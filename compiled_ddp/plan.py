@@ -159,8 +159,9 @@ class Bucket:
         return self.device.type == "cpu"
 
 
-# What a reduction makes of the ranks' gradients: their mean, their sum, or the mean weighted by what each rank says.
-ReductionKind = Literal["mean", "sum", "weighted"]
+# What a reduction makes of the ranks' gradients: their mean, their sum, the mean weighted by what each rank says, or
+# what a communication hook makes of undivided gradients, which is a mean too.
+ReductionKind = Literal["mean", "sum", "weighted", "hook"]
 
 
 @dataclass(frozen=True)

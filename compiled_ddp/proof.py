@@ -110,6 +110,9 @@ class Proof:
 
     def watching(self, plan: BucketPlan) -> contextlib.AbstractContextManager[None]:
         """Note what a graph, run in this context, is about to reduce; a no-op in a backward that does not verify."""
+        if self._recording is not None and plan.reduction == "hook":  # what it launches is not the gradients
+            self._recording.not_seen.update(plan.indices)
+            return contextlib.nullcontext()
         return contextlib.nullcontext() if self._recording is None else self._watching(plan, self._recording)
 
     @contextlib.contextmanager

@@ -11,10 +11,12 @@ import torch
 from compiled_ddp import torch_private
 from compiled_ddp.agreed_sequence import AgreedSequence
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
+from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.gradient_hooks import GradientHooks
+from compiled_ddp.hook_program import BucketHook
 from compiled_ddp.options import Options
 from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
 from compiled_ddp.proof import Proof
@@ -56,11 +58,19 @@ class Runtime:
         """
         self.parameters, self.communicator = parameters, communicator
         self.agreed = AgreedSequence(options, communicator, hooks_reason)
+        # Reduces buckets in place of an all-reduce.
+        self.hook = options.comm_hook and BucketHook(
+            options.comm_hook,
+            Ranks(communicator.world_size, communicator.group_name),
+            lambda index: self.parameters.tensors[index].numel(),
+        )
         self.proof = Proof(parameters, communicator, options.verify)
         self.weight = 1.0  # of this rank in a weighted mean
         self.carried: torch.Tensor | None = None  # the sums over ranks of the user's rider elements
         self._passengers: torch.Tensor | None = None  # the user's rider elements for the next synchronised backward
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
+        self.local = False  # whether backwards that begin now stay local, wherever their forward was called
+        self.reduced: Callable[[list[torch.Tensor]], None] = lambda _: None  # told of each backward's flat buckets
         self._options = options
         self._live_calls = live_calls
         self._hooks = GradientHooks(parameters.tensors, self)
@@ -136,13 +146,14 @@ class Runtime:
         """Whether the running backward is a torch.autograd.grad of inputs alone, of which other ranks need not know."""
         if self._current is not None:
             return False
-        self.sparse.refuse_returned()
-        return returns_inputs_alone(self.parameters.tensors)
+        if not self.local:
+            self.sparse.refuse_returned()
+        return self.local or returns_inputs_alone(self.parameters.tensors)
 
     def _synchronises(self) -> bool:
         """Whether what autograd has just accumulated belongs to a synchronised backward, begun if need be."""
         with self._lock:
-            if self._current is None and not self._expected:
+            if self._accumulates_locally:
                 return False
             self.enter_backward()
             return True
@@ -193,6 +204,7 @@ class Runtime:
         )
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
+        backward.delayed = self._options.bucket_rule is not None and self._options.bucket_rule.delayed
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
         return backward
 
@@ -247,6 +259,8 @@ class Runtime:
             message=message,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
             launching=self.proof.launching,
+            hook=self.hook,
+            scaling=self._options.scaling,
         )
 
     def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
@@ -279,6 +293,8 @@ class Runtime:
         return torch_private.backward_will_accumulate(self.parameters.tensors[index])
 
     def _note_local_use(self, call: SegmentCall) -> None:
+        if self.local:
+            self._forwards.backward_stays_local()
         self._used.update(filter(self._will_accumulate, set(call.plan.indices) - self._used))
 
     def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
@@ -300,7 +316,7 @@ class Runtime:
     def is_reduced_by_hooks(self, index: int) -> bool:
         """Whether hooks will reduce the gradient that autograd has just accumulated into parameter `index`."""
         with self._lock:
-            if self._current is None and not self._expected:
+            if self._accumulates_locally:
                 return False
             backward = self.enter_backward()
             # Until the first backward has ended, a parameter of a graph may turn out to be used outside of it too.
@@ -309,13 +325,19 @@ class Runtime:
     def gradient_accumulated(self, index: int) -> None:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self._lock:
-            if self._current is None and not self._expected:
+            if self._accumulates_locally:
+                if self.local:
+                    self._forwards.backward_stays_local()
                 if self.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
                     self._used.add(index)
             else:
                 backward = self.enter_backward()
                 self._refuse_unannounced(index)
                 backward.gradient_arrived(index)
+
+    @property
+    def _accumulates_locally(self) -> bool:
+        return self._current is None and (self.local or not self._expected)
 
     def _refuse_unannounced(self, index: int) -> None:
         if index in self.agreed.unused and index not in self._announced:
@@ -369,9 +391,11 @@ class Runtime:
         if backward.returned is not None:
             self._finish_returned(local)
             return
+        flat_buckets = backward.reduced_buckets()
         if findings.announced:
-            reduced |= self._admit(backward.message)
+            reduced |= self._admit(backward.message, flat_buckets)
         self._used = set()
+        self.reduced(flat_buckets)
         first = not self.agreed.refined
         if first:
             reduced |= self._refine(backward)
@@ -422,8 +446,11 @@ class Runtime:
         return self.parameters.tensors[0].device.type == "cpu"
 
     def retrain(self, parameters: TrainedParameters) -> None:
-        """Reduce these parameters from the next backward on; those known before keep their places in the list."""
+        """Reduce these parameters from the next backward on."""
         self._hooks.remove()
+        places = {id(tensor): place for place, tensor in enumerate(parameters.tensors)}
+        used = (id(self.parameters.tensors[index]) for index in self._used)
+        self._used = {places[tensor] for tensor in used if tensor in places}
         self.parameters = parameters
         self._hooks = GradientHooks(parameters.tensors, self)
         self.forget_sequence()
@@ -439,10 +466,10 @@ class Runtime:
         if not self.agreed.by_hooks:
             self._hooks.remove(keep=self.agreed.unused)
 
-    def _admit(self, message: Message) -> set[int]:
+    def _admit(self, message: Message, flat_buckets: list[torch.Tensor]) -> set[int]:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on.
 
-        `message` is that of the backward before. Returns these parameters.
+        `message` is that of the backward before. Returns these parameters; what was reduced is added to `flat_buckets`.
         """
         assert self.agreed.sequence is not None
         unused = self.agreed.sequence.unused
@@ -451,6 +478,7 @@ class Runtime:
         late.launch_rest()
         late.wait()
         used = late.write_back()
+        flat_buckets += late.reduced_buckets()
         self.agreed.admit(used)
         self.proof.look_again()
         return used
@@ -535,7 +563,7 @@ class Runtime:
             self._forget_unless_refined()
             return
         if findings.announced:
-            self._admit(backward.message)
+            self._admit(backward.message, [])
         if not self.agreed.refined:
             self._refine(backward)
             self._remove_needless_hooks()

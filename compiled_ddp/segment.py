@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from compiled_ddp import torch_private
 from compiled_ddp.graph_run import watched_graph
 from compiled_ddp.passes.pipeline import Pipeline
-from compiled_ddp.plan import BucketPlan
+from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.runtime import Runtime
 
 # [Note: backward variants] A graph has one forward and up to three backwards, each compiled when it is first needed:
@@ -97,7 +97,9 @@ class Segment:
 
     def _pipeline(self, variant: Variant) -> Pipeline:
         name = self._runtime.communicator.group_name
-        return Pipeline(self.plan, name, fold=variant == "folding", naive=self._naive)
+        hook = self._runtime.hook
+        hooks = () if hook is None else tuple(hook.program(bucket) for bucket in self.plan.buckets)
+        return Pipeline(self.plan, name, fold=variant == "folding", naive=self._naive, hooks=hooks)
 
     def _compile(self, variant: Variant, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one variant, register its backward, and return its forward."""
@@ -203,12 +205,17 @@ class Segment:
             if self._runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
                 backward.message.verify = True
             flat_buffers = backward.lend_buffers(section, self._kept_buckets)
-            saved_and_tangents += [backward.rider_values(call.plan), *pending, *flat_buffers]
+            state = [tensor for bucket in call.plan.buckets for tensor in self._hook_state(bucket)]
+            saved_and_tangents += [backward.rider_values(call.plan), *pending, *state, *flat_buffers]
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise
         with watched_graph(self._runtime.communicator), self._runtime.proof.watching(call.plan):
             *gradients, riders = implementation(node, saved_and_tangents)
+        if state:
+            gradients, new_state = gradients[: -len(state)], iter(gradients[-len(state) :])
+            for bucket in call.plan.buckets:
+                self._keep_hook_state(bucket, [next(new_state) for _ in self._hook_state(bucket)])
         for bucket in self.plan.buckets:
             if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
                 (alone,) = bucket.indices
@@ -217,3 +224,12 @@ class Segment:
         reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
         backward.segment_ran(section, riders, reduced)
         return tuple(gradients)
+
+    def _hook_state(self, bucket: Bucket) -> Sequence[torch.Tensor]:
+        """What a communication hook keeps for a bucket over parameters."""
+        hook = self._runtime.hook
+        return () if hook is None or not bucket.gradients else hook.state(bucket)
+
+    def _keep_hook_state(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> None:
+        assert self._runtime.hook is not None
+        self._runtime.hook.keep(bucket, state)

@@ -82,11 +82,20 @@ class SequencePlanner:
     def _hooks(self, indices: Sequence[int], reason: str) -> list[Section]:
         if not indices:
             return []
+        rule = self._options.bucket_rule
+        if rule is not None:
+            plan = place_buckets(
+                rule.fill(self._specs(indices), self._parameters.names),
+                self._world_size,
+                reduction=self._options.reduction,
+                passengers=len(self._options.piggyback),
+            )
+            return [Section(plan, "hooks", reason)]
         plan = assign_buckets(
             self._specs(indices),
             capacities_bytes=self._options.bucket_capacities_bytes,
             world_size=self._world_size,
-            reduction=self._options.reduction,
+            reduction=self._options.planned_reduction,
             passengers=len(self._options.piggyback),
         )
         return [Section(plan, "hooks", reason)]
@@ -114,7 +123,7 @@ class SequencePlanner:
                 filled,
                 self._world_size,
                 riders_apart=not buckets[-1],
-                reduction=self._options.reduction,
+                reduction=self._options.planned_reduction,
                 passengers=len(self._options.piggyback),
             )
             sections.append(Section(plan, origin, reason))

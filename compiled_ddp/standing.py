@@ -74,6 +74,8 @@ class _Backward:
     graph: _GraphRun | None = None
 
     def name(self, position: int) -> str:
+        if position >= len(self.buckets):
+            return "a further collective of the communication hook"
         _, bucket = self.buckets[position]
         return bucket_in_words(position, bucket, self.parameter_names)
 

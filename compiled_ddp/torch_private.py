@@ -14,6 +14,7 @@ ImportError from this module.
 | `_get_current_graph_task_keep_graph`, `CompiledFunction.metadata.bw_donated_idxs` | several backwards of one forward |
 | `GraphModule._param_name_to_source`, `Node._dynamo_source` | compiling a captured graph a second time |
 | `torch._dynamo.symbolic_convert.TensorifyState` | the same, where floats are dynamic |
+| `torch._inductor.decomposition`, `torch._subclasses.FakeTensorMode` | tracing a communication hook |
 | `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket |
 | `torch._C._set_mkldnn_enabled`, `torch._dynamo.config.allow_rnn` | capturing recurrent layers |
 | `distributed_c10d._new_process_group_helper` | a communicator's name, the same on every rank and in every run |
@@ -274,6 +275,20 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynami
             f"options has {unknown[0]!r}, which Inductor does not know; see torch._inductor.list_options()."
         )
     return patches
+
+
+def trace_functional(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModule:
+    """The graph of `function`, without mutations, in the operators that Inductor takes. Nothing is computed."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # what `function` closes over becomes a constant
+        functional = torch.func.functionalize(function, remove="mutations")
+        traced = make_fx(functional, decomposition_table=select_decomp_table())
+        graph_module: GraphModule = traced(*(mode.from_tensor(value) for value in inputs))
+    graph_module.graph.eliminate_dead_code()
+    return graph_module
 
 
 def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:

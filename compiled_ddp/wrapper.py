@@ -20,6 +20,7 @@ from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device, moved
 from compiled_ddp.explain import Explanation, explain_sequence
+from compiled_ddp.hook_program import check_hook
 from compiled_ddp.model_check import (
     ModelWatch,
     check_model,
@@ -83,7 +84,7 @@ class DataParallelWrapper(nn.Module):
             raise
         self._unwrapped = False
         self._entered = self._left = 0  # when the last forward began and ended, among those of all wrappers
-        self._watch = ModelWatch(self._own)
+        self._watch = ModelWatch(self._own, follows=options.follows_model)
         self._refreshes = 0
         mark_wrapped(self._own, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
@@ -96,6 +97,13 @@ class DataParallelWrapper(nn.Module):
         if self._options.init_sync:
             check_writable(self._own)
         check_ddp_arguments(self._ddp_arguments, module, name)
+        if self._options.comm_hook is not None:
+            check_hook(self._options.comm_hook, next(iter(self._own.trained().values())))
+            if self._own.sparse():
+                raise ValueError(
+                    f"parameter {min(self._own.sparse())} has a sparse gradient, which no communication hook is given: "
+                    "pass sparse=False to its embedding, or no hook."
+                )
         return {"wrapper": [name], **describe_model(self._own, self._options, mode_from_environment())}
 
     def _dense_and_sparse(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
@@ -106,7 +114,8 @@ class DataParallelWrapper(nn.Module):
     def _with_bucket_cap(self, communicator: Communicator, device: torch.device) -> Options:
         """The options with a bucket size: the user's, or the one that fits the link."""
         self._link_bytes_per_second: float | None = None  # unless it was measured
-        if self._options.bucket_cap_mb is not None or self._options.bucket_cap_mb_list:
+        given = (self._options.bucket_cap_mb, self._options.bucket_cap_mb_list or None, self._options.bucket_rule)
+        if any(size is not None for size in given):
             return self._options
         if communicator.world_size == 1:
             return dataclasses.replace(self._options, bucket_cap_mb=bucket_cap_for(math.inf))
@@ -198,12 +207,17 @@ class DataParallelWrapper(nn.Module):
         known = self._runtime.parameters
         indices = {id(tensor) for tensor in known.tensors}
         added = {n: p for n, p in self._dense_and_sparse()[0].items() if id(p) not in indices}
+        kept = list(zip(known.names, known.tensors, strict=True))
+        if self._options.follows_model:  # else they keep their places, which captured segments know
+            present = {id(parameter) for parameter in self._own.parameters().values()}
+            kept = [(name, parameter) for name, parameter in kept if id(parameter) in present]
         if self._options.init_sync:
             with torch.no_grad():
                 communicator.broadcast([parameter.detach() for parameter in added.values()])
         mark_wrapped(self._own, type(self).__name__)
-        self._runtime.retrain(TrainedParameters((*known.names, *added), (*known.tensors, *added.values())))
-        self._watch = ModelWatch(self._own)
+        trained = [*kept, *added.items()]
+        self._runtime.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
+        self._watch = ModelWatch(self._own, follows=self._options.follows_model)
 
     def _check_and_describe_parts(self) -> dict[str, list[object]]:
         check_parts(self._own)
@@ -369,6 +383,20 @@ class DataParallelWrapper(nn.Module):
         """
         carried = self._runtime.carried
         return {} if carried is None else dict(zip(self._options.piggyback, carried.unbind(), strict=True))
+
+    def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
+        """What the `comm_hook` keeps on this rank, by the names of each bucket's parameters; another on every rank."""
+        hook = self._runtime.hook
+        return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
+
+    def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Take up what `comm_hook_state_dict` has returned, on the same rank, with equal buckets.
+
+        Raises KeyError for a parameter that the model does not have, RuntimeError without a `comm_hook`.
+        """
+        if self._runtime.hook is None:
+            raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
+        self._runtime.hook.load_state_dict(state, self._runtime.parameters.names)
 
     # ---- what users look at ------------------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
+from compiled_ddp.passes.graph_edit import add_placeholder, emit, fake_mode_of, output_values, set_output_values
+from compiled_ddp.passes.inline_hook import TracedHook, emit_flat, inline_hook
 from compiled_ddp.passes.insert_all_reduces import Reduction, read_reductions
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
 from compiled_ddp.plan import Bucket, BucketPlan, Gradient
@@ -14,7 +15,14 @@ _aten = torch.ops.aten
 _mul = _aten.mul.Tensor
 
 
-def form_buckets(graph: Graph, plan: BucketPlan, *, group_name: str, output_positions: Mapping[int, int]) -> None:
+def form_buckets(
+    graph: Graph,
+    plan: BucketPlan,
+    *,
+    group_name: str,
+    output_positions: Mapping[int, int],
+    hooks: Sequence[TracedHook | None] = (),
+) -> None:
     """Merge the all-reduces of each bucket's gradients, and of the riders, into one.
 
     Assumes the naive program. For each bucket,
@@ -32,6 +40,10 @@ def form_buckets(graph: Graph, plan: BucketPlan, *, group_name: str, output_posi
     Flattening keeps each gradient's memory order, so that the view of it has the parameter's strides. A bucket's
     reduction stands where its last gradient was reduced, but never before that of the bucket that launches before it.
 
+    With `hooks`, one for each bucket, the program of a bucket's hook stands in place of its all-reduce and wait. Its
+    state is appended to the graph's inputs, for all buckets in launch order, and the new state goes before the riders
+    among the outputs.
+
     Does nothing for an empty plan.
     """
     if not plan.buckets:
@@ -43,22 +55,28 @@ def form_buckets(graph: Graph, plan: BucketPlan, *, group_name: str, output_posi
     place = {node: number for number, node in enumerate(graph.nodes)}
     last_place, anchor = -1, riders_wait  # behind which the next bucket's reduction goes
     waits = []
-    for bucket in plan.buckets:
+    state: list[Node | None] = []
+    for bucket, hook in zip(plan.buckets, hooks or [None] * len(plan.buckets), strict=True):
+        old = [] if hook is None else _add_state_placeholders(graph, hook, len(state))
         merged = [reductions[index] for index in bucket.indices]
         latest = max((reduction.wait for reduction in merged), key=place.__getitem__, default=None)
         if latest is not None and place[latest] > last_place:
             last_place, anchor = place[latest], latest
-        with graph.inserting_before(anchor.next):
-            anchor = _merge(graph, bucket, merged, riders_wait, group_name)
-            waits.append(anchor)
+        behind = anchor.next
+        with graph.inserting_before(behind):
+            wait, new = _merge(graph, bucket, merged, riders_wait, group_name, hook, old)
+            waits.append(wait)
+            state += new
             if bucket.riders is not None:
-                anchor = _view(graph, anchor, (bucket.riders.numel,), (1,), bucket.riders.offset_elements)
-                riders_wait.replace_all_uses_with(anchor)
-                outputs[-1] = anchor
+                rider_view = _view(graph, wait, (bucket.riders.numel,), (1,), bucket.riders.offset_elements)
+                riders_wait.replace_all_uses_with(rider_view)
+                outputs[-1] = rider_view
+        anchor = behind.prev
     for bucket, wait in zip(plan.buckets, waits, strict=True):
         merged = [reductions[index] for index in bucket.indices]
         for reduction, view in zip(merged, _views(graph, bucket, merged, wait), strict=True):
             outputs[output_positions[reduction.gradient.index]] = view
+    outputs[-1:-1] = state
     set_output_values(graph, outputs)
     for reduction in reductions.values():
         if reduction.normalised is not None:
@@ -75,15 +93,36 @@ def memory_order(gradient: Gradient) -> list[int]:
     return sorted(range(len(gradient.size)), key=lambda dim: (-gradient.stride[dim], dim))
 
 
-def _merge(graph: Graph, bucket: Bucket, merged: Sequence[Reduction], riders_wait: Node, group_name: str) -> Node:
-    """Emit one bucket's reduction; returns its wait."""
+def _add_state_placeholders(graph: Graph, hook: TracedHook, first: int) -> list[Node]:
+    _, *state = hook.graph.find_nodes(op="placeholder")
+    placeholders = []
+    for number, node in enumerate(state, start=first):
+        like = node.meta["val"]
+        with fake_mode_of(graph) as fake:
+            value = torch.empty(like.shape, dtype=like.dtype, device=like.device) if fake else None
+        placeholders.append(add_placeholder(graph, f"hook_state_{number}", value))
+    return placeholders
+
+
+def _merge(
+    graph: Graph,
+    bucket: Bucket,
+    merged: Sequence[Reduction],
+    riders_wait: Node,
+    group_name: str,
+    hook: TracedHook | None,
+    state: Sequence[Node],
+) -> tuple[Node, list[Node]]:
+    """Emit one bucket's reduction; returns the reduced flat tensor, and the hook's new state."""
     parts = [_flatten(graph, reduction) for reduction in merged]
+    if hook is not None:
+        return inline_hook(graph, hook.graph, parts, state)
     if bucket.riders is not None:
         riders_launch = riders_wait.args[0]
         assert isinstance(riders_launch, Node)
         parts.append(riders_launch.args[0])  # type: ignore[arg-type]
-    flat = emit(graph, _aten.cat.default, parts)
-    return emit(graph, wait_tensor, emit(graph, all_reduce, flat, "sum", group_name))
+    launch = emit(graph, all_reduce, emit_flat(graph, parts), "sum", group_name)
+    return emit(graph, wait_tensor, launch), []
 
 
 def _views(graph: Graph, bucket: Bucket, merged: Sequence[Reduction], wait: Node) -> list[Node]:

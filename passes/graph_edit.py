@@ -20,23 +20,18 @@ def fake_mode_of(graph: Graph) -> Iterator[bool]:
     yield False
 
 
-def emit(graph: Graph, op: Callable[..., Any], *args: Any) -> Node:
+def emit(graph: Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     """Insert a call of `op` at the graph's insertion point, with the fake value that later stages read.
 
     The value (`meta["val"]`) is computed from the arguments' values; on a hand-built graph without values it is left
     out.
     """
-    node = graph.call_function(op, args)
-    if all("val" in producer.meta for producer in node.all_input_nodes):
-        node.meta["val"] = op(*torch.fx.node.map_arg(args, lambda producer: producer.meta["val"]))
-    return node
-
-
-def emit_like(graph: Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """Insert a call of an `op` that takes no tensor; its value is computed in the graph's own fake mode."""
     node = graph.call_function(op, args, kwargs)
-    with fake_mode_of(graph) as fake:
-        if fake:
+    inputs = node.all_input_nodes
+    # An op that takes no tensor needs the graph's own fake mode.
+    with contextlib.nullcontext(True) if inputs else fake_mode_of(graph) as fake:
+        if fake and all("val" in producer.meta for producer in inputs):
+            args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda producer: producer.meta["val"])
             node.meta["val"] = op(*args, **kwargs)
     return node
 

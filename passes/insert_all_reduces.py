@@ -12,7 +12,6 @@ from torch.fx import Graph, Node
 from compiled_ddp.passes.graph_edit import (
     add_placeholder,
     emit,
-    emit_like,
     fake_mode_of,
     output_values,
     set_output_values,
@@ -168,7 +167,7 @@ def _add_pending_placeholder(graph: Graph, bucket: Bucket, gradient: Gradient) -
 
 def _emit_zeros(graph: Graph, bucket: Bucket, gradient: Gradient) -> Node:
     zeros = torch.ops.aten.full.default
-    return emit_like(graph, zeros, list(gradient.size), 0.0, dtype=bucket.dtype, device=bucket.device)
+    return emit(graph, zeros, list(gradient.size), 0.0, dtype=bucket.dtype, device=bucket.device)
 
 
 def _emit_reduction(graph: Graph, value: Node, group_name: str) -> Node:

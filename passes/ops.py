@@ -28,4 +28,12 @@ def _pack_fake(parts: Sequence[torch.Tensor], into: torch.Tensor | None = None) 
 
 pack = torch.ops.compiled_ddp.pack.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
+all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
+LAUNCHES = (all_reduce, all_gather)
+
+
+def is_launch(node: torch.fx.Node, group_name: str) -> bool:
+    """Whether `node` launches a collective on this group; its name is the last argument of each."""
+    return node.target in LAUNCHES and node.args[-1] == group_name

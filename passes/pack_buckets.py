@@ -1,16 +1,19 @@
 """Zero copy: gradients are produced inside their bucket instead of being copied into it."""
 
+from collections.abc import Sequence
+
 import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import add_placeholder, emit, fake_mode_of
-from compiled_ddp.passes.ops import all_reduce, pack
+from compiled_ddp.passes.inline_hook import flat_buffers
+from compiled_ddp.passes.ops import pack
 from compiled_ddp.plan import Bucket, BucketPlan
 
 _aten = torch.ops.aten
 
 
-def pack_buckets(graph: Graph, plan: BucketPlan, *, group_name: str) -> None:
+def pack_buckets(graph: Graph, plan: BucketPlan, *, kept: Sequence[int]) -> None:
     """Replace the concatenation that fills each bucket by `compiled_ddp::pack`.
 
     Assumes buckets as `form_buckets` leaves them:
@@ -19,17 +22,12 @@ def pack_buckets(graph: Graph, plan: BucketPlan, *, group_name: str) -> None:
 
     `pack` takes gradients in their own shape, so that the compiler may hand each producer its place in the bucket.
 
-    Appends one input for each bucket that is `kept`, in launch order: the memory to pack it into.
-
-    Does nothing to an all-reduce on another group than `group_name`.
+    Appends one input for each bucket that is `kept`, by place in the plan, in launch order: the memory to pack it into.
     """
-    launches = [n for n in graph.find_nodes(op="call_function", target=all_reduce) if n.args[2] == group_name]
-    for number, (bucket, launch) in enumerate(zip(plan.buckets, launches, strict=True)):
-        flat = launch.args[0]
-        assert flat.target is _aten.cat.default, f"{launch.name} has no bucket"
-        flattened: list[Node] = flat.args[0]
+    for number, (bucket, flat) in enumerate(zip(plan.buckets, flat_buffers(graph), strict=True)):
+        flattened: list[Node] = flat.args[0]  # type: ignore[assignment]
         parts = [part.args[0] if part.target is _aten.reshape.default else part for part in flattened]
-        into = [_add_flat_placeholder(graph, bucket, number)] if bucket.kept else []
+        into = [_add_flat_placeholder(graph, bucket, number)] if number in kept else []
         with graph.inserting_before(flat):
             packed = emit(graph, pack, parts, *into)
         flat.replace_all_uses_with(packed)

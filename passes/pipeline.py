@@ -2,7 +2,7 @@
 
 1. `insert_all_reduces`    reduces every gradient on its own: the naive program, the meaning of all that follows
 2. `place_mean`            moves the mean to the tangents where `prove_linearity` shows that nothing changes
-3. `form_buckets`          merges the all-reduces of each bucket
+3. `form_buckets`          merges the all-reduces of each bucket, or puts a communication hook in their place
 4. `pack_buckets`          lets gradients be produced inside their bucket
 5. `schedule_collectives`  launches early, waits late
 6. `verify_collectives`    asserts that the graph launches what the plan says
@@ -19,6 +19,7 @@ from torch.fx import Graph
 
 from compiled_ddp import plan
 from compiled_ddp.passes.form_buckets import form_buckets
+from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.passes.place_mean import place_mean
@@ -34,23 +35,28 @@ class Pipeline:
     """How the backward graphs of one plan are rewritten. Frozen data: the same on every rank and in every run.
 
     `group_name` is the registered name of the wrapper's communicator. With `fold`, gradients that earlier backwards
-    left unreduced are inputs of the graph. `naive` keeps the reference program.
+    left unreduced are inputs of the graph. `naive` keeps the reference program. `hooks` are the programs that reduce
+    the buckets, one for each, or none at all.
     """
 
     plan: BucketPlan
     group_name: str
     fold: bool = False
     naive: bool = False
+    hooks: tuple[TracedHook | None, ...] = ()
 
     @property
     def kept_buckets(self) -> list[int]:
         """The buckets, by place in the plan, whose flat buffers the graph is handed: its last inputs."""
-        return [] if self.naive else [number for number, bucket in enumerate(self.plan.buckets) if bucket.kept]
+        if self.naive or self.hooks:  # a hook's result is new memory
+            return []
+        return [number for number, bucket in enumerate(self.plan.buckets) if bucket.kept]
 
     @property
     def cache_identity(self) -> str:
         """A hash of the passes' sources and of everything they are given, for a compiler's cache key."""
-        given = f"{self.plan.fingerprint} {self.group_name} {self.fold} {self.naive}"
+        hooks = [hook and hook.identity for hook in self.hooks]
+        given = f"{self.plan.fingerprint} {self.group_name} {self.fold} {self.naive} {hooks}"
         return hashlib.sha256((_source_hash() + given).encode()).hexdigest()
 
     def run(self, graph: Graph, *, output_positions: Mapping[int, int], observe: Observer | None = None) -> None:
@@ -67,14 +73,14 @@ class Pipeline:
         if not self.naive:
             place_mean(graph, self.plan, tangents=tangents, output_positions=positions)
             seen("place_mean", graph)
-        form_buckets(graph, self.plan, group_name=group, output_positions=positions)
+        form_buckets(graph, self.plan, group_name=group, output_positions=positions, hooks=self.hooks)
         seen("form_buckets", graph)
         if not self.naive:
-            pack_buckets(graph, self.plan, group_name=group)
+            pack_buckets(graph, self.plan, kept=self.kept_buckets)
             seen("pack_buckets", graph)
             schedule_collectives(graph, group_name=group)
             seen("schedule_collectives", graph)
-        verify_collectives(graph, self.plan, group_name=group, output_positions=positions)
+        verify_collectives(graph, self.plan, group_name=group, output_positions=positions, hooks=self.hooks)
         seen("verify_collectives", graph)
 
 

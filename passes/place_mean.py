@@ -27,7 +27,7 @@ def place_mean(
     """
     if not plan.buckets:
         return LinearityProof(False, "the plan is empty")
-    if (plan.reduction == "mean" and plan.world_size == 1) or plan.reduction == "sum":
+    if plan.reduction != "weighted" and plan.share == 1.0:
         return LinearityProof(False, "there is no factor")
     reductions = read_reductions(graph, plan, output_positions)
     outputs = output_values(graph)

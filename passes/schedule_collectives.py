@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.ops import all_reduce, wait_tensor
+from compiled_ddp.passes.ops import is_launch, wait_tensor
 
 
 def schedule_collectives(graph: Graph, *, group_name: str) -> None:
@@ -20,7 +20,7 @@ def schedule_collectives(graph: Graph, *, group_name: str) -> None:
     a mutation.
     """
     nodes = list(graph.nodes)
-    launches = [node for node in nodes if node.target is all_reduce and node.args[2] == group_name]
+    launches = [node for node in nodes if is_launch(node, group_name)]
     if not launches:
         return
     waits = [node for node in nodes if node.target is wait_tensor and node.args[0] in launches]

@@ -1,34 +1,65 @@
 """The last look at a backward graph: it reduces what the plan says, in the plan's order, and nothing else."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import output_values
-from compiled_ddp.passes.ops import all_reduce, pack, wait_tensor
+from compiled_ddp.passes.inline_hook import TracedHook
+from compiled_ddp.passes.ops import LAUNCHES, all_reduce, is_launch, pack, wait_tensor
 from compiled_ddp.plan import Bucket, BucketPlan
 
 
-def verify_collectives(graph: Graph, plan: BucketPlan, *, group_name: str, output_positions: Mapping[int, int]) -> None:
+def verify_collectives(
+    graph: Graph,
+    plan: BucketPlan,
+    *,
+    group_name: str,
+    output_positions: Mapping[int, int],
+    hooks: Sequence[TracedHook | None] = (),
+) -> None:
     """Assert that the graph launches exactly the plan's buckets, in order, and hands out views of their results.
 
     A failure is a bug of compiled_ddp, never the user's; it is found here, at compile time on one rank, instead of
     as a wrong gradient on all. Holds for a graph with or without `pack_buckets` and `schedule_collectives`.
     """
-    launches = [node for node in graph.nodes if node.target is all_reduce and node.args[2] == group_name]
-    assert len(launches) == len(plan.buckets), f"{len(launches)} launches for {len(plan.buckets)} buckets"
+    hooks = hooks or [None] * len(plan.buckets)
+    launches = [node for node in graph.nodes if is_launch(node, group_name)]
+    expected = [target for hook in hooks for target in _launches_of(hook)]
+    assert [n.target for n in launches] == expected, f"{len(launches)} launches for {len(plan.buckets)} buckets"
     outputs = output_values(graph)
-    for bucket, launch in zip(plan.buckets, launches, strict=True):
-        _verify_bucket(bucket, launch)
-        (wait,) = launch.users
+    remaining = iter(launches)
+    for bucket, hook in zip(plan.buckets, hooks, strict=True):
+        if hook is None:
+            launch = next(remaining)
+            _verify_bucket(bucket, launch)
+            (wait,) = launch.users
+        else:
+            for _ in _launches_of(hook):
+                next(remaining)
+            wait = _hooked(outputs[output_positions[bucket.gradients[0].index]])
         flat = _normalised(wait) if plan.reduction == "weighted" and bucket.gradients else wait
         for gradient in bucket.gradients:
-            expected = (list(gradient.size), list(gradient.stride), gradient.offset_elements)
-            _verify_view(outputs[output_positions[gradient.index]], flat, expected)
+            place = (list(gradient.size), list(gradient.stride), gradient.offset_elements)
+            _verify_view(outputs[output_positions[gradient.index]], flat, place)
         if bucket.riders is not None:
             _verify_view(outputs[-1], wait, ([bucket.riders.numel], [1], bucket.riders.offset_elements))
     graph.lint()
+
+
+def _launches_of(hook: TracedHook | None) -> list[object]:
+    """The collectives that reduce a bucket."""
+    if hook is None:
+        return [all_reduce]
+    return [node.target for node in hook.graph.nodes if node.target in LAUNCHES]
+
+
+def _hooked(view: Node | None) -> Node:
+    """What a hook has made of the bucket that `view` shows."""
+    assert view is not None and view.target is torch.ops.aten.as_strided.default, f"{view} is not a view of a bucket"
+    (reduced,) = view.all_input_nodes
+    return reduced
 
 
 def _verify_bucket(bucket: Bucket, launch: Node) -> None:

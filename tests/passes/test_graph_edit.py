@@ -9,7 +9,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compiled_ddp.passes.graph_edit import (
     add_placeholder,
     emit,
-    emit_like,
     fake_mode_of,
     output_values,
     set_output_values,
@@ -62,14 +61,14 @@ def test_node_emitted_in_a_graph_without_values_has_none(hand_built: Graph) -> N
     x = next(iter(hand_built.nodes))
     with hand_built.inserting_before(hand_built.output_node()):
         assert "val" not in emit(hand_built, aten.neg.default, x).meta
-        assert "val" not in emit_like(hand_built, aten.full.default, [2], 0.0).meta
+        assert "val" not in emit(hand_built, aten.full.default, [2], 0.0).meta
     hand_built.lint()
 
 
 def test_node_without_tensor_arguments_gets_its_value_in_the_mode_of_the_graph(traced: Graph) -> None:
     x = next(iter(traced.nodes))
     with traced.inserting_before(traced.output_node()):
-        node = emit_like(traced, aten.full.default, [5], 0.0, dtype=torch.float64)
+        node = emit(traced, aten.full.default, [5], 0.0, dtype=torch.float64)
     assert node.kwargs == {"dtype": torch.float64}
     assert (node.meta["val"].shape, node.meta["val"].dtype) == ((5,), torch.float64)
     assert node.meta["val"].fake_mode is x.meta["val"].fake_mode

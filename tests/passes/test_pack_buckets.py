@@ -4,6 +4,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.assignment import assign_buckets
+from compiled_ddp.passes.inline_hook import emit_flat
 from compiled_ddp.passes.ops import all_reduce, pack, wait_tensor
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.plan import BucketPlan, GradientSpec
@@ -28,7 +29,7 @@ def bucket_graph() -> tuple[Graph, Node, Node, Node]:
     flat0 = graph.call_function(aten.reshape.default, (dw0, [-1]))
     permuted = graph.call_function(aten.permute.default, (dw1, [1, 0]))
     flat1 = graph.call_function(aten.reshape.default, (permuted, [-1]))
-    flat = graph.call_function(aten.cat.default, ([flat0, flat1, riders],))
+    flat = emit_flat(graph, [flat0, flat1, riders])
     launch = graph.call_function(all_reduce, (flat, "sum", "ours"))
     graph.output((graph.call_function(wait_tensor, (launch,)),))
     return graph, dw0, permuted, riders
@@ -40,7 +41,7 @@ def count(graph: Graph, op: object) -> int:
 
 def test_gradients_enter_the_bucket_in_their_own_shape() -> None:
     graph, dw0, permuted, riders = bucket_graph()
-    pack_buckets(graph, PLAN, group_name="ours")
+    pack_buckets(graph, PLAN, kept=[0])
     graph.lint()
     (packed,) = graph.find_nodes(op="call_function", target=pack)
     (flat_buffer,) = (node for node in graph.nodes if node.name == "flat_buffer_0")
@@ -50,7 +51,7 @@ def test_gradients_enter_the_bucket_in_their_own_shape() -> None:
 
 def test_exact_nodes_of_a_packed_bucket() -> None:
     graph, *_ = bucket_graph()
-    pack_buckets(graph, PLAN, group_name="ours")
+    pack_buckets(graph, PLAN, kept=[0])
     assert [node.name for node in graph.nodes] == [
         "dw0",
         "dw1",
@@ -66,7 +67,7 @@ def test_exact_nodes_of_a_packed_bucket() -> None:
 
 def test_a_bucket_that_no_one_keeps_gets_new_memory() -> None:
     graph, dw0, permuted, riders = bucket_graph()
-    pack_buckets(graph, plan_on("meta"), group_name="ours")
+    pack_buckets(graph, plan_on("meta"), kept=[])
     (packed,) = graph.find_nodes(op="call_function", target=pack)
     assert packed.args == ([dw0, permuted, riders],)
     assert [node.name for node in graph.find_nodes(op="placeholder")] == ["dw0", "dw1", "riders"]
@@ -77,37 +78,17 @@ def test_flattened_gradient_that_something_else_reads_stays() -> None:
     flat0, _ = graph.find_nodes(op="call_function", target=aten.reshape.default)
     (wait,) = graph.output_node().args[0]
     graph.output_node().args = ((wait, flat0),)
-    pack_buckets(graph, PLAN, group_name="ours")
+    pack_buckets(graph, PLAN, kept=[0])
     graph.lint()
     assert graph.find_nodes(op="call_function", target=aten.reshape.default) == [flat0]
 
 
-def test_cat_that_no_all_reduce_reads_stays() -> None:
+def test_a_cat_of_the_models_own_stays() -> None:
     graph = Graph()
     x = graph.placeholder("x")
     graph.output((graph.call_function(aten.cat.default, ([x, x],)),))
     before = str(graph)
-    pack_buckets(graph, BucketPlan((), 2), group_name="ours")
-    assert str(graph) == before
-
-
-def test_all_reduce_of_something_else_than_a_cat_stays() -> None:
-    graph = Graph()
-    launch = graph.call_function(all_reduce, (graph.placeholder("x"), "sum", "theirs"))
-    graph.output((graph.call_function(wait_tensor, (launch,)),))
-    before = str(graph)
-    pack_buckets(graph, BucketPlan((), 2), group_name="ours")
-    assert str(graph) == before
-
-
-def test_cat_that_the_models_own_all_reduce_reads_stays() -> None:
-    graph = Graph()
-    x, y = graph.placeholder("x"), graph.placeholder("y")
-    columns = graph.call_function(aten.cat.default, ([x, y], 1))
-    launch = graph.call_function(all_reduce, (columns, "sum", "theirs"))
-    graph.output((graph.call_function(wait_tensor, (launch,)),))
-    before = str(graph)
-    pack_buckets(graph, BucketPlan((), 2), group_name="ours")
+    pack_buckets(graph, BucketPlan((), 2), kept=[])
     assert str(graph) == before
 
 

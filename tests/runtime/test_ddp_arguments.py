@@ -96,6 +96,7 @@ def _sizes(rank: int, wrapper: str) -> list[int]:
     ddp = wrappers([wrapper])[wrapper](EqualLayers(), bucket_cap_mb_list=capacities)
     for _ in range(2):
         ddp(torch.ones(2, 8)).backward()
+    assert f", {capacities[1]:g}, {capacities[2]:g} MiB, in order" in str(ddp.explain())
     return [len(bucket.gradients) for bucket in ddp.plan.buckets]
 
 

@@ -107,6 +107,23 @@ def test_a_forward_is_taken_back_when_its_graph_died_before_the_next_one_and_wit
     del kept
 
 
+def test_forwards_whose_backward_stays_local_are_taken_back_once() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    count = ForwardCount()
+    count.begin()
+    count.backward_began()
+    count.begin()
+    count.begin()
+    output = weight.square().sum()
+    count.returned({output.grad_fn})
+    for _ in range(2):  # every gradient of it says so
+        count.backward_stays_local()
+    assert count.value == 1
+    del output  # dead, but taken back already
+    count.begin()
+    assert count.value == 2
+
+
 def test_counting_keeps_no_graph_alive() -> None:
     weight = torch.ones(2, requires_grad=True)
     count = ForwardCount()

@@ -1,0 +1,65 @@
+"""What the wrappers of this package share: apex's arguments, and a switch that is read when a backward runs."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from compiled_ddp.compat.arguments import ApexArguments
+from compiled_ddp.wrapper import DataParallelWrapper
+
+
+class ApexAdapter(DataParallelWrapper):
+    """`EagerDDP` with apex's arguments.
+
+    Every method and attribute of `EagerDDP` is there too: no_sync, skip_step, plan, explain, unwrap and the others.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        arguments: ApexArguments,
+        *,
+        process_group: dist.ProcessGroup | None,
+        check_steps: str,
+        verify: str,
+    ) -> None:
+        self._arguments = arguments
+        ready = dist.is_initialized() and isinstance(process_group, dist.ProcessGroup | None)
+        world_size = dist.get_world_size(process_group) if ready else 1  # what is not ready is refused below
+        options = arguments.options(module, world_size, check_steps=check_steps, verify=verify)
+        super().__init__(module, process_group, options, {})
+        self.allreduce_buffers: list[torch.Tensor] = []
+        if arguments.retain_allreduce_buffers:
+            self._runtime.reduced = self._retain
+
+    def _check_and_describe(self, module: nn.Module, name: str) -> dict[str, list[object]]:
+        if isinstance(module, nn.Module):  # anything else is refused below
+            self._arguments.check(module)
+        retain: dict[str, list[object]] = {
+            "option retain_allreduce_buffers": [repr(self._arguments.retain_allreduce_buffers)]
+        }
+        return super()._check_and_describe(module, name) | retain
+
+    def _retain(self, flat_buckets: list[torch.Tensor]) -> None:
+        self.allreduce_buffers = flat_buckets
+
+    def _reduce_in_backward(self, *, wanted: bool) -> None:
+        """Whether backwards that begin from now on reduce, also those of forwards that have been called already."""
+        self._runtime.local = not wanted
+
+    @property
+    def _reduces_in_backward(self) -> bool:
+        return not self._runtime.local
+
+    def skip_step(self) -> None:
+        """`EagerDDP.skip_step`; a no-op where a backward would stay local."""
+        if self._reduces_in_backward:
+            super().skip_step()
+
+    def _hooks_reason(self) -> str:
+        return "as in apex"
+
+    def _run_module(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)

@@ -1,0 +1,145 @@
+"""apex's Reducer: averaging gradients when the user says so, beside or without a wrapper."""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from compiled_ddp.agreement import Description, agree_on_description
+from compiled_ddp.assignment import assign_buckets
+from compiled_ddp.communicator import Communicator, RankGroup
+from compiled_ddp.flat_buffers import SequenceBuffers
+from compiled_ddp.plan import BucketPlan, GradientSpec, Section
+
+
+class Reducer:
+    """Averages gradients over ranks in each `reduce()`, in place.
+
+        reducer = Reducer(model)  # or Reducer(list_of_gradients)
+        loss.backward()
+        reducer.reduce()  # every rank
+        optimizer.step()
+
+    Args:
+        module_or_grads_list: a model, whose parameters are overwritten by rank 0's here, and whose .grad are averaged;
+            or tensors to average, in lists and tuples of any depth.
+        process_group: the ranks to average over; None is all of them.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, or ranks differ in what there is to average.
+    """
+
+    def __init__(
+        self, module_or_grads_list: nn.Module | Iterable[object], *, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
+        self.grads: list[torch.Tensor] = [] if self.module is not None else list(_tensors_in(module_or_grads_list))
+        parameters = {} if self.module is None else dict(self.module.named_parameters())
+        described: dict[str, torch.Tensor] = {f"tensor {place}": tensor for place, tensor in enumerate(self.grads)}
+        described.update(parameters)
+        ranks = RankGroup(process_group)
+        failure = "there is no Reducer"
+        agree_on_description(ranks, lambda: {"reducer": ["Reducer"], **_describe(described)}, failure=failure)
+        self._communicator = Communicator(ranks)
+        self._calls = 0
+        with torch.no_grad():
+            self._communicator.broadcast([parameter.detach() for parameter in parameters.values()])
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Average over ranks. A collective: every rank calls it, as often as all others.
+
+        A parameter without a .grad is skipped, and must be so on every rank.
+
+        Raises RuntimeError, on every rank and before anything is averaged, where ranks differ in which parameters have
+        a gradient, or in the shape or dtype of one; and where one is sparse.
+        """
+        self._calls += 1
+        gradients = self._gradients()
+        self._agree(gradients)
+        for name, gradient in gradients.items():
+            if gradient.layout != torch.strided:
+                raise RuntimeError(f"the gradient of {name} is {gradient.layout}: only dense ones can be averaged.")
+        specs = [_contiguous(index, gradient) for index, gradient in enumerate(gradients.values())]
+        plan = assign_buckets(specs, capacities_bytes=[math.inf], world_size=self._communicator.world_size)
+        self._average(plan, list(gradients.values()))
+
+    def _average(self, plan: BucketPlan, gradients: list[torch.Tensor]) -> None:
+        buffers = SequenceBuffers([Section(plan, "hooks")])
+        filled = [(buffers[position], bucket) for position, (_, bucket) in enumerate(buffers.buckets)]
+        works = []
+        for buffer, bucket in filled:
+            for index in bucket.indices:
+                buffer.put(index, gradients[index], plan.share)
+            if bucket.gradients:
+                works.append(self._communicator.all_reduce(buffer.flat))
+        with self._communicator.explaining("Reducer.reduce() failed"):
+            for work in works:
+                work.wait()
+        for buffer, bucket in filled:
+            for index in bucket.indices:
+                gradients[index].copy_(buffer.views[index])
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """What there is to average now on this rank, by name."""
+        if self.module is None:
+            return {f"tensor {place}": tensor for place, tensor in enumerate(self.grads)}
+        return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
+
+    def _agree(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Raise RuntimeError on every rank, with what differs, unless `gradients` are of the same kind on all.
+
+        One small all-reduce; the store, which is slower, is asked only where they are not.
+        """
+        description: Description = {f"the gradient of {name}": found for name, found in _describe(gradients).items()}
+        text = json.dumps(description).encode()
+        fingerprint = int.from_bytes(hashlib.sha256(text).digest()[:7], "big")
+        device = next((tensor.device for tensor in gradients.values()), self._device)
+        shared = torch.tensor([fingerprint, ~fingerprint], dtype=torch.int64, device=device)
+        self._communicator.maximum(shared)
+        most, most_inverted = shared.tolist()
+        if most != ~most_inverted:
+            agree_on_description(
+                self._communicator.ranks,
+                lambda: description,
+                occasion=f"reduce/{self._calls}",
+                purpose="to compare the gradients of all ranks",
+                failure=(
+                    "the ranks have different gradients, and nothing was averaged (a rank that did not use a parameter "
+                    "may set its .grad to zeros)"
+                ),
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        parameters = () if self.module is None else self.module.parameters()
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
+    def close(self) -> None:
+        """Give the communicator back. A collective; `reduce()` cannot be called afterwards."""
+        self._communicator.close()
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Iterable) and not isinstance(value, str):
+        for part in value:
+            yield from _tensors_in(part)
+
+
+def _contiguous(index: int, gradient: torch.Tensor) -> GradientSpec:
+    """Its place in a flat buffer; ranks may hold it in other strides."""
+    stride = torch.empty(gradient.shape, device="meta").stride()
+    return GradientSpec(index, tuple(gradient.shape), stride, gradient.dtype, gradient.device)
+
+
+def _describe(tensors: Mapping[str, torch.Tensor]) -> Description:
+    return {
+        name: [f"shape {tuple(tensor.shape)}", f"dtype {tensor.dtype}", f"layout {tensor.layout}"]
+        for name, tensor in tensors.items()
+    }

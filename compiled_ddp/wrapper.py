@@ -99,11 +99,11 @@ class DataParallelWrapper(nn.Module):
         check_ddp_arguments(self._ddp_arguments, module, name)
         if self._options.comm_hook is not None:
             check_hook(self._options.comm_hook, next(iter(self._own.trained().values())))
-            if self._own.sparse():
-                raise ValueError(
-                    f"parameter {min(self._own.sparse())} has a sparse gradient, which no communication hook is given: "
-                    "pass sparse=False to its embedding, or no hook."
-                )
+        if self._own.sparse() and (self._options.comm_hook is not None or self._options.scaling is not None):
+            raise ValueError(
+                f"parameter {min(self._own.sparse())} has a sparse gradient, which takes part in no communication hook "
+                "and in none of apex's scalings: pass sparse=False to its embedding."
+            )
         return {"wrapper": [name], **describe_model(self._own, self._options, mode_from_environment())}
 
     def _dense_and_sparse(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:

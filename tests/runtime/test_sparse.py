@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from models import assert_equal_on_all_ranks, wrappers
 from torch import Tensor, nn
 
-from compiled_ddp import EagerDDP, compile_ddp, torch_private, verify_parity
+from compiled_ddp import EagerDDP, comm_hooks, compile_ddp, torch_private, verify_parity
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -249,6 +249,10 @@ def _refused(rank: int) -> None:
     ddp.module.append(nn.Embedding(3, 3, sparse=True))
     with pytest.raises(ValueError, match=r"parameter 1\.weight with a sparse gradient was added or unfrozen"):
         ddp(torch.ones(1, 3))
+    with pytest.raises(
+        ValueError, match=r"token\.weight has a sparse gradient, which takes part in no communication hook"
+    ):
+        EagerDDP(Sparse(), comm_hook=comm_hooks.bf16_compress)
     whole = compile_ddp(Tied(bool), fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match=r"torch\.compiler\.disable"):
         whole(_tokens(rank))

@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="recipe and raw samples; default benchmarks/out/compare-LINK.json")
     parser.add_argument("--png", type=Path, help="the chart; default benchmarks/out/compare-LINK.png")
     options = parser.parse_args(arguments)
-    options.variants = options.variants or list(make_variants())
+    options.variants = options.variants or [name for name, variant in make_variants().items() if variant.by_default]
     if unknown := set(options.variants) - set(make_variants()):
         parser.error(f"unknown variants {sorted(unknown)}; known are {list(make_variants())}")
     if options.link != LOOPBACK:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 Floor = Literal["eager", "compiled"]
@@ -27,6 +28,7 @@ class Variant:
     communicates: bool = True
     bucket_bytes: Callable[[nn.Module], list[int]] | None = None
     unwrap: Callable[[nn.Module], object] | None = None
+    by_default: bool = True  # whether it is a row where no variants are asked for
 
     @property
     def label(self) -> str:
@@ -34,14 +36,26 @@ class Variant:
         return re.sub(r"\W+", "_", self.name).strip("_")
 
 
-def _torch_ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+def _torch_ddp(model: nn.Module, options: dict[str, Any]) -> DistributedDataParallel:
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
+
+
+def _torch_ddp_in_bfloat16(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    wrapper = _torch_ddp(model, options)
+    wrapper.register_comm_hook(None, bf16_compress_hook)
+    return wrapper
 
 
 def _eager_ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     from compiled_ddp import EagerDDP
 
     return EagerDDP(model, **options)
+
+
+def _compile_ddp_in_bfloat16(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    from compiled_ddp.comm_hooks import bf16_compress
+
+    return _compile_ddp(model, {**options, "comm_hook": bf16_compress})
 
 
 def _compile_ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
@@ -76,6 +90,14 @@ def make_variants(bucket_cap_mb: float | None = None) -> dict[str, Variant]:
             lambda model: _compile_ddp(model, options),
             bucket_bytes=_planned_bytes,
             unwrap=_unwrap,
+        ),
+        Variant("torch DDP, bfloat16", "eager", lambda model: _torch_ddp_in_bfloat16(model, options), by_default=False),
+        Variant(
+            "compile_ddp, bfloat16",
+            "compiled",
+            lambda model: _compile_ddp_in_bfloat16(model, options),
+            unwrap=_unwrap,
+            by_default=False,
         ),
     )
     return {variant.name: variant for variant in variants}

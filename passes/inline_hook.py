@@ -66,7 +66,7 @@ def _leading_elementwise(flat: Node) -> list[Node]:
     node = flat
     while len(node.users) == 1:
         (user,) = node.users
-        if user.target not in _ELEMENTWISE or user.all_input_nodes != [node] or user.args[0] is not node:
+        if user.target not in _ELEMENTWISE or user.args[0] is not node or isinstance(user.args[1], Node):
             break
         chain.append(user)
         node = user

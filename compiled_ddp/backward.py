@@ -18,7 +18,7 @@ from compiled_ddp.returned_gradients import ReturnedGradients
 from compiled_ddp.riders import Message, write_riders
 from compiled_ddp.scaling import Scaling
 from compiled_ddp.standing import names_in_words
-from compiled_ddp.torch_comm_hook import CommHook, HookBucket, HookedReduction
+from compiled_ddp.torch_comm_hook import HookBucket, HookedReduction, TorchCommHook
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class SynchronisedBackward:
         used_before: set[int],
         message: Message,
         gradient_as_bucket_view: bool = True,
-        comm_hook: CommHook | None = None,
+        torch_hook: TorchCommHook | None = None,
         launching: Callable[[Bucket, torch.Tensor], None],
-        hook: BucketHook | None = None,
+        bucket_hook: BucketHook | None = None,
         scaling: Scaling | None = None,
     ) -> None:
-        """`launching` is told of every flat buffer right before hooks launch it; `hook` reduces them.
+        """`launching` is told of every flat buffer right before hooks launch it; `bucket_hook` reduces them.
 
-        With `comm_hook`, that one of torch's kind reduces every bucket of gradients.
+        With `torch_hook`, that one of torch's kind reduces every bucket of gradients.
         """
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
@@ -95,10 +95,10 @@ class SynchronisedBackward:
         self._as_view = gradient_as_bucket_view
         self._reduction = sections[0].plan.reduction
         self._share = sections[0].plan.share * (message.weight if self._reduction == "weighted" else 1.0)
-        if comm_hook is not None:
+        if torch_hook is not None:
             self._share = 1.0  # the hook divides
-        self._comm_hook = comm_hook
-        self._launching, self._hook, self._scaling = launching, hook, scaling
+        self._torch_hook = torch_hook
+        self._launching, self._bucket_hook, self._scaling = launching, bucket_hook, scaling
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
         self._hooks_only: set[int] = set()
@@ -326,8 +326,8 @@ class SynchronisedBackward:
 
     def _launch(self, position: int) -> None:
         progress, buffer = self._progress[position], self._buffers[position]
-        if self._comm_hook is not None and progress.bucket.gradients:
-            self._hand_to(self._comm_hook, position)
+        if self._torch_hook is not None and progress.bucket.gradients:
+            self._hand_to(self._torch_hook, position)
             return
         layout = progress.bucket.riders
         if layout is not None and buffer.riders is not None:
@@ -341,9 +341,9 @@ class SynchronisedBackward:
             raise self._communicator.failure(error, f"{self._words(position)} could not be launched") from error
         self._standing.hooks_launched(position)
 
-    def _hand_to(self, comm_hook: CommHook, position: int) -> None:
+    def _hand_to(self, torch_hook: TorchCommHook, position: int) -> None:
         """Let the hook reduce a bucket. If it raises, only the riders go out, to tell the other ranks."""
-        if comm_hook.broken:
+        if torch_hook.broken:
             return
         progress = self._progress[position]
         bucket = HookBucket(
@@ -355,11 +355,11 @@ class SynchronisedBackward:
         )
         try:
             with profiled("hand over", self._standing.bucket, position):
-                progress.work = comm_hook.launch(bucket, self._buffers[position].flat)
+                progress.work = torch_hook.launch(bucket, self._buffers[position].flat)
         except BaseException as error:
-            comm_hook.broken = self.message.aborted = self.message.hook_failed = True
+            torch_hook.broken = self.message.aborted = self.message.hook_failed = True
             self._launch_to(len(self._progress))
-            where = f"the communication hook {comm_hook.name} failed for {self._words(position)}"
+            where = f"the communication hook {torch_hook.name} failed for {self._words(position)}"
             if isinstance(error, RuntimeError):  # of a collective, maybe
                 raise self._communicator.failure(error, where) from error
             error.add_note(where)
@@ -367,9 +367,9 @@ class SynchronisedBackward:
         self._standing.hooks_launched(position)
 
     def _reduce(self, bucket: Bucket, flat: torch.Tensor) -> dist.Work | HookedWork:
-        if self._hook is None or not bucket.gradients:
+        if self._bucket_hook is None or not bucket.gradients:
             return self._communicator.all_reduce(flat)
-        return self._hook.begin(bucket, flat)
+        return self._bucket_hook.begin(bucket, flat)
 
     def _is_used(self, index: int) -> bool:
         """Whether this rank has a gradient to reduce, produced since the last synchronised backward."""
@@ -442,12 +442,12 @@ class SynchronisedBackward:
 
         Not for a communication hook that has failed on some rank: what the others launched may never end.
         """
-        if self._comm_hook is not None:
+        if self._torch_hook is not None:
             self._wait(len(self._progress) - 1)
             riders = self._buffers[len(self._progress) - 1].riders
             if riders is not None and riders.device.type == "cpu" and riders[HOOK_FAILED] > 0:
-                self._comm_hook.broken = True
-            if self._comm_hook.broken:
+                self._torch_hook.broken = True
+            if self._torch_hook.broken:
                 return
         self._wait(*range(len(self._progress)))
 
@@ -489,6 +489,13 @@ class SynchronisedBackward:
         weights = riders[WEIGHT]
         inverse = torch.where(weights > 0, 1.0 / weights, 0.0)
         buffer.gradients.mul_(inverse)
+
+    def share(self) -> float:
+        """The factor of this rank's gradients in the sum over ranks. Reads from the device in a weighted mean."""
+        if self._reduction != "weighted":
+            return self._share
+        weights = float(next(iter(self.reduced_riders()))[WEIGHT])
+        return self._share / weights if weights > 0 else 0.0
 
     def _position_of_riders(self, section: int) -> int:
         return self._buffers.first_position[section] + len(self.sections[section].plan.buckets) - 1

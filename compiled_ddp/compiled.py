@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.agreement import Description
 from compiled_ddp.capture import plan_segment, without_gradient
 from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
@@ -18,6 +19,7 @@ from compiled_ddp.options import Options
 from compiled_ddp.plain_graph import PlainGraph
 from compiled_ddp.plan import GradientSpec, ReductionKind
 from compiled_ddp.segment import VARIANTS, Segment, SegmentCall
+from compiled_ddp.sparse_gradients import leaving_out
 from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.wrapper import DataParallelWrapper
 
@@ -152,6 +154,16 @@ class CompiledDDP(DataParallelWrapper):
             self.unwrap()
             raise
 
+    def _check_and_describe(self, module: nn.Module, name: str) -> Description:
+        description = super()._check_and_describe(module, name)
+        for part_name, part in self._own.wrappers_inside().items():
+            if isinstance(torch_private.without_compile_wrapper(part), nn.parallel.DistributedDataParallel):
+                raise ValueError(
+                    f"{part_name} is wrapped by torch's DistributedDataParallel, which would split the graphs around "
+                    "it its own way: wrap that part with EagerDDP or compile_ddp, or the whole model with EagerDDP."
+                )
+        return description
+
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}
         self._index_parameters()
@@ -163,7 +175,9 @@ class CompiledDDP(DataParallelWrapper):
             dynamic=options.dynamic,
         )
         # In a tuple, so that it is no submodule: the model has one place in this wrapper, `module`.
-        self._compiled: tuple[Callable[..., Any]] = (torch_private.allow_recurrent(compiled, self.module),)
+        self._compiled: tuple[Callable[..., Any]] = (
+            leaving_out(self._own.sparse_modules(), torch_private.allow_recurrent(compiled, self.module)),
+        )
 
     def _index_parameters(self) -> None:
         for index, tensor in enumerate(self._runtime.parameters.tensors):
@@ -232,7 +246,8 @@ class CompiledDDP(DataParallelWrapper):
         return sorted(calls, key=lambda call: -call.serial)
 
     def _refuse_replaced(self, inputs: Sequence[Any]) -> None:
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        sparse = self._own.sparse()
+        names = {id(parameter): name for name, parameter in self._own.parameters().items() if name not in sparse}
         for value in inputs:
             if id(value) in names and value.requires_grad and id(value) not in self._index_of_parameter:
                 raise RuntimeError(
@@ -261,6 +276,7 @@ class CompiledDDP(DataParallelWrapper):
             plan_segment(graph_module.graph, gradients, self._options, self._runtime.communicator.world_size),
             self._runtime,
             index_of_parameter=self._index_of_parameter,
+            leaves_alone=self._own.leaves_alone,
             backend=self._options.backend,
             compiler_options=self._compiler_options,
             naive=self._options.naive,

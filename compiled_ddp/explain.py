@@ -20,6 +20,7 @@ class Explanation:
     fallback_reasons: tuple[str, ...]
     bucket_size: str  # how large a bucket may be, and why
     unused: tuple[str, ...] = ()  # parameters that no rank has used, and that are not reduced until one does
+    sparse: tuple[str, ...] = ()  # parameters with sparse gradients, which are averaged at the end of each backward
     proof: str = ""  # how many parameters are proven to be reduced, and what is pending; empty on one rank
 
     def __str__(self) -> str:
@@ -30,6 +31,11 @@ class Explanation:
         notes = "".join(f"\nAt run time some buckets went by hooks: {reason}." for reason in self.fallback_reasons)
         if self.unused:
             notes += f"\nNot reduced, because no rank has used them so far: {', '.join(self.unused)}."
+        if self.sparse:
+            notes += (
+                f"\nSparse gradients, which have no place in a bucket and in a graph, are averaged at the end of each "
+                f"backward: {', '.join(self.sparse)}."
+            )
         proof = f"\n{self.proof}" if self.proof else ""
         return f"{table}\n{self.bucket_size}{notes}{proof}"
 
@@ -40,6 +46,7 @@ def explain_sequence(
     options: Options,
     link_bytes_per_second: float | None,
     proof: str,
+    sparse: tuple[str, ...],
 ) -> Explanation:
     """Describe a sequence, bucket by bucket in launch order.
 
@@ -47,7 +54,7 @@ def explain_sequence(
     """
     bucket_size = _bucket_size_in_words(options, link_bytes_per_second)
     if sequence is None:
-        return Explanation((), tuple(fallback_reasons), bucket_size, proof=proof)
+        return Explanation((), tuple(fallback_reasons), bucket_size, sparse=sparse, proof=proof)
     rows: list[Row] = []
     for section in sequence.launched:
         for bucket in section.plan.buckets:
@@ -57,7 +64,7 @@ def explain_sequence(
     planned = {section.reason for section in sequence.sections}
     at_run_time = tuple(reason for reason in fallback_reasons if reason not in planned)
     unused = (sequence.parameter_names[index] for section in sequence.unused for index in section.plan.indices)
-    return Explanation(tuple(rows), at_run_time, bucket_size, tuple(unused), proof)
+    return Explanation(tuple(rows), at_run_time, bucket_size, tuple(unused), sparse, proof)
 
 
 def _bucket_size_in_words(options: Options, link_bytes_per_second: float | None) -> str:

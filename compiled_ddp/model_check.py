@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description
 from compiled_ddp.options import Options
+from compiled_ddp.own_state import OwnState
 
 # Modules that are wrapped now, and the name of their wrapper. Not a mark on the module itself, which a copy of the
 # module, or a module loaded from a file, would carry too.
@@ -22,11 +23,11 @@ _wrapped_by: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictio
 _owner_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def mark_wrapped(module: nn.Module, wrapper: str) -> None:
-    """Note that `module` is wrapped, until `unmark_wrapped`."""
-    bare = torch_private.without_compile_wrapper(module)
+def mark_wrapped(state: OwnState, wrapper: str) -> None:
+    """Note that the module of `state` is wrapped, until `unmark_wrapped`."""
+    bare = torch_private.without_compile_wrapper(state.module)
     _wrapped_by[bare] = wrapper
-    for parameter in bare.parameters():
+    for parameter in state.parameters().values():
         _owner_of[parameter] = weakref.ref(bare)
 
 
@@ -44,24 +45,25 @@ class Place:
     found: object
 
 
-def trained_places(module: nn.Module) -> list[Place]:
-    """Every place of what requires a gradient, in `module` as it is now."""
+def trained_places(state: OwnState) -> list[Place]:
+    """Every place of what requires a gradient, in the model as it is now, but for what is left alone."""
     places = []
-    for prefix, owner in module.named_modules():
+    left_alone = {id(parameter) for parameter in state.left_alone()}
+    for prefix, owner in state.modules():
         parts: Mapping[str, torch.Tensor | nn.Module | None]
         for parts in (owner._parameters, owner._modules):
             places += [
                 Place(parts, key, f"{prefix}.{key}".removeprefix("."), part)
                 for key, part in parts.items()
-                if _is_trained(part)
+                if _is_trained(part, left_alone)
             ]
     return places
 
 
-def _is_trained(part: torch.Tensor | nn.Module | None) -> bool:
+def _is_trained(part: torch.Tensor | nn.Module | None, left_alone: Set[int]) -> bool:
     if isinstance(part, nn.Module):
-        return any(parameter.requires_grad for parameter in part.parameters())
-    return part is not None and part.requires_grad
+        return any(_is_trained(parameter, left_alone) for parameter in part.parameters())
+    return part is not None and part.requires_grad and id(part) not in left_alone
 
 
 def check_not_replaced(places: Sequence[Place]) -> None:
@@ -80,13 +82,14 @@ class ModelWatch:
     Everything is compared by identity or by a few attributes, so that it costs microseconds in every forward.
     """
 
-    def __init__(self, module: nn.Module, *, follows: bool = False) -> None:
+    def __init__(self, state: OwnState, *, follows: bool = False) -> None:
         """With `follows`, what was replaced, removed or frozen is a change like any other, instead of an error."""
-        self._module, self._follows = module, follows
-        self._places = trained_places(module)
-        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        self._trained = [(p, _memory(p)) for p in module.parameters() if p.requires_grad]
-        self._contents = _contents(module)
+        self._state, self._follows = state, follows
+        self._places = trained_places(state)
+        parameters = state.parameters().values()
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        self._trained = [(p, _memory(p)) for p in parameters if p.requires_grad]
+        self._contents = _contents(state)
 
     def changed(self) -> bool:
         """Whether something was added, unfrozen, or moved to another dtype, device, shape or memory format.
@@ -105,26 +108,26 @@ class ModelWatch:
 
     def _lacks_any(self) -> bool:
         """Whether a trained parameter is in no place of the model any more, or is frozen."""
-        now = {id(parameter) for parameter in self._module.parameters() if parameter.requires_grad}
+        now = {id(parameter) for parameter in self._state.trained().values()}
         return any(id(parameter) not in now for parameter, _ in self._trained)
 
     def _has_additions(self) -> bool:
         if all(_are_the_same(now, before) for now, before in self._contents):
             return False
         known = {id(parameter) for parameter, _ in self._trained}
-        if any(id(p) not in known for p in self._module.parameters() if p.requires_grad):
+        if any(id(p) not in known for p in self._state.trained().values()):
             return True
-        self._contents = _contents(self._module)  # another module without trained parameters: no other rank need know
+        self._contents = _contents(self._state)  # another module without trained parameters: no other rank need know
         return False
 
 
 Part = nn.Module | torch.Tensor | None
 
 
-def _contents(module: nn.Module) -> list[tuple[Mapping[str, Part], dict[str, Part]]]:
+def _contents(state: OwnState) -> list[tuple[Mapping[str, Part], dict[str, Part]]]:
     """What stands in each module, as it changes, beside a copy of it as it is now."""
     found: list[tuple[Mapping[str, Part], dict[str, Part]]] = []
-    for part in module.modules():
+    for _, part in state.modules():
         found += [(part._modules, dict(part._modules)), (part._parameters, dict(part._parameters))]
     return found
 
@@ -137,8 +140,8 @@ def _memory(parameter: torch.Tensor) -> tuple[object, ...]:
     return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 
 
-def check_model(module: nn.Module, wrapper: str) -> None:
-    """Raise TypeError or ValueError, with what to do, if `module` cannot be wrapped by `wrapper`."""
+def check_model(module: nn.Module, wrapper: str) -> OwnState:
+    """What a `wrapper` of `module` looks after. Raises TypeError or ValueError, with what to do, if it cannot."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{wrapper} wraps a torch.nn.Module, found {type(module).__name__}.")
     bare = torch_private.without_compile_wrapper(module)
@@ -150,23 +153,43 @@ def check_model(module: nn.Module, wrapper: str) -> None:
         raise ValueError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
     if bare in _wrapped_by:
         raise ValueError(f"the model is already wrapped by {_wrapped_by[bare]}: call that wrapper's unwrap() first.")
-    check_parts(module)
-    parameters = trainable_parameters(module)
-    if not parameters:
+    state = OwnState(module)
+    check_parts(state)
+    parameters = state.trained()
+    if parameters and len(parameters) == len(state.sparse()):
         raise ValueError(
-            f"the model ({type(module).__name__}) has no parameter that requires a gradient: there is nothing to "
-            "reduce. Use it unwrapped, or unfreeze parameters before wrapping it."
+            "every trained parameter has a sparse gradient: at least one with a dense gradient must carry what ranks "
+            "share. Pass sparse=False to one of the embeddings."
+        )
+    if not parameters:
+        others = " besides those to ignore and those of wrappers inside" if state.left_alone() else ""
+        raise ValueError(
+            f"the model ({type(module).__name__}) has no parameter that requires a gradient{others}: there is nothing "
+            "to reduce. Use it unwrapped, or unfreeze parameters before wrapping it."
         )
     _check_not_owned(parameters)
+    return state
 
 
-def check_parts(module: nn.Module) -> None:
-    """Raise ValueError, with what to do, if a parameter or buffer of `module` cannot be reduced or synchronised."""
-    _check_materialised(module)
-    _check_parameters(trainable_parameters(module))
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            raise ValueError(f"{name or type(part).__name__} has sparse=True: sparse gradients cannot be reduced yet.")
+def check_parts(state: OwnState) -> None:
+    """Raise ValueError, with what to do, if a parameter or buffer of the model cannot be reduced or synchronised."""
+    _check_materialised(state)
+    _check_parameters(state.trained())
+    for name in state.sparse():
+        device = state.trained()[name].device
+        if device.type != "cpu":
+            raise ValueError(f"parameter {name} has sparse=True on {device}: sparse gradients are averaged on the CPU.")
+
+
+def check_writable(state: OwnState) -> None:
+    """Raise ValueError, with what to do, if a parameter or buffer cannot take rank 0's values."""
+    for name, tensor in {**state.parameters(), **state.buffers()}.items():
+        lengths_and_steps = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
+        if any(length > 1 and not step for length, step in lengths_and_steps):
+            raise ValueError(
+                f"{name} is expanded, with several elements in one place of memory, so that rank 0's values cannot be "
+                "written to it: clone() it, or pass init_sync=False if all ranks have the same model."
+            )
 
 
 def _check_not_owned(parameters: dict[str, nn.Parameter]) -> None:
@@ -179,12 +202,18 @@ def _check_not_owned(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _check_materialised(module: nn.Module) -> None:
+def _check_materialised(state: OwnState) -> None:
     tensors: list[tuple[str, torch.Tensor]] = [
-        (f"parameter {name}", parameter) for name, parameter in module.named_parameters()
+        (f"parameter {name}", parameter) for name, parameter in state.parameters().items()
     ]
-    tensors += [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+    tensors += [(f"buffer {name}", buffer) for name, buffer in state.buffers().items()]
     for name, tensor in tensors:
+        if torch_private.is_distributed_tensor(tensor):
+            raise ValueError(
+                f"{name} is a DTensor, whose parts are not this wrapper's to average: wrap a model of plain tensors, "
+                "or have the DTensors ignored by their names in model._ddp_params_and_buffers_to_ignore and average "
+                "their gradients where they were distributed."
+            )
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name} is uninitialised (lazy): run one forward before wrapping the model.")
         if tensor.is_meta:
@@ -201,18 +230,14 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
         raise ValueError(f"parameters are on several devices ({places}): move the model to one device first.")
 
 
-def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that require a gradient, by name, each once, in registration order."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-
-
-def describe_model(module: nn.Module, options: Options, mode: str) -> Description:
+def describe_model(state: OwnState, options: Options, mode: str) -> Description:
     """Everything that must be equal on every rank."""
     description: Description = {}
-    for name, parameter in module.named_parameters():
-        kind = "trained" if parameter.requires_grad else "frozen"
+    sparse = state.sparse()
+    for name, parameter in state.parameters().items():
+        kind = "sparse gradient" if name in sparse else "trained" if parameter.requires_grad else "frozen"
         description[f"parameter {name}"] = [*_properties(parameter), kind]
-    for name, buffer in module.named_buffers():
+    for name, buffer in state.buffers().items():
         description[f"buffer {name}"] = _properties(buffer)
     for option, value in options.shared().items():
         description[f"option {option}"] = [value]

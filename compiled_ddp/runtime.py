@@ -23,8 +23,9 @@ from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
 from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, returns_inputs_alone, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
+from compiled_ddp.sparse_gradients import SparseGradients
 from compiled_ddp.step_check import StepCheck
-from compiled_ddp.torch_comm_hook import REGISTERED, CommHook
+from compiled_ddp.torch_comm_hook import REGISTERED, TorchCommHook
 from compiled_ddp.uneven_inputs import UnevenInputs
 
 
@@ -54,15 +55,18 @@ class Runtime:
         *,
         live_calls: Callable[[], Sequence[SegmentCall]],
         hooks_reason: str | None,
+        sparse: TrainedParameters,
     ) -> None:
         """`live_calls` returns the segment calls whose backward may still run, latest first.
+
+        `sparse` are the trained parameters with sparse gradients, which are none of `parameters`.
 
         With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why.
         """
         self.parameters, self.communicator = parameters, communicator
         self.agreed = AgreedSequence(options, communicator, hooks_reason)
         # Reduces buckets in place of an all-reduce.
-        self.hook = options.comm_hook and BucketHook(
+        self.bucket_hook = options.comm_hook and BucketHook(
             options.comm_hook,
             Ranks(communicator.world_size, communicator.group_name),
             lambda index: self.parameters.tensors[index].numel(),
@@ -72,7 +76,7 @@ class Runtime:
         self.carried: torch.Tensor | None = None  # the sums over ranks of the user's rider elements
         self._passengers: torch.Tensor | None = None  # the user's rider elements for the next synchronised backward
         self.synchronise = True  # whether the backward of the latest forward does: False under no_sync
-        self.comm_hook: CommHook | None = None
+        self.torch_hook: TorchCommHook | None = None
         self.uneven: UnevenInputs | None = None
         self.backwards = 0  # synchronised ones begun, the same on ranks that are level
         self.local = False  # whether backwards that begin now stay local, wherever their forward was called
@@ -93,6 +97,7 @@ class Runtime:
         _runtimes.add(self)
         self._reported: set[str] = set()
         self._lock = threading.RLock()
+        self.sparse = SparseGradients(sparse, communicator, self._synchronises)
         self.forget_sequence()
 
     # ---- forward -----------------------------------------------------------------------------------------------------
@@ -102,10 +107,11 @@ class Runtime:
 
         `counted` tells whether every rank is to begin as many such forwards as this one.
         """
-        if synchronise and self.comm_hook is not None:
-            self.comm_hook.refuse_if_broken()
+        if synchronise and self.torch_hook is not None:
+            self.torch_hook.refuse_if_broken()
         self.synchronise = self._expected = synchronise
         self._hooks.hold_back_users()
+        self.sparse.hold_back_users()
         self._counted = synchronise and counted
         if self._counted:
             self._forwards.begin(after_exception=any(other.broken_off_here for other in _runtimes))
@@ -157,7 +163,19 @@ class Runtime:
 
     def _is_local(self) -> bool:
         """Whether the running backward is a torch.autograd.grad of inputs alone, of which other ranks need not know."""
-        return self._current is None and (self.local or returns_inputs_alone(self.parameters.tensors))
+        if self._current is not None:
+            return False
+        if not self.local:
+            self.sparse.refuse_returned()
+        return self.local or returns_inputs_alone(self.parameters.tensors)
+
+    def _synchronises(self) -> bool:
+        """Whether what autograd has just accumulated belongs to a synchronised backward, begun if need be."""
+        with self._lock:
+            if self._accumulates_locally:
+                return False
+            self.enter_backward()
+            return True
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -191,8 +209,8 @@ class Runtime:
         """
         self.communicator.refuse_if_failed()
         self._thread = threading.get_ident()
-        if self.comm_hook is not None:
-            self.comm_hook.refuse_if_broken()
+        if self.torch_hook is not None:
+            self.torch_hook.refuse_if_broken()
         if self.uneven is not None:
             self.uneven.begin_backward(self._forwards.value)
         self.backwards += 1
@@ -216,12 +234,17 @@ class Runtime:
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
         return backward
 
-    def skip_backward(self) -> None:
-        """Take part in the other ranks' synchronised backward with zeros, and receive its mean."""
+    def begin_skipping(self) -> None:
+        """Take part in the other ranks' synchronised backward with zeros: launch all, and wait for nothing yet."""
         with self._lock:
             self._hooks.install()  # and hold back the users', which see the mean on every rank
-            weight = self.weight if self._used else 0.0
+            weight = self.weight if self._used or self.sparse.any_used else 0.0
             self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=weight)
+            self._current.launch_rest()
+
+    def end_skipping(self) -> None:
+        """Receive the mean of a backward that `begin_skipping` takes part in."""
+        with self._lock:
             self._finish()
 
     def shadow_backward(self, forward_count: int) -> None:
@@ -234,7 +257,8 @@ class Runtime:
                 parameter.grad = None
             self._used, self._passengers = set(), None
             self._forwards.follow(forward_count)
-            self.skip_backward()
+            self.begin_skipping()
+            self.end_skipping()
 
     def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
         """Hooks reduce what this backward's calls and the sequence's graph sections do not both have.
@@ -273,9 +297,9 @@ class Runtime:
             used_before=used_before,
             message=message,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
-            comm_hook=self.comm_hook,
+            torch_hook=self.torch_hook,
             launching=self.proof.launching,
-            hook=self.hook,
+            bucket_hook=self.bucket_hook,
             scaling=self._options.scaling,
         )
 
@@ -405,6 +429,7 @@ class Runtime:
             backward.restore_gradients()
             raise
         reduced = backward.write_back()
+        self._average_sparse(backward)
         if backward.returned is not None:
             self._finish_returned(local)
             return
@@ -433,12 +458,19 @@ class Runtime:
         """Make the mean over all ranks one over those that still have data, where `join` was asked to."""
         if self.uneven is None or self.uneven.factor == 1.0 or self._options.planned_reduction != "mean":
             return
-        if self.comm_hook is not None:
+        if self.torch_hook is not None:
             return  # it divides by itself
         for index in reduced:
             gradient = self.parameters.tensors[index].grad
             if gradient is not None:
                 gradient.mul_(self.uneven.factor)
+
+    def _average_sparse(self, backward: SynchronisedBackward) -> None:
+        error = self.sparse.average(backward.share, contributes=backward.returned is None)
+        if error is not None:
+            self.proof.postpone()
+            self._forget_unless_refined()
+            raise error
 
     def _finish_returned(self, local: Sequence[int]) -> None:
         """The end of a torch.autograd.grad: .grad is as it was, and a backward that accumulates may still come.
@@ -489,9 +521,9 @@ class Runtime:
         self.proof.begin_anew(self.parameters)
         self._hooks.install()
 
-    def register_comm_hook(self, comm_hook: CommHook) -> None:
+    def register_comm_hook(self, torch_hook: TorchCommHook) -> None:
         """Let a communication hook reduce every bucket. On all ranks before the same backward."""
-        self.comm_hook = comm_hook
+        self.torch_hook = torch_hook
         self.agreed.leave_to_comm_hook(REGISTERED)
         self.proof.switch_off(REGISTERED)
         self.forget_sequence()
@@ -520,10 +552,10 @@ class Runtime:
 
     def _heed(self, findings: Findings) -> None:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
-        if findings.hook_failed_on and self.comm_hook is not None:
-            self.comm_hook.broken = True
+        if findings.hook_failed_on and self.torch_hook is not None:
+            self.torch_hook.broken = True
             raise RuntimeError(
-                f"rank {self.communicator.rank}: the communication hook {self.comm_hook.name} raised on "
+                f"rank {self.communicator.rank}: the communication hook {self.torch_hook.name} raised on "
                 f"{findings.hook_failed_on} rank(s) in the backward of forward {self._forwards.value}, which was not "
                 "reduced. Look for the exception on the other ranks; the wrapper cannot reduce any more."
             )
@@ -594,13 +626,14 @@ class Runtime:
         else:
             self._end_as_the_others(backward, findings)
         self._used = set()
+        self.sparse.forget_use()
         return True
 
     def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> None:
         """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end."""
         if findings.counts_differ:
             self._report_different_steps()
-        if backward.returned is not None:
+        if self.sparse.average(lambda: 0.0, aborted=True) is not None or backward.returned is not None:
             self.proof.postpone()
             self._forget_unless_refined()
             return
@@ -618,7 +651,7 @@ class Runtime:
         """Fix the sequence after the first synchronised backward, and reduce what it left mixed, which is returned."""
         # What is set apart must be announced in the very backward that uses it: elsewhere riders are read too late.
         # A communication hook gets every bucket in every backward, as under DDP: it may keep memory by index.
-        unused = backward.unused_everywhere() if self._on_cpu and self.comm_hook is None else set()
+        unused = backward.unused_everywhere() if self._on_cpu and self.torch_hook is None else set()
         sequence = self.agreed.refine(backward.observations, unused)
         mixed = [section for section in sequence.sections if section.reduces_again]
         reduced: set[int] = set()
@@ -652,4 +685,5 @@ class Runtime:
     def close(self) -> None:
         """Remove every hook and give the communicator back."""
         self._hooks.remove()
+        self.sparse.close()
         self.communicator.close()

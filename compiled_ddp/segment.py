@@ -68,15 +68,19 @@ class Segment:
         runtime: Runtime,
         *,
         index_of_parameter: dict[int, int],
+        leaves_alone: Callable[[object], bool],
         backend: str,
         compiler_options: dict[str, Any],
         naive: bool,
         called: Callable[[SegmentCall], None],
     ) -> None:
-        """`index_of_parameter` maps id(parameter) to its index; `called` is told of every call with gradients."""
+        """`index_of_parameter` maps id(parameter) to its index; `called` is told of every call with gradients.
+
+        `leaves_alone` tells of a parameter whether it is the model's, but not the wrapper's to reduce.
+        """
         self.plan = plan
         self._runtime = runtime
-        self._index_of_parameter = index_of_parameter
+        self._index_of_parameter, self._leaves_alone = index_of_parameter, leaves_alone
         self._backend, self._compiler_options, self._naive = backend, compiler_options, naive
         self._called = called
         self._graph_module = torch_private.copy_captured(graph_module)
@@ -93,7 +97,7 @@ class Segment:
 
     def _pipeline(self, variant: Variant) -> Pipeline:
         name = self._runtime.communicator.group_name
-        hook = self._runtime.hook
+        hook = self._runtime.bucket_hook
         hooks = () if hook is None else tuple(hook.program(bucket) for bucket in self.plan.buckets)
         return Pipeline(self.plan, name, fold=variant == "folding", naive=self._naive, hooks=hooks)
 
@@ -157,18 +161,23 @@ class Segment:
             node = torch_private.node_of(self._function, outputs)
             if node is not None:
                 call = self._bind(inputs, node)
-                torch_private.attach(node, call)
-                self._called(call)
+                if call is not None:
+                    torch_private.attach(node, call)
+                    self._called(call)
         return outputs
 
-    def _bind(self, inputs: Sequence[Any], node: Any) -> SegmentCall:
-        """The call's plan over parameters.
+    def _bind(self, inputs: Sequence[Any], node: Any) -> SegmentCall | None:
+        """The call's plan over parameters; None where some of them are left alone: its backward runs locally.
+
+        Dynamo runs one graph for all modules of a shape, also for one with such parameters; hooks reduce its others.
 
         Raises RuntimeError if an input that was a parameter of the wrapper at capture is another tensor now.
         """
         index_of = {}
         for position in self.plan.indices:
             index = self._index_of_parameter.get(id(inputs[position]))
+            if index is None and self._leaves_alone(inputs[position]):
+                return None
             if index is None:
                 raise RuntimeError(
                     f"a parameter of shape {tuple(inputs[position].shape)} is not one of those that were wrapped: it "
@@ -218,9 +227,9 @@ class Segment:
 
     def _hook_state(self, bucket: Bucket) -> Sequence[torch.Tensor]:
         """What a communication hook keeps for a bucket over parameters."""
-        hook = self._runtime.hook
+        hook = self._runtime.bucket_hook
         return () if hook is None or not bucket.gradients else hook.state(bucket)
 
     def _keep_hook_state(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> None:
-        assert self._runtime.hook is not None
-        self._runtime.hook.keep(bucket, state)
+        assert self._runtime.bucket_hook is not None
+        self._runtime.bucket_hook.keep(bucket, state)

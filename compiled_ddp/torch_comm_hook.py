@@ -68,7 +68,7 @@ class HookedReduction:
     """What a hook has launched for one bucket."""
 
     def __init__(
-        self, comm_hook: "CommHook", future: "torch_private.AnyFuture[Any]", flat_buffer: torch.Tensor
+        self, comm_hook: "TorchCommHook", future: "torch_private.AnyFuture[Any]", flat_buffer: torch.Tensor
     ) -> None:
         self._comm_hook, self._future, self._flat_buffer = comm_hook, future, flat_buffer
 
@@ -105,7 +105,7 @@ class HookedReduction:
             self._flat_buffer.copy_(result.reshape(-1))
 
 
-class CommHook:
+class TorchCommHook:
     """A registered hook with its state."""
 
     def __init__(self, state: object, hook: Hook, *, name: str, timeout: timedelta) -> None:

@@ -22,6 +22,8 @@ ImportError from this module.
 | `_broadcast_coalesced` | parameters and buffers |
 | `ProcessGroup._get_sequence_number_for_group` | how many collectives a rank has launched, for the report of a hang |
 | `torch.autograd.profiler._is_profiler_enabled` | whether launches and waits need their names |
+| `rpc.api._is_current_rpc_agent_set`, `torch.distributed.autograd._current_context` | refusing distributed autograd |
+| `_ddp_params_and_buffers_to_ignore` of a module | which parameters and buffers DDP leaves alone |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
 """
 
@@ -30,6 +32,7 @@ import copy
 import functools
 import hashlib
 import os
+import sys
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +42,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch.distributed import autograd as distributed_autograd
+from torch.distributed import distributed_c10d, rpc
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -661,6 +665,33 @@ def without_compile_wrapper(module: torch.nn.Module) -> torch.nn.Module:
     while isinstance(module, torch._dynamo.OptimizedModule):
         module = module._orig_mod
     return module
+
+
+def without_compile_prefixes(name: str) -> str:
+    """The name of a parameter or buffer without what torch.compile(module) adds to it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def names_to_ignore(module: torch.nn.Module) -> Sequence[str]:
+    """The parameters and buffers that torch's DistributedDataParallel is told to leave alone in `module`."""
+    return tuple(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def is_distributed_tensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a DTensor; imports nothing, as there is none before its module has been imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def in_distributed_autograd() -> bool:
+    """Whether this thread is in a torch.distributed.autograd context, whose backward leaves .grad alone."""
+    if not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():
+        return False
+    try:
+        distributed_autograd._current_context()
+    except RuntimeError:  # there is none
+        return False
+    return True
 
 
 def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:

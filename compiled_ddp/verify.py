@@ -12,7 +12,7 @@ from tabulate import tabulate
 from torch import nn
 
 from compiled_ddp.compiled import compile_ddp
-from compiled_ddp.model_check import trainable_parameters
+from compiled_ddp.own_state import OwnState
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.wrapper import DataParallelWrapper
 
@@ -154,14 +154,18 @@ def _reduced_by_hand(
     loss.backward()
     reduced = {}
     divisor = 1 if reduction == "sum" else dist.get_world_size()  # all weights are 1
-    for name, parameter in trainable_parameters(reference).items():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    for name, parameter in OwnState(reference).trained().items():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else _strided(parameter.grad)
         ranks_with_one = torch.tensor(float(parameter.grad is not None), device=parameter.device)
         total = gradient.to(_wide(parameter), memory_format=torch.contiguous_format)
         dist.all_reduce(ranks_with_one)
         dist.all_reduce(total)
         reduced[name] = total / divisor if ranks_with_one else None
     return reduced
+
+
+def _strided(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient
 
 
 def _wide(parameter: torch.Tensor) -> torch.dtype:
@@ -175,10 +179,10 @@ def _differences(
     sizes = {name: 0.0 if mean is None else _largest_element(mean) for name, mean in expected.items()}
     least = SMALLEST_SCALE * max(sizes.values())
     found = []
-    for name, parameter in trainable_parameters(module).items():
+    for name, parameter in OwnState(module).trained().items():
         gradient, mean = parameter.grad, expected[name]
         if gradient is not None and mean is not None:
-            here = _largest_element(gradient.to(mean.dtype) - mean)
+            here = _largest_element(_strided(gradient).to(mean.dtype) - mean)
         else:
             here = 0.0 if gradient is mean else math.inf
         # A nan must not be lost in a maximum over ranks.

@@ -27,17 +27,20 @@ from compiled_ddp.model_check import (
     ModelWatch,
     check_model,
     check_parts,
+    check_writable,
     describe_model,
     mark_wrapped,
-    trainable_parameters,
     unmark_wrapped,
 )
 from compiled_ddp.options import Mode, Options, mode_from_environment
+from compiled_ddp.own_state import OwnState
 from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
 from compiled_ddp.stats import training_stats
-from compiled_ddp.torch_comm_hook import CommHook, Hook, builtin_hook, check_comm_hook
+from compiled_ddp.torch_comm_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook
 from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
+
+_moments = itertools.count(1)
 
 # Components of state_dict keys that wrappers add and that no module of the user need have.
 _WRAPPER_PREFIXES = ("module", "_orig_mod")
@@ -61,6 +64,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         self._options, self._ddp_arguments = options, ddp_arguments
         ranks = RankGroup(group_of(process_group, ddp_arguments))
         name = type(self).__name__
+        self._own: OwnState  # what this wrapper looks after
         agree_on_description(ranks, lambda: self._check_and_describe(module, name), failure="the model was not wrapped")
         self._input_device = input_device(ddp_arguments, module)
         self._mode: Mode = mode_from_environment()
@@ -71,7 +75,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         try:
             if options.init_sync:
                 self._synchronise_state(communicator)
-            named = trainable_parameters(module)
+            named, sparse = self._dense_and_sparse()
             self._options = options = self._with_bucket_cap(communicator, next(iter(named.values())).device)
             self._runtime = Runtime(
                 TrainedParameters(tuple(named), tuple(named.values())),
@@ -79,26 +83,40 @@ class DataParallelWrapper(nn.Module, Joinable):
                 options,
                 live_calls=self._live_calls,
                 hooks_reason=self._hooks_reason(),
+                sparse=TrainedParameters(tuple(sparse), tuple(sparse.values())),
             )
         except BaseException:
             communicator.close()
             raise
         self._runtime.uneven = self._uneven = UnevenInputs(self, communicator)
         self._unwrapped = False
-        self._watch = ModelWatch(module, follows=options.follows_model)
+        self._entered = self._left = 0  # when the last forward began and ended, among those of all wrappers
+        self._watch = ModelWatch(self._own, follows=options.follows_model)
         self._refreshes = self._registrations = 0
-        mark_wrapped(module, name)
+        mark_wrapped(self._own, name)
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_strip_own_prefix)  # type: ignore[no-untyped-call]
 
     def _check_and_describe(self, module: nn.Module, name: str) -> dict[str, list[object]]:
         torch_private.check_torch_version()
         self._options.check()
-        check_model(module, name)
+        self._own = check_model(module, name)
+        if self._options.init_sync:
+            check_writable(self._own)
         check_ddp_arguments(self._ddp_arguments, module, name)
         if self._options.comm_hook is not None:
-            check_hook(self._options.comm_hook, next(iter(trainable_parameters(module).values())))
-        return {"wrapper": [name], **describe_model(module, self._options, mode_from_environment())}
+            check_hook(self._options.comm_hook, next(iter(self._own.trained().values())))
+        if self._own.sparse() and (self._options.comm_hook is not None or self._options.scaling is not None):
+            raise ValueError(
+                f"parameter {min(self._own.sparse())} has a sparse gradient, which takes part in no communication hook "
+                "and in none of apex's scalings: pass sparse=False to its embedding."
+            )
+        return {"wrapper": [name], **describe_model(self._own, self._options, mode_from_environment())}
+
+    def _dense_and_sparse(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+        """The trained parameters with dense gradients, and those with sparse ones."""
+        trained, sparse = self._own.trained(), self._own.sparse()
+        return {n: p for n, p in trained.items() if n not in sparse}, {n: trained[n] for n in trained if n in sparse}
 
     def _with_bucket_cap(self, communicator: Communicator, device: torch.device) -> Options:
         """The options with a bucket size: the user's, or the one that fits the link."""
@@ -113,9 +131,9 @@ class DataParallelWrapper(nn.Module, Joinable):
         return dataclasses.replace(self._options, bucket_cap_mb=bucket_cap_for(self._link_bytes_per_second))
 
     def _synchronise_state(self, communicator: Communicator) -> None:
-        tensors = [parameter.detach() for parameter in self.module.parameters()]
+        tensors = [parameter.detach() for parameter in self._own.parameters().values()]
         if self._options.synchronise_buffers_at_init:
-            tensors += [buffer.detach() for buffer in self.module.buffers()]
+            tensors += [buffer.detach() for buffer in self._own.buffers().values()]
         with torch.no_grad():
             communicator.broadcast(tensors)
 
@@ -133,9 +151,17 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
+    # Where a wrapper stands inside another's model, that one's graphs end before it and begin again behind it.
+    @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse_unwrapped()
+        self._entered = next(_moments)
         with_gradients = torch.is_grad_enabled()
+        if with_gradients and torch_private.in_distributed_autograd():
+            raise RuntimeError(
+                "the forward runs in a torch.distributed.autograd context, whose backward leaves .grad alone: there is "
+                "nothing that could be averaged. Run forward and backward of this wrapper outside of the context."
+            )
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
         if not recomputing:
             self._runtime.finish_broken_backward()  # before other ranks, which may wait in it, are asked for anything
@@ -155,6 +181,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         self._buffers_stale = stale or (with_gradients and self._require_sync)
         args, kwargs = self._on_its_device(args, kwargs)
         outputs = self._run_module(*args, **kwargs)
+        self._left = next(_moments)
         if with_gradients:
             self._runtime.watch(tensors_in(outputs))
         return outputs
@@ -169,7 +196,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         if self._buffers_stale and self._options.synchronise_buffers_in_forward:
             if not self._uneven.is_training:
                 self._broadcast_buffers()
-            elif with_gradients and self._require_sync and next(self.module.buffers(), None) is not None:
+            elif with_gradients and self._require_sync and self._own.buffers():
                 # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
                 self._broadcast_buffers(self._uneven.begin_broadcast())
 
@@ -192,27 +219,34 @@ class DataParallelWrapper(nn.Module, Joinable):
         )
         known = self._runtime.parameters
         indices = {id(tensor) for tensor in known.tensors}
-        added = {n: p for n, p in trainable_parameters(self.module).items() if id(p) not in indices}
+        added = {n: p for n, p in self._dense_and_sparse()[0].items() if id(p) not in indices}
         kept = list(zip(known.names, known.tensors, strict=True))
         if self._options.follows_model:  # else they keep their places, which captured segments know
-            present = {id(parameter) for parameter in self.module.parameters()}
+            present = {id(parameter) for parameter in self._own.parameters().values()}
             kept = [(name, parameter) for name, parameter in kept if id(parameter) in present]
         if self._options.init_sync:
             with torch.no_grad():
                 communicator.broadcast([parameter.detach() for parameter in added.values()])
-        mark_wrapped(self.module, type(self).__name__)
+        mark_wrapped(self._own, type(self).__name__)
         trained = [*kept, *added.items()]
         self._runtime.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
-        self._watch = ModelWatch(self.module, follows=self._options.follows_model)
+        self._watch = ModelWatch(self._own, follows=self._options.follows_model)
 
     def _check_and_describe_parts(self) -> dict[str, list[object]]:
-        check_parts(self.module)
-        return describe_model(self.module, self._options, self._mode)
+        check_parts(self._own)
+        added = sorted(self._own.sparse().difference(self._runtime.sparse.names))
+        if added:
+            raise ValueError(
+                f"parameter {added[0]} with a sparse gradient was added or unfrozen after the model was wrapped: call "
+                "unwrap() and wrap the model again."
+            )
+        return describe_model(self._own, self._options, self._mode)
 
     @torch.no_grad()
     def _broadcast_buffers(self, source: int = 0) -> None:
         # Of .data, which has a version counter of its own: a graph that saved a buffer may still run its backward.
-        self._runtime.communicator.broadcast([buffer.data for buffer in self.module.buffers()], source=source)
+        own = [buffer.data for buffer in self._own.buffers().values()]
+        self._runtime.communicator.broadcast(own, source=source)
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Compile what a step with this batch needs, on every rank, before the first step: pass what forward takes.
@@ -260,18 +294,38 @@ class DataParallelWrapper(nn.Module, Joinable):
 
         Afterwards each .grad is the mean over ranks, as after a backward on the others, so the optimizer's step must
         follow here too. Without a forward before it (a rank whose data has run out) it takes the place of that as
-        well. After an exception in backward it is `abandon_backward()`. A no-op under `no_sync()`.
+        well. After an exception in backward it is `abandon_backward()`. A no-op under `no_sync()`. Wrappers inside the
+        model skip the step too.
 
-        Raises RuntimeError when called inside a backward.
+        Raises RuntimeError when called inside a backward, or if torch's DistributedDataParallel is inside the model.
         """
         if torch_private.current_graph_task() != -1:
             raise RuntimeError("skip_step() was called inside a backward: call it in place of backward.")
-        if not self._require_sync or self._runtime.finish_broken_backward():
+        if not self._require_sync:
             return
-        if not self._runtime.awaits_backward:
-            self._begin_forward(with_gradients=True)
-            self._buffers_stale = True
-        self._runtime.skip_backward()
+        wrappers = [self, *self._wrappers_inside()]
+        skipping = [w for w in wrappers if w._require_sync and not w._runtime.finish_broken_backward()]
+        for wrapper in sorted(skipping, key=lambda w: w._entered):
+            if not wrapper._runtime.awaits_backward:
+                wrapper._begin_forward(with_gradients=True)
+                wrapper._buffers_stale = True
+        # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.
+        wrappers = [self, *self._wrappers_inside(last_first=True)]
+        skipping = sorted((w for w in wrappers if w in skipping), key=lambda w: w._left, reverse=True)
+        for wrapper in skipping:
+            wrapper._runtime.begin_skipping()
+        for wrapper in skipping:
+            wrapper._runtime.end_skipping()
+
+    def _wrappers_inside(self, *, last_first: bool = False) -> Iterator["DataParallelWrapper"]:
+        """All wrappers inside the model, each before those inside it, in registration order or in its reverse."""
+        inside = list(self._own.wrappers_inside().items())
+        for name, wrapper in reversed(inside) if last_first else inside:
+            bare = torch_private.without_compile_wrapper(wrapper)
+            if not isinstance(bare, DataParallelWrapper):
+                raise RuntimeError(f"{name} is wrapped by torch's DistributedDataParallel, which cannot skip a step.")
+            yield bare
+            yield from bare._wrappers_inside(last_first=last_first)
 
     def abandon_backward(self) -> None:
         """Take part in what is left of a backward that an exception broke off on this rank.
@@ -322,6 +376,11 @@ class DataParallelWrapper(nn.Module, Joinable):
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
         """What torch's `Join` calls. Takes `divide_by_initial_world_size`, as `join` does."""
         self._refuse_unwrapped()
+        if self._runtime.sparse.names or self._own.wrappers_inside():
+            raise RuntimeError(
+                "join() takes no model with sparse gradients, and none with wrapped modules inside: give every rank "
+                "the same number of batches, or call skip_step() on those that have run out."
+            )
         self._uneven.divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
         return WrapperJoinHook(self._follow, self._take_final_model)
 
@@ -340,9 +399,9 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     @torch.no_grad()
     def _take_final_model(self, is_last_joiner: bool) -> None:
-        tensors = [parameter.data for parameter in self.module.parameters()]
+        tensors = [parameter.data for parameter in self._own.parameters().values()]
         if self._options.synchronise_buffers_in_forward:
-            tensors += [buffer.data for buffer in self.module.buffers()]
+            tensors += [buffer.data for buffer in self._own.buffers().values()]
         self._runtime.communicator.broadcast(tensors, source=self._uneven.last_of(is_last_joiner))
         self._buffers_stale = True
         self._uneven.leave()
@@ -386,7 +445,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     def _register(self, state: object, hook: Hook, checked_name: Callable[[], str]) -> None:
         self._refuse_unwrapped()
-        if self._runtime.comm_hook is not None:
+        if self._runtime.torch_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         if torch_private.current_graph_task() != -1:
             raise RuntimeError("register_comm_hook() was called inside a backward: call it before or after one.")
@@ -399,6 +458,11 @@ class DataParallelWrapper(nn.Module, Joinable):
             name = checked_name()
             if self._options.strict and self._hooks_reason() is None:
                 raise RuntimeError("strict=True wants graphs to reduce, and under a communication hook none does.")
+            if self._runtime.sparse.names:
+                raise RuntimeError(
+                    f"parameter {self._runtime.sparse.names[0]} has a sparse gradient, which no communication hook "
+                    "reduces: pass sparse=False to its embedding."
+                )
             if self._options.planned_reduction != "mean" or self._options.scaling is not None:
                 what = (
                     f'reduction="{self._options.reduction}"' if self._options.reduction != "mean" else "other options"
@@ -417,7 +481,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         )
         if self._options.verify == "always":
             warnings.warn('verify="always" is ignored under a communication hook.', stacklevel=3)
-        self._runtime.register_comm_hook(CommHook(state, hook, name=name, timeout=ranks.timeout))
+        self._runtime.register_comm_hook(TorchCommHook(state, hook, name=name, timeout=ranks.timeout))
 
     @property
     def reduction(self) -> ReductionKind:
@@ -484,7 +548,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
         """What the `comm_hook` keeps on this rank, by the names of each bucket's parameters; another on every rank."""
-        hook = self._runtime.hook
+        hook = self._runtime.bucket_hook
         return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
 
     def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
@@ -492,9 +556,9 @@ class DataParallelWrapper(nn.Module, Joinable):
 
         Raises KeyError for a parameter that the model does not have, RuntimeError without a `comm_hook`.
         """
-        if self._runtime.hook is None:
+        if self._runtime.bucket_hook is None:
             raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
-        self._runtime.hook.load_state_dict(state, self._runtime.parameters.names)
+        self._runtime.bucket_hook.load_state_dict(state, self._runtime.parameters.names)
 
     # ---- what users look at ------------------------------------------------------------------------------------------
 
@@ -514,6 +578,7 @@ class DataParallelWrapper(nn.Module, Joinable):
             self._options,
             self._link_bytes_per_second,
             str(self._runtime.proof),
+            self._runtime.sparse.names,
         )
 
     def stats(self) -> dict[str, Any]:

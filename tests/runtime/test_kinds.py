@@ -1,0 +1,418 @@
+"""Kinds of parameters, modules and hooks that torch's DDP takes: complex numbers, parametrizations, Horovod's habit."""
+
+import copy
+import functools
+import io
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, assert_gradients, assert_step, expected_mean, gradient_copies, row_batch, wrappers
+from torch import Tensor, nn
+from torch.distributed import autograd as distributed_autograd
+from torch.distributed import init_device_mesh, rpc
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.utils import parametrizations
+
+from ranks import RankPool
+
+BOTH = ("compile_ddp", "EagerDDP")
+
+
+def wrap(wrapper: str, model: nn.Module, **options: Any) -> Any:
+    return wrappers([wrapper])[wrapper](model, **options)
+
+
+def loss_of(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).abs().square().sum()
+
+
+# ---- complex parameters ----------------------------------------------------------------------------------------------
+
+
+class Complex(nn.Module):
+    """complex64, complex128 and float32 parameters; one is used where `use_all` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Linear(5, 4)
+        self.narrow = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.wide = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.sometimes = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.use_all = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = (torch.tanh(self.into(x)) + 0.5j) @ self.narrow
+        if self.use_all:
+            hidden = hidden * self.sometimes
+        return hidden * self.wide
+
+
+def _complex_mean(ddp: Any, loss: Callable[[nn.Module], Tensor]) -> dict[str, Tensor]:
+    bare = copy.deepcopy(ddp.module)
+    bare.zero_grad()
+    loss(bare).backward()
+    means = {}
+    for name, parameter in bare.named_parameters():
+        total = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        dist.all_reduce(total)
+        means[name] = total / dist.get_world_size()
+    return means
+
+
+def _assert_complex(ddp: Any, expected: dict[str, Tensor]) -> None:
+    for name, gradient in gradient_copies(ddp.module).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _complex(rank: int, wrapper: str) -> None:
+    ddp = wrap(wrapper, Complex(), verify="always")
+    for step in range(3):
+        loss = functools.partial(loss_of, x=row_batch(rank, step))
+        ddp.module.use_all = step < 2 or rank == 0
+        expected = _complex_mean(ddp, loss)
+        ddp.zero_grad()
+        loss(ddp).backward()
+        _assert_complex(ddp, expected)
+    ddp.module.use_all = True
+    once = _complex_mean(ddp, loss)
+    ddp.zero_grad()
+    with ddp.no_sync():
+        loss(ddp).backward()
+    loss(ddp).backward()
+    _assert_complex(ddp, {name: 2 * mean for name, mean in once.items()})
+    assert not ddp._runtime.proof.pending
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+def test_complex_parameters_are_averaged_and_proven(ranks2: RankPool) -> None:
+    ranks2.run(_complex, "compile_ddp")
+
+
+def test_complex_parameters_are_averaged_by_hooks_on_three_ranks(ranks3: RankPool) -> None:
+    ranks3.run(_complex, "EagerDDP")
+
+
+# ---- parameters computed from others ---------------------------------------------------------------------------------
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).mT
+
+
+def _parametrized(rank: int, wrapper: str) -> None:
+    square = nn.Linear(5, 5)
+    nn.utils.parametrize.register_parametrization(square, "weight", Symmetric())
+    normed = parametrizations.weight_norm(nn.Linear(5, 4))
+    spectral = parametrizations.spectral_norm(nn.Linear(4, 3))
+    ddp = wrap(wrapper, nn.Sequential(square, nn.Tanh(), normed, spectral).eval())  # eval: no power iteration
+    for step in range(2):
+        assert_step(ddp, lambda module: loss_of(module, row_batch(rank, step)))  # noqa: B023
+    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: loss_of(module, row_batch(rank)))
+    ddp.zero_grad()
+    with nn.utils.parametrize.cached():
+        loss_of(ddp, row_batch(rank)).backward()
+    assert_gradients(ddp.module, expected)
+    nn.utils.parametrize.remove_parametrizations(ddp.module[0], "weight")  # in place of the original: a new parameter
+    with pytest.raises(RuntimeError, match=r"0\.\S+ was replaced or removed.*unwrap\(\)"):
+        ddp(row_batch(rank))
+    assert_step(wrap(wrapper, ddp.unwrap()), lambda module: loss_of(module, row_batch(rank)))
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_parametrized_weights_are_averaged(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_parametrized, wrapper)
+
+
+# ---- functional_call -------------------------------------------------------------------------------------------------
+
+
+def _functional_call(rank: int, wrapper: str) -> None:
+    ddp = wrap(wrapper, Mlp())
+    x = row_batch(rank)
+    assert_step(ddp, lambda module: loss_of(module, x))
+    others = {name: parameter.detach() + 1 for name, parameter in ddp.named_parameters()}
+    with pytest.raises(RuntimeError, match="was replaced or removed after the model was wrapped"):
+        torch.func.functional_call(ddp, others, (x,))
+    bare = {name.removeprefix("module."): value for name, value in others.items()}
+    changed = torch.func.functional_call(ddp.module, bare, (x,))
+    reference = Mlp()
+    reference.load_state_dict(bare)
+    torch.testing.assert_close(changed, reference(x))
+    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: loss_of(module, x))
+    ddp.zero_grad()
+    own = dict(ddp.named_parameters())
+    torch.func.functional_call(ddp, own, (x,)).abs().square().sum().backward()
+    assert_gradients(ddp.module, expected)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_functional_call_of_a_wrapper_takes_its_own_parameters_alone(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_functional_call, wrapper)
+
+
+# ---- memory layouts --------------------------------------------------------------------------------------------------
+
+
+class Layouts(nn.Module):
+    """Expanded and gapped parameters next to channels_last and transposed ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.expanded = nn.Parameter(torch.ones(1).expand(3))
+        self.gapped = nn.Parameter(torch.randn(6)[::2])
+        self.transposed = nn.Parameter(torch.randn(3, 4).mT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.conv(x.reshape(2, 2, 5, 1).expand(2, 2, 5, 2)).flatten(2).sum(2)
+        return (hidden * self.expanded + self.gapped) @ self.transposed.mT
+
+
+def _layouts(rank: int, wrapper: str) -> None:
+    model = Layouts()
+    with pytest.raises(ValueError, match=r"^expanded is expanded.*clone\(\) it, or pass init_sync=False"):
+        wrap(wrapper, model)
+    ddp = wrap(wrapper, model, init_sync=False)
+    for step in range(2):
+        assert_step(ddp, lambda module: loss_of(module, row_batch(rank, step)))  # noqa: B023
+    strides = {name: parameter.grad.stride() for name, parameter in ddp.module.named_parameters()}
+    assert strides["expanded"] == strides["gapped"] == (1,)
+    assert strides["transposed"] == (1, 4)
+    assert strides["conv.weight"] == ddp.conv.weight.stride()
+
+
+@pytest.mark.filterwarnings("error:.*grad.* strides")
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_gradients_have_the_strides_of_dense_parameters_and_are_contiguous_elsewhere(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_layouts, wrapper)
+
+
+# ---- Horovod's habit -------------------------------------------------------------------------------------------------
+
+
+def _accumulate_grad(parameter: Tensor) -> Any:
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+
+def _horovod(rank: int, wrapper: str) -> None:
+    model = Mlp()
+    nodes, seen = [], []  # whoever wants the hooks to live keeps the nodes
+
+    def watch(when: str) -> None:
+        for name, parameter in model.named_parameters():
+            node = _accumulate_grad(parameter)
+
+            def hook(_: object, gradients: tuple[Tensor, ...], name: str = name) -> None:
+                seen.append((when, name, gradients[0].clone()))
+
+            node.register_hook(hook)
+            nodes.append(node)
+
+    watch("before")
+    ddp = wrap(wrapper, model)
+    watch("after")
+    for step in range(3):
+        if step == 2:
+            watch("late")
+        seen.clear()
+        x = row_batch(rank, step)
+        bare = copy.deepcopy(ddp.module)
+        local = _local(bare, x)
+        ddp.zero_grad()
+        expected = expected_mean(bare, lambda module: loss_of(module, x))  # noqa: B023
+        loss_of(ddp, x).backward()
+        assert_gradients(ddp.module, expected)
+        for when in ("before", "after", "late")[: 2 + (step == 2)]:
+            names = sorted(name for moment, name, _ in seen if moment == when)
+            assert names == sorted(local), (wrapper, step, when, names)
+        for _, name, gradient in seen:
+            wanted = expected[name].float() if wrapper == "compile_ddp" else local[name]
+            torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-6, msg=f"{wrapper} {step} {name}")
+
+
+def _local(bare: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    bare.zero_grad()
+    loss_of(bare, x).backward()
+    return {name: parameter.grad.clone() for name, parameter in bare.named_parameters()}
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_hooks_on_accumulate_grad_nodes_are_called_once_in_each_backward(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_horovod, wrapper)
+
+
+# ---- a module with collectives of its own ----------------------------------------------------------------------------
+
+
+class SumOverRanks(torch.autograd.Function):
+    """As in SyncBatchNorm: an all-reduce in forward, and one in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class SyncNorm(nn.Module):
+    """Subtracts the mean over all ranks' rows."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(5))
+        self.sum_over_ranks = torch.compiler.disable(SumOverRanks.apply) if apart else SumOverRanks.apply
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = len(x) * dist.get_world_size()
+        return (x - self.sum_over_ranks(x.sum(0)) / rows) * self.weight
+
+
+def _sync_norm(rank: int, wrapper: str, apart: bool) -> None:
+    model = nn.Sequential(nn.Linear(5, 5), SyncNorm(apart), nn.Tanh(), nn.Linear(5, 5), SyncNorm(apart), nn.Tanh())
+    ddp = wrap(wrapper, model)
+    x = row_batch(rank)
+    for _ in range(3):
+        bare = copy.deepcopy(nn.Sequential(*ddp.module))
+        expected = expected_mean(bare, lambda module: loss_of(module, x))
+        ddp.zero_grad()
+        loss_of(ddp, x).backward()
+        assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize(("wrapper", "apart"), [("compile_ddp", True), ("compile_ddp", False), ("EagerDDP", False)])
+def test_a_module_that_all_reduces_in_forward_and_backward_is_right(
+    ranks2: RankPool, wrapper: str, apart: bool
+) -> None:
+    ranks2.run(_sync_norm, wrapper, apart)
+
+
+# ---- several models at once ------------------------------------------------------------------------------------------
+
+
+def _interleaved(rank: int, wrapper: str) -> None:
+    first, second = wrap(wrapper, Mlp()), wrap(wrapper, Mlp(width=6))
+    for step in range(3):
+        x, y = row_batch(rank, step), row_batch(rank, step + 10)
+        wanted = [
+            expected_mean(copy.deepcopy(ddp.module), lambda module, v=value: loss_of(module, v))
+            for ddp, value in ((first, x), (second, y))
+        ]
+        for ddp in (first, second):
+            ddp.zero_grad()
+        losses = loss_of(first, x), loss_of(second, y)
+        for loss in losses if step % 2 else reversed(losses):
+            loss.backward()
+        for ddp, expected in zip((first, second), wanted, strict=True):
+            assert_gradients(ddp.module, expected)
+    for ddp in (first, second):
+        ddp.zero_grad()
+    (loss_of(first, x) + loss_of(second, y)).backward()  # both in one backward
+    for ddp, expected in zip((first, second), wanted, strict=True):
+        assert_gradients(ddp.module, expected)
+    _in_threads([first, second], [x, y], wanted)
+
+
+def _in_threads(models: list[Any], inputs: list[Tensor], wanted: list[dict[str, Tensor]]) -> None:
+    """Each wrapper's steps in a thread of its own; it is compiled by now, so ranks need not compile in turns."""
+    errors: list[BaseException] = []
+
+    def train(ddp: Any, x: Tensor, expected: dict[str, Tensor]) -> None:
+        try:
+            for _ in range(5):
+                ddp.zero_grad()
+                loss_of(ddp, x).backward()
+                assert_gradients(ddp.module, expected)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=args) for args in zip(models, inputs, wanted, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_two_wrappers_may_be_interleaved_and_trained_in_two_threads(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_interleaved, wrapper)
+
+
+# ---- pickling --------------------------------------------------------------------------------------------------------
+
+
+def _pickled(rank: int, wrapper: str) -> None:
+    ddp = wrap(wrapper, Mlp())
+    x = row_batch(rank)
+    assert_step(ddp, lambda module: loss_of(module, x))
+    for save in (pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
+        with pytest.raises(TypeError, match=r"neither copied nor pickled.*save its \.module \(or its state_dict\(\)\)"):
+            save(ddp)
+    torch.optim.SGD(ddp.parameters(), lr=0.1).step()
+    loaded = pickle.loads(pickle.dumps(ddp.module))
+    other = Mlp()
+    other.load_state_dict(ddp.state_dict())
+    for again in (wrap(wrapper, loaded), wrap(wrapper, other)):
+        for mine, old in zip(again.parameters(), ddp.parameters(), strict=True):
+            assert torch.equal(mine, old)
+        assert_step(again, lambda module: loss_of(module, x))
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_what_was_saved_of_a_wrapper_is_wrapped_again_and_trains_on(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_pickled, wrapper)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+
+def _distributed_tensors(rank: int) -> None:
+    for frozen in (False, True):
+        model = Mlp()
+        weight = distribute_tensor(model.head.weight.detach(), init_device_mesh("cpu", (2,)), [Replicate()])
+        model.head.weight = nn.Parameter(weight, requires_grad=not frozen)
+        for make in wrappers(BOTH).values():
+            with pytest.raises(
+                ValueError, match=r"parameter head\.weight is a DTensor.*_ddp_params_and_buffers_to_ign"
+            ):
+                make(model)
+
+
+def test_distributed_tensors_are_refused_by_name(ranks2: RankPool) -> None:
+    ranks2.run(_distributed_tensors)
+
+
+def _distributed_autograd(rank: int, folder: str) -> None:
+    ddp = wrap("EagerDDP", Mlp())
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/{rank}")
+    rpc.init_rpc(f"alone-{rank}", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        assert_step(ddp, lambda module: loss_of(module, row_batch(rank)))
+        with (
+            distributed_autograd.context(),
+            pytest.raises(RuntimeError, match=r"torch\.distributed\.autograd context.*outside of the context"),
+        ):
+            ddp(row_batch(rank))
+        assert_step(ddp, lambda module: loss_of(module, row_batch(rank)))
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+def test_a_context_of_distributed_autograd_is_refused(ranks2: RankPool, tmp_path: Path) -> None:
+    ranks2.run(_distributed_autograd, str(tmp_path))

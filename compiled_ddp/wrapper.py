@@ -282,7 +282,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         finally:
             self._require_sync = before
 
-    def skip_step(self) -> None:
+    def skip_step(self, *others: "DataParallelWrapper") -> None:
         """Take part in this step's backward with zeros: what a rank that drops a step calls in place of backward.
 
             loss = ddp(x, y)
@@ -295,7 +295,8 @@ class DataParallelWrapper(nn.Module, Joinable):
         Afterwards each .grad is the mean over ranks, as after a backward on the others, so the optimizer's step must
         follow here too. Without a forward before it (a rank whose data has run out) it takes the place of that as
         well. After an exception in backward it is `abandon_backward()`. A no-op under `no_sync()`. Wrappers inside the
-        model skip the step too.
+        model skip the step too, and so do `others`: wrappers that take part in the same backward, whose graphs the
+        other ranks wait for in the middle of it.
 
         Raises RuntimeError when called inside a backward, or if torch's DistributedDataParallel is inside the model.
         """
@@ -303,14 +304,15 @@ class DataParallelWrapper(nn.Module, Joinable):
             raise RuntimeError("skip_step() was called inside a backward: call it in place of backward.")
         if not self._require_sync:
             return
-        wrappers = [self, *self._wrappers_inside()]
+        skipped = [self, *others]
+        wrappers = [w for one in skipped for w in (one, *one._wrappers_inside())]
         skipping = [w for w in wrappers if w._require_sync and not w._runtime.finish_broken_backward()]
         for wrapper in sorted(skipping, key=lambda w: w._entered):
             if not wrapper._runtime.awaits_backward:
                 wrapper._begin_forward(with_gradients=True)
                 wrapper._buffers_stale = True
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.
-        wrappers = [self, *self._wrappers_inside(last_first=True)]
+        wrappers = [w for one in skipped for w in (one, *one._wrappers_inside(last_first=True))]
         skipping = sorted((w for w in wrappers if w in skipping), key=lambda w: w._left, reverse=True)
         for wrapper in skipping:
             wrapper._runtime.begin_skipping()

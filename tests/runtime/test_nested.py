@@ -170,6 +170,32 @@ def test_a_rank_may_skip_steps_of_several_wrappers_inside_one(ranks2: RankPool, 
     ranks2.run(_two_inside, wrapper)
 
 
+def _side_by_side(rank: int) -> None:
+    """Two wrappers in one backward, which one rank or the other skips in some steps, in the first one too."""
+    wrap = wrappers(["compile_ddp"])["compile_ddp"]
+    first, second = wrap(nn.Linear(5, 5)), wrap(nn.Linear(5, 3))
+    bare = nn.ModuleList([copy.deepcopy(first.module), copy.deepcopy(second.module)])
+    for step in range(5):
+        x = row_batch(rank, step)
+        skips = rank == step % 2 and step != 2
+        scale = 0.0 if skips else 1.0
+        mean = mean_over_ranks(local_gradients(bare, lambda m, x=x, s=scale: m[1](m[0](x)).square().sum() * s), bare)
+        for ddp in (first, second):
+            ddp.zero_grad()
+        loss = second(first(x)).square().sum() if step % 2 == 0 or not skips else None
+        if skips:
+            first.skip_step(second)
+        else:
+            loss.backward()
+        own = [*first.parameters(), *second.parameters()]
+        for parameter, expected in zip(own, mean.values(), strict=True):
+            torch.testing.assert_close(parameter.grad.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_rank_may_skip_steps_of_wrappers_side_by_side(ranks2: RankPool) -> None:
+    ranks2.run(_side_by_side)
+
+
 def _refusals(rank: int) -> None:
     inner = EagerDDP(nn.Linear(5, 5))
     tied = nn.Linear(5, 5)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 Floor = Literal["eager", "compiled"]
@@ -40,9 +40,9 @@ def _torch_ddp(model: nn.Module, options: dict[str, Any]) -> DistributedDataPara
     return DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
 
 
-def _torch_ddp_in_bfloat16(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+def _torch_ddp_in_float16(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     wrapper = _torch_ddp(model, options)
-    wrapper.register_comm_hook(None, bf16_compress_hook)
+    wrapper.register_comm_hook(None, fp16_compress_hook)
     return wrapper
 
 
@@ -52,10 +52,10 @@ def _eager_ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return EagerDDP(model, **options)
 
 
-def _compile_ddp_in_bfloat16(model: nn.Module, options: dict[str, Any]) -> nn.Module:
-    from compiled_ddp.comm_hooks import bf16_compress
+def _compile_ddp_in_float16(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    from compiled_ddp.comm_hooks import fp16_compress
 
-    return _compile_ddp(model, {**options, "comm_hook": bf16_compress})
+    return _compile_ddp(model, {**options, "comm_hook": fp16_compress})
 
 
 def _compile_ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
@@ -91,11 +91,11 @@ def make_variants(bucket_cap_mb: float | None = None) -> dict[str, Variant]:
             bucket_bytes=_planned_bytes,
             unwrap=_unwrap,
         ),
-        Variant("torch DDP, bfloat16", "eager", lambda model: _torch_ddp_in_bfloat16(model, options), by_default=False),
+        Variant("torch DDP, float16", "eager", lambda model: _torch_ddp_in_float16(model, options), by_default=False),
         Variant(
-            "compile_ddp, bfloat16",
+            "compile_ddp, float16",
             "compiled",
-            lambda model: _compile_ddp_in_bfloat16(model, options),
+            lambda model: _compile_ddp_in_float16(model, options),
             unwrap=_unwrap,
             by_default=False,
         ),

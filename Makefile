@@ -8,6 +8,7 @@ STAMP := $(VENV)/.installed
 SHAPE := .typecheck
 MODELS ?= 2000
 SEED ?= 1
+WORKERS ?= 2
 
 # Inductor takes g++ unless $CXX names another compiler; where only clang++ is installed, name that. Make's own default
 # for CXX is no choice of the user's.
@@ -26,9 +27,9 @@ bench: check-compiler $(STAMP) ## Train the two benchmark models under every var
 	@echo "==> make bench: the comparison table, python -m benchmarks.compare $(ARGS)"
 	$(BIN)/python -m benchmarks.compare $(ARGS)
 
-test: check-compiler $(STAMP) ## Run the tests (ARGS="-k name" picks some)
-	@echo "==> make test: python -m pytest $(ARGS)"
-	$(BIN)/python -m pytest $(ARGS)
+test: check-compiler $(STAMP) ## Run the tests, two at a time (ARGS="-k name" picks some, WORKERS=0 runs one after the other)
+	@echo "==> make test: python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 fuzz: $(STAMP) ## Train random models under both wrappers and compare with autograd averaged by hand (MODELS=2000 SEED=1)
 	@echo "==> make fuzz: python -m fuzz.long_run --models $(MODELS) --seed $(SEED)"

@@ -21,6 +21,7 @@ class Explanation:
     bucket_size: str  # how large a bucket may be, and why
     unused: tuple[str, ...] = ()  # parameters that no rank has used, and that are not reduced until one does
     sparse: tuple[str, ...] = ()  # parameters with sparse gradients, which are averaged at the end of each backward
+    reduction: str = ""  # what a bucket is reduced to, where that is not the mean by an all-reduce
     proof: str = ""  # how many parameters are proven to be reduced, and what is pending; empty on one rank
 
     def __str__(self) -> str:
@@ -37,7 +38,8 @@ class Explanation:
                 f"backward: {', '.join(self.sparse)}."
             )
         proof = f"\n{self.proof}" if self.proof else ""
-        return f"{table}\n{self.bucket_size}{notes}{proof}"
+        reduction = f"\n{self.reduction}" if self.reduction else ""
+        return f"{table}\n{self.bucket_size}{reduction}{notes}{proof}"
 
 
 def explain_sequence(
@@ -53,8 +55,9 @@ def explain_sequence(
     `link_bytes_per_second` is what the bucket size was chosen for; None if it was not measured.
     """
     bucket_size = _bucket_size_in_words(options, link_bytes_per_second)
+    reduction = _reduction_in_words(options)
     if sequence is None:
-        return Explanation((), tuple(fallback_reasons), bucket_size, sparse=sparse, proof=proof)
+        return Explanation((), tuple(fallback_reasons), bucket_size, sparse=sparse, reduction=reduction, proof=proof)
     rows: list[Row] = []
     for section in sequence.launched:
         for bucket in section.plan.buckets:
@@ -64,7 +67,16 @@ def explain_sequence(
     planned = {section.reason for section in sequence.sections}
     at_run_time = tuple(reason for reason in fallback_reasons if reason not in planned)
     unused = (sequence.parameter_names[index] for section in sequence.unused for index in section.plan.indices)
-    return Explanation(tuple(rows), at_run_time, bucket_size, tuple(unused), sparse, proof)
+    return Explanation(tuple(rows), at_run_time, bucket_size, tuple(unused), sparse, reduction, proof)
+
+
+def _reduction_in_words(options: Options) -> str:
+    if options.comm_hook is not None:
+        name = getattr(options.comm_hook, "__name__", repr(options.comm_hook))
+        return f"The communication hook {name} reduces each bucket; in graphs the proof does not see what it launches."
+    if options.reduction == "sum":
+        return "Gradients are summed over ranks."
+    return "Gradients are averaged by each rank's weight." if options.reduction == "weighted" else ""
 
 
 def _bucket_size_in_words(options: Options, link_bytes_per_second: float | None) -> str:

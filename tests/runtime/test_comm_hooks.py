@@ -62,6 +62,7 @@ def _by_hook(rank: int, wrapper: str, hook: Any, precision: float) -> None:
     if wrapper == "compile_ddp":
         assert {section.origin for section in ddp.plan.sections} == {"graph"}
         assert not ddp.explain().fallback_reasons
+    assert f"The communication hook {hook.__name__} reduces each bucket" in str(ddp.explain())
 
 
 @pytest.mark.parametrize(

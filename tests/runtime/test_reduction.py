@@ -62,6 +62,8 @@ def _reduces(rank: int, wrapper: str, reduction: str) -> None:
             with ddp.no_sync() if n else contextlib.nullcontext():
                 losses[n](ddp).backward()
         assert_gradients(ddp.module, reference, rtol=1e-4, atol=1e-5)
+    words = {"sum": "Gradients are summed over ranks.", "weighted": "Gradients are averaged by each rank's weight."}
+    assert words[reduction] in str(ddp.explain())
 
 
 @pytest.mark.parametrize("reduction", ["sum", "weighted"])

@@ -306,7 +306,8 @@ class DataParallelWrapper(nn.Module, Joinable):
             return
         skipped = [self, *others]
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside())]
-        skipping = [w for w in wrappers if w._require_sync and not w._runtime.finish_broken_backward()]
+        synchronised = [w for w in wrappers if w._require_sync and not w._runtime.local]
+        skipping = [w for w in synchronised if not w._runtime.finish_broken_backward()]
         for wrapper in sorted(skipping, key=lambda w: w._entered):
             if not wrapper._runtime.awaits_backward:
                 wrapper._begin_forward(with_gradients=True)

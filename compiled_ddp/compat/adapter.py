@@ -53,11 +53,6 @@ class ApexAdapter(DataParallelWrapper):
     def _reduces_in_backward(self) -> bool:
         return not self._runtime.local
 
-    def skip_step(self) -> None:
-        """`EagerDDP.skip_step`; a no-op where a backward would stay local."""
-        if self._reduces_in_backward:
-            super().skip_step()
-
     def _hooks_reason(self) -> str:
         return "as in apex"
 

@@ -28,7 +28,8 @@ class DistributedDataParallel(ApexAdapter):
         retain_allreduce_buffers: leave each backward's reduced flat buckets, in launch order, in `allreduce_buffers`,
             until the next backward.
         allreduce_always_fp32: scale and sum float16 and bfloat16 gradients in float32.
-        num_allreduce_streams, allreduce_communicators: refused unless they are the defaults.
+        num_allreduce_streams: refused unless it is the default.
+        allreduce_communicators: the same.
         gradient_average: whether to divide by the number of ranks; False leaves the sum.
         gradient_predivide_factor: divide by it before the sum, and by world size / factor after it; the latter only
             with `gradient_average`.

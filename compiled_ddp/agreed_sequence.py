@@ -9,7 +9,7 @@ from compiled_ddp.backward import Observations, TrainedParameters
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.options import Options
-from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
+from compiled_ddp.plan import BucketPlan, ReductionKind, ReductionSequence, Section
 from compiled_ddp.sequence import SequencePlanner
 
 
@@ -27,7 +27,7 @@ class AgreedSequence:
         self.unused: frozenset[int] = frozenset()  # parameters that no rank has used: their sections are not launched
         self.graph_sections: dict[str, list[int]] = {}  # fingerprint -> the launched sections of equal graphs
         self.hooks_reason = hooks_reason
-        self._to_comm_hook = False
+        self._reduction: ReductionKind | None = None  # in place of the options' own
         self._options, self._communicator = options, communicator
         self._holds = False  # whether the next backward keeps `sequence`
         self._beginnings = -1
@@ -37,7 +37,7 @@ class AgreedSequence:
     def begin_anew(self, parameters: TrainedParameters) -> None:
         """Let the next synchronised backward bring a new sequence about."""
         self._planner = SequencePlanner(
-            parameters, self._options, self._communicator.world_size, riders_apart=self._to_comm_hook
+            parameters, self._options, self._communicator.world_size, reduction=self._reduction
         )
         self._beginnings += 1
         self._holds = False
@@ -46,8 +46,8 @@ class AgreedSequence:
         self.refined, self.unused, self._misfits = False, frozenset(), 0
 
     def leave_to_comm_hook(self, reason: str) -> None:
-        """From the next `begin_anew` on, plan buckets for a communication hook: without riders."""
-        self.hooks_reason, self._to_comm_hook = reason, True
+        """From the next `begin_anew` on, plan buckets for a communication hook."""
+        self.hooks_reason, self._reduction = reason, "hook"
 
     def propose(self, plans: Callable[[], Sequence[BucketPlan]]) -> ReductionSequence:
         """The sequence for the backward that begins; `plans`, asked for if need be, are of the calls it will run."""

@@ -24,7 +24,6 @@ def assign_buckets(
     *,
     capacities_bytes: Sequence[float],
     world_size: int,
-    riders_apart: bool = False,
     reduction: ReductionKind = "mean",
     passengers: int = 0,
 ) -> BucketPlan:
@@ -34,9 +33,9 @@ def assign_buckets(
     `compute_bucket_assignment_by_size` does (torch/csrc/distributed/c10d/reducer.cpp): the buckets of each (dtype,
     device) have the capacities given, in order, and the last of them from then on. Buckets launch in the order in
     which their last gradients are ready. The riders follow the last bucket, in a bucket of their own where that one is
-    not float32, with `riders_apart`, and where a communication hook reduces the others. With the capacity 0 it is the
-    naive plan: every gradient has a bucket of its own, and so have the riders. `passengers` is how many
-    elements of the riders are the user's.
+    not float32, and where a communication hook reduces the others. With the capacity 0 it is the naive plan: every
+    gradient has a bucket of its own, and so have the riders. `passengers` is how many elements of the riders are the
+    user's.
 
     An empty sequence gives an empty plan.
     """
@@ -56,7 +55,7 @@ def assign_buckets(
     return place_buckets(
         [bucket.gradients for bucket in filled],
         world_size,
-        riders_apart=riders_apart or reduction == "hook" or not any(capacities_bytes),
+        riders_apart=not any(capacities_bytes),
         reduction=reduction,
         passengers=passengers,
     )
@@ -72,10 +71,12 @@ def place_buckets(
 ) -> BucketPlan:
     """The plan that has these buckets in this order: gradients back to back, riders at the end.
 
-    `riders_apart` gives the riders a bucket of their own also where the last one is float32.
+    `riders_apart` gives the riders a bucket of their own also where the last one is float32, and so does a
+    communication hook, which must not see them.
     """
     placed = [_place(gradients) for gradients in buckets]
-    return BucketPlan(tuple(_with_riders(placed, passengers, apart=riders_apart)), world_size, reduction)
+    apart = riders_apart or reduction == "hook"
+    return BucketPlan(tuple(_with_riders(placed, passengers, apart=apart)), world_size, reduction)
 
 
 def _place(gradients: Sequence[GradientSpec]) -> Bucket:

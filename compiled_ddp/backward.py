@@ -95,8 +95,6 @@ class SynchronisedBackward:
         self._as_view = gradient_as_bucket_view
         self._reduction = sections[0].plan.reduction
         self._share = sections[0].plan.share * (message.weight if self._reduction == "weighted" else 1.0)
-        if torch_hook is not None:
-            self._share = 1.0  # the hook divides
         self._torch_hook = torch_hook
         self._launching, self._bucket_hook, self._scaling = launching, bucket_hook, scaling
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]

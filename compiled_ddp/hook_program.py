@@ -18,8 +18,7 @@ from compiled_ddp.plan import Bucket
 def check_hook(hook: CommHook, parameter: torch.Tensor) -> None:
     """Raise TypeError or ValueError unless `hook` reduces gradients like `parameter`'s; on whatever ranks."""
     flat = torch.zeros(64, dtype=parameter.dtype)
-    state = list(hook.initial_state(flat)) if isinstance(hook, StatefulHook) else []
-    HookProgram(hook, Ranks(2, "check"), flat, state)
+    HookProgram(hook, Ranks(2, "check"), flat, _initial_state(hook, flat))
 
 
 class HookProgram:
@@ -42,8 +41,8 @@ class HookProgram:
                 waited.add(node)
         # Where a collective needs another one's result, the others would have to be launched in between.
         several_rounds = any(node.target in LAUNCHES for node in waited)
-        self._first = nodes if several_rounds else [node for node in nodes if node not in waited]
-        self._then = [] if several_rounds else [node for node in nodes if node in waited]
+        self.first = nodes if several_rounds else [node for node in nodes if node not in waited]
+        self.then = [] if several_rounds else [node for node in nodes if node in waited]
         self.identity = hashlib.sha256(traced.code.encode()).hexdigest()
 
     def _check(self, hook: CommHook, flat: torch.Tensor, state: Sequence[torch.Tensor]) -> None:
@@ -61,36 +60,6 @@ class HookProgram:
                 f"{f', and {len(state)} tensors of state as they were given' if state else ''}; "
                 f"found {', '.join(map(_words, found))}."
             )
-
-    def begin(self, flat: torch.Tensor, state: Sequence[torch.Tensor]) -> "HookRun":
-        """Launch the collectives."""
-        return HookRun(self, flat, state)
-
-
-class HookRun:
-    """One run of a program by hand, in two parts: up to its collectives, and what comes after them."""
-
-    @torch.no_grad()
-    def __init__(self, program: HookProgram, flat: torch.Tensor, state: Sequence[torch.Tensor]) -> None:
-        self._program = program
-        inputs = program.graph.find_nodes(op="placeholder")
-        self._values: dict[Node, Any] = dict(zip(inputs, [flat, *state], strict=True))
-        self._run(program._first)
-
-    @torch.no_grad()
-    def finish(self) -> list[torch.Tensor]:
-        """Wait for the collectives; returns the reduced flat tensor and the new state."""
-        self._run(self._program._then)
-        outputs = [self._values[node] for node in output_values(self._program.graph) if node is not None]
-        self._values.clear()
-        return outputs
-
-    def _run(self, nodes: Sequence[Node]) -> None:
-        for node in nodes:
-            if node.op == "call_function":
-                assert callable(node.target)
-                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
-                self._values[node] = node.target(*args, **kwargs)
 
 
 class BucketHook:
@@ -110,11 +79,8 @@ class BucketHook:
         kind = bucket.numel, bucket.dtype, bucket.device
         if kind not in self._programs:
             flat = _flat(bucket)
-            self._programs[kind] = HookProgram(self._hook, self._ranks, flat, self._initial(flat))
+            self._programs[kind] = HookProgram(self._hook, self._ranks, flat, _initial_state(self._hook, flat))
         return self._programs[kind]
-
-    def _initial(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        return list(self._hook.initial_state(flat)) if isinstance(self._hook, StatefulHook) else []
 
     def state(self, bucket: Bucket) -> list[torch.Tensor]:
         """What the hook keeps for a bucket over parameters.
@@ -123,7 +89,7 @@ class BucketHook:
         the error that a compression still owes is not lost.
         """
         if bucket.indices not in self._state:
-            state = self._initial(_flat(bucket))
+            state = _initial_state(self._hook, _flat(bucket))
             for slot, tensor in enumerate(state):
                 if tensor.shape == (bucket.numel,):
                     for gradient in bucket.gradients:
@@ -152,7 +118,7 @@ class BucketHook:
         """Reduce a bucket by hand: launch now; `wait` leaves the mean in `flat`."""
         program = self.program(bucket)
         assert program is not None
-        return HookedWork(program.begin(flat, self.state(bucket)), flat, functools.partial(self.keep, bucket))
+        return HookedWork(program, flat, self.state(bucket), functools.partial(self.keep, bucket))
 
     def state_dict(self, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
         """The state of this rank, by the `names` of each bucket's parameters."""
@@ -173,20 +139,46 @@ class BucketHook:
 
 
 class HookedWork:
-    """What stands for the Work of an all-reduce where a hook has launched it."""
+    """What stands for the Work of an all-reduce where a hook has launched it: one run of its program by hand.
 
-    def __init__(self, run: HookRun, flat: torch.Tensor, keep: Any) -> None:
-        self._run: HookRun | None = run
-        self._flat, self._keep = flat, keep
+    In two parts: up to its collectives at once, and what comes after them in `wait`.
+    """
+
+    def __init__(
+        self,
+        program: HookProgram,
+        flat: torch.Tensor,
+        state: Sequence[torch.Tensor],
+        keep: Callable[[Sequence[torch.Tensor]], None],
+    ) -> None:
+        """`keep` is given the new state."""
+        self._program, self._flat, self._keep = program, flat, keep
+        inputs = program.graph.find_nodes(op="placeholder")
+        self._values: dict[Node, Any] = dict(zip(inputs, [flat, *state], strict=True))
+        self._run(program.first)
 
     def wait(self) -> None:
         """Leave the mean in the flat buffer; a no-op the second time."""
-        if self._run is not None:
-            reduced, *state = self._run.finish()
-            self._run = None
-            with torch.no_grad():
-                self._flat.copy_(reduced)
-            self._keep(state)
+        if not self._values:
+            return
+        self._run(self._program.then)
+        reduced, *state = (self._values[node] for node in output_values(self._program.graph) if node is not None)
+        self._values.clear()
+        with torch.no_grad():
+            self._flat.copy_(reduced)
+        self._keep(state)
+
+    @torch.no_grad()
+    def _run(self, nodes: Sequence[Node]) -> None:
+        for node in nodes:
+            if node.op == "call_function":
+                assert callable(node.target)
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+                self._values[node] = node.target(*args, **kwargs)
+
+
+def _initial_state(hook: CommHook, flat: torch.Tensor) -> list[torch.Tensor]:
+    return list(hook.initial_state(flat)) if isinstance(hook, StatefulHook) else []
 
 
 def _flat(bucket: Bucket) -> torch.Tensor:

@@ -18,18 +18,32 @@ from dataclasses import replace
 from compiled_ddp.assignment import assign_buckets, place_buckets
 from compiled_ddp.backward import Observations, TrainedParameters
 from compiled_ddp.options import Options
-from compiled_ddp.plan import ADMITTED, MIXED, NOT_CAPTURED, BucketPlan, GradientSpec, ReductionSequence, Section
+from compiled_ddp.plan import (
+    ADMITTED,
+    MIXED,
+    NOT_CAPTURED,
+    BucketPlan,
+    GradientSpec,
+    ReductionKind,
+    ReductionSequence,
+    Section,
+)
 
 
 class SequencePlanner:
     """Makes sequences from what a rank knows; the same inputs give the same sequence on every rank."""
 
     def __init__(
-        self, parameters: TrainedParameters, options: Options, world_size: int, *, riders_apart: bool = False
+        self,
+        parameters: TrainedParameters,
+        options: Options,
+        world_size: int,
+        *,
+        reduction: ReductionKind | None = None,
     ) -> None:
-        """`riders_apart` gives the riders of what hooks launch a bucket of their own."""
+        """`reduction` is what buckets are reduced to, where that is not the options' own."""
         self._parameters, self._options, self._world_size = parameters, options, world_size
-        self._riders_apart = riders_apart
+        self._reduction = reduction or options.planned_reduction
 
     def propose(self, segments: Sequence[BucketPlan], *, reason: str = NOT_CAPTURED) -> ReductionSequence:
         """The sequence for a backward that will run `segments` (plans over parameters) in this order."""
@@ -88,22 +102,24 @@ class SequencePlanner:
             return []
         rule = self._options.bucket_rule
         if rule is not None:
-            plan = place_buckets(
-                rule.fill(self._specs(indices), self._parameters.names),
-                self._world_size,
-                reduction=self._options.reduction,
-                passengers=len(self._options.piggyback),
-            )
-            return [Section(plan, "hooks", reason)]
+            return [Section(self._place(rule.fill(self._specs(indices), self._parameters.names)), "hooks", reason)]
         plan = assign_buckets(
             self._specs(indices),
             capacities_bytes=self._options.bucket_capacities_bytes,
             world_size=self._world_size,
-            riders_apart=self._riders_apart,
-            reduction=self._options.planned_reduction,
+            reduction=self._reduction,
             passengers=len(self._options.piggyback),
         )
         return [Section(plan, "hooks", reason)]
+
+    def _place(self, buckets: Sequence[Sequence[GradientSpec]], *, riders_apart: bool = False) -> BucketPlan:
+        return place_buckets(
+            buckets,
+            self._world_size,
+            riders_apart=riders_apart,
+            reduction=self._reduction,
+            passengers=len(self._options.piggyback),
+        )
 
     def _specs(self, indices: Iterable[int]) -> list[GradientSpec]:
         return [GradientSpec.of(index, self._parameters.tensors[index]) for index in indices]
@@ -124,12 +140,5 @@ class SequencePlanner:
         sections = []
         for origin, reason, buckets in json.loads(text):
             filled = [self._specs(bucket) for bucket in buckets if bucket]
-            plan = place_buckets(
-                filled,
-                self._world_size,
-                riders_apart=not buckets[-1],
-                reduction=self._options.planned_reduction,
-                passengers=len(self._options.piggyback),
-            )
-            sections.append(Section(plan, origin, reason))
+            sections.append(Section(self._place(filled, riders_apart=not buckets[-1]), origin, reason))
         return self._sequence(sections)

@@ -107,6 +107,7 @@ class SynchronisedBackward:
         self._not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
         self._arrived: set[int] = set()
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
+        self._used_on_ranks: dict[int, list[float]] = {}  # section -> on how many ranks, in the order of its riders
         self._existing = dict(self._take_existing())
         self._sharing = _with_equal_memory(self._existing)
         self._standing = communicator.standing
@@ -255,7 +256,8 @@ class SynchronisedBackward:
             raise RuntimeError(
                 f"parameter {self._parameters.names[index]} got a second gradient in one backward, after the first one "
                 "had been put into its bucket. This happens when reentrant checkpoints share parameters: use "
-                "checkpoint(..., use_reentrant=False)."
+                "checkpoint(..., use_reentrant=False). And when two threads run backwards of one wrapper at the same "
+                "time: let one wait for the other."
             )
         self._arrived.add(index)
         self._fill(index, positions, gradient)
@@ -324,6 +326,7 @@ class SynchronisedBackward:
 
     def _launch(self, position: int) -> None:
         progress, buffer = self._progress[position], self._buffers[position]
+        buffer.writers.before_read()
         if self._torch_hook is not None and progress.bucket.gradients:
             self._hand_to(self._torch_hook, position)
             return
@@ -484,7 +487,7 @@ class SynchronisedBackward:
         carrier = self._progress[self._position_of_riders(progress.section)]
         assert carrier.work is not None
         carrier.work.wait()
-        weights = riders[WEIGHT]
+        weights = riders[WEIGHT].to(buffer.gradients.device)
         inverse = torch.where(weights > 0, 1.0 / weights, 0.0)
         buffer.gradients.mul_(inverse)
 
@@ -607,10 +610,14 @@ class SynchronisedBackward:
         }
 
     def _used_elsewhere(self, position: int, index: int) -> bool:
-        """Whether another rank used a parameter that this one did not. Reads from the device, for such ranks alone."""
+        """Whether another rank used a parameter that this one did not.
+
+        Reads from the device, once for each section, on ranks that have such a parameter.
+        """
         section = self._progress[position].section
-        place = self.sections[section].plan.riders.indices.index(index)
-        return bool(self._riders_of(section)[FIRST_USED + place] > 0)
+        if section not in self._used_on_ranks:
+            self._used_on_ranks[section] = self._riders_of(section)[FIRST_USED:].tolist()
+        return self._used_on_ranks[section][self.sections[section].plan.riders.indices.index(index)] > 0
 
     @torch.no_grad()
     def _write(self, index: int, view: torch.Tensor) -> None:

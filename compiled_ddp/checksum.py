@@ -28,12 +28,14 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
         raw[words.numel() * _WORD_BYTES :],
     ]
     # Not torch.dot, which CUDA has for floating point alone.
-    sums = [(_weights(part.numel(), part.device) * part).sum() for part in parts if part.numel()]
+    stream = None if values.is_cpu else torch.accelerator.current_stream(values.device)
+    sums = [(_weights(part.numel(), part.device, stream) * part).sum() for part in parts if part.numel()]
     return functools.reduce(lambda before, added: 3 * before + added, sums, values.new_zeros((), dtype=torch.int64))
 
 
 @functools.lru_cache(maxsize=32)
-def _weights(numel: int, device: torch.device) -> torch.Tensor:
+def _weights(numel: int, device: torch.device, stream: torch.Stream | None) -> torch.Tensor:
+    """Other ones for every `stream`, on which nothing waits for what another one has made."""
     return torch.arange(1, 2 * numel + 1, 2, device=device)
 
 

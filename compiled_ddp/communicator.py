@@ -64,6 +64,12 @@ class RankGroup:
         self.note_wait: Callable[[str], None] = lambda _: None
         self.failure: Callable[[RuntimeError], RuntimeError] = lambda error: error
 
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        group = self.group()
+        assert group is not None, "the user's group has been destroyed"
+        return group
+
     def publish(self, key: str, value: str) -> None:
         """Make `value` readable by every rank under `key`."""
         self.store.set(key, value)
@@ -101,10 +107,10 @@ class Communicator:
         self.ranks = ranks
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.closed = False
-        world, parent = dist.group.WORLD, ranks.group()
-        assert world is not None and parent is not None
+        world = dist.group.WORLD
+        assert world is not None
         group, self.group_name = torch_private.new_group_named(
-            ranks.name, ranks.ranks, parent=parent, timeout=ranks.timeout
+            ranks.name, ranks.ranks, parent=ranks.process_group, timeout=ranks.timeout
         )
         # torch.distributed owns the groups: held here, their threads would live on after they are destroyed.
         self._world, self._group = weakref.ref(world), weakref.ref(group)

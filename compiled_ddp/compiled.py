@@ -14,6 +14,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description
 from compiled_ddp.capture import plan_segment, without_gradient
 from compiled_ddp.comm_hooks import CommHook
+from compiled_ddp.communicator import RankGroup
 from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
 from compiled_ddp.options import Options
 from compiled_ddp.plain_graph import PlainGraph
@@ -22,6 +23,9 @@ from compiled_ddp.segment import VARIANTS, Segment, SegmentCall
 from compiled_ddp.sparse_gradients import leaving_out
 from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.wrapper import DataParallelWrapper
+
+# Graphs would come in the order of the threads, another one in every step.
+_SEVERAL_DEVICES = "the model is on several devices, whose backwards autograd runs in threads of their own"
 
 
 def compile_ddp(
@@ -154,8 +158,10 @@ class CompiledDDP(DataParallelWrapper):
             self.unwrap()
             raise
 
-    def _check_and_describe(self, module: nn.Module, name: str) -> Description:
-        description = super()._check_and_describe(module, name)
+    def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
+        description = super()._check_and_describe(module, name, ranks)
+        if self._options.strict and len(self._own.devices()) > 1:
+            raise ValueError(f"strict=True wants graphs to reduce, and hooks do: {_SEVERAL_DEVICES}.")
         for part_name, part in self._own.wrappers_inside().items():
             if isinstance(torch_private.without_compile_wrapper(part), nn.parallel.DistributedDataParallel):
                 raise ValueError(
@@ -188,7 +194,11 @@ class CompiledDDP(DataParallelWrapper):
         self._index_parameters()
 
     def _hooks_reason(self) -> str | None:
-        return "COMPILED_DDP_MODE=hooks" if self._mode == "hooks" else None
+        if self._mode == "hooks":
+            return "COMPILED_DDP_MODE=hooks"
+        if len(self._own.devices()) > 1:
+            return _SEVERAL_DEVICES
+        return None
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         self._calls_of_forward = []
@@ -264,7 +274,7 @@ class CompiledDDP(DataParallelWrapper):
             for position, value in enumerate(example_inputs)
             if id(value) in self._index_of_parameter and value.requires_grad and position not in without
         }
-        if self._mode == "hooks" or not gradients or not torch.is_grad_enabled():
+        if self._hooks_reason() is not None or not gradients or not torch.is_grad_enabled():
             plain = PlainGraph(
                 graph_module, example_inputs, backend=self._options.backend, compiler_options=self._compiler_options
             )

@@ -4,13 +4,12 @@ Those of torch 2.13 (torch/nn/parallel/distributed.py). What the wrappers take t
 """
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 Device = int | str | torch.device
 
@@ -72,7 +71,13 @@ def input_device(arguments: DDPArguments, module: nn.Module) -> torch.device | N
         return None
     if ids and len(ids) > 1:
         raise ValueError(f"device_ids may name one device, found {ids}: start one process for each GPU.")
-    model_device = next(iter(module.parameters())).device
+    model_devices = {parameter.device for parameter in module.parameters() if parameter.requires_grad}
+    if len(model_devices) > 1:
+        raise ValueError(
+            f"device_ids and output_device name the one device of a model, and this one is on {len(model_devices)}: "
+            "leave them out."
+        )
+    (model_device,) = model_devices
     named = [_device(name, model_device.type) for name in [*(ids or ()), *([] if output is None else [output])]]
     if model_device.type == "cpu" or any(device != model_device for device in named):
         raise ValueError(
@@ -96,11 +101,3 @@ def group_of(process_group: dist.ProcessGroup | None, arguments: DDPArguments) -
     if mesh.ndim != 1:
         raise RuntimeError(f"device_mesh must have one dimension, found {mesh}: pass the slice of data parallelism.")
     return mesh.get_group(mesh_dim=0)
-
-
-def moved(
-    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A forward's arguments with all tensors on `device`, those in lists, tuples and dicts too."""
-    inputs, keywords = scatter_kwargs(args, kwargs, [device])
-    return (inputs[0], keywords[0]) if inputs else (args, kwargs)

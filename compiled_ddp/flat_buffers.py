@@ -6,6 +6,7 @@ import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.plan import Bucket, Section
+from compiled_ddp.streams import Writers
 
 
 class FlatBuffer:
@@ -13,6 +14,8 @@ class FlatBuffer:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
+        self.writers = Writers(bucket.device)
+        self.writers.before_write()
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
@@ -37,6 +40,7 @@ class FlatBuffer:
     @torch.no_grad()
     def put(self, index: int, gradient: torch.Tensor, share: float) -> None:
         """Place `share` times `gradient`; in place where it is the buffer's own view already."""
+        self.writers.before_write()
         view = self.views[index]
         if self.holds(index, gradient):
             if share != 1.0:
@@ -46,6 +50,7 @@ class FlatBuffer:
 
     @torch.no_grad()
     def put_zeros(self, index: int) -> None:
+        self.writers.before_write()
         self.views[index].zero_()
 
 

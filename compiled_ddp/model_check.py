@@ -2,7 +2,7 @@
 
 import operator
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -224,19 +224,15 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.layout != torch.strided:
             raise ValueError(f"parameter {name} has layout {parameter.layout}: only strided parameters are supported.")
-    devices = {parameter.device: name for name, parameter in parameters.items()}
-    if len(devices) > 1:
-        places = ", ".join(f"{name} on {device}" for device, name in devices.items())
-        raise ValueError(f"parameters are on several devices ({places}): move the model to one device first.")
 
 
 def describe_model(state: OwnState, options: Options, mode: str) -> Description:
     """Everything that must be equal on every rank."""
     description: Description = {}
-    sparse = state.sparse()
+    sparse, places = state.sparse(), _places(state.parameters().values())
     for name, parameter in state.parameters().items():
         kind = "sparse gradient" if name in sparse else "trained" if parameter.requires_grad else "frozen"
-        description[f"parameter {name}"] = [*_properties(parameter), kind]
+        description[f"parameter {name}"] = [*_properties(parameter), places[parameter.device], kind]
     for name, buffer in state.buffers().items():
         description[f"buffer {name}"] = _properties(buffer)
     for option, value in options.shared().items():
@@ -244,6 +240,16 @@ def describe_model(state: OwnState, options: Options, mode: str) -> Description:
     description["COMPILED_DDP_MODE"] = [mode]
     description["torch version"] = [torch.__version__]
     return description
+
+
+def _places(parameters: Iterable[torch.Tensor]) -> dict[torch.device, str]:
+    """What must be equal on every rank of the devices that a model is on: their kinds, and which is which."""
+    places: dict[torch.device, str] = {}
+    for parameter in parameters:
+        device = parameter.device
+        others = sum(other.type == device.type for other in places)
+        places.setdefault(device, f"{device.type} device number {others + 1} of the model")
+    return places
 
 
 def _properties(tensor: torch.Tensor) -> list[object]:

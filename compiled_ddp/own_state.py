@@ -34,6 +34,10 @@ class OwnState:
         """Those of the parameters that require a gradient."""
         return {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
 
+    def devices(self) -> list[torch.device]:
+        """Where the trained parameters are, in registration order."""
+        return list(dict.fromkeys(parameter.device for parameter in self.trained().values()))
+
     def sparse(self) -> set[str]:
         """The names of those with a sparse gradient; as for torch's DDP, what an embedding says of its weight."""
         weights = {id(part.weight) for part in self.sparse_modules()}

@@ -113,9 +113,13 @@ class Proof:
         if self._recording is not None:
             self._recording.launching(bucket, flat_buffer)
 
-    def watching(self, plan: BucketPlan) -> contextlib.AbstractContextManager[None]:
-        """Note what a graph, run in this context, is about to reduce; a no-op in a backward that does not verify."""
-        if self._recording is not None and plan.reduction == "hook":  # what it launches is not the gradients
+    def watching(self, plan: BucketPlan, *, sees_values: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Note what a graph, run in this context, is about to reduce; a no-op in a backward that does not verify.
+
+        Without `sees_values` nothing can be computed from what it launches: it runs as a CUDA graph.
+        """
+        # What a communication hook launches is not the gradients.
+        if self._recording is not None and (plan.reduction == "hook" or not sees_values):
             self._recording.not_seen.update(plan.indices)
             return contextlib.nullcontext()
         return contextlib.nullcontext() if self._recording is None else self._watching(plan, self._recording)
@@ -179,17 +183,21 @@ class Proof:
     def _exchange(self, hindrances: list[int], outcomes: list[torch.Tensor | None]) -> list[int]:
         """Share what this rank knows, and settle what is pending. Returns the parameters that differ between ranks."""
         device = self._parameters.tensors[0].device
+
+        def gathered(values: Iterable[torch.Tensor]) -> torch.Tensor:
+            return torch.stack([value.to(device) for value in values])
+
         zero = torch.zeros((), dtype=torch.int64, device=device)
         before = [self._recording.before.get(i, zero) if self._recording else zero for i in range(len(outcomes))]
         rows = [
             None if outcome is None else as_row(outcome.detach(), spec.stride)
             for outcome, spec in zip(outcomes, self._specs, strict=True)
         ]
-        after = torch.stack([zero if row is None else checksum(row) for row in rows])
-        finite = torch.stack([zero.float() if row is None else _total(row) for row in rows]).isfinite()
+        after = gathered(zero if row is None else checksum(row) for row in rows)
+        finite = gathered(zero.float() if row is None else _total(row) for row in rows).isfinite()
         hindered = torch.where(finite, torch.tensor(hindrances, device=device), _NOT_FINITE)
         renewed = torch.tensor([int(index in self._renewed) for index in range(len(rows))], device=device)
-        shared = torch.stack([*_to_compare(torch.stack(before)), *_to_compare(after), hindered, renewed])
+        shared = torch.stack([*_to_compare(gathered(before)), *_to_compare(after), hindered, renewed])
         self._communicator.maximum(shared)
         self._renewed.clear()
         self._recording, self._verifies = None, False

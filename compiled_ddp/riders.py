@@ -46,7 +46,8 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, used: Cal
     users = riders.numel - riders.passengers
     into[:users].copy_(rider_values(riders, message, used), non_blocking=True)
     if riders.passengers:
-        into[users:] = 0.0 if message.passengers is None else message.passengers
+        passengers = torch.zeros(riders.passengers) if message.passengers is None else message.passengers
+        into[users:].copy_(passengers, non_blocking=True)
     return into
 
 
@@ -84,6 +85,7 @@ class RiderReader:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
+        self.was_at_once = True  # whether the last findings were those of the backward that they were read in
         self._copied: torch.Tensor | None = None
         self._ready: torch.Event | None = None
 
@@ -95,22 +97,27 @@ class RiderReader:
         leading = [rider[:FIRST_USED] for rider in riders]
         if not leading:
             return Findings()
-        if at_once or leading[0].device.type == "cpu":
-            return self._findings(torch.stack(leading))
+        device = next((part.device for part in leading if part.device.type != "cpu"), torch.device("cpu"))
+        together = torch.stack([part.to(device, non_blocking=True) for part in leading])
+        self.was_at_once = at_once or device.type == "cpu"
         before = self._earlier()
-        self._copied = torch.stack(leading).to("cpu", non_blocking=True)
-        self._ready = torch.Event(leading[0].device)
-        self._ready.record()
-        return before
+        if self.was_at_once:
+            return self._findings([*before, *together.tolist()])
+        self._copied = together.to("cpu", non_blocking=True)
+        self._ready = torch.Event(device)
+        self._ready.record(torch.accelerator.current_stream(device))
+        return self._findings(before) if before else Findings()
 
-    def _earlier(self) -> Findings:
+    def _earlier(self) -> list[list[float]]:
+        """What has been copied and not been told yet."""
         if self._copied is None or self._ready is None:
-            return Findings()
+            return []
         self._ready.synchronize()
-        return self._findings(self._copied)
+        earlier: list[list[float]] = self._copied.tolist()
+        self._copied = None
+        return earlier
 
-    def _findings(self, leading: torch.Tensor) -> Findings:
-        sections = leading.tolist()
+    def _findings(self, sections: list[list[float]]) -> Findings:
         return Findings(
             aborted_on=int(max(sums[ABORTED] for sums in sections)),
             announced=any(sums[ANNOUNCED] > 0 for sums in sections),

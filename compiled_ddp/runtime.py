@@ -1,10 +1,11 @@
 """The state that both wrappers share: which sequence is kept, and which backward is under way."""
 
+import contextlib
 import functools
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -92,8 +93,9 @@ class Runtime:
         self._current: SynchronisedBackward | None = None
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
         self._announced: set[int] = set()  # parameters of unused sections that the current backward uses here
-        self._open_tasks: set[int] = set()
-        self._thread = 0  # that began the current backward
+        # Of the running backward: what autograd calls at the end of each task, and drops after an exception in it.
+        self._open_tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._thread = 0  # of the latest forward
         _runtimes.add(self)
         self._reported: set[str] = set()
         self._lock = threading.RLock()
@@ -110,6 +112,7 @@ class Runtime:
         if synchronise and self.torch_hook is not None:
             self.torch_hook.refuse_if_broken()
         self.synchronise = self._expected = synchronise
+        self._thread = threading.get_ident()
         self._hooks.hold_back_users()
         self.sparse.hold_back_users()
         self._counted = synchronise and counted
@@ -119,8 +122,13 @@ class Runtime:
 
     @property
     def broken_off_here(self) -> bool:
-        """Outside of backwards: whether an exception has ended one of this thread's, which nothing has followed yet."""
-        return self._current is not None and self._thread == threading.get_ident()
+        """Whether an exception has ended a backward of this thread's, which nothing has followed yet."""
+        return self._current is not None and not self._is_running and self._thread == threading.get_ident()
+
+    @property
+    def _is_running(self) -> bool:
+        """Whether autograd is inside a backward of this wrapper's, in whatever thread."""
+        return any(ended() is not None for ended in self._open_tasks.values())
 
     def begin_reentrant_forward(self, *, synchronise: bool) -> None:
         """Note a forward that a reentrant checkpoint runs inside a backward: of its own, which was without gradients.
@@ -184,8 +192,9 @@ class Runtime:
         with self._lock:
             task = torch_private.current_graph_task()
             if task not in self._open_tasks:
-                self._open_tasks.add(task)
-                torch_private.call_at_end_of_backward(functools.partial(self._task_ended, task))
+                ended = functools.partial(self._task_ended, task)
+                self._open_tasks[task] = weakref.ref(ended)
+                torch_private.call_at_end_of_backward(ended)
             if self._current is None:
                 returned = watch_returned(self.parameters.tensors)
                 self._current = self._begin(lambda call: call.will_run(), self._will_accumulate, returned)
@@ -208,7 +217,6 @@ class Runtime:
         a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
         """
         self.communicator.refuse_if_failed()
-        self._thread = threading.get_ident()
         if self.torch_hook is not None:
             self.torch_hook.refuse_if_broken()
         if self.uneven is not None:
@@ -303,6 +311,12 @@ class Runtime:
             scaling=self._options.scaling,
         )
 
+    @contextlib.contextmanager
+    def launching_alone(self) -> Iterator[None]:
+        """Keep the threads of other devices from launching anything between what a claimed graph launches."""
+        with self._lock:
+            yield
+
     def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self._lock:
@@ -393,10 +407,12 @@ class Runtime:
 
     def _task_ended(self, task: int) -> None:
         with self._lock:
-            self._open_tasks.discard(task)
+            del self._open_tasks[task]
             outer = torch_private.evaluating_node()
             if outer is None:
-                self._finish()
+                # With several devices, another task's thread may end the one that is inside of it.
+                if not self._is_running:
+                    self._finish()
                 return
             # A reentrant backward has ended inside `outer`. What follows `outer` runs in the outer backward, whose
             # end is the one to finish at.
@@ -503,7 +519,7 @@ class Runtime:
     @property
     def _on_cpu(self) -> bool:
         """Whether the host may read what it reduces without making a device wait."""
-        return self.parameters.tensors[0].device.type == "cpu"
+        return all(tensor.device.type == "cpu" for tensor in self.parameters.tensors)
 
     def retrain(self, parameters: TrainedParameters) -> None:
         """Reduce these parameters from the next backward on."""
@@ -562,13 +578,22 @@ class Runtime:
         if findings.aborted_on:
             self.proof.postpone()
             self._forget_unless_refined()
-            raise RuntimeError(
-                f"rank {self.communicator.rank}: the backward of forward {self._forwards.value} broke off on "
-                f"{findings.aborted_on} other rank(s) and was not reduced (on a GPU it may have been the one before). "
-                "Drop this step on every rank (zero_grad), and look for the exception on the other ranks."
-            )
+            raise self._broke_off_elsewhere(findings.aborted_on)
         if findings.counts_differ:
             self._report_different_steps()
+
+    def _broke_off_elsewhere(self, ranks: int) -> RuntimeError:
+        where = f"rank {self.communicator.rank}: the backward of forward {self._forwards.value}"
+        if self._rider_reader.was_at_once:
+            return RuntimeError(
+                f"{where} broke off on {ranks} other rank(s) and was not reduced. Drop this step on every rank "
+                "(zero_grad), and look for the exception on the other ranks."
+            )
+        return RuntimeError(
+            f"{where} finds that the one before it broke off on {ranks} rank(s), which a GPU tells one step late: "
+            "some ranks have stepped with a part of the mean, and parameters may differ between ranks. Look for the "
+            "exception on the other ranks, and load a checkpoint on every rank."
+        )
 
     def _report_different_steps(self) -> None:
         error = self._step_check.report(self._forwards.value)
@@ -606,8 +631,10 @@ class Runtime:
     def finish_broken_backward(self) -> bool:
         """Take part, with zeros, in what is left of a backward that an exception ended; other ranks may wait in it.
 
-        Returns whether there was one.
+        Returns whether there was one. A backward that another thread runs is none.
         """
+        if self._is_running:
+            return False
         backward, self._current = self._current, None
         self._open_tasks.clear()
         if backward is None:
@@ -617,9 +644,10 @@ class Runtime:
             backward.returned.end()
         backward.pending.clear()  # the user may have cleared .grad since
         backward.message.aborted = True
-        others_know = backward.launch_rest()
+        launched = backward.launch_rest()
         backward.wait()
         findings = self._read_riders(backward)
+        others_know = launched and self._rider_reader.was_at_once
         if others_know or findings.aborted_on:
             self.proof.postpone()  # every rank has dropped it
             self._forget_unless_refined()

@@ -82,6 +82,9 @@ class Segment:
         self._runtime = runtime
         self._index_of_parameter, self._leaves_alone = index_of_parameter, leaves_alone
         self._backend, self._compiler_options, self._naive = backend, compiler_options, naive
+        self._in_cuda_graphs = backend == "inductor" and any(
+            torch_private.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
+        )
         self._called = called
         self._graph_module = torch_private.copy_captured(graph_module)
         self._fake_inputs = torch_private.captured_inputs(graph_module)
@@ -192,6 +195,10 @@ class Segment:
 
     def _run_backward(self, node: Any, saved_and_tangents: list[Any]) -> Any:
         """The backward of every variant's forward, between AOTAutograd's prologue and epilogue."""
+        with self._runtime.launching_alone():
+            return self._run_backward_alone(node, saved_and_tangents)
+
+    def _run_backward_alone(self, node: Any, saved_and_tangents: list[Any]) -> Any:
         if torch_private.keeps_graph():
             self._spare_saved_tensors()
         call: SegmentCall | None = torch_private.attached(node)
@@ -210,7 +217,8 @@ class Segment:
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise
-        with watched_graph(self._runtime.communicator), self._runtime.proof.watching(call.plan):
+        watching = self._runtime.proof.watching(call.plan, sees_values=not self._in_cuda_graphs)
+        with watched_graph(self._runtime.communicator), watching:
             *gradients, riders = implementation(node, saved_and_tangents)
         if state:
             gradients, new_state = gradients[: -len(state)], iter(gradients[-len(state) :])
@@ -232,4 +240,6 @@ class Segment:
 
     def _keep_hook_state(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> None:
         assert self._runtime.bucket_hook is not None
+        if self._in_cuda_graphs:  # the next replay writes over what this one returned
+            state = [tensor.clone() for tensor in state]
         self._runtime.bucket_hook.keep(bucket, state)

@@ -21,7 +21,7 @@ def training_stats(module: nn.Module, runtime: Runtime, options: Options) -> dic
         "rank": communicator.rank,
         "module_name": type(module).__name__,
         "backend_name": dist.get_backend(communicator.group),
-        "device": str(parameters.tensors[0].device),
+        "device": ", ".join(sorted({str(tensor.device) for tensor in parameters.tensors})),
         "dtypes": tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters.tensors})),
         "num_parameter_tensors": len(parameters.tensors),
         "total_parameter_size_bytes": _nbytes(parameters.tensors),

@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import autograd as distributed_autograd
 from torch.distributed import distributed_c10d, rpc
+from torch.distributed.utils import _to_kwargs
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -275,6 +276,13 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynami
             f"options has {unknown[0]!r}, which Inductor does not know; see torch._inductor.list_options()."
         )
     return patches
+
+
+def uses_cuda_graphs(options: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether Inductor, with these config patches, replays what it compiles for `device` as CUDA graphs."""
+    from torch._inductor import config
+
+    return device.type == "cuda" and bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def trace_functional(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModule:
@@ -555,7 +563,9 @@ def new_group_named(
     """
     group_name = distributed_c10d.GroupName(name)
     backend, _ = distributed_c10d._world.pg_map[parent]
-    with _with_concurrent_gloo():
+    # ncclCommSplit is a collective of all ranks of the default group, which is split where it is bound to a device.
+    without_split = unittest.mock.patch.object(distributed_c10d, "_get_split_source", return_value=None)
+    with _with_concurrent_gloo(), without_split if len(ranks) < dist.get_world_size() else contextlib.nullcontext():
         group, _ = distributed_c10d._new_process_group_helper(
             len(ranks),
             list(ranks).index(dist.get_rank()),
@@ -571,6 +581,32 @@ def new_group_named(
         global_rank: group_rank for group_rank, global_rank in enumerate(ranks)
     }
     return group, group_name
+
+
+def moved(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward's arguments with all tensors on `device`, those in lists, tuples and dicts too, as torch's DDP does."""
+    inputs, keywords = _to_kwargs(args, kwargs, device, True)
+    return (inputs[0], keywords[0]) if inputs else (args, kwargs)
+
+
+def check_backends(group: dist.ProcessGroup, devices: Sequence[torch.device]) -> None:
+    """Raise ValueError where `group` cannot reduce tensors of all these devices."""
+    for kind in sorted({device.type for device in devices}):
+        try:
+            group._get_backend(torch.device(kind))
+        except RuntimeError as error:
+            raise ValueError(
+                f"parameters are on {kind}, for which the process group ({dist.get_backend_config(group)}) has no "
+                'backend: name one for each kind of device, as in init_process_group("cpu:gloo,cuda:nccl").'
+            ) from error
+    bound = distributed_c10d._get_default_group().bound_device_id
+    if bound is not None and any(device.type == bound.type and device != bound for device in devices):
+        raise ValueError(
+            f"parameters are on {', '.join(map(str, devices))}, and init_process_group(device_id=...) has bound this "
+            f"process to {bound}: put the model there, or leave device_id out."
+        )
 
 
 def default_store() -> dist.Store:

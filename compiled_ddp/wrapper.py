@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from compiled_ddp import torch_private
-from compiled_ddp.agreement import agree_on_description
+from compiled_ddp.agreement import Description, agree_on_description
 from compiled_ddp.backward import TrainedParameters
 from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.communicator import Communicator, RankGroup
-from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device, moved
+from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device
 from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.hook_program import check_hook
 from compiled_ddp.model_check import (
@@ -65,7 +65,9 @@ class DataParallelWrapper(nn.Module, Joinable):
         ranks = RankGroup(group_of(process_group, ddp_arguments))
         name = type(self).__name__
         self._own: OwnState  # what this wrapper looks after
-        agree_on_description(ranks, lambda: self._check_and_describe(module, name), failure="the model was not wrapped")
+        agree_on_description(
+            ranks, lambda: self._check_and_describe(module, name, ranks), failure="the model was not wrapped"
+        )
         self._input_device = input_device(ddp_arguments, module)
         self._mode: Mode = mode_from_environment()
         communicator = Communicator(ranks)
@@ -97,13 +99,14 @@ class DataParallelWrapper(nn.Module, Joinable):
         self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
         self.register_state_dict_post_hook(_strip_own_prefix)  # type: ignore[no-untyped-call]
 
-    def _check_and_describe(self, module: nn.Module, name: str) -> dict[str, list[object]]:
+    def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         torch_private.check_torch_version()
         self._options.check()
         self._own = check_model(module, name)
         if self._options.init_sync:
             check_writable(self._own)
         check_ddp_arguments(self._ddp_arguments, module, name)
+        torch_private.check_backends(ranks.process_group, self._own.devices())
         if self._options.comm_hook is not None:
             check_hook(self._options.comm_hook, next(iter(self._own.trained().values())))
         if self._own.sparse() and (self._options.comm_hook is not None or self._options.scaling is not None):
@@ -188,7 +191,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     def _on_its_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward's arguments where `device_ids` wants them."""
-        return (args, kwargs) if self._input_device is None else moved(args, kwargs, self._input_device)
+        return (args, kwargs) if self._input_device is None else torch_private.moved(args, kwargs, self._input_device)
 
     def _begin_forward(self, *, with_gradients: bool) -> None:
         if with_gradients:

@@ -106,14 +106,6 @@ def unfrozen(model: nn.Module) -> None:
     model.requires_grad_(True)
 
 
-class OnAnotherDevice(nn.Parameter):
-    """A parameter that says it is on a GPU."""
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda", 0)
-
-
 class OnMeta(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,11 +144,6 @@ THE_SAME_ON_EVERY_RANK = {
     ),
     "a meta buffer": Case(
         r"buffer extra\.table is on the meta device: materialise", spoil=put("extra", OnMeta), mend=take_out("extra")
-    ),
-    "parameters on two devices": Case(
-        r"several devices \(head.weight on cuda:0, norm.bias on cpu\): move the model to one device",
-        spoil=put("head.weight", lambda: OnAnotherDevice(torch.zeros(3, 8))),
-        mend=put_back("head", head),
     ),
     "a lazy parameter": Case(
         r"parameter head\.weight is uninitialised \(lazy\): run one forward",

@@ -354,6 +354,55 @@ def test_two_wrappers_may_be_interleaved_and_trained_in_two_threads(ranks2: Rank
     ranks2.run(_interleaved, wrapper)
 
 
+class WithPause(nn.Module):
+    """Two layers in graphs of their own; the backward between them calls `pause`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Mlp(), nn.Linear(3, 3)
+        self.pause: Callable[[Tensor], None] = lambda _: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        torch._dynamo.graph_break()
+        if hidden.requires_grad:
+            hidden.register_hook(self.pause)
+        return self.second(hidden)
+
+
+def _forward_during_backward(rank: int, wrapper: str, mode: str) -> None:
+    """Another thread evaluates the model while this one is in the middle of its backward."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPILED_DDP_MODE", mode)
+        ddp = wrap(wrapper, WithPause())
+    x = row_batch(rank)
+    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: loss_of(module, x))
+    evaluated = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            evaluated.append(ddp(row_batch(rank, 5)))
+
+    def in_another_thread(_: Tensor) -> None:
+        thread = threading.Thread(target=evaluate)
+        thread.start()
+        thread.join(20.0)
+
+    for step in range(3):
+        ddp.module.pause = in_another_thread if step else lambda _: None
+        ddp.zero_grad()
+        loss_of(ddp, x).backward()
+        assert len(evaluated) == step
+        assert_gradients(ddp.module, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "mode"), [("EagerDDP", "graph"), ("compile_ddp", "graph"), ("compile_ddp", "hooks")]
+)
+def test_another_thread_may_evaluate_the_model_during_a_backward(ranks2: RankPool, wrapper: str, mode: str) -> None:
+    ranks2.run(_forward_during_backward, wrapper, mode)
+
+
 # ---- pickling --------------------------------------------------------------------------------------------------------
 
 

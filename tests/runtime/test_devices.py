@@ -1,0 +1,281 @@
+"""Models off the CPU and on several devices: autograd has a thread for each, and a bucket is of one device.
+
+The devices are the test's own, of CPU memory (`second_device.py`): what is done asynchronously on a GPU, reading riders
+one backward late among it, is done here too, but nothing of streams is seen.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import second_device
+import torch
+import torch.distributed as dist
+from models import assert_equal_on_all_ranks, expected_mean, row_batch, wrappers
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
+
+from compiled_ddp import comm_hooks
+from ranks import RankPool
+
+BOTH = ("compile_ddp", "EagerDDP")
+TWO = ("twins:0", "twins:1")
+MIXED = ("twins:1", "cpu")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return second_device.build(tmp_path_factory.mktemp("second_device"))
+
+
+@pytest.fixture(scope="module")
+def ranks(inductor_cache: Path) -> Iterator[RankPool]:
+    """Two ranks of these tests alone, which no other test's ranks are like once they know the devices."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+class OnTwoDevices(nn.Module):
+    """Two branches, one on each device, which meet on the first: autograd runs them at the same time."""
+
+    def __init__(self, devices: tuple[str, str]) -> None:
+        super().__init__()
+        self.devices, self.reentrant = devices, False
+        self.stem = nn.Linear(5, 5).to(devices[1])
+        self.left = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).to(devices[0])
+        self.right = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()).to(devices[1])
+        self.head = nn.Linear(8, 3).double().to(devices[0])
+        self.register_buffer("seen", torch.zeros((), device=devices[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x.to(self.devices[1]))
+        return checkpoint(self._both, x, use_reentrant=True) if self.reentrant else self._both(x)
+
+    def _both(self, x: Tensor) -> Tensor:
+        here, there = self.devices
+        left, right = self.left(x.to(here)), self.right(x.to(there))
+        return self.head((left + right.to(here)).double())
+
+
+def loss_of(module: nn.Module, x: Tensor) -> Tensor:
+    return module(x).square().sum()
+
+
+def _wrapped(rank: int, library: Path, wrapper: str, devices: tuple[str, str], **options: Any) -> Any:
+    second_device.register(library)
+    return wrappers([wrapper])[wrapper](OnTwoDevices(devices), process_group=second_device.group(), **options)
+
+
+def _means(ddp: Any, x: Tensor, factor: float = 1.0) -> dict[str, Tensor]:
+    """On the CPU, where one thread computes them."""
+    bare = OnTwoDevices(("cpu", "cpu"))
+    bare.load_state_dict(ddp.module.state_dict(), strict=False)
+    return expected_mean(bare, lambda module: factor * loss_of(module, x))
+
+
+def _assert_means(ddp: Any, expected: dict[str, Tensor], *, skip: Sequence[str] = (), rtol: float = 1e-5) -> None:
+    for name, parameter in ddp.module.named_parameters():
+        if name in skip:
+            continue
+        assert parameter.grad is not None and parameter.grad.device == parameter.device, name
+        torch.testing.assert_close(parameter.grad.cpu().double(), expected[name], rtol=rtol, atol=rtol, msg=name)
+
+
+def _trains(rank: int, library: Path, wrapper: str, devices: tuple[str, str]) -> None:
+    ddp = _wrapped(rank, library, wrapper, devices, bucket_cap_mb=0.0002)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(4):
+        x = row_batch(rank, step)
+        expected = _means(ddp, x)
+        optimizer.zero_grad()
+        loss_of(ddp, x).backward()
+        _assert_means(ddp, expected)
+        optimizer.step()
+    sections = ddp.plan.sections
+    assert {section.origin for section in sections} == {"hooks"}
+    assert wrapper == "EagerDDP" or "autograd runs in threads of their own" in str(ddp.explain())
+    devices_of_buckets = {bucket.device for section in sections for bucket in section.plan.buckets}
+    assert devices_of_buckets == {torch.device(device) for device in devices}
+    assert "Proven to be reduced: 12 of 12 parameters" in str(ddp.explain())
+
+
+@pytest.mark.parametrize("devices", [TWO, MIXED])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_model_on_two_devices_is_averaged(
+    ranks: RankPool, library: Path, wrapper: str, devices: tuple[str, str]
+) -> None:
+    ranks.run(_trains, library, wrapper, devices)
+
+
+def _each_reduction(rank: int, library: Path, wrapper: str, devices: tuple[str, str]) -> None:
+    for reduction, factor in (("sum", 2.0), ("weighted", 1.0)):
+        ddp = _wrapped(rank, library, wrapper, devices, reduction=reduction, piggyback=("loss",))
+        for step in range(3):
+            x = row_batch(rank, step)
+            weight = float(step + 3 * rank) if reduction == "weighted" else 1.0
+            expected = _means(ddp, x, factor * weight * 2 / (2 * step + 3) if reduction == "weighted" else factor)
+            ddp.zero_grad()
+            with ddp.no_sync():
+                loss_of(ddp, x).backward()
+            if reduction == "weighted":
+                ddp.set_weight(weight)
+            ddp.piggyback(loss=float(rank + step))
+            loss = loss_of(ddp, x) * 0.0
+            loss.backward()
+            _assert_means(ddp, expected)
+            assert float(ddp.piggybacked["loss"]) == 2 * step + 1
+
+
+@pytest.mark.parametrize("devices", [TWO, MIXED])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_sums_weights_and_passengers_of_a_model_on_two_devices(
+    ranks: RankPool, library: Path, wrapper: str, devices: tuple[str, str]
+) -> None:
+    ranks.run(_each_reduction, library, wrapper, devices)
+
+
+def _autograd_threads(rank: int, library: Path) -> None:
+    ddp = _wrapped(rank, library, "EagerDDP", TWO, bucket_cap_mb=0.0002)
+    threads: dict[torch.device, set[int]] = {}
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: None)  # held back: runs in the thread of the end
+        parameter.register_hook(
+            lambda _, device=parameter.device: threads.setdefault(device, set()).add(threading.get_ident())
+        )
+    for step in range(20):
+        x = row_batch(rank, step)
+        expected = _means(ddp, x)
+        ddp.zero_grad()
+        loss_of(ddp, x).backward()
+        _assert_means(ddp, expected)
+    assert len(threads) == 2 and len(set.union(*threads.values())) == 2, threads
+
+
+def test_gradients_of_two_devices_come_in_two_threads(ranks: RankPool, library: Path) -> None:
+    ranks.run(_autograd_threads, library)
+
+
+def _steps_of_every_kind(rank: int, library: Path, wrapper: str, devices: tuple[str, str]) -> None:
+    ddp = _wrapped(rank, library, wrapper, devices, check_steps="error", broadcast_buffers=False)
+    idle = nn.Parameter(torch.ones(3, device=devices[0]))
+    ddp.module.register_parameter("idle", idle)  # unused on every rank; taken up in the next forward
+    for step in range(3):
+        x = row_batch(rank, step)
+        expected = _means(ddp, x, 1.5)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            loss_of(ddp, x).mul(0.5).backward()
+        loss_of(ddp, x).backward()
+        assert idle.grad is None
+        _assert_means(ddp, {**expected, "idle": torch.zeros(3)}, skip=("idle",))
+    x = row_batch(rank)
+    expected = _means(ddp, x, float(rank))  # rank 0 skips the step
+    ddp.zero_grad()
+    if rank == 0:
+        ddp.skip_step()
+    else:
+        loss_of(ddp, x).backward()
+    _assert_means(ddp, expected, skip=("idle",))
+    # Ranks that drop a step differ in the number of forwards, which riders tell one backward later here.
+    loss = loss_of(ddp, x)
+    if rank == 0:
+        loss = loss_of(ddp, x)
+    loss.backward()
+    del loss
+    with pytest.raises(RuntimeError, match="forward"):
+        loss_of(ddp, x).backward()
+
+
+@pytest.mark.parametrize("devices", [("twins:0", "twins:0"), TWO, MIXED])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_steps_of_every_kind_off_the_cpu(
+    ranks: RankPool, library: Path, wrapper: str, devices: tuple[str, str]
+) -> None:
+    ranks.run(_steps_of_every_kind, library, wrapper, devices, timeout_seconds=60.0)
+
+
+def _with_hooks(rank: int, library: Path, wrapper: str) -> None:
+    graph = _wrapped(rank, library, wrapper, TWO, comm_hook=comm_hooks.bf16_compress)
+    torchs = _wrapped(rank, library, wrapper, TWO)
+    torchs.register_comm_hook(second_device.group(), default_hooks.allreduce_hook)
+    for ddp in (graph, torchs):
+        for step in range(3):
+            x = row_batch(rank, step)
+            expected = _means(ddp, x)
+            ddp.zero_grad()
+            loss_of(ddp, x).backward()
+            _assert_means(ddp, expected, rtol=1e-5 if ddp is torchs else 0.05)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_communication_hooks_get_buckets_of_one_device(ranks: RankPool, library: Path, wrapper: str) -> None:
+    ranks.run(_with_hooks, library, wrapper)
+
+
+def _joined(rank: int, library: Path, wrapper: str) -> None:
+    ddp = _wrapped(rank, library, wrapper, TWO)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join():
+        for step in range(1 + 2 * rank):
+            optimizer.zero_grad()
+            loss_of(ddp, row_batch(rank, step)).backward()
+            optimizer.step()
+    assert_equal_on_all_ranks([parameter.tolist() for parameter in ddp.parameters()])
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_uneven_inputs_of_a_model_on_two_devices(ranks: RankPool, library: Path, wrapper: str) -> None:
+    ranks.run(_joined, library, wrapper)
+
+
+def _different_places(rank: int, library: Path) -> str:
+    second_device.register(library)
+    devices = TWO if rank == 0 else ("twins:1", "twins:1")
+    with pytest.raises(RuntimeError, match="not wrapped") as caught:
+        _wrapped(rank, library, "EagerDDP", devices)
+    return str(caught.value)
+
+
+def test_ranks_with_parameters_in_different_places_are_refused(ranks: RankPool, library: Path) -> None:
+    for message in ranks.run(_different_places, library):
+        assert "parameter right.0.weight" in message and "device number 2 of the model" in message, message
+
+
+def _device_ids(rank: int, library: Path) -> None:
+    with pytest.raises(ValueError, match="this one is on 2: leave them out"):
+        _wrapped(rank, library, "EagerDDP", TWO, device_ids=[0])
+
+
+def test_device_ids_of_a_model_on_two_devices_are_refused(ranks: RankPool, library: Path) -> None:
+    ranks.run(_device_ids, library)
+
+
+def _strict(rank: int, library: Path) -> None:
+    with pytest.raises(ValueError, match="strict=True wants graphs to reduce, and hooks do: the model is on several"):
+        _wrapped(rank, library, "compile_ddp", TWO, strict=True)
+    second_device.register(library)
+    with pytest.raises(ValueError, match=r"parameters are on twins, .* \(cpu:gloo.*\) has no backend"):
+        wrappers(["EagerDDP"])["EagerDDP"](OnTwoDevices(TWO), process_group=dist.new_group(backend="cpu:gloo"))
+
+
+def test_what_cannot_serve_several_devices_is_refused(ranks: RankPool, library: Path) -> None:
+    ranks.run(_strict, library)
+
+
+def _reentrant(rank: int, library: Path, devices: tuple[str, str]) -> None:
+    ddp = _wrapped(rank, library, "EagerDDP", devices, bucket_cap_mb=0.0002)
+    ddp.module.reentrant = True
+    for step in range(20):
+        x = row_batch(rank, step)
+        expected = _means(ddp, x)
+        ddp.zero_grad()
+        loss_of(ddp, x.requires_grad_()).backward()
+        _assert_means(ddp, expected)
+
+
+@pytest.mark.parametrize("devices", [TWO, MIXED])
+def test_a_reentrant_checkpoint_across_devices(ranks: RankPool, library: Path, devices: tuple[str, str]) -> None:
+    ranks.run(_reentrant, library, devices, timeout_seconds=40.0)

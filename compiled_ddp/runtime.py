@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -122,8 +123,26 @@ class Runtime:
 
     @property
     def broken_off_here(self) -> bool:
-        """Whether an exception has ended a backward of this thread's, which nothing has followed yet."""
-        return self._current is not None and not self._is_running and self._thread == threading.get_ident()
+        """Outside of backwards: whether an exception has ended one of this thread's, which nothing has followed yet."""
+        return self._thread == threading.get_ident() and self._has_broken_off()
+
+    def _has_broken_off(self) -> bool:
+        """Outside of backwards: whether an exception has ended one. One that another thread still runs has not.
+
+        After an exception in one device's thread the others finish what they are at: those of this thread's backward
+        are waited for.
+        """
+        deadline = time.monotonic() + self.communicator.ranks.timeout.total_seconds()
+        while self._is_running:
+            if self._thread != threading.get_ident():
+                return False
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {self.communicator.rank}: the backward before this forward has not ended in every thread: "
+                    "a hook of yours waits for something."
+                )
+            time.sleep(0.001)
+        return self._current is not None
 
     @property
     def _is_running(self) -> bool:
@@ -633,12 +652,11 @@ class Runtime:
 
         Returns whether there was one. A backward that another thread runs is none.
         """
-        if self._is_running:
+        if not self._has_broken_off():
             return False
         backward, self._current = self._current, None
         self._open_tasks.clear()
-        if backward is None:
-            return False
+        assert backward is not None
         self.communicator.refuse_if_failed()
         if backward.returned is not None:
             backward.returned.end()

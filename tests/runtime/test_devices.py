@@ -279,3 +279,40 @@ def _reentrant(rank: int, library: Path, devices: tuple[str, str]) -> None:
 @pytest.mark.parametrize("devices", [TWO, MIXED])
 def test_a_reentrant_checkpoint_across_devices(ranks: RankPool, library: Path, devices: tuple[str, str]) -> None:
     ranks.run(_reentrant, library, devices, timeout_seconds=40.0)
+
+
+def _broken_backward(rank: int, library: Path, devices: tuple[str, str]) -> None:
+    ddp = _wrapped(rank, library, "EagerDDP", devices, broadcast_buffers=False)
+    x = row_batch(rank)
+    for _ in range(2):
+        expected = _means(ddp, x)
+        ddp.zero_grad()
+        loss_of(ddp, x).backward()
+        _assert_means(ddp, expected)
+    ddp.zero_grad()
+    if rank == 0:
+        handle = ddp.module.left[0].weight.register_hook(_raise)
+        with pytest.raises(ValueError, match="on purpose"):
+            loss_of(ddp, x).backward()
+        handle.remove()
+    else:
+        loss_of(ddp, x).backward()  # off the CPU nothing tells yet that what it brings is no mean
+    ddp.zero_grad()
+    with pytest.raises(RuntimeError, match=r"the one before it broke off on 1 rank\(s\).*load a checkpoint"):
+        loss_of(ddp, x).backward()
+    for _ in range(2):
+        expected = _means(ddp, x)
+        ddp.zero_grad()
+        loss_of(ddp, x).backward()
+        _assert_means(ddp, expected)
+
+
+def _raise(_: Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+@pytest.mark.parametrize("devices", [("twins:0", "twins:0"), TWO])
+def test_a_broken_backward_is_told_one_step_late_off_the_cpu(
+    ranks: RankPool, library: Path, devices: tuple[str, str]
+) -> None:
+    ranks.run(_broken_backward, library, devices, timeout_seconds=60.0)

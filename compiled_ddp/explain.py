@@ -21,6 +21,7 @@ class Explanation:
     bucket_size: str  # how large a bucket may be, and why
     unused: tuple[str, ...] = ()  # parameters that no rank has used, and that are not reduced until one does
     sparse: tuple[str, ...] = ()  # parameters with sparse gradients, which are averaged at the end of each backward
+    left_alone: tuple[str, ...] = ()  # parameters to ignore, or of a wrapper inside
     reduction: str = ""  # what a bucket is reduced to, where that is not the mean by an all-reduce
     proof: str = ""  # how many parameters are proven to be reduced, and what is pending; empty on one rank
 
@@ -37,6 +38,8 @@ class Explanation:
                 f"\nSparse gradients, which have no place in a bucket and in a graph, are averaged at the end of each "
                 f"backward: {', '.join(self.sparse)}."
             )
+        if self.left_alone:
+            notes += f"\nLeft alone, to be ignored or of a wrapper inside: {names_in_words(self.left_alone, 5)}."
         proof = f"\n{self.proof}" if self.proof else ""
         reduction = f"\n{self.reduction}" if self.reduction else ""
         return f"{table}\n{self.bucket_size}{reduction}{notes}{proof}"
@@ -49,6 +52,7 @@ def explain_sequence(
     link_bytes_per_second: float | None,
     proof: str,
     sparse: tuple[str, ...],
+    left_alone: tuple[str, ...],
 ) -> Explanation:
     """Describe a sequence, bucket by bucket in launch order.
 
@@ -57,7 +61,7 @@ def explain_sequence(
     bucket_size = _bucket_size_in_words(options, link_bytes_per_second)
     reduction = _reduction_in_words(options)
     if sequence is None:
-        return Explanation((), tuple(fallback_reasons), bucket_size, sparse=sparse, reduction=reduction, proof=proof)
+        return Explanation((), tuple(fallback_reasons), bucket_size, (), sparse, left_alone, reduction, proof)
     rows: list[Row] = []
     for section in sequence.launched:
         for bucket in section.plan.buckets:
@@ -67,7 +71,7 @@ def explain_sequence(
     planned = {section.reason for section in sequence.sections}
     at_run_time = tuple(reason for reason in fallback_reasons if reason not in planned)
     unused = (sequence.parameter_names[index] for section in sequence.unused for index in section.plan.indices)
-    return Explanation(tuple(rows), at_run_time, bucket_size, tuple(unused), sparse, reduction, proof)
+    return Explanation(tuple(rows), at_run_time, bucket_size, tuple(unused), sparse, left_alone, reduction, proof)
 
 
 def _reduction_in_words(options: Options) -> str:

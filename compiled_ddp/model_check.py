@@ -48,7 +48,7 @@ class Place:
 def trained_places(state: OwnState) -> list[Place]:
     """Every place of what requires a gradient, in the model as it is now, but for what is left alone."""
     places = []
-    left_alone = {id(parameter) for parameter in state.left_alone()}
+    left_alone = {id(parameter) for parameter in state.left_alone().values()}
     for prefix, owner in state.modules():
         parts: Mapping[str, torch.Tensor | nn.Module | None]
         for parts in (owner._parameters, owner._modules):

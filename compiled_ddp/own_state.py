@@ -55,14 +55,14 @@ class OwnState:
                     found.setdefault(id(buffer), (_joined(prefix, key), buffer))
         return dict(found.values())
 
-    def left_alone(self) -> list[nn.Parameter]:
-        """The other parameters of the model."""
+    def left_alone(self) -> dict[str, nn.Parameter]:
+        """The other parameters of the model, by name."""
         own = {id(parameter) for parameter in self.parameters().values()}
-        return [parameter for parameter in self.module.parameters() if id(parameter) not in own]
+        return {name: parameter for name, parameter in self.module.named_parameters() if id(parameter) not in own}
 
     def leaves_alone(self, tensor: object) -> bool:
         """Whether `tensor` is one of these."""
-        return any(parameter is tensor for parameter in self.left_alone())
+        return any(parameter is tensor for parameter in self.left_alone().values())
 
     def wrappers_inside(self) -> dict[str, nn.Module]:
         """The outermost wrappers inside the model, by name, in registration order."""

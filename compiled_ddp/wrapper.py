@@ -585,6 +585,7 @@ class DataParallelWrapper(nn.Module, Joinable):
             self._link_bytes_per_second,
             str(self._runtime.proof),
             self._runtime.sparse.names,
+            tuple(self._own.left_alone()),
         )
 
     def stats(self) -> dict[str, Any]:

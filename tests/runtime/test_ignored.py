@@ -70,7 +70,9 @@ def _ignored(rank: int, wrapper: str) -> None:
         _assert_step(ddp, rank, step, {"scale", "table.weight"})
     assert ddp.own_sum.tolist() == [rank, rank] and ddp.shared_sum.tolist() == [0, 0]
     assert {section.origin for section in ddp.plan.sections} == {"graph" if wrapper == "compile_ddp" else "hooks"}
-    assert "scale" not in str(ddp.explain()) and "table" not in str(ddp.explain())
+    assert ddp.explain().left_alone == ("scale", "table.weight")
+    assert "wrapper inside: scale, table.weight." in str(ddp.explain())
+    assert not any("scale" in row[4] or "table" in row[4] for row in ddp.explain().rows)
     ddp.module.table = nn.Embedding(5, 8)  # nothing of the wrapper's: it may be replaced, and frozen on one rank
     ddp.table.weight.requires_grad_(rank == 0)
     ddp.zero_grad()

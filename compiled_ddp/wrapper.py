@@ -295,7 +295,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         self._require_sync = bool(value)
 
     def _set_static_graph(self) -> None:
-        """DDP's older name for `static_graph=True`. Without effect: what steps use need not be known ahead."""
+        """DDP's older name for `static_graph=True`. Without effect: where that is needed, pass it at construction."""
 
     def skip_step(self, *others: "DataParallelWrapper") -> None:
         """Take part in this step's backward with zeros: what a rank that drops a step calls in place of backward.

@@ -285,6 +285,21 @@ class DataParallelWrapper(nn.Module, Joinable):
         finally:
             self._require_sync = before
 
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """DDP's switch: whether the backwards of forwards from here on are synchronised. May be assigned.
+
+        False is what `no_sync()` sets, which gives back at its end what it found.
+        """
+        return self._require_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._require_sync = bool(value)
+
+    def _set_static_graph(self) -> None:
+        """DDP's older name for `static_graph=True`. Without effect: where that is needed, pass it at construction."""
+
     def skip_step(self, *others: "DataParallelWrapper") -> None:
         """Take part in this step's backward with zeros: what a rank that drops a step calls in place of backward.
 
@@ -392,12 +407,12 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
-        return self._runtime.parameters.tensors[0].device
+        return self.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup | None:
-        """The user's group, on which torch's `Join` counts the ranks that go on."""
-        return self._runtime.communicator.ranks.group()
+        """On which torch's `Join` counts the ranks that go on."""
+        return self.process_group
 
     def _follow(self) -> None:
         self._runtime.finish_broken_backward()
@@ -567,6 +582,16 @@ class DataParallelWrapper(nn.Module, Joinable):
         self._runtime.bucket_hook.load_state_dict(state, self._runtime.parameters.names)
 
     # ---- what users look at ------------------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group that the wrapper was made for; it reduces on a communicator of its own, made from this one."""
+        return self._runtime.communicator.ranks.group()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trained parameters are."""
+        return self._runtime.parameters.tensors[0].device
 
     @property
     def plan(self) -> ReductionSequence | None:

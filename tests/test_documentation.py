@@ -1,4 +1,4 @@
-"""Every Python snippet of the README and of docs/ runs.
+"""Every Python snippet of the README and of docs/ runs, and every test that a table names exists.
 
 The blocks of a page run in order, in one namespace, in one spawned process that is rank 0 of 1 by its environment. A
 block opened by ```{.python notest} does not run, and an HTML comment directly above it says why. (The README may also
@@ -114,6 +114,45 @@ def test_migration_page_names_every_ddp_argument() -> None:
     first_cells = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "migration.md").read_text(), flags=re.MULTILINE)
     arguments = set(inspect.signature(DistributedDataParallel).parameters)
     assert not arguments - set(first_cells), "docs/migration.md lists every argument of DistributedDataParallel"
+
+
+# In a table's row: `path.py`, `path.py::test_name`, and `::test_name` or, on apex's page, `test_name` alone.
+NAMED = re.compile(r"`(?P<path>[\w./]*\btest_\w+\.py)?(?:(?:::)?(?P<test>test_\w+))?`")
+
+
+def named_tests(page: Path) -> list[tuple[int, Path, str | None]]:
+    """The tests that the rows of a page's tables name: line, file, and function if one is named."""
+    is_apex = page.name == "apex.md"
+    directory = ROOT / "tests" / ("compat" if is_apex else "")
+    found = []
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        file = directory / "test_apex.py" if is_apex else None
+        for name in NAMED.finditer(line) if line.startswith("|") else ():
+            if name["path"]:
+                file = (directory / name["path"]).resolve()
+            if name["path"] or name["test"]:
+                assert file is not None, f"{relative(page)}:{number}: {name[0]} follows no path"
+                found.append((number, file, name["test"]))
+            if is_apex:
+                file = directory / "test_apex.py"
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_tests_that_a_table_names_exist(page: Path) -> None:
+    missing = []
+    for number, file, test in named_tests(page):
+        text = file.read_text() if file.exists() else ""
+        if not text or (test is not None and f"def {test}(" not in text):
+            missing.append(f"{relative(page)}:{number}: {file.name}::{test}")
+    assert not missing, missing
+
+
+def test_names_of_tests_are_found_in_tables(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`a/test_x.py::test_0`\n| a | `a/test_x.py::test_1`, `::test_2`, `b/test_y.py` | `test.py` |\n")
+    a, b = ROOT / "tests/a/test_x.py", ROOT / "tests/b/test_y.py"
+    assert named_tests(page) == [(2, a, "test_1"), (2, a, "test_2"), (2, b, None)]
 
 
 def test_snippets_are_found_with_their_lines() -> None:

@@ -551,3 +551,46 @@ def _with_extras(rank: int) -> list[str]:
 def test_a_compiled_module_no_sync_and_names_in_the_profiler(ranks2: RankPool) -> None:
     names = ranks2.run(_with_extras)[0]
     assert len(names) == 3
+
+
+def _order_of_events(rank: int) -> str:
+    """One letter for each event of a backward, in time: m(atrix product), L(aunch), W(ait)."""
+    ddp = apex.DistributedDataParallel(layers(), message_size=20)
+    for step in range(2):
+        assert_step(ddp, squares(rank, step))
+    loss = squares(rank)(ddp)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        loss.backward()
+    letters = {"aten::mm": "m", "compiled_ddp: launch": "L", "compiled_ddp: wait": "W"}
+    events = sorted(recorded.events(), key=lambda event: event.time_range.start)
+    return "".join(
+        letter for event in events for name, letter in letters.items() if event.name.startswith(name) and event.name
+    )
+
+
+def test_launches_return_while_backward_goes_on_and_its_end_waits(ranks2: RankPool) -> None:
+    for order in ranks2.run(_order_of_events):
+        launches = order.count("L")
+        assert launches == order.count("W") >= 3, order
+        assert "m" in order[order.index("L") :], "no launch before the last matrix product"
+        assert order.endswith("W" * launches), order
+
+
+def _return_value(rank: int) -> list[str]:
+    """What happens in a forward after the model has changed, and what it returns."""
+    ddp = apex.DistributedDataParallel(layers(), message_size=20)
+    assert_step(ddp, squares(rank))
+    seen = []
+    torch.manual_seed(rank)  # what is new differs between ranks, until rank 0's values come
+    ddp.module[1] = nn.Linear(4, 4)
+    own = ddp.module[1].weight.detach().clone()
+    ddp.module[1].register_forward_hook(lambda module, *_: seen.append(torch.equal(module.weight, own)))
+    outputs = []
+    ddp.module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+    returned = ddp(batch(rank))
+    assert returned is outputs[0]
+    return seen
+
+
+def test_a_forward_looks_first_and_returns_what_the_module_returns(ranks2: RankPool) -> None:
+    assert ranks2.run(_return_value) == [[True], [False]]

@@ -341,6 +341,19 @@ def _one_rank_wraps_eagerly(rank: int) -> str:
     return message
 
 
+def _other_shape_without_init_sync(rank: int, wrapper: str) -> None:
+    """torch's DDP compares nothing then."""
+    with pytest.raises(
+        RuntimeError, match=r"parameter weight is .*shape \([34], 5\).* here, .*shape \(3, 5\).* on rank 0"
+    ):
+        wrap(wrapper, nn.Linear(5, 3 + rank), init_sync=False)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_another_shape_is_refused_without_init_sync_too(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_other_shape_without_init_sync, wrapper)
+
+
 def test_different_wrappers_are_refused_on_every_rank(ranks2: RankPool) -> None:
     for message in ranks2.run(_one_rank_wraps_eagerly):
         assert "wrapper is EagerDDP here, CompiledDDP on rank 0" in message

@@ -83,13 +83,19 @@ def _in_float32(rank: int, wrapper: str) -> None:
     ddp = wrap(wrapper, model, comm_hooks.fp32_reduce)
     x = torch.full((1, 4), 1.0 if rank == 0 else 2.0**-8, dtype=torch.bfloat16)
     ddp(x).sum().backward()
-    expected = torch.full((1, 4), (1 + 2.0**-8) / 2).to(torch.bfloat16)
+    others = dist.get_world_size() - 1
+    expected = torch.full((1, 4), (1 + others * 2.0**-8) / (1 + others)).to(torch.bfloat16)
     assert torch.equal(model.weight.grad, expected), model.weight.grad
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_low_precision_gradients_are_reduced_in_float32(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_in_float32, wrapper)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_low_precision_gradients_are_reduced_in_float32_on_three_ranks(ranks3: RankPool, wrapper: str) -> None:
+    ranks3.run(_in_float32, wrapper)
 
 
 class Broken(nn.Module):
@@ -164,6 +170,11 @@ def test_what_top_k_does_not_send_is_kept_for_later_steps(ranks2: RankPool, wrap
     ranks2.run(_error_feedback, wrapper)
 
 
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_top_k_divides_what_it_sends_and_keeps_by_three_ranks(ranks3: RankPool, wrapper: str) -> None:
+    ranks3.run(_error_feedback, wrapper)
+
+
 def _power(rank: int, wrapper: str) -> list[float]:
     """Equal batches in every step: the mean of the steps' gradients approaches the true one."""
     ddp = wrap(wrapper, TokenModel(), PowerSGD(rank=4))
@@ -185,6 +196,13 @@ def _power(rank: int, wrapper: str) -> list[float]:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_power_sgd_approaches_the_mean_of_a_repeated_gradient(ranks2: RankPool, wrapper: str) -> None:
     for errors in ranks2.run(_power, wrapper):
+        assert errors[0] > 1e-3, "nothing was lost"
+        assert errors[-1] < errors[0] / 4, errors
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_power_sgd_approaches_the_mean_over_three_ranks(ranks3: RankPool, wrapper: str) -> None:
+    for errors in ranks3.run(_power, wrapper):
         assert errors[0] > 1e-3, "nothing was lost"
         assert errors[-1] < errors[0] / 4, errors
 

@@ -90,10 +90,10 @@ class EqualLayers(nn.Module):
         return self.layers(x).square().sum()
 
 
-def _sizes(rank: int, wrapper: str) -> list[int]:
+def _sizes(rank: int, wrapper: str, others: dict[str, float]) -> list[int]:
     kibibyte = 1 / 1024
     capacities = [0.1 * kibibyte, 0.5 * kibibyte, 0.75 * kibibyte]
-    ddp = wrappers([wrapper])[wrapper](EqualLayers(), bucket_cap_mb_list=capacities)
+    ddp = wrappers([wrapper])[wrapper](EqualLayers(), bucket_cap_mb_list=capacities, **others)
     for _ in range(2):
         ddp(torch.ones(2, 8)).backward()
     assert f", {capacities[1]:g}, {capacities[2]:g} MiB, in order" in str(ddp.explain())
@@ -102,7 +102,12 @@ def _sizes(rank: int, wrapper: str) -> list[int]:
 
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_each_bucket_has_its_own_capacity_and_further_ones_the_last(ranks2: RankPool, wrapper: str) -> None:
-    assert ranks2.run(_sizes, wrapper) == [[1, 2, 3]] * 2
+    assert ranks2.run(_sizes, wrapper, {}) == [[1, 2, 3]] * 2
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_list_of_capacities_takes_the_place_of_bucket_cap_mb_as_under_ddp(ranks2: RankPool, wrapper: str) -> None:
+    assert ranks2.run(_sizes, wrapper, {"bucket_cap_mb": 25.0, "first_bucket_mb": 25.0}) == [[1, 2, 3]] * 2
 
 
 # ---- buffers ---------------------------------------------------------------------------------------------------------

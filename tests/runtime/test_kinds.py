@@ -1,11 +1,13 @@
 """Kinds of parameters, modules and hooks that torch's DDP takes: complex numbers, parametrizations, Horovod's habit."""
 
+import contextlib
 import copy
 import functools
 import io
 import pickle
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import autograd as distributed_autograd
 from torch.distributed import init_device_mesh, rpc
 from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations
 
 from ranks import RankPool
@@ -79,6 +82,10 @@ def _complex(rank: int, wrapper: str) -> None:
         ddp.zero_grad()
         loss(ddp).backward()
         _assert_complex(ddp, expected)
+        if step == 1:  # from then on some rank runs another graph
+            assert {section.origin for section in ddp.plan.launched} == {
+                "graph" if wrapper == "compile_ddp" else "hooks"
+            }
     ddp.module.use_all = True
     once = _complex_mean(ddp, loss)
     ddp.zero_grad()
@@ -94,8 +101,36 @@ def test_complex_parameters_are_averaged_and_proven(ranks2: RankPool) -> None:
     ranks2.run(_complex, "compile_ddp")
 
 
-def test_complex_parameters_are_averaged_by_hooks_on_three_ranks(ranks3: RankPool) -> None:
-    ranks3.run(_complex, "EagerDDP")
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_complex_parameters_are_averaged_on_three_ranks(ranks3: RankPool, wrapper: str) -> None:
+    ranks3.run(_complex, wrapper)
+
+
+class OneComplex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _complex_under_inductor(rank: int) -> None:
+    ddp = wrap("compile_ddp", OneComplex(), backend="inductor", verify="off")
+    for step in range(2):
+        loss = functools.partial(loss_of, x=row_batch(rank, step))
+        expected = _complex_mean(ddp, loss)
+        ddp.zero_grad()
+        loss(ddp).backward()
+        _assert_complex(ddp, expected)
+    assert {section.origin for section in ddp.plan.launched} == {"graph"}
+    assert not ddp.explain().fallback_reasons
+
+
+@pytest.mark.inductor
+def test_inductor_reduces_complex_gradients_in_its_graph(ranks2: RankPool) -> None:
+    ranks2.run(_complex_under_inductor)
 
 
 # ---- parameters computed from others ---------------------------------------------------------------------------------
@@ -175,25 +210,83 @@ class Layouts(nn.Module):
         return (hidden * self.expanded + self.gapped) @ self.transposed.mT
 
 
+@contextlib.contextmanager
+def _stride_warnings() -> Iterator[list[str]]:
+    """The warnings of this rank about strides of gradients: all, also those that torch gives once in a process."""
+    found: list[str] = []
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield found
+    finally:
+        torch.set_warn_always(False)
+    found += [str(warning.message) for warning in caught if "strides" in str(warning.message)]
+
+
 def _layouts(rank: int, wrapper: str) -> None:
     model = Layouts()
     with pytest.raises(ValueError, match=r"^expanded is expanded.*clone\(\) it, or pass init_sync=False"):
         wrap(wrapper, model)
     ddp = wrap(wrapper, model, init_sync=False)
     for step in range(2):
-        assert_step(ddp, lambda module: loss_of(module, row_batch(rank, step)))  # noqa: B023
+        x = row_batch(rank, step)
+        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: loss_of(module, x))  # noqa: B023
+        ddp.zero_grad()
+        with _stride_warnings() as found:
+            loss_of(ddp, x).backward()
+        assert_gradients(ddp.module, expected)
+        assert not found, found
     strides = {name: parameter.grad.stride() for name, parameter in ddp.module.named_parameters()}
     assert strides["expanded"] == strides["gapped"] == (1,)
     assert strides["transposed"] == (1, 4)
     assert strides["conv.weight"] == ddp.conv.weight.stride()
 
 
-@pytest.mark.filterwarnings("error:.*grad.* strides")
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_gradients_have_the_strides_of_dense_parameters_and_are_contiguous_elsewhere(
     ranks2: RankPool, wrapper: str
 ) -> None:
     ranks2.run(_layouts, wrapper)
+
+
+def _other_strides(rank: int, wrapper: str) -> None:
+    """A contiguous .grad of a channels_last parameter, which torch's DDP warns of."""
+    model = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 2, 5, 5, generator=torch.Generator().manual_seed(rank))
+    ours = wrap(wrapper, copy.deepcopy(model))
+    for ddp, warns in ((DistributedDataParallel(model), True), (ours, False)):
+        for _ in range(2):
+            expected = expected_mean(copy.deepcopy(ddp.module), lambda module: loss_of(module, x))
+            before = torch.zeros(3, 2, 2, 2)
+            ddp.module.weight.grad, ddp.module.bias.grad = before, torch.zeros(3)
+            with _stride_warnings() as found:
+                loss_of(ddp, x).backward()
+            assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-6)
+            assert ddp.module.weight.grad is before and before.is_contiguous()
+            assert any("bucket view strides" in message for message in found) == warns, found
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_gradient_of_other_strides_than_its_parameter_stays_as_it_is_without_a_warning(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_other_strides, wrapper)
+
+
+def _memory_of_gradients(rank: int) -> list[int]:
+    """In how many pieces of memory six gradients lie, by hooks without and with views, and from a graph."""
+    found = []
+    for wrapper, as_view in (("EagerDDP", False), ("EagerDDP", True), ("compile_ddp", False)):
+        ddp = wrap(wrapper, Mlp(), gradient_as_bucket_view=as_view, bucket_cap_mb=25.0, first_bucket_mb=25.0)
+        for step in range(2):
+            assert_step(ddp, lambda module: loss_of(module, row_batch(rank, step)))  # noqa: B023
+        found.append(len({parameter.grad.untyped_storage().data_ptr() for parameter in ddp.parameters()}))
+    return found
+
+
+def test_without_bucket_views_each_gradient_that_hooks_reduce_has_memory_of_its_own(ranks2: RankPool) -> None:
+    assert ranks2.run(_memory_of_gradients) == [[6, 1, 1]] * 2
 
 
 # ---- Horovod's habit -------------------------------------------------------------------------------------------------
@@ -248,6 +341,35 @@ def _local(bare: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_hooks_on_accumulate_grad_nodes_are_called_once_in_each_backward(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_horovod, wrapper)
+
+
+def _local_until_the_end(rank: int) -> None:
+    """What .grad holds in the hook: torch's DDP, then EagerDDP without and with views."""
+    for ddp, is_local in (
+        (DistributedDataParallel(Mlp()), True),
+        (wrap("EagerDDP", Mlp(), gradient_as_bucket_view=False), True),
+        (wrap("EagerDDP", Mlp()), False),
+    ):
+        seen: dict[str, Tensor] = {}
+        nodes = []
+        for name, parameter in ddp.module.named_parameters():
+
+            def keep(*_: object, name: str = name, parameter: Tensor = parameter, seen: dict[str, Any] = seen) -> None:
+                seen[name] = parameter.grad.clone()
+
+            nodes.append(_accumulate_grad(parameter))
+            nodes[-1].register_hook(keep)
+        for step in range(2):
+            x = row_batch(rank, step)
+            local = _local(copy.deepcopy(ddp.module), x)
+            ddp.zero_grad()
+            loss_of(ddp, x).backward()
+            assert sorted(seen) == sorted(local)
+            assert all(torch.allclose(seen[name], local[name], atol=1e-5) for name in local) == is_local
+
+
+def test_without_bucket_views_such_a_hook_finds_the_local_gradient_as_under_ddp(ranks2: RankPool) -> None:
+    ranks2.run(_local_until_the_end)
 
 
 # ---- a module with collectives of its own ----------------------------------------------------------------------------

@@ -74,6 +74,26 @@ class WithAttributes(Mlp):
         return self.first.out_features
 
 
+# docs/migration.md says what to use instead.
+ONLY_DDPS = [
+    "device_ids",
+    "output_device",
+    "dim",
+    "find_unused_parameters",
+    "static_graph",
+    "broadcast_buffers",
+    "gradient_as_bucket_view",
+    "bucket_bytes_cap",
+    "will_sync_module_buffers",
+    "reducer",
+    "logger",
+    "parameters_to_ignore",
+    "_register_buffer_comm_hook",
+    "_register_fused_optim",
+    "_update_process_group",
+]
+
+
 def _attributes(rank: int, wrapper: str) -> None:
     model = WithAttributes()
     torch_ddp = DistributedDataParallel(copy.deepcopy(model))
@@ -85,6 +105,11 @@ def _attributes(rank: int, wrapper: str) -> None:
     assert ddp.head is model.head
     assert ddp.table is model.table
     assert not hasattr(ddp, "nothing_of_that_name")
+    assert ddp.process_group is torch_ddp.process_group
+    assert ddp.device == torch_ddp.device
+    ddp._set_static_graph()
+    for name in ONLY_DDPS:
+        assert hasattr(torch_ddp, name) and not hasattr(ddp, name), name
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         _ = ddp.nothing_of_that_name
     for own, theirs in (
@@ -365,6 +390,32 @@ def _nested_no_sync(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_no_sync_nests_and_ends_with_an_exception(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_nested_no_sync, wrapper)
+
+
+def _switched_off(rank: int, wrapper: str) -> None:
+    """As some training loops do it; torch's DDP beside it."""
+    model = Mlp()
+    for ddp in (DistributedDataParallel(copy.deepcopy(model)), wrap(wrapper, model)):
+        x = batch(rank)
+        bare = copy.deepcopy(ddp.module)
+        local = local_gradients(bare, lambda module: loss_of(module, x))  # noqa: B023
+        mean = mean_over_ranks(local, bare)
+        ddp.require_backward_grad_sync = False
+        with ddp.no_sync():
+            pass
+        loss_of(ddp, x).backward()
+        for name, parameter in ddp.module.named_parameters():
+            torch.testing.assert_close(parameter.grad, local[name])
+        ddp.require_backward_grad_sync = True
+        with ddp.no_sync():
+            assert not ddp.require_backward_grad_sync
+        loss_of(ddp, x).backward()
+        assert_gradients(ddp.module, {name: 2 * gradient for name, gradient in mean.items()})
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_synchronisation_may_be_switched_by_ddps_attribute(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_switched_off, wrapper)
 
 
 def _forward_decides(rank: int, wrapper: str) -> None:

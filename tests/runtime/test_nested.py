@@ -160,8 +160,9 @@ def test_each_wrapper_reduces_its_own(ranks2: RankPool, outer: str, inner: str) 
     ranks2.run(_nested, outer, inner)
 
 
-def test_each_wrapper_reduces_its_own_on_three_ranks(ranks3: RankPool) -> None:
-    ranks3.run(_nested, "EagerDDP", "EagerDDP")
+@pytest.mark.parametrize(("outer", "inner"), [("EagerDDP", "EagerDDP"), ("compile_ddp", "compile_ddp")])
+def test_each_wrapper_reduces_its_own_on_three_ranks(ranks3: RankPool, outer: str, inner: str) -> None:
+    ranks3.run(_nested, outer, inner)
 
 
 @pytest.mark.filterwarnings("ignore:gradients of")

@@ -1,10 +1,11 @@
 """What is refused in the middle of training: an error that says what to do, and a step after it that is right."""
 
 import copy
+import warnings
 
 import pytest
 import torch
-from models import Mlp, assert_step, row_batch, wrappers
+from models import Mlp, assert_gradients, assert_step, expected_mean, row_batch, wrappers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -116,6 +117,35 @@ def _creates_graph(rank: int) -> None:
 
 def test_a_backward_that_creates_a_graph_through_a_captured_one_is_refused(ranks2: RankPool) -> None:
     ranks2.run(_creates_graph)
+
+
+def _creates_graph_by_hooks(rank: int) -> None:
+    """The penalty of a gradient that `torch.autograd.grad` returns from inputs is differentiable; .grad is not."""
+    ddp = wrappers(["EagerDDP"])["EagerDDP"](Mlp())
+    for number in range(2):
+        x = row_batch(rank, number)
+        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: loss_of(module, x))  # noqa: B023
+        ddp.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, of the cycle that create_graph=True makes
+            loss_of(ddp, x).backward(create_graph=True)
+        assert_gradients(ddp.module, expected)
+        assert not any(p.grad.requires_grad or p.grad.grad_fn for p in ddp.parameters())
+
+    def penalised(module: nn.Module) -> Tensor:
+        inputs = row_batch(rank).requires_grad_()
+        loss = loss_of(module, inputs)
+        (gradient,) = torch.autograd.grad(loss, inputs, create_graph=True)
+        return loss + gradient.square().sum()
+
+    expected = expected_mean(copy.deepcopy(ddp.module), penalised)
+    ddp.zero_grad()
+    penalised(ddp).backward()
+    assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_by_hooks_a_backward_that_creates_a_graph_leaves_the_mean_without_one(ranks2: RankPool) -> None:
+    ranks2.run(_creates_graph_by_hooks)
 
 
 class Sandwich(nn.Module):

@@ -200,8 +200,10 @@ def test_sparse_gradients_are_averaged_and_stay_sparse(ranks2: RankPool, wrapper
     ranks2.run(_steps, wrapper)
 
 
-def test_sparse_gradients_are_averaged_on_three_ranks(ranks3: RankPool) -> None:
-    ranks3.run(_steps, "EagerDDP")
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_sparse_gradients_are_averaged_on_three_ranks(ranks3: RankPool, wrapper: str) -> None:
+    ranks3.run(_steps, wrapper)
 
 
 def _other_reductions(rank: int) -> None:

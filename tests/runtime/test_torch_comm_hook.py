@@ -1,11 +1,13 @@
 """Communication hooks: torch's own give what they give under torch's DDP."""
 
+import contextlib
 import copy
 import functools
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
 )
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
@@ -103,6 +106,106 @@ def _as_under_torch(rank: int, wrapper: str, names: list[str]) -> None:
 def test_torchs_hooks_give_what_they_give_under_its_ddp(ranks2: RankPool) -> None:
     ranks2.run(_as_under_torch, "EagerDDP", list(HOOKS))
     ranks2.run(_as_under_torch, "compile_ddp", ["fp16 wrapper", "powerSGD", "noop"])
+
+
+# Written for NCCL: they wait for a GPU, move tensors to it, and take all_gather's future to hold one tensor;
+# batched_powerSGD_hook orthogonalises a matrix with a function that takes batches of them (torch 2.13).
+FOR_NCCL: dict[str, Callable[[], tuple[object, Callable[..., Any]]]] = {
+    "batched powerSGD": lambda: power_sgd(powerSGD_hook.batched_powerSGD_hook),
+    "quantization per tensor": lambda: (dist.group.WORLD, quantization_hooks.quantization_pertensor_hook),
+    "quantization per channel": lambda: (dist.group.WORLD, quantized_in_small_parts),
+}
+
+
+def quantized_in_small_parts(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    return quantization_hooks.quantization_perchannel_hook(group, bucket, bucket_size=16)
+
+
+class GatheredAsByNccl:
+    """The work of an all_gather whose future holds the outputs in one tensor."""
+
+    def __init__(self, work: Any, outputs: list[Tensor]) -> None:
+        self._work, self._outputs = work, outputs
+
+    def wait(self) -> None:
+        self._work.wait()
+
+    def get_future(self) -> Any:
+        self._work.wait()
+        future: Future[list[Tensor]] = Future()
+        future.set_result([torch.stack(self._outputs)])
+        return future
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    all_gather = dist.all_gather
+
+    def gathered(outputs: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        work = all_gather(outputs, tensor, group=group, async_op=async_op)
+        return GatheredAsByNccl(work, outputs) if async_op else work
+
+    with (
+        mock.patch.object(torch.cuda, "synchronize"),
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor, *_: tensor),
+        mock.patch.object(dist, "all_gather", gathered),
+        mock.patch.object(powerSGD_hook, "_orthogonalize", lambda matrix: matrix.copy_(torch.linalg.qr(matrix)[0])),
+    ):
+        yield
+
+
+def _hooks_for_nccl(rank: int, wrapper: str) -> None:
+    with _as_on_a_gpu():
+        for name, make in FOR_NCCL.items():
+            torch.manual_seed(5)
+            model = nn.Linear(5, 64, bias=False)  # what is lost depends on each gradient's place in its bucket
+            exact = copy.deepcopy(model)
+            theirs = DistributedDataParallel(copy.deepcopy(model))
+            ours = wrappers([wrapper])[wrapper](model, bucket_cap_mb=25.0, first_bucket_mb=25.0)
+            for ddp in (theirs, ours):
+                ddp.register_comm_hook(*make())
+            for step in range(4):
+                for ddp in (theirs, ours):
+                    ddp.zero_grad()
+                    loss_of(ddp, row_batch(rank, step)).backward()
+                mean = expected_mean(exact, lambda m: loss_of(m, row_batch(rank, step)))  # noqa: B023
+                found, other = ours.module.weight.grad, theirs.module.weight.grad
+                torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5, msg=f"{name}, step {step}")
+            assert not torch.allclose(found.double(), mean["weight"], rtol=1e-4), f"{name} loses nothing"
+            torch.testing.assert_close(found.double(), mean["weight"], rtol=0.2, atol=mean["weight"].abs().max().item())
+            ours.unwrap()
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_torchs_hooks_for_nccl_give_what_they_give_under_its_ddp(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_hooks_for_nccl, wrapper)
+
+
+def _local_sgd_in_subgroups(rank: int, wrapper: str) -> None:
+    """Two steps averaged over all three ranks, then over ranks 0 and 1, and rank 2 by itself."""
+    subgroup, _ = dist.new_subgroups_by_enumeration([[0, 1], [2]])
+    ddp = wrappers([wrapper])[wrapper](Mlp(), bucket_cap_mb=25.0, first_bucket_mb=25.0)
+    theirs = DistributedDataParallel(copy.deepcopy(ddp.module))
+    for wrapped in (ddp, theirs):
+        state = post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, subgroup, 2)
+        wrapped.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    for step in range(4):
+        local = local_gradients(copy.deepcopy(ddp.module), lambda m: loss_of(m, row_batch(rank, step)))  # noqa: B023
+        group = dist.group.WORLD if step < 2 else subgroup
+        for wrapped in (ddp, theirs):
+            wrapped.zero_grad()
+            loss_of(wrapped, row_batch(rank, step)).backward()
+        for (name, parameter), other in zip(ddp.module.named_parameters(), theirs.module.parameters(), strict=True):
+            total = local[name].clone()
+            dist.all_reduce(total, group=group)
+            mean = total / dist.get_world_size(group)
+            torch.testing.assert_close(parameter.grad, mean, rtol=1e-5, atol=1e-6, msg=f"step {step}, {name}")
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-6, msg=f"step {step}, {name}")
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_post_local_sgd_averages_in_its_subgroups_after_its_first_steps(ranks3: RankPool, wrapper: str) -> None:
+    ranks3.run(_local_sgd_in_subgroups, wrapper)
 
 
 def test_an_all_reduce_hook_gives_the_mean_on_three_ranks(ranks3: RankPool) -> None:
@@ -235,6 +338,7 @@ def _refused(rank: int, wrapper: str) -> None:
     with pytest.raises(RuntimeError, match="communication hook is noop_hook here, noop on rank 0"):
         ddp.register_comm_hook(None, noop if rank == 0 else debugging_hooks.noop_hook)
     loss_of(ddp, row_batch(rank)).backward()  # nothing is registered so far
+    _register_inside_a_backward(ddp, rank)
     ddp.register_comm_hook(None, noop)
     with pytest.raises(RuntimeError, match="can only be called once"):
         ddp.register_comm_hook(None, noop)
@@ -250,6 +354,17 @@ def _refused(rank: int, wrapper: str) -> None:
     watched = wrappers([wrapper])[wrapper](Mlp(), verify="always")
     with pytest.warns(UserWarning, match='verify="always" is ignored under a communication hook'):
         watched.register_comm_hook(None, noop)
+
+
+def _register_inside_a_backward(ddp: nn.Module, rank: int) -> None:
+    output = ddp(row_batch(rank))
+    output.register_hook(lambda _: ddp.register_comm_hook(None, noop))
+    with pytest.raises(RuntimeError, match="called inside a backward: call it before or after one"):
+        output.square().sum().backward()
+    expected = expected_mean(copy.deepcopy(ddp.module), lambda m: loss_of(m, row_batch(rank)))
+    ddp.zero_grad()
+    loss_of(ddp, row_batch(rank)).backward()  # nothing is registered, and the next step is right
+    assert_gradients(ddp.module, expected)
 
 
 @pytest.mark.parametrize("wrapper", BOTH)

@@ -2,11 +2,13 @@
 
 import copy
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, expected_mean, local_gradients, row_batch, wrappers
+from models import Mlp, assert_gradients, expected_mean, local_gradients, row_batch, wrappers
 from torch import Tensor, nn
 
 from compiled_ddp import EagerDDP, compile_ddp
@@ -221,6 +223,37 @@ def _module_hooks(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_module_node_and_saved_tensor_hooks_behave_as_in_eager(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_module_hooks, wrapper)
+
+
+# What each does on a module: input, output, gradients of the input, gradients of the output.
+ON_THE_WRAPPER: dict[str, Callable[[nn.Module], Any]] = {
+    "forward_pre_hook": lambda m: m.register_forward_pre_hook(lambda _, inputs: (2 * inputs[0],)),
+    "forward_hook": lambda m: m.register_forward_hook(lambda _, inputs, output: 2 * output),
+    "full_backward_hook": lambda m: m.register_full_backward_hook(lambda _, of_inputs, __: (2 * of_inputs[0],)),
+    "full_backward_pre_hook": lambda m: m.register_full_backward_pre_hook(lambda _, of_outputs: (3 * of_outputs[0],)),
+}
+
+
+def _on_the_wrapper(rank: int, wrapper: str) -> None:
+    for name, register in ON_THE_WRAPPER.items():
+        ddp = wrappers([wrapper])[wrapper](Mlp())
+        bare, without = copy.deepcopy(ddp.module), copy.deepcopy(ddp.module)
+        register(ddp)
+        register(bare)
+        for step in range(2):
+            x, of_bare, of_none = (row_batch(rank, step).requires_grad_() for _ in range(3))
+            expected = expected_mean(bare, lambda module: module(of_bare).square().sum())  # noqa: B023
+            ddp.zero_grad()
+            ddp(x).square().sum().backward()
+            assert_gradients(ddp.module, expected)
+            torch.testing.assert_close(x.grad, of_bare.grad)
+            without(of_none).square().sum().backward()
+            assert not torch.allclose(x.grad, of_none.grad), f"{name} does nothing"
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_what_module_hooks_on_the_wrapper_itself_return_is_used(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_on_the_wrapper, wrapper)
 
 
 def _added_after_compilation(rank: int) -> None:

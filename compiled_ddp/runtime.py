@@ -117,6 +117,11 @@ class Runtime:
             self._forwards.begin(after_exception=any(other.broken_off_here for other in _runtimes))
         self.communicator.standing.forward_began(self._forwards.value)
 
+    def drop_forwards(self) -> None:
+        """Take back the forwards that wait for a backward: the step has ended without one, on every rank."""
+        self._expected = False
+        self._forwards.take_back()
+
     @property
     def broken_off_here(self) -> bool:
         """Outside of backwards: whether an exception has ended one of this thread's, which nothing has followed yet."""
@@ -182,6 +187,12 @@ class Runtime:
     def enter_backward(self) -> SynchronisedBackward:
         """The synchronised backward that this thread is in, begun if need be."""
         with self._lock:
+            if torch_private.in_distributed_backward():
+                raise RuntimeError(
+                    "the backward is torch.distributed.autograd's, which leaves .grad alone: there is nothing that "
+                    "could be averaged. Call loss.backward() outside of its context, or the forward under no_sync() "
+                    "and average the context's gradients by hand."
+                )
             task = torch_private.current_graph_task()
             if task not in self._open_tasks:
                 self._open_tasks.add(task)
@@ -336,7 +347,7 @@ class Runtime:
 
     def _note_local_use(self, call: SegmentCall) -> None:
         if self.local:
-            self._forwards.backward_stays_local()
+            self._forwards.take_back()
         self._used.update(filter(self._will_accumulate, set(call.plan.indices) - self._used))
 
     def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
@@ -369,7 +380,7 @@ class Runtime:
         with self._lock:
             if self._accumulates_locally:
                 if self.local:
-                    self._forwards.backward_stays_local()
+                    self._forwards.take_back()
                 if self.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
                     self._used.add(index)
             else:

@@ -88,7 +88,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         except BaseException:
             communicator.close()
             raise
-        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator)
+        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator, self._runtime.drop_forwards)
         self._unwrapped = False
         self._entered = self._left = 0  # when the last forward began and ended, among those of all wrappers
         self._watch = ModelWatch(self._own, follows=options.follows_model)

@@ -28,6 +28,12 @@ from compiled_ddp.step_check import StepCheck
 from compiled_ddp.torch_comm_hook import REGISTERED, TorchCommHook
 from compiled_ddp.uneven_inputs import UnevenInputs
 
+_DISTRIBUTED_AUTOGRAD = (
+    "the backward is torch.distributed.autograd's, which leaves .grad alone: there is nothing that could be averaged. "
+    "Call loss.backward() outside of its context, or the forward under no_sync() and average the context's gradients "
+    "by hand."
+)
+
 
 class SegmentCall(Protocol):
     """One call of a captured segment in a forward: a graph and the parameters it was called with."""
@@ -188,11 +194,8 @@ class Runtime:
         """The synchronised backward that this thread is in, begun if need be."""
         with self._lock:
             if torch_private.in_distributed_backward():
-                raise RuntimeError(
-                    "the backward is torch.distributed.autograd's, which leaves .grad alone: there is nothing that "
-                    "could be averaged. Call loss.backward() outside of its context, or the forward under no_sync() "
-                    "and average the context's gradients by hand."
-                )
+                warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=2)  # a hook's error becomes "python_error" there
+                raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
             task = torch_private.current_graph_task()
             if task not in self._open_tasks:
                 self._open_tasks.add(task)

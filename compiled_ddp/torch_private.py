@@ -126,6 +126,14 @@ def backward_accumulates_nothing() -> bool:
     return bool(leaves) and not any(backward_will_accumulate(leaf) for leaf in leaves)
 
 
+def in_distributed_backward() -> bool:
+    """Whether the backward whose hook or node runs here is torch.distributed.autograd's.
+
+    Its engine evaluates nodes in a thread of its own, where its context is not to be seen, and notes none of them.
+    """
+    return current_graph_task() != -1 and evaluating_node() is None
+
+
 def in_reentrant_checkpoint() -> bool:
     """Whether the running backward has reached a checkpoint(..., use_reentrant=True), which runs its forward again."""
     node = evaluating_node()

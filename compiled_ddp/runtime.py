@@ -4,6 +4,7 @@ import functools
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -245,6 +246,8 @@ class Runtime:
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
         backward.delayed = self._options.bucket_rule is not None and self._options.bucket_rule.delayed
+        if self._options.static_graph and self.agreed.hooks_reason is not None:
+            backward.due = self._due
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
         return backward
 
@@ -451,6 +454,8 @@ class Runtime:
         if findings.announced:
             reduced |= self._admit(backward.message, flat_buckets)
         self._used = set()
+        if backward.due is not None:
+            self._due |= backward.arrived
         self.reduced(flat_buckets)
         first = not self.agreed.refined
         if first:
@@ -532,6 +537,7 @@ class Runtime:
     def forget_sequence(self) -> None:
         """Let the next synchronised backward bring a new one about. On all ranks before the same backward."""
         self.agreed.begin_anew(self.parameters)
+        self._due: Counter[int] = Counter()  # the most gradients that each parameter has got in one backward
         self.proof.begin_anew(self.parameters)
         self._hooks.install()
 

@@ -592,9 +592,9 @@ class DataParallelWrapper(nn.Module, Joinable):
         whether the sequence is fixed, `iteration` counts the synchronised backwards begun, `comm_hook` is the hook's
         name or empty, `unused_parameters` are those that no rank has used.
 
-        Left out: all times, CUDA's and the host's; environment variables and gloo's and NCCL's settings; what is
-        without effect here (`find_unused_parameters`, `static_graph`, `device_ids`). `torch.profiler` shows when each
-        bucket is launched and awaited, `explain()` why hooks reduce what they do.
+        Left out: all times, CUDA's and the host's; environment variables and gloo's and NCCL's settings; DDP's own
+        arguments (`find_unused_parameters`, `static_graph`, `device_ids`). `torch.profiler` shows when each bucket is
+        launched and awaited, `explain()` why hooks reduce what they do.
         """
         self._refuse_unwrapped()
         return training_stats(self.module, self._runtime, self._options)

@@ -37,7 +37,7 @@ class Tower(nn.Module):
         self.times = 2
         self.look: Callable[[Tensor], None] = lambda _: None  # called when backward reaches the output of a layer
 
-    @torch._dynamo.disable
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         for number in range(self.times):
             x = self.looked_at(self.own[number % 2](x))

@@ -1,6 +1,7 @@
 """One synchronised backward: what has been launched, what is missing, and what becomes of .grad at its end."""
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -84,6 +85,9 @@ class SynchronisedBackward:
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
         self.delayed = False  # whether nothing is launched before the backward has ended
+        # With static_graph, how many gradients a parameter gets in each backward, where that is known. Else one.
+        self.due: Mapping[int, int] | None = None
+        self.arrived: Counter[int] = Counter()  # how many gradients each parameter has got
         self.looks_at_values = False  # whether the host may read gradients, and wait for a device
         self.before: SynchronisedBackward | None = None  # which has reduced what this one reduces again
         self.sections = sections
@@ -105,7 +109,6 @@ class SynchronisedBackward:
         self._aliases: dict[int, list[torch.Tensor]] = {}  # of graphs' gradients
         self._accumulated: set[int] = set()  # of the pending: those that this backward brings a .grad
         self._not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
-        self._arrived: set[int] = set()
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
         self._used_on_ranks: dict[int, list[float]] = {}  # section -> on how many ranks, in the order of its riders
         self._existing = dict(self._take_existing())
@@ -236,7 +239,7 @@ class SynchronisedBackward:
             self._graph_gradients[index] = None if index in self._graph_gradients else gradient.data_ptr()
             # Shares the storage, so that autograd adds other contributions out of place and `_find_mixed` sees them.
             self._aliases.setdefault(index, []).append(gradient.detach())
-            self._arrived.add(index)
+            self.arrived[index] += 1
 
     def gradient_arrived(self, index: int) -> None:
         """Take over a gradient that autograd has just accumulated, and launch every bucket that it completes."""
@@ -247,21 +250,26 @@ class SynchronisedBackward:
         self._refuse_users_hook(index)
         if gradient is None:
             return
+        if self.due is not None and index in self.arrived:
+            self.observations.arrivals.remove(("hook", index))  # it is ready with the last one
         self.observations.arrivals.append(("hook", index))
         self._check(index, gradient)
-        if self.delayed:  # `launch_rest` takes it from .grad, to which more may be added until then
-            self._arrived.add(index)
+        self.arrived[index] += 1
+        if self._awaits_more(index):
             return
         if any(self._progress[p].work is not None or index not in self._progress[p].missing for p in positions):
             raise RuntimeError(
                 f"parameter {self._parameters.names[index]} got a second gradient in one backward, after the first one "
                 "had been put into its bucket. This happens when reentrant checkpoints share parameters: use "
-                "checkpoint(..., use_reentrant=False). And when two threads run backwards of one wrapper at the same "
-                "time: let one wait for the other."
+                "checkpoint(..., use_reentrant=False), or EagerDDP(static_graph=True) if all steps run one graph. And "
+                "when two threads run backwards of one wrapper at the same time: let one wait for the other."
             )
-        self._arrived.add(index)
         self._fill(index, positions, gradient)
         self._launch_complete()
+
+    def _awaits_more(self, index: int) -> bool:
+        """Whether more may be added to .grad before it goes into its bucket: `launch_rest` takes what is left."""
+        return self.delayed or (self.due is not None and self.arrived[index] < self.due.get(index, math.inf))
 
     def _refuse_users_hook(self, index: int) -> None:
         if users_hooks.sees_unreduced(self._parameters.tensors[index]):
@@ -376,7 +384,7 @@ class SynchronisedBackward:
         """Whether this rank has a gradient to reduce, produced since the last synchronised backward."""
         if self.returned is not None:
             return False
-        return index in self._arrived or index in self._used
+        return index in self.arrived or index in self._used
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,9 @@ def compile_ddp(
             any case. None leaves it to `broadcast_buffers`.
         init_sync: overwrite parameters and buffers by rank 0's at construction.
         find_unused_parameters: accepted for compatibility; unused parameters need no flag.
-        static_graph: the same.
+        static_graph: every step runs the same graph. A parameter may then get several gradients in one backward, by
+            reentrant checkpoints that share it: where hooks reduce everything (`COMPILED_DDP_MODE=hooks`), as under
+            EagerDDP.
         gradient_as_bucket_view: leave .grad as views of the buckets where they were None. False keeps them plain
             tensors where hooks reduce; where a graph does they are views at no cost.
         reduction: what a synchronised backward makes of the ranks' gradients: their "mean", their "sum", or the mean
@@ -120,6 +122,7 @@ def compile_ddp(
             broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
             forward_sync_buffers=forward_sync_buffers,
             init_sync=init_sync,
+            static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
             reduction=reduction,
             piggyback=piggyback,

@@ -41,7 +41,8 @@ class EagerDDP(DataParallelWrapper):
             any case. None leaves it to `broadcast_buffers`.
         init_sync: overwrite parameters and buffers by rank 0's at construction.
         find_unused_parameters: accepted for compatibility; unused parameters need no flag.
-        static_graph: the same.
+        static_graph: every step runs the same graph. A parameter may then get several gradients in one backward, by
+            reentrant checkpoints that share it: the first backward counts them, and launches at its end.
         gradient_as_bucket_view: leave .grad as views of the buckets; False keeps plain tensors, at a copy each.
         reduction: what a synchronised backward makes of the ranks' gradients: their "mean", their "sum", or the mean
             "weighted" by what each rank gives to `set_weight`, for example its number of tokens.
@@ -92,6 +93,7 @@ class EagerDDP(DataParallelWrapper):
             broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
             forward_sync_buffers=forward_sync_buffers,
             init_sync=init_sync,
+            static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
             reduction=reduction,
             piggyback=piggyback,

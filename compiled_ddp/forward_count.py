@@ -14,7 +14,7 @@ class ForwardCount:
 
     A forward whose graph is dead before the next one begins, without a backward having reached it, is taken back:
     nobody can run its backward any more, so throwing an output away harms nothing. One that raised stays counted, as
-    other ranks may be in its backward.
+    other ranks may be in its backward; `take_back` is for what has ended on every rank.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class ForwardCount:
         self._thrown_away_if_dead = None
         self._waiting = 0
 
-    def backward_stays_local(self) -> None:
-        """Take back the forwards that wait for a backward: it began, and is none that other ranks take part in."""
+    def take_back(self) -> None:
+        """Take back the forwards that wait for a backward: none comes that other ranks take part in."""
         self.value -= self._waiting
         self.backward_began()

@@ -94,8 +94,10 @@ class ModelWatch:
     def changed(self) -> bool:
         """Whether something was added, unfrozen, or moved to another dtype, device, shape or memory format.
 
-        Raises RuntimeError if something was replaced or removed.
+        Raises RuntimeError if something was replaced or removed, ValueError if an optimizer would step in the backward.
         """
+        if any(torch_private.has_optimizer_in_backward(parameter) for parameter, _ in self._trained):
+            _check_stepped_after_backward(self._state.trained())
         if not self._follows:
             check_not_replaced(self._places)
         elif self._lacks_any():
@@ -224,6 +226,18 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.layout != torch.strided:
             raise ValueError(f"parameter {name} has layout {parameter.layout}: only strided parameters are supported.")
+    _check_stepped_after_backward(parameters)
+
+
+def _check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if torch_private.has_optimizer_in_backward(parameter):
+            raise ValueError(
+                f"parameter {name} has an optimizer of torch.distributed.optim's _apply_optimizer_in_backward, which "
+                "steps as soon as this rank's own gradient is there. Make an optimizer for each parameter and let it "
+                "step in parameter.register_post_accumulate_grad_hook(...), which is given the reduced gradient, on a "
+                "model without the other."
+            )
 
 
 def describe_model(state: OwnState, options: Options, mode: str) -> Description:

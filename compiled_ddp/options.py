@@ -30,6 +30,7 @@ class Options:
     broadcast_buffers: bool = True
     forward_sync_buffers: bool | None = None
     init_sync: bool = True
+    static_graph: bool = False
     gradient_as_bucket_view: bool = True
     reduction: ReductionKind = "mean"
     piggyback: Sequence[str] = ()
@@ -123,7 +124,7 @@ class Options:
         return {name: _ADDRESS.sub("", repr(value)) for name, value in values.items()}
 
 
-_SWITCHES = ("broadcast_buffers", "init_sync", "gradient_as_bucket_view", "strict", "fullgraph")
+_SWITCHES = ("broadcast_buffers", "init_sync", "static_graph", "gradient_as_bucket_view", "strict", "fullgraph")
 
 
 def _is_positive_number(value: object) -> bool:

@@ -6,6 +6,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -29,6 +30,12 @@ from compiled_ddp.sparse_gradients import SparseGradients
 from compiled_ddp.step_check import StepCheck
 from compiled_ddp.torch_comm_hook import REGISTERED, TorchCommHook
 from compiled_ddp.uneven_inputs import UnevenInputs
+
+_DISTRIBUTED_AUTOGRAD = (
+    "the backward is torch.distributed.autograd's, which leaves .grad alone: there is nothing that could be averaged. "
+    "Call loss.backward() outside of its context, or the forward under no_sync() and average the context's gradients "
+    "by hand."
+)
 
 
 class SegmentCall(Protocol):
@@ -121,6 +128,11 @@ class Runtime:
             self._forwards.begin(after_exception=any(other.broken_off_here for other in _runtimes))
         self.communicator.standing.forward_began(self._forwards.value)
 
+    def drop_forwards(self) -> None:
+        """Take back the forwards that wait for a backward: the step has ended without one, on every rank."""
+        self._expected = False
+        self._forwards.take_back()
+
     @property
     def broken_off_here(self) -> bool:
         """Outside of backwards: whether an exception has ended one of this thread's, which nothing has followed yet."""
@@ -209,6 +221,9 @@ class Runtime:
     def enter_backward(self) -> SynchronisedBackward:
         """The synchronised backward that this thread is in, begun if need be."""
         with self._lock:
+            if torch_private.in_distributed_backward():
+                warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=2)  # a hook's error becomes "python_error" there
+                raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
             task = torch_private.current_graph_task()
             if task not in self._open_tasks:
                 ended = functools.partial(self._task_ended, task)
@@ -258,6 +273,8 @@ class Runtime:
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
         backward.delayed = self._options.bucket_rule is not None and self._options.bucket_rule.delayed
+        if self._options.static_graph and self.agreed.hooks_reason is not None:
+            backward.due = self._due
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
         return backward
 
@@ -369,7 +386,7 @@ class Runtime:
 
     def _note_local_use(self, call: SegmentCall) -> None:
         if self.local:
-            self._forwards.backward_stays_local()
+            self._forwards.take_back()
         self._used.update(filter(self._will_accumulate, set(call.plan.indices) - self._used))
 
     def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
@@ -402,7 +419,7 @@ class Runtime:
         with self._lock:
             if self._accumulates_locally:
                 if self.local:
-                    self._forwards.backward_stays_local()
+                    self._forwards.take_back()
                 if self.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
                     self._used.add(index)
             else:
@@ -472,6 +489,8 @@ class Runtime:
         if findings.announced:
             reduced |= self._admit(backward.message, flat_buckets)
         self._used = set()
+        if backward.due is not None:
+            self._due |= backward.arrived
         self.reduced(flat_buckets)
         first = not self.agreed.refined
         if first:
@@ -553,6 +572,7 @@ class Runtime:
     def forget_sequence(self) -> None:
         """Let the next synchronised backward bring a new one about. On all ranks before the same backward."""
         self.agreed.begin_anew(self.parameters)
+        self._due: Counter[int] = Counter()  # the most gradients that each parameter has got in one backward
         self.proof.begin_anew(self.parameters)
         self._hooks.install()
 

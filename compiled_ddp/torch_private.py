@@ -24,6 +24,7 @@ ImportError from this module.
 | `torch.autograd.profiler._is_profiler_enabled` | whether launches and waits need their names |
 | `rpc.api._is_current_rpc_agent_set`, `torch.distributed.autograd._current_context` | refusing distributed autograd |
 | `_ddp_params_and_buffers_to_ignore` of a module | which parameters and buffers DDP leaves alone |
+| `_in_backward_optimizers` of a parameter | refusing optimizers that step in the backward |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
 """
 
@@ -125,6 +126,14 @@ def backward_accumulates_nothing() -> bool:
         seen |= following
         open_nodes += following
     return bool(leaves) and not any(backward_will_accumulate(leaf) for leaf in leaves)
+
+
+def in_distributed_backward() -> bool:
+    """Whether the backward whose hook or node runs here is torch.distributed.autograd's.
+
+    Its engine evaluates nodes in a thread of its own, where its context is not to be seen, and notes none of them.
+    """
+    return current_graph_task() != -1 and evaluating_node() is None
 
 
 def in_reentrant_checkpoint() -> bool:
@@ -711,6 +720,11 @@ def without_compile_prefixes(name: str) -> str:
 def names_to_ignore(module: torch.nn.Module) -> Sequence[str]:
     """The parameters and buffers that torch's DistributedDataParallel is told to leave alone in `module`."""
     return tuple(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
+    """Whether torch.distributed.optim's `_apply_optimizer_in_backward` was called on `parameter`."""
+    return hasattr(parameter, "_in_backward_optimizers")
 
 
 def is_distributed_tensor(tensor: torch.Tensor) -> bool:

@@ -33,8 +33,9 @@ class _Next:
 class UnevenInputs:
     """A wrapper's part in a join. Does nothing outside of one, or where it is not enabled."""
 
-    def __init__(self, joinable: Joinable, communicator: Communicator) -> None:
-        self._joinable, self._communicator = joinable, communicator
+    def __init__(self, joinable: Joinable, communicator: Communicator, drop_forwards: Callable[[], None]) -> None:
+        """`drop_forwards` takes back those of an iteration that has ended with an error on every rank."""
+        self._joinable, self._communicator, self._drop_forwards = joinable, communicator, drop_forwards
         self.divide_by_initial_world_size = True
         self.factor = 1.0  # what the mean over all ranks is multiplied by in the backward under way
         self._announced = False  # whether torch's context manager knows of this rank's iteration
@@ -58,12 +59,16 @@ class UnevenInputs:
             self.factor = 1.0
 
     def _go_on(self, kind: int, forward_count: int) -> _Next:
-        if not self._announced:
-            work = Join.notify_join_context(self._joinable)
-            if work is not None:
-                work.wait()
-            self._announced = True
-        return self._agree(kind, forward_count)
+        try:
+            if not self._announced:
+                work = Join.notify_join_context(self._joinable)
+                if work is not None:
+                    work.wait()
+                self._announced = True
+            return self._agree(kind, forward_count)
+        except RuntimeError:  # a rank has left early, which this join throws on; or the ranks' options differ
+            self._drop_forwards()
+            raise
 
     def shadow(self, broadcast: Callable[[int], None], backward: Callable[[int], None]) -> None:
         """Follow the others to the end of their iteration.

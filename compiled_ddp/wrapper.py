@@ -90,7 +90,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         except BaseException:
             communicator.close()
             raise
-        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator)
+        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator, self._runtime.drop_forwards)
         self._unwrapped = False
         self._entered = self._left = 0  # when the last forward began and ended, among those of all wrappers
         self._watch = ModelWatch(self._own, follows=options.follows_model)
@@ -621,9 +621,9 @@ class DataParallelWrapper(nn.Module, Joinable):
         whether the sequence is fixed, `iteration` counts the synchronised backwards begun, `comm_hook` is the hook's
         name or empty, `unused_parameters` are those that no rank has used.
 
-        Left out: all times, CUDA's and the host's; environment variables and gloo's and NCCL's settings; what is
-        without effect here (`find_unused_parameters`, `static_graph`, `device_ids`). `torch.profiler` shows when each
-        bucket is launched and awaited, `explain()` why hooks reduce what they do.
+        Left out: all times, CUDA's and the host's; environment variables and gloo's and NCCL's settings; DDP's own
+        arguments (`find_unused_parameters`, `static_graph`, `device_ids`). `torch.profiler` shows when each bucket is
+        launched and awaited, `explain()` why hooks reduce what they do.
         """
         self._refuse_unwrapped()
         return training_stats(self.module, self._runtime, self._options)

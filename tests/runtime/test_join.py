@@ -1,14 +1,14 @@
 """Uneven inputs: ranks with fewer batches shadow the others, and end with the same parameters."""
 
 import copy
+import functools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, assert_equal_on_all_ranks, row_batch, wrappers
+from models import Mlp, assert_equal_on_all_ranks, assert_step, row_batch, wrappers
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
@@ -164,27 +164,45 @@ def test_torchs_join_takes_the_wrapper_with_an_optimizer(ranks2: RankPool, wrapp
     ranks2.run(_with_zero, wrapper)
 
 
-def train(ddp: Any, rank: int, **options: bool) -> Iterator[int]:
-    with ddp.join(**options):
-        for step in range(batches_of(rank)):
-            ddp(row_batch(rank, step)).sum().backward()
-            yield step
+def _train(ddp: nn.Module, rank: int, batches: int, context: Any, noted: list[Any]) -> None:
+    """Note each loss, whose graph then lives on in the steps that follow, and each backward that has ended."""
+    with context:
+        for step in range(batches):
+            noted.append(ddp(row_batch(rank, step)).sum())
+            noted[-1].backward()
+            noted.append("backward")
 
 
-def _terminated(rank: int, wrapper: str) -> None:
+def _terminated(rank: int, wrapper: str, buffers: bool) -> None:
+    ddp = wrappers([wrapper])[wrapper](WithBuffers() if buffers else Mlp(), verify="always")
+    for join in (ddp.join, functools.partial(Join, [ddp])):
+        noted: list[Any] = []
+        message = "at least one rank that exhausted inputs" if rank else "Rank 0 exhausted all inputs"
+        with pytest.raises(RuntimeError, match=message):
+            _train(ddp, rank, batches_of(rank), join(throw_on_early_termination=True), noted)
+        # In the third iteration, where it meets the others first: its forward if that brings buffers, or its backward.
+        assert len(noted) == 2 * 2 + (rank == 1 and not buffers)
+        for step in range(2):
+            assert_step(ddp, lambda module: module(row_batch(rank, step)).sum())  # noqa: B023
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_early_termination_raises_on_every_rank_and_training_goes_on(
+    ranks2: RankPool, wrapper: str, buffers: bool
+) -> None:
+    ranks2.run(_terminated, wrapper, buffers)
+
+
+def _with_other_options(rank: int, wrapper: str) -> None:
     ddp = wrappers([wrapper])[wrapper](Mlp())
-    messages: Any = {0: "Rank 0 exhausted all inputs", 1: "at least one rank that exhausted inputs"}
-    done: list[int] = []
-    with pytest.raises(RuntimeError, match=messages[rank]):
-        done.extend(train(ddp, rank, throw_on_early_termination=True))
-    assert done == [0, 1]
-    ddp.zero_grad()
-    ddp(row_batch(rank)).sum().backward()
-    assert_equal_on_all_ranks(ddp.module.head.bias.grad.tolist())
-    with pytest.raises(RuntimeError, match="divide_by_initial_world_size differs between ranks"):
-        list(train(ddp, rank, divide_by_initial_world_size=rank == 0))
+    for batches in (1, rank):  # in an iteration of both, then in one that rank 0 shadows
+        noted: list[Any] = []
+        with pytest.raises(RuntimeError, match="divide_by_initial_world_size differs between ranks"):
+            _train(ddp, rank, batches, ddp.join(divide_by_initial_world_size=rank == 0), noted)
+        assert_step(ddp, lambda module: module(row_batch(rank)).sum())
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
-def test_early_termination_raises_on_every_rank_and_training_goes_on(ranks2: RankPool, wrapper: str) -> None:
-    ranks2.run(_terminated, wrapper)
+def test_ranks_that_differ_in_the_options_of_join_raise_and_training_goes_on(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_with_other_options, wrapper)

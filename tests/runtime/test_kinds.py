@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, assert_gradients, assert_step, expected_mean, gradient_copies, row_batch, wrappers
+from models import (
+    Mlp,
+    assert_gradients,
+    assert_step,
+    expected_mean,
+    gradient_copies,
+    local_gradients,
+    row_batch,
+    wrappers,
+)
 from torch import Tensor, nn
 from torch.distributed import autograd as distributed_autograd
 from torch.distributed import init_device_mesh, rpc
@@ -569,8 +578,8 @@ def test_distributed_tensors_are_refused_by_name(ranks2: RankPool) -> None:
     ranks2.run(_distributed_tensors)
 
 
-def _distributed_autograd(rank: int, folder: str) -> None:
-    ddp = wrap("EagerDDP", Mlp())
+def _distributed_autograd(rank: int, wrapper: str, folder: str) -> None:
+    ddp = wrap(wrapper, Mlp())
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/{rank}")
     rpc.init_rpc(f"alone-{rank}", rank=0, world_size=1, rpc_backend_options=options)
     try:
@@ -580,10 +589,28 @@ def _distributed_autograd(rank: int, folder: str) -> None:
             pytest.raises(RuntimeError, match=r"torch\.distributed\.autograd context.*outside of the context"),
         ):
             ddp(row_batch(rank))
+        for _ in range(2):  # its error leaves nothing behind
+            loss = loss_of(ddp, row_batch(rank))
+            with (
+                distributed_autograd.context() as context,
+                pytest.warns(match=r"the backward is torch\.distributed\.autograd's.*or the forward under"),
+                pytest.raises(RuntimeError, match=r"torch\.distributed\.autograd's|python_error"),
+            ):
+                distributed_autograd.backward(context, [loss])
+            assert_step(ddp, lambda module: loss_of(module, row_batch(rank)))
+        expected = local_gradients(copy.deepcopy(ddp.module), lambda module: loss_of(module, row_batch(rank)))
+        with ddp.no_sync():
+            loss = loss_of(ddp, row_batch(rank))
+        with distributed_autograd.context() as context:
+            distributed_autograd.backward(context, [loss])
+            found = distributed_autograd.get_gradients(context)
+        for name, parameter in ddp.module.named_parameters():
+            torch.testing.assert_close(found[parameter], expected[name])
         assert_step(ddp, lambda module: loss_of(module, row_batch(rank)))
     finally:
         rpc.shutdown(graceful=False)
 
 
-def test_a_context_of_distributed_autograd_is_refused(ranks2: RankPool, tmp_path: Path) -> None:
-    ranks2.run(_distributed_autograd, str(tmp_path))
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_context_of_distributed_autograd_is_refused(ranks2: RankPool, wrapper: str, tmp_path: Path) -> None:
+    ranks2.run(_distributed_autograd, wrapper, str(tmp_path))

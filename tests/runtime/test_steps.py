@@ -117,7 +117,7 @@ def test_forwards_whose_backward_stays_local_are_taken_back_once() -> None:
     output = weight.square().sum()
     count.returned({output.grad_fn})
     for _ in range(2):  # every gradient of it says so
-        count.backward_stays_local()
+        count.take_back()
     assert count.value == 1
     del output  # dead, but taken back already
     count.begin()

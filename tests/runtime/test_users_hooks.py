@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, assert_gradients, expected_mean, local_gradients, row_batch, wrappers
+from models import Mlp, assert_gradients, assert_step, expected_mean, local_gradients, row_batch, wrappers
 from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 
 from compiled_ddp import EagerDDP, compile_ddp
 from ranks import RankPool
@@ -68,6 +69,29 @@ def test_an_optimizer_in_backward_steps_with_the_reduced_gradient(
     ranks2: RankPool, wrapper: str, model_class: type[nn.Module], early: bool
 ) -> None:
     ranks2.run(_optimizer_in_backward, wrapper, model_class, early)
+
+
+def _torchs_optimizer_in_backward(rank: int, wrapper: str) -> None:
+    def give_optimizer(model: nn.Module) -> None:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.head.parameters(), {"lr": 0.1})
+
+    named = r"parameter head\.\w+ has an optimizer of .*_apply_optimizer_in_backward.*register_post_accumulate"
+    model = Mlp()
+    if rank == 1:
+        give_optimizer(model)
+    with pytest.raises((RuntimeError, ValueError), match=named):
+        wrappers([wrapper])[wrapper](model)
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    assert_step(ddp, lambda module: module(row_batch(rank)).square().sum())
+    give_optimizer(ddp.module)
+    with pytest.raises(ValueError, match=named):
+        ddp(row_batch(rank))
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_torchs_optimizer_in_backward_is_refused_by_name_with_what_to_use(ranks2: RankPool, wrapper: str) -> None:
+    """It steps when a gradient has been accumulated, which is before hooks reduce it: ranks would drift apart."""
+    ranks2.run(_torchs_optimizer_in_backward, wrapper)
 
 
 def _registered_at_any_time(rank: int, wrapper: str) -> None:

@@ -34,6 +34,7 @@ OPEN_TO_TESTS = (
     "torch._dynamo.config",
     "torch._dynamo.graph_break",
     "torch._dynamo.reset",
+    "torch._register_device_module",
     "torch.distributed.optim._apply_optimizer_in_backward",
     "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model",
 )

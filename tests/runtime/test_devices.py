@@ -241,7 +241,7 @@ def _different_places(rank: int, library: Path) -> str:
 
 def test_ranks_with_parameters_in_different_places_are_refused(ranks: RankPool, library: Path) -> None:
     for message in ranks.run(_different_places, library):
-        assert "parameter right.0.weight" in message and "device number 2 of the model" in message, message
+        assert "parameter left.0.weight" in message and "device number 2 of the model" in message, message
 
 
 def _device_ids(rank: int, library: Path) -> None:

@@ -620,7 +620,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         if not self._unwrapped:
             self._unwrapped = True
             self._runtime.close()
-            unmark_wrapped(self.module)
+            unmark_wrapped(self._own)
         return self.module
 
     def __reduce_ex__(self, protocol: object) -> Any:

@@ -631,16 +631,3 @@ def _strict_with_unused_parameters(rank: int) -> None:
 
 def test_strict_takes_parameters_that_nothing_uses(ranks2: RankPool) -> None:
     ranks2.run(_strict_with_unused_parameters)
-
-
-def _parameter_of_another_wrapper(rank: int) -> None:
-    shared = nn.Linear(5, 5)
-    first = EagerDDP(nn.Sequential(shared, nn.Linear(5, 3)))
-    with pytest.raises(ValueError, match=r"parameter 0.weight belongs to a Sequential that EagerDDP wraps.*unwrap\(\)"):
-        EagerDDP(nn.Sequential(shared, nn.Linear(5, 2)))
-    first.unwrap()
-    EagerDDP(nn.Sequential(shared, nn.Linear(5, 2))).unwrap()
-
-
-def test_a_parameter_of_another_wrapper_is_refused(ranks2: RankPool) -> None:
-    ranks2.run(_parameter_of_another_wrapper)

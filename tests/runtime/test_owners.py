@@ -1,10 +1,13 @@
 """A parameter belongs to one wrapper at a time, from its construction until its unwrap() or its end."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from models import assert_step, row_batch, wrappers
+import torch
+from models import Mlp, assert_gradients, assert_step, mean_by_hand, row_batch, wrappers
 from torch import Tensor, nn
 
 from ranks import RankPool
@@ -125,3 +128,85 @@ def _frozen_in_both(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_a_parameter_that_stays_frozen_may_be_in_two_wrappers(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_frozen_in_both, wrapper)
+
+
+# ---- a wrapper that was dropped --------------------------------------------------------------------------------------
+
+
+def hooks_on(model: nn.Module) -> int:
+    return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in model.parameters())
+
+
+def _dropped(rank: int, first: str, second: str, collected: str) -> None:
+    model, steps = Mlp(), []
+    model.head.bias.register_post_accumulate_grad_hook(lambda bias: steps.append(bias.grad.clone()))
+    ddp = wrap(first, model)
+    assert_trains(ddp, rank)
+    assert len(steps) == 1
+    loss = ddp(row_batch(rank)).square().sum()
+    loss.backward()  # still there afterwards, as in a training loop
+    runtime, group = weakref.ref(ddp._runtime), weakref.ref(ddp._runtime.communicator.group)
+    del ddp
+    if collected == "here" or (collected == "on one rank" and rank == 0):
+        gc.collect()
+        assert runtime() is None
+        assert hooks_on(model) == 1
+    again = wrap(second, model)
+    assert runtime() is None
+    assert group() is None, "its threads live on"
+    for _ in range(2):
+        steps.clear()
+        assert_trains(again, rank)
+        assert len(steps) == 1 and torch.equal(steps[0], model.head.bias.grad), "a hook of the user's saw another"
+    with pytest.raises(ValueError, match="already wrapped"):
+        wrap(first, model)
+    again.unwrap()
+    assert hooks_on(model) == 1
+    del loss
+
+
+@pytest.mark.parametrize("collected", ["here", "on one rank", "later"])
+@pytest.mark.parametrize(("first", "second"), [("EagerDDP", "compile_ddp"), ("compile_ddp", "EagerDDP")])
+def test_a_model_whose_wrapper_was_dropped_can_be_wrapped_again(
+    ranks2: RankPool, first: str, second: str, collected: str
+) -> None:
+    ranks2.run(_dropped, first, second, collected)
+
+
+def _dropped_before_backward(rank: int, wrapper: str) -> None:
+    model = Mlp()
+    ddp = wrap(wrapper, model)
+    assert_trains(ddp, rank)
+    x = row_batch(rank, 1)
+    expected = mean_by_hand(ddp, lambda module: module(x).square().sum())
+    ddp.zero_grad()
+    loss = ddp(x).square().sum()
+    runtime = weakref.ref(ddp._runtime)
+    del ddp
+    if rank == 0:
+        gc.collect()
+    with pytest.raises(ValueError, match="already wrapped"):
+        wrap(wrapper, model)
+    loss.backward()
+    assert_gradients(model, expected)
+    gc.collect()
+    assert runtime() is None
+    assert_trains(wrap(wrapper, model), rank)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_wrapper_that_was_dropped_lives_until_the_backward_of_its_forward(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_dropped_before_backward, wrapper)
+
+
+def _parameter_of_a_dropped_one(rank: int, wrapper: str) -> None:
+    one, other, _ = heads_of(nn.Linear(5, 5))
+    first = wrap(wrapper, one)
+    assert_trains(first, rank)
+    del first
+    assert_trains(wrap(wrapper, other), rank)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_parameter_of_a_wrapper_that_was_dropped_is_taken(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_parameter_of_a_dropped_one, wrapper)

@@ -208,6 +208,21 @@ def check_writable(state: OwnState) -> None:
             )
 
 
+def check_layouts(state: OwnState, options: Options) -> None:
+    """Raise ValueError, with what to do, if a tensor that rank 0's values are broadcast to cannot be sent."""
+    received: dict[str, torch.Tensor] = {}
+    if options.init_sync:
+        received |= {f"parameter {name}": parameter for name, parameter in state.parameters().items()}
+    if options.synchronise_buffers_in_forward or (options.init_sync and options.synchronise_buffers_at_init):
+        received |= {f"buffer {name}": buffer for name, buffer in state.buffers().items()}
+    for name, tensor in received.items():
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name} has layout {tensor.layout}: only strided tensors are broadcast. If it is the same on all "
+                "ranks, name it in model._ddp_params_and_buffers_to_ignore; otherwise keep a dense one."
+            )
+
+
 def _check_not_owned(state: OwnState) -> None:
     for name, parameter in state.trained().items():
         owner = _other_owner(parameter, state)

@@ -25,6 +25,7 @@ from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.hook_program import check_hook
 from compiled_ddp.model_check import (
     ModelWatch,
+    check_layouts,
     check_model,
     check_parts,
     check_writable,
@@ -101,6 +102,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         torch_private.check_torch_version()
         self._options.check()
         self._own = check_model(module, name)
+        check_layouts(self._own, self._options)
         if self._options.init_sync:
             check_writable(self._own)
         check_ddp_arguments(self._ddp_arguments, module, name)
@@ -234,6 +236,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     def _check_and_describe_parts(self) -> dict[str, list[object]]:
         check_parts(self._own)
+        check_layouts(self._own, self._options)
         added = sorted(self._own.sparse().difference(self._runtime.sparse.names))
         if added:
             raise ValueError(

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch
 from models import Mlp, assert_gradients, assert_step, mean_by_hand, row_batch, wrappers
 from torch import Tensor, nn
 

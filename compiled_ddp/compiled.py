@@ -154,6 +154,9 @@ class CompiledDDP(DataParallelWrapper):
             self.unwrap()
             raise
 
+    def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
+        CompiledDDP.__init__(self, module, None, options, ddp_arguments)
+
     def _check_and_describe(self, module: nn.Module, name: str) -> Description:
         description = super()._check_and_describe(module, name)
         for part_name, part in self._own.wrappers_inside().items():

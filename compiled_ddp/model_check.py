@@ -35,14 +35,14 @@ def unmark_wrapped(state: OwnState) -> None:
     _in_use.pop(state, None)
 
 
-def _owner(part: nn.Module | torch.Tensor) -> OwnState | None:
+def _owner(part: object) -> OwnState | None:
     """What the wrapper looks after that `part` belongs to, if it is in use."""
     reference = _owner_of.get(part)
     state: OwnState | None = None if reference is None else reference()
     return None if state is None or state not in _in_use else state
 
 
-def _other_owner(part: nn.Module | torch.Tensor, own: OwnState | None = None) -> OwnState | None:
+def _other_owner(part: object, own: OwnState | None = None) -> OwnState | None:
     """The same, unless it is `own`."""
     if _owner(part) in (None, own):
         return None

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_ddp import CompiledDDP, EagerDDP
+from compiled_ddp.compat.apex import DistributedDataParallel as ApexDDP
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -398,6 +399,8 @@ def _not_pickled(rank: int, wrapper: str) -> None:
         ddp = wrap(wrapper, Mlp(), **options)
         with pytest.raises(TypeError, match=r"process_group or device_mesh of its own.*save its \.module"):
             pickle.dumps(ddp)
+    with pytest.raises(TypeError, match=r"apex's DistributedDataParallel cannot be pickled: save its \.module"):
+        pickle.dumps(ApexDDP(Mlp()))
 
 
 @pytest.mark.parametrize("wrapper", BOTH)

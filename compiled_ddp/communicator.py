@@ -17,6 +17,11 @@ from compiled_ddp.standing import Standing, frames_of_error
 _wrappers_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
 
 
+# The groups of communicators that were collected as garbage. A group ends when what it has launched has ended on other
+# ranks too, which a destructor must not wait for: the next communicator to be made does.
+_abandoned: "list[weakref.ref[dist.ProcessGroup]]" = []
+
+
 class RankGroup:
     """The user's ranks, and the store through which they agree on things; no collective is needed for that.
 
@@ -104,6 +109,7 @@ class Communicator:
     """
 
     def __init__(self, ranks: RankGroup) -> None:
+        _destroy_abandoned()
         self.ranks = ranks
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.closed = False
@@ -113,7 +119,9 @@ class Communicator:
             ranks.name, ranks.ranks, parent=ranks.process_group, timeout=ranks.timeout
         )
         # torch.distributed owns the groups: held here, their threads would live on after they are destroyed.
-        self._world, self._group = weakref.ref(world), weakref.ref(group)
+        self._group = weakref.ref(group)
+        self._at_end = weakref.finalize(self, _abandoned.append, self._group)
+        self._at_end.atexit = False
         self.standing = Standing(group)
         self._hangs = HangReporter(
             self.standing, ranks.store, rank=ranks.rank, ranks=ranks.ranks, timeout=ranks.timeout
@@ -178,7 +186,19 @@ class Communicator:
     def close(self) -> None:
         """Destroy the communicator; a no-op the second time, and once torch.distributed has been shut down."""
         self._hangs.close()
+        self._at_end.detach()
         group = self._group()
-        if not self.closed and group is not None and dist.is_initialized() and dist.group.WORLD is self._world():
+        if _is_open(group):
             dist.destroy_process_group(group)
         self.closed = True
+
+
+def _is_open(group: dist.ProcessGroup | None) -> bool:
+    return group is not None and dist.is_initialized() and torch_private.is_registered(group)
+
+
+def _destroy_abandoned() -> None:
+    while _abandoned:
+        group = _abandoned.pop()()
+        if _is_open(group) and dist.get_backend(group) == "gloo":  # elsewhere it may be a collective
+            dist.destroy_process_group(group)

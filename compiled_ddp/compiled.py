@@ -19,7 +19,7 @@ from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
 from compiled_ddp.options import Options
 from compiled_ddp.plain_graph import PlainGraph
 from compiled_ddp.plan import GradientSpec, ReductionKind
-from compiled_ddp.segment import VARIANTS, Segment, SegmentCall
+from compiled_ddp.segment import VARIANTS, Segment, SegmentCall, weakly
 from compiled_ddp.sparse_gradients import leaving_out
 from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.wrapper import DataParallelWrapper
@@ -161,6 +161,9 @@ class CompiledDDP(DataParallelWrapper):
             self.unwrap()
             raise
 
+    def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
+        CompiledDDP.__init__(self, module, None, options, ddp_arguments)
+
     def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         description = super()._check_and_describe(module, name, ranks)
         if self._options.strict and len(self._own.devices()) > 1:
@@ -179,7 +182,7 @@ class CompiledDDP(DataParallelWrapper):
         self._compiler_options = torch_private.inductor_options(options.mode, options.compiler_options, options.dynamic)
         compiled = torch.compile(
             torch_private.without_own_compilation(self.module),
-            backend=self._compile_graph,
+            backend=weakly(self._compile_graph),  # Dynamo keeps it for good
             fullgraph=options.fullgraph,
             dynamic=options.dynamic,
         )

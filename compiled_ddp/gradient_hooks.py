@@ -28,6 +28,9 @@ class GradientHooks:
         # A parameter must not keep the listener alive: the collector does not see through autograd's hooks.
         self._listener = weakref.ref(listener)
         self._handles: dict[int, Any] = {}  # by parameter
+        # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
+        by_weak = [weakref.ref(parameter) for parameter in parameters]
+        weakref.finalize(self, _remove_all, self._handles, by_weak).atexit = False
 
     @property
     def everywhere(self) -> bool:
@@ -51,8 +54,7 @@ class GradientHooks:
     def remove(self, keep: Set[int] = frozenset()) -> None:
         """Watch only the parameters in `keep`."""
         for index in self._handles.keys() - keep:
-            self._handles.pop(index).remove()
-            users_hooks.give_back(self._parameters[index])
+            _remove(self._handles.pop(index), self._parameters[index])
 
     def hold_back_users(self) -> None:
         """Let the users' hooks on watched parameters wait for `run_users` where the gradient is still to be reduced."""
@@ -65,6 +67,18 @@ class GradientHooks:
         """Call the users' hooks that were held back on these parameters, whose .grad is reduced now."""
         for index in sorted(indices):
             users_hooks.run_held_back(self._parameters[index])
+
+
+def _remove_all(handles: dict[int, Any], parameters: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
+    for index, handle in handles.items():
+        parameter = parameters[index]()
+        if parameter is not None:
+            _remove(handle, parameter)
+
+
+def _remove(handle: Any, parameter: torch.nn.Parameter) -> None:
+    handle.remove()
+    users_hooks.give_back(parameter)
 
 
 def _gradient_accumulated(listener: weakref.ref[Listener], index: int, _: torch.Tensor) -> None:

@@ -1,5 +1,6 @@
 """What a model must be to be wrapped, and what must be equal on every rank."""
 
+import gc
 import operator
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -14,25 +15,39 @@ from compiled_ddp.agreement import Description
 from compiled_ddp.options import Options
 from compiled_ddp.own_state import OwnState
 
-# Modules that are wrapped now, and the name of their wrapper. Not a mark on the module itself, which a copy of the
-# module, or a module loaded from a file, would carry too.
-_wrapped_by: "weakref.WeakKeyDictionary[nn.Module, str]" = weakref.WeakKeyDictionary()
+# What wrappers look after that are in use, and their names: they have neither been unwrapped nor collected as garbage.
+_in_use: "weakref.WeakKeyDictionary[OwnState, str]" = weakref.WeakKeyDictionary()
 
-
-# The wrapped module that a parameter belongs to.
+# By a wrapped module, or a parameter in it, a weak reference to one of these. Not a mark on the module itself, which a
+# copy of the module, or a module loaded from a file, would carry too.
 _owner_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def mark_wrapped(state: OwnState, wrapper: str) -> None:
-    """Note that the module of `state` is wrapped, until `unmark_wrapped`."""
-    bare = torch_private.without_compile_wrapper(state.module)
-    _wrapped_by[bare] = wrapper
-    for parameter in state.parameters().values():
-        _owner_of[parameter] = weakref.ref(bare)
+    """Note that a wrapper looks after `state`, for as long as it lives and until `unmark_wrapped`."""
+    _in_use[state] = wrapper
+    for part in (torch_private.without_compile_wrapper(state.module), *state.parameters().values()):
+        if _owner(part) is None:  # a parameter that is frozen here may be trained by an earlier wrapper
+            _owner_of[part] = weakref.ref(state)
 
 
-def unmark_wrapped(module: nn.Module) -> None:
-    _wrapped_by.pop(torch_private.without_compile_wrapper(module), None)
+def unmark_wrapped(state: OwnState) -> None:
+    _in_use.pop(state, None)
+
+
+def _owner(part: object) -> OwnState | None:
+    """What the wrapper looks after that `part` belongs to, if it is in use."""
+    reference = _owner_of.get(part)
+    state: OwnState | None = None if reference is None else reference()
+    return None if state is None or state not in _in_use else state
+
+
+def _other_owner(part: object, own: OwnState | None = None) -> OwnState | None:
+    """The same, unless it is `own`."""
+    if _owner(part) in (None, own):
+        return None
+    gc.collect()  # a wrapper is part of a cycle: one that was dropped may still be there, on some ranks alone
+    return _owner(part)
 
 
 @dataclass(frozen=True)
@@ -153,8 +168,9 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
         )
     if getattr(bare, "is_compiled_ddp_wrapper", False):
         raise ValueError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
-    if bare in _wrapped_by:
-        raise ValueError(f"the model is already wrapped by {_wrapped_by[bare]}: call that wrapper's unwrap() first.")
+    owner = _other_owner(bare)
+    if owner is not None:
+        raise ValueError(f"the model is already wrapped by {_in_use[owner]}: call that wrapper's unwrap() first.")
     state = OwnState(module)
     check_parts(state)
     parameters = state.trained()
@@ -169,14 +185,14 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
             f"the model ({type(module).__name__}) has no parameter that requires a gradient{others}: there is nothing "
             "to reduce. Use it unwrapped, or unfreeze parameters before wrapping it."
         )
-    _check_not_owned(parameters)
     return state
 
 
 def check_parts(state: OwnState) -> None:
-    """Raise ValueError, with what to do, if a parameter or buffer of the model cannot be reduced or synchronised."""
+    """Raise ValueError, with what to do, if this wrapper cannot reduce or synchronise a parameter or buffer."""
     _check_materialised(state)
     _check_parameters(state.trained())
+    _check_not_owned(state)
     for name in state.sparse():
         device = state.trained()[name].device
         if device.type != "cpu":
@@ -194,13 +210,30 @@ def check_writable(state: OwnState) -> None:
             )
 
 
-def _check_not_owned(parameters: dict[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        owner = _owner_of[parameter]() if parameter in _owner_of else None
-        if owner is not None and owner in _wrapped_by:
+def check_layouts(state: OwnState, options: Options) -> None:
+    """Raise ValueError, with what to do, if a tensor that rank 0's values are broadcast to cannot be sent."""
+    received: dict[str, torch.Tensor] = {}
+    if options.init_sync:
+        received |= {f"parameter {name}": parameter for name, parameter in state.parameters().items()}
+    if options.synchronise_buffers_in_forward or (options.init_sync and options.synchronise_buffers_at_init):
+        received |= {f"buffer {name}": buffer for name, buffer in state.buffers().items()}
+    for name, tensor in received.items():
+        if tensor.layout != torch.strided:
             raise ValueError(
-                f"parameter {name} belongs to a {type(owner).__name__} that {_wrapped_by[owner]} wraps: two wrappers "
-                "would both scale its gradient. Wrap one module that contains both, or unwrap() the other."
+                f"{name} has layout {tensor.layout}: only strided tensors are broadcast. If it is the same on all "
+                "ranks, name it in model._ddp_params_and_buffers_to_ignore; otherwise keep a dense one."
+            )
+
+
+def _check_not_owned(state: OwnState) -> None:
+    for name, parameter in state.trained().items():
+        owner = _other_owner(parameter, state)
+        if owner is not None:
+            module = torch_private.without_compile_wrapper(owner.module)
+            raise ValueError(
+                f"parameter {name} belongs to a {type(module).__name__} that {_in_use[owner]} wraps: two wrappers "
+                "would both scale its gradient. Wrap one module that contains both, unwrap() the other, or freeze the "
+                "parameter."
             )
 
 

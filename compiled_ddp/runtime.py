@@ -49,6 +49,30 @@ class SegmentCall(Protocol):
         """Whether the backward that this thread runs will evaluate the call's node."""
 
 
+class UntilBackward:
+    """Keeps a runtime, and its wrapper, alive for a graph until a backward has freed that.
+
+    All ranks must run the backward alike, also where the wrapper was dropped before it. Afterwards the outputs, which
+    users hold on to, keep nothing.
+    """
+
+    def __init__(self, runtime: "Runtime") -> None:
+        self._held: Runtime | None = runtime
+        self._runtime = weakref.ref(runtime)
+
+    def take(self) -> "Runtime | None":
+        """The runtime, for the backward that this thread runs; None once it is gone."""
+        if not torch_private.keeps_graph():
+            self._held = None
+        return self._runtime()
+
+
+def _reached(graph: UntilBackward, _: object) -> None:
+    runtime = graph.take()
+    if runtime is not None:
+        runtime._reached()
+
+
 # Of this process. Where several wrappers take part in one backward, an exception may end it before it has reached all.
 _runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
 
@@ -194,9 +218,9 @@ class Runtime:
                 self._forwards.returned(nodes)
             for node in nodes:
                 if torch_private.attached(node) is None:  # a captured segment's node begins it by itself
-                    node.register_prehook(self._reached)
+                    node.register_prehook(functools.partial(_reached, UntilBackward(self)))
 
-    def _reached(self, _: object) -> None:
+    def _reached(self) -> None:
         if not self._is_local():
             self.enter_backward()
 

@@ -4,16 +4,17 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.backward import SynchronisedBackward
 from compiled_ddp.graph_run import watched_graph
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import Bucket, BucketPlan
-from compiled_ddp.runtime import Runtime
+from compiled_ddp.runtime import Runtime, UntilBackward
 
 # [Note: backward variants] A graph has one forward and up to three backwards, each compiled when it is first needed:
 # local          no collective, no scaling: what plain torch.compile produces, and shares its cache entry
@@ -26,6 +27,23 @@ Variant = Literal["local", "synchronised", "folding"]
 VARIANTS: tuple[Variant, ...] = ("local", "synchronised", "folding")
 
 _serial_numbers = itertools.count()
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def weakly(method: Callable[P, T]) -> Callable[P, T]:
+    """A bound method, for what may outlive its object without keeping that alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        alive = reference()
+        assert alive is not None, f"{method_name} of an object that is gone"
+        return alive(*args, **kwargs)
+
+    method_name = getattr(method, "__qualname__", "a method")
+    return call
 
 
 class SegmentCall:
@@ -46,6 +64,7 @@ class SegmentCall:
         self.synchronise = synchronise
         self.index_of = index_of  # graph input -> parameter
         self.serial = next(_serial_numbers)
+        self.runtime = UntilBackward(segment.runtime)
         self._node = weakref.ref(node)
 
     def will_run(self) -> bool:
@@ -54,7 +73,7 @@ class SegmentCall:
 
 
 class Segment:
-    """What Dynamo calls in place of a captured graph.
+    """What Dynamo calls in place of a captured graph, and keeps for as long as the model's class.
 
     `plan` is over graph inputs. Which parameters these are is read from the real inputs at every call: one graph
     serves every module of the same shape.
@@ -76,16 +95,17 @@ class Segment:
     ) -> None:
         """`index_of_parameter` maps id(parameter) to its index; `called` is told of every call with gradients.
 
-        `leaves_alone` tells of a parameter whether it is the model's, but not the wrapper's to reduce.
+        `leaves_alone` tells of a parameter whether it is the model's, but not the wrapper's to reduce. Neither these
+        two nor `runtime` are kept alive.
         """
         self.plan = plan
-        self._runtime = runtime
-        self._index_of_parameter, self._leaves_alone = index_of_parameter, leaves_alone
+        self._weak_runtime = weakref.ref(runtime)
+        self._index_of_parameter, self._leaves_alone = index_of_parameter, weakly(leaves_alone)
         self._backend, self._compiler_options, self._naive = backend, compiler_options, naive
         self._in_cuda_graphs = backend == "inductor" and any(
             torch_private.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
         )
-        self._called = called
+        self._called = weakly(called)
         self._graph_module = torch_private.copy_captured(graph_module)
         self._fake_inputs = torch_private.captured_inputs(graph_module)
         self._state = torch_private.CaptureState(sorted({bucket.device.type for bucket in plan.buckets}))
@@ -96,11 +116,17 @@ class Segment:
         self._kept_buckets = self._pipeline("synchronised").kept_buckets
         self._forward = self._compile("synchronised", graph_module, example_inputs)
 
+    @property
+    def runtime(self) -> Runtime:
+        runtime = self._weak_runtime()
+        assert runtime is not None, "a graph runs for a wrapper that is gone"
+        return runtime
+
     # ---- compiling ---------------------------------------------------------------------------------------------------
 
     def _pipeline(self, variant: Variant) -> Pipeline:
-        name = self._runtime.communicator.group_name
-        hook = self._runtime.bucket_hook
+        name = self.runtime.communicator.group_name
+        hook = self.runtime.bucket_hook
         hooks = () if hook is None else tuple(hook.program(bucket) for bucket in self.plan.buckets)
         return Pipeline(self.plan, name, fold=variant == "folding", naive=self._naive, hooks=hooks)
 
@@ -191,25 +217,35 @@ class Segment:
         if key not in self._bound:
             plan = self.plan.renumbered(index_of)
             self._bound[key] = plan, plan.fingerprint
-        return SegmentCall(self, *self._bound[key], index_of=index_of, node=node, synchronise=self._runtime.synchronise)
+        return SegmentCall(self, *self._bound[key], index_of=index_of, node=node, synchronise=self.runtime.synchronise)
 
     def _run_backward(self, node: Any, saved_and_tangents: list[Any]) -> Any:
         """The backward of every variant's forward, between AOTAutograd's prologue and epilogue."""
-        with self._runtime.launching_alone():
-            return self._run_backward_alone(node, saved_and_tangents)
-
-    def _run_backward_alone(self, node: Any, saved_and_tangents: list[Any]) -> Any:
         if torch_private.keeps_graph():
             self._spare_saved_tensors()
         call: SegmentCall | None = torch_private.attached(node)
-        claimed = self._runtime.claim(call) if call is not None else None
-        if call is None or claimed is None:
+        runtime = call.runtime.take() if call is not None else None
+        if call is None or runtime is None:
             return self._backward("local")(node, saved_and_tangents)
-        backward, section = claimed
+        with runtime.launching_alone():
+            claimed = runtime.claim(call)
+            if claimed is None:
+                return self._backward("local")(node, saved_and_tangents)
+            return self._run_synchronised(runtime, call, *claimed, node, saved_and_tangents)
+
+    def _run_synchronised(
+        self,
+        runtime: Runtime,
+        call: SegmentCall,
+        backward: SynchronisedBackward,
+        section: int,
+        node: Any,
+        saved_and_tangents: list[Any],
+    ) -> Any:
         try:
             pending = backward.take_pending(call.plan)
             implementation = self._backward("folding" if pending else "synchronised")
-            if self._runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
+            if runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
                 backward.message.verify = True
             flat_buffers = backward.lend_buffers(section, self._kept_buckets)
             state = [tensor for bucket in call.plan.buckets for tensor in self._hook_state(bucket)]
@@ -217,8 +253,8 @@ class Segment:
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise
-        watching = self._runtime.proof.watching(call.plan, sees_values=not self._in_cuda_graphs)
-        with watched_graph(self._runtime.communicator), watching:
+        watching = runtime.proof.watching(call.plan, sees_values=not self._in_cuda_graphs)
+        with watched_graph(runtime.communicator), watching:
             *gradients, riders = implementation(node, saved_and_tangents)
         if state:
             gradients, new_state = gradients[: -len(state)], iter(gradients[-len(state) :])
@@ -235,11 +271,11 @@ class Segment:
 
     def _hook_state(self, bucket: Bucket) -> Sequence[torch.Tensor]:
         """What a communication hook keeps for a bucket over parameters."""
-        hook = self._runtime.bucket_hook
+        hook = self.runtime.bucket_hook
         return () if hook is None or not bucket.gradients else hook.state(bucket)
 
     def _keep_hook_state(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> None:
-        assert self._runtime.bucket_hook is not None
+        assert self.runtime.bucket_hook is not None
         if self._in_cuda_graphs:  # the next replay writes over what this one returned
             state = [tensor.clone() for tensor in state]
-        self._runtime.bucket_hook.keep(bucket, state)
+        self.runtime.bucket_hook.keep(bucket, state)

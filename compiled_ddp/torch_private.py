@@ -618,6 +618,11 @@ def check_backends(group: dist.ProcessGroup, devices: Sequence[torch.device]) ->
         )
 
 
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether `group` is one of those that torch.distributed was initialised with, or that were made since."""
+    return group in distributed_c10d._world.pg_map
+
+
 def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 

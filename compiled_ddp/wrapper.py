@@ -1,6 +1,7 @@
 """What both wrappers share: the module, its state, its buffers, no_sync."""
 
 import contextlib
+import copyreg
 import dataclasses
 import itertools
 import math
@@ -25,6 +26,7 @@ from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.hook_program import check_hook
 from compiled_ddp.model_check import (
     ModelWatch,
+    check_layouts,
     check_model,
     check_parts,
     check_writable,
@@ -61,7 +63,9 @@ class DataParallelWrapper(nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        self._options, self._ddp_arguments = options, ddp_arguments
+        self._options = self._options_given = options
+        self._ddp_arguments = ddp_arguments
+        self._on_default_group = process_group is None and ddp_arguments.get("device_mesh") is None
         ranks = RankGroup(group_of(process_group, ddp_arguments))
         name = type(self).__name__
         self._own: OwnState  # what this wrapper looks after
@@ -103,6 +107,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         torch_private.check_torch_version()
         self._options.check()
         self._own = check_model(module, name)
+        check_layouts(self._own, self._options)
         if self._options.init_sync:
             check_writable(self._own)
         check_ddp_arguments(self._ddp_arguments, module, name)
@@ -237,6 +242,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     def _check_and_describe_parts(self) -> dict[str, list[object]]:
         check_parts(self._own)
+        check_layouts(self._own, self._options)
         added = sorted(self._own.sparse().difference(self._runtime.sparse.names))
         if added:
             raise ValueError(
@@ -649,14 +655,50 @@ class DataParallelWrapper(nn.Module, Joinable):
         if not self._unwrapped:
             self._unwrapped = True
             self._runtime.close()
-            unmark_wrapped(self.module)
+            unmark_wrapped(self._own)
         return self.module
 
+    # ---- saving the wrapper itself -----------------------------------------------------------------------------------
+
     def __reduce_ex__(self, protocol: object) -> Any:
+        """For pickle and torch.save: the module with its modes, and the arguments of the constructor.
+
+        Loading wraps the module again, on the default group: a collective, which every rank calls. The rest is not
+        kept: .grad, the plan, a hook of `register_comm_hook` and the state of a `comm_hook` (which has a state dict of
+        its own), the weight of `set_weight`, `no_sync`, hooks and attributes of the wrapper itself.
+
+        Raises TypeError for a wrapper with a process group or device mesh of its own, which no file can hold.
+        """
+        self._refuse_unwrapped()
+        if not self._on_default_group:
+            raise TypeError(
+                f"a {type(self).__name__} with a process_group or device_mesh of its own cannot be pickled: save its "
+                ".module (or its state_dict()), and wrap that on every rank."
+            )
+        state = {
+            "module": self.module,
+            "options": self._options_given,
+            "ddp_arguments": self._ddp_arguments,
+            "training": self.training,
+        }
+        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self._wrap(state["module"], state["options"], state["ddp_arguments"])
+        self.training = state["training"]
+
+    def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
+        """Be constructed, on the default group."""
+        DataParallelWrapper.__init__(self, module, None, options, ddp_arguments)
+
+    def __deepcopy__(self, memo: object) -> Any:
         raise TypeError(
-            f"a {type(self).__name__} can be neither copied nor pickled, as it holds a process group: copy or save its "
-            ".module (or its state_dict()), and wrap that on every rank."
+            f"a {type(self).__name__} cannot be copied, as a copy would be a further wrapper, which all ranks make "
+            "together: copy its .module, and wrap that on every rank if it is to be trained."
         )
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -58,3 +58,9 @@ class ApexAdapter(DataParallelWrapper):
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise TypeError(
+            f"apex's {type(self).__name__} cannot be pickled: save its .module (or its state_dict()), and wrap that on "
+            "every rank."
+        )

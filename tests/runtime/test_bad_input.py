@@ -112,6 +112,12 @@ class OnMeta(nn.Module):
         self.register_buffer("table", torch.ones(2, device="meta"))
 
 
+class WithSparseBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.eye(3).to_sparse_csr())
+
+
 def in_torch_ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model)
 
@@ -159,6 +165,16 @@ THE_SAME_ON_EVERY_RANK = {
         r"parameter head\.weight has layout torch\.sparse_coo: only strided",
         spoil=put("head.weight", lambda: nn.Parameter(torch.ones(3, 8).to_sparse())),
         mend=put_back("head", head),
+    ),
+    "a frozen sparse parameter": Case(
+        r"parameter adjacency has layout torch\.sparse_coo: only strided.*_ddp_params_and_buffers_to_ignore",
+        spoil=put("adjacency", lambda: nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)),
+        mend=take_out("adjacency"),
+    ),
+    "a sparse buffer": Case(
+        r"buffer extra\.table has layout torch\.sparse_csr: only strided tensors are broadcast",
+        spoil=put("extra", WithSparseBuffer),
+        mend=take_out("extra"),
     ),
     "a model in torch's DDP": Case(
         "already wrapped by torch's DistributedDataParallel: pass its .module", in_torch_ddp
@@ -633,14 +649,14 @@ def test_strict_takes_parameters_that_nothing_uses(ranks2: RankPool) -> None:
     ranks2.run(_strict_with_unused_parameters)
 
 
-def _parameter_of_another_wrapper(rank: int) -> None:
-    shared = nn.Linear(5, 5)
-    first = EagerDDP(nn.Sequential(shared, nn.Linear(5, 3)))
-    with pytest.raises(ValueError, match=r"parameter 0.weight belongs to a Sequential that EagerDDP wraps.*unwrap\(\)"):
-        EagerDDP(nn.Sequential(shared, nn.Linear(5, 2)))
-    first.unwrap()
-    EagerDDP(nn.Sequential(shared, nn.Linear(5, 2))).unwrap()
+def _sparse_buffer_that_stays(rank: int, ignored: bool) -> None:
+    model = Mlp()
+    model.extra = WithSparseBuffer()
+    if ignored:
+        model._ddp_params_and_buffers_to_ignore = ["extra.table"]
+    train_one_step(EagerDDP(model, broadcast_buffers=ignored), rank)
 
 
-def test_a_parameter_of_another_wrapper_is_refused(ranks2: RankPool) -> None:
-    ranks2.run(_parameter_of_another_wrapper)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_sparse_buffer_that_no_one_broadcasts_is_taken(ranks2: RankPool, ignored: bool) -> None:
+    ranks2.run(_sparse_buffer_that_stays, ignored)

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import io
 import pickle
+import re
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import (
     Mlp,
     TokenModel,
@@ -25,9 +27,11 @@ from models import (
     wrappers,
 )
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_ddp import CompiledDDP, EagerDDP
+from compiled_ddp.compat.apex import DistributedDataParallel as ApexDDP
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -335,8 +339,8 @@ def test_training_goes_on_after_loading(ranks2: RankPool, wrapper: str) -> None:
 def _wrap_a_copy(rank: int, wrapper: str) -> None:
     ddp = wrap(wrapper, Mlp())
     assert_trains(ddp, rank)
-    for copying in (copy.deepcopy, pickle.dumps, lambda wrapper: torch.save(wrapper, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"copy or save its \.module \(or its state_dict\(\)\), and wrap that"):
+    for copying in (copy.deepcopy, copy.copy):
+        with pytest.raises(TypeError, match=r"cannot be copied.*copy its \.module, and wrap that on every rank"):
             copying(ddp)
     copied = copy.deepcopy(ddp.module)
     file = io.BytesIO()
@@ -352,6 +356,95 @@ def test_a_copy_of_the_wrapped_module_can_be_wrapped_and_a_wrapper_cannot_be_cop
     ranks2: RankPool, wrapper: str
 ) -> None:
     ranks2.run(_wrap_a_copy, wrapper)
+
+
+def reloaded(what: object, saved_by: str) -> Any:
+    if saved_by == "pickle":
+        return pickle.loads(pickle.dumps(what))
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Trainer:
+    """Both hold each other."""
+
+    def __init__(self, ddp: Any) -> None:
+        self.ddp, self.step = ddp, 3
+        ddp.module.trainer = self
+
+
+def _reload_a_wrapper(rank: int, wrapper: str, saved_by: str) -> None:
+    ddp = wrap(wrapper, WithAttributes(), piggyback=("tokens",), reduction="weighted")
+    ddp.module.head.eval()
+    ddp.module.first.bias.requires_grad_(False)
+    ddp.set_weight(rank + 1.0)
+    ddp(batch(rank)).sum().backward()
+    ddp.eval().module.norm.train()
+    trainer = reloaded(Trainer(ddp), saved_by)
+    loaded = trainer.ddp
+    assert trainer.step == 3 and loaded.module.trainer is trainer
+    assert type(loaded) is type(ddp) and loaded.module is not ddp.module
+    for one, other in zip(loaded.modules(), ddp.modules(), strict=True):
+        assert (type(one), one.training) == (type(other), other.training)
+    assert_equal_state(loaded.state_dict(), ddp.state_dict())
+    assert [p.requires_grad for p in loaded.parameters()] == [p.requires_grad for p in ddp.parameters()]
+    assert loaded.reduction == "weighted"
+    assert loaded._options_given == ddp._options_given
+    loaded.train()
+    loaded.module.trainer = ddp.module.trainer = None  # not into the copies that are compared with
+    loaded.module.first.bias.requires_grad_(True)
+    for _ in range(2):
+        assert_trains(loaded, rank)  # with the weight of a new wrapper, 1
+    assert loaded.piggybacked.keys() == {"tokens"}
+    with pytest.raises(ValueError, match="already wrapped"):
+        wrap(wrapper, loaded.module)
+    larger = reloaded(Larger(loaded), saved_by)  # as a part, too
+    assert_trains(larger.net, rank)
+    assert_equal_on_all_ranks([p.sum().item() for p in larger.net.parameters()])
+    ddp.unwrap()
+    with pytest.raises(RuntimeError, match="has been unwrapped"):
+        pickle.dumps(ddp)
+
+
+@pytest.mark.parametrize("saved_by", ["pickle", "torch.save"])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_wrapper_that_is_pickled_and_loaded_wraps_its_module_again(
+    ranks2: RankPool, wrapper: str, saved_by: str
+) -> None:
+    ranks2.run(_reload_a_wrapper, wrapper, saved_by)
+
+
+def _not_pickled(rank: int, wrapper: str) -> None:
+    for options in (
+        {"process_group": dist.new_group([0, 1])},
+        {"device_mesh": init_device_mesh("cpu", (2,))},
+    ):
+        ddp = wrap(wrapper, Mlp(), **options)
+        with pytest.raises(TypeError, match=r"process_group or device_mesh of its own.*save its \.module"):
+            pickle.dumps(ddp)
+    with pytest.raises(TypeError, match=r"apex's DistributedDataParallel cannot be pickled: save its \.module"):
+        pickle.dumps(ApexDDP(Mlp()))
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_wrapper_of_a_group_of_its_own_is_not_pickled(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_not_pickled, wrapper)
+
+
+def _loads_alone(rank: int, wrapper: str) -> str:
+    saved = pickle.dumps(wrap(wrapper, Mlp()))
+    if rank == 1:
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        pickle.loads(saved)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_load_is_named(ranks2: RankPool) -> None:
+    message, _ = ranks2.run(_loads_alone, "EagerDDP", collective_timeout_seconds=3)
+    assert re.search(r"waited 3 s for rank 1 .*stayed silent", message), message
 
 
 # ---- no_sync ---------------------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from compiled_ddp.agreement import Description
+from compiled_ddp.communicator import RankGroup
 from compiled_ddp.compat.arguments import ApexArguments
 from compiled_ddp.wrapper import DataParallelWrapper
 
@@ -34,13 +36,11 @@ class ApexAdapter(DataParallelWrapper):
         if arguments.retain_allreduce_buffers:
             self._runtime.reduced = self._retain
 
-    def _check_and_describe(self, module: nn.Module, name: str) -> dict[str, list[object]]:
+    def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         if isinstance(module, nn.Module):  # anything else is refused below
             self._arguments.check(module)
-        retain: dict[str, list[object]] = {
-            "option retain_allreduce_buffers": [repr(self._arguments.retain_allreduce_buffers)]
-        }
-        return super()._check_and_describe(module, name) | retain
+        retain: Description = {"option retain_allreduce_buffers": [repr(self._arguments.retain_allreduce_buffers)]}
+        return {**super()._check_and_describe(module, name, ranks), **retain}
 
     def _retain(self, flat_buckets: list[torch.Tensor]) -> None:
         self.allreduce_buffers = flat_buckets

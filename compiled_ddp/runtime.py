@@ -112,6 +112,7 @@ class Runtime:
         self.torch_hook: TorchCommHook | None = None
         self.uneven: UnevenInputs | None = None
         self.backwards = 0  # synchronised ones begun, the same on ranks that are level
+        self.static_graph = options.static_graph  # whether a parameter may get several gradients in one backward
         self.local = False  # whether backwards that begin now stay local, wherever their forward was called
         self.reduced: Callable[[list[torch.Tensor]], None] = lambda _: None  # told of each backward's flat buckets
         self._options = options
@@ -297,7 +298,7 @@ class Runtime:
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
         backward.delayed = self._options.bucket_rule is not None and self._options.bucket_rule.delayed
-        if self._options.static_graph and self.agreed.hooks_reason is not None:
+        if self.static_graph and self.agreed.hooks_reason is not None:
             backward.due = self._due
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
         return backward

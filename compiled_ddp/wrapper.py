@@ -5,10 +5,8 @@ import copyreg
 import dataclasses
 import itertools
 import math
-import types
 import warnings
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,17 +33,16 @@ from compiled_ddp.model_check import (
     unmark_wrapped,
 )
 from compiled_ddp.options import Mode, Options, mode_from_environment
+from compiled_ddp.outputs import tensors_in
 from compiled_ddp.own_state import OwnState
 from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
+from compiled_ddp.state_keys import accept_wrapped_keys, bare_state, strip_own_prefix
 from compiled_ddp.stats import training_stats
 from compiled_ddp.torch_comm_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook
 from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
 
 _moments = itertools.count(1)
-
-# Components of state_dict keys that wrappers add and that no module of the user need have.
-_WRAPPER_PREFIXES = ("module", "_orig_mod")
 
 
 class DataParallelWrapper(nn.Module, Joinable):
@@ -100,8 +97,8 @@ class DataParallelWrapper(nn.Module, Joinable):
         self._watch = ModelWatch(self._own, follows=options.follows_model)
         self._refreshes = self._registrations = 0
         mark_wrapped(self._own, name)
-        self.register_load_state_dict_pre_hook(_accept_wrapped_keys)  # type: ignore[no-untyped-call]
-        self.register_state_dict_post_hook(_strip_own_prefix)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(accept_wrapped_keys)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(strip_own_prefix)  # type: ignore[no-untyped-call]
 
     def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         torch_private.check_torch_version()
@@ -304,7 +301,8 @@ class DataParallelWrapper(nn.Module, Joinable):
         self._require_sync = bool(value)
 
     def _set_static_graph(self) -> None:
-        """DDP's older name for `static_graph=True`. Without effect: where that is needed, pass it at construction."""
+        """DDP's older name for `static_graph=True`."""
+        self._runtime.static_graph = True
 
     def skip_step(self, *others: "DataParallelWrapper") -> None:
         """Take part in this step's backward with zeros: what a rank that drops a step calls in place of backward.
@@ -707,94 +705,3 @@ class DataParallelWrapper(nn.Module, Joinable):
             if name == "module":
                 raise
             return getattr(super().__getattr__("module"), name)
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output: in lists, tuples, sets, mappings, dataclasses and other plain objects."""
-    seen: dict[int, object] = {}  # keeps what it holds alive, so that no id comes up twice
-    pending = [value]
-    while pending:
-        part = pending.pop()
-        if isinstance(part, torch.Tensor):
-            yield part
-        elif id(part) not in seen and not isinstance(part, _WITHOUT_TENSORS):
-            seen[id(part)] = part
-            pending += _parts_of(part)
-
-
-# Also what leads to the whole program from any output that mentions it.
-_WITHOUT_TENSORS = (
-    *(str, bytes, int, float, complex, range, type(None)),
-    *(type, types.ModuleType, types.FunctionType, nn.Module),
-)
-
-
-def _parts_of(value: object) -> list[object]:
-    parts: list[object] = []
-    if isinstance(value, Mapping):
-        parts += value.values()
-    elif isinstance(value, Sequence | Set):
-        parts += value
-    parts += getattr(value, "__dict__", {}).values()
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        parts += [getattr(value, slot, None) for slot in ((slots,) if isinstance(slots, str) else slots)]
-    return parts
-
-
-def _strip_own_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    own = f"{prefix}module."
-    # First all out, then all in: a bare key may begin with "module." itself.
-    moved = {prefix + key[len(own) :]: state.pop(key) for key in list(state) if key.startswith(own)}
-    state.update(moved)
-    versions = getattr(state, "_metadata", None)
-    if versions is not None:
-        own_versions = [key for key in versions if f"{key}.".startswith(own)]
-        versions.update({f"{prefix}{key[len(own) :]}".rstrip("."): versions.pop(key) for key in own_versions})
-
-
-def _accept_wrapped_keys(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Rename the keys under `prefix` to the wrapper's own, where it is loaded as part of a larger module."""
-    module = wrapper.module
-    assert isinstance(module, nn.Module)
-    saved = {key[len(prefix) :]: state.pop(key) for key in list(state) if key.startswith(prefix)}
-    for key, value in bare_state(saved, list(module.state_dict())).items():
-        state[f"{prefix}module.{key}"] = value
-
-
-def bare_state(saved: Mapping[str, Any], bare_keys: Sequence[str]) -> dict[str, Any]:
-    """`saved` under the names of `bare_keys`, whatever wrappers it was saved from; other keys as they are.
-
-    The prefix that all saved keys share is taken off as far as this makes more of them fit, so that a module which
-    has a submodule called "module" is told from a wrapper. Then wrappers inside the model are looked through, where
-    that is not ambiguous. The versions of modules (`state_dict()._metadata`) are renamed alike.
-    """
-    known = set(bare_keys)
-    prefix = max(_wrapper_prefixes(saved), key=lambda prefix: sum(key[len(prefix) :] in known for key in saved))
-    through: dict[str, list[str]] = {}
-    for key in bare_keys:
-        through.setdefault(_without_wrappers(key), []).append(key)
-
-    def bare(key: str) -> str:
-        key = key.removeprefix(prefix)
-        candidates = through.get(_without_wrappers(key), [])
-        return candidates[0] if key not in known and len(candidates) == 1 else key
-
-    state = OrderedDict((bare(key), value) for key, value in saved.items())
-    versions = getattr(saved, "_metadata", None)
-    if versions is not None:
-        renamed = {f"{key}.".removeprefix(prefix).rstrip("."): version for key, version in versions.items()}
-        state._metadata = OrderedDict(renamed)  # type: ignore[attr-defined]
-    return state
-
-
-def _wrapper_prefixes(keys: Collection[str]) -> list[str]:
-    """The prefixes made of wrappers' names alone that all `keys` begin with, shortest first."""
-    first = next(iter(keys), "").split(".")
-    wrappers = itertools.takewhile(lambda part: part in _WRAPPER_PREFIXES, first)
-    prefixes = ["", *itertools.accumulate(f"{part}." for part in wrappers)]
-    return [prefix for prefix in prefixes if all(key.startswith(prefix) for key in keys)]
-
-
-def _without_wrappers(key: str) -> str:
-    return ".".join(part for part in key.split(".") if part not in _WRAPPER_PREFIXES)

@@ -60,12 +60,14 @@ def step(ddp: nn.Module, rank: int, number: int) -> None:
 
 
 def wrap(**options: Any) -> Any:
-    return wrappers(["EagerDDP"])["EagerDDP"](Tower(), static_graph=True, **{**ONE_BUCKET_EACH, **options})
+    return wrappers(["EagerDDP"])["EagerDDP"](Tower(), **{"static_graph": True, **ONE_BUCKET_EACH, **options})
 
 
 def _as_under_ddp(rank: int, options: dict[str, Any]) -> None:
     torch.manual_seed(3)
     ddp = wrap(verify="always", **options)
+    if not options.get("static_graph", True):
+        ddp._set_static_graph()
     theirs = DistributedDataParallel(copy.deepcopy(ddp.module), static_graph=True)
     ours, others = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (ddp, theirs))
     for number in range(3):
@@ -78,7 +80,9 @@ def _as_under_ddp(rank: int, options: dict[str, Any]) -> None:
             optimizer.step()
 
 
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 25}])
+@pytest.mark.parametrize(
+    "options", [{}, {"gradient_as_bucket_view": False}, {"bucket_cap_mb": 25}, {"static_graph": False}]
+)
 def test_a_layer_of_two_reentrant_checkpoints_is_averaged_as_under_ddp(
     ranks2: RankPool, options: dict[str, Any]
 ) -> None:

@@ -28,7 +28,8 @@ class DistributedDataParallel(ApexAdapter):
         retain_allreduce_buffers: leave each backward's reduced flat buckets, in launch order, in `allreduce_buffers`,
             until the next backward.
         allreduce_always_fp32: scale and sum float16 and bfloat16 gradients in float32.
-        num_allreduce_streams: refused unless it is the default.
+        num_allreduce_streams: refused for a model on the CPU unless it is the default; elsewhere without effect: all
+            buckets go through one communicator in one order, on a stream of its own.
         allreduce_communicators: the same.
         gradient_average: whether to divide by the number of ranks; False leaves the sum.
         gradient_predivide_factor: divide by it before the sum, and by world size / factor after it; the latter only

@@ -40,11 +40,11 @@ class ApexArguments:
                 "gradient_average_split_factor has been renamed to gradient_predivide_factor: pass that "
                 "(apex warned, or did not look at it)."
             )
-        if self.num_allreduce_streams != 1 or self.allreduce_communicators is not None:
+        on_cpu = all(parameter.is_cpu for parameter in module.parameters())
+        if on_cpu and (self.num_allreduce_streams != 1 or self.allreduce_communicators is not None):
             raise ValueError(
-                "num_allreduce_streams and allreduce_communicators name CUDA streams, and a process group for each; "
-                "here all buckets go through one communicator in one order, which no rank can change, and overlap "
-                "with backward there (gloo runs four at once on a CPU). Leave both out."
+                "num_allreduce_streams and allreduce_communicators name CUDA streams, and a process group for each, "
+                "and the model is on the CPU, where gloo runs four collectives at once. Leave both out."
             )
         self._check_values()
         self._check_triggers(module)

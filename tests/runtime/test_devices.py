@@ -19,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import comm_hooks
+from compiled_ddp.compat import apex
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -316,3 +317,24 @@ def test_a_broken_backward_is_told_one_step_late_off_the_cpu(
     ranks: RankPool, library: Path, devices: tuple[str, str]
 ) -> None:
     ranks.run(_broken_backward, library, devices, timeout_seconds=60.0)
+
+
+def _apexs_streams(rank: int, library: Path) -> None:
+    second_device.register(library)
+    groups = [second_device.group() for _ in range(2)]
+    ddp = apex.DistributedDataParallel(
+        OnTwoDevices(("twins:0", "twins:0")),
+        num_allreduce_streams=2,
+        allreduce_communicators=(groups, [None, None]),
+        process_group=groups[0],
+    )
+    for step in range(2):
+        x = row_batch(rank, step)
+        expected = _means(ddp, x)
+        ddp.zero_grad()
+        loss_of(ddp, x).backward()
+        _assert_means(ddp, expected)
+
+
+def test_apexs_streams_are_taken_off_the_cpu(ranks: RankPool, library: Path) -> None:
+    ranks.run(_apexs_streams, library)

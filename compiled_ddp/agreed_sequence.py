@@ -45,6 +45,11 @@ class AgreedSequence:
             self._adopt(self._planner.propose([], reason=self.hooks_reason))
         self.refined, self.unused, self._misfits = False, frozenset(), 0
 
+    def leave_to_hooks(self, reason: str | None) -> None:
+        """From the next `begin_anew` on, reduce everything by hooks, for that `reason`; None where graphs take part."""
+        if self._reduction is None:
+            self.hooks_reason = reason
+
     def leave_to_comm_hook(self, reason: str) -> None:
         """From the next `begin_anew` on, plan buckets for a communication hook."""
         self.hooks_reason, self._reduction = reason, "hook"

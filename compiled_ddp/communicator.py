@@ -200,5 +200,10 @@ def _is_open(group: dist.ProcessGroup | None) -> bool:
 def _destroy_abandoned() -> None:
     while _abandoned:
         group = _abandoned.pop()()
-        if _is_open(group) and dist.get_backend(group) == "gloo":  # elsewhere it may be a collective
+        if _is_open(group) and _is_gloo(group):  # elsewhere it may be a collective
             dist.destroy_process_group(group)
+
+
+def _is_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether `group` has no other backend, for no kind of device."""
+    return {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")} == {"gloo"}

@@ -166,8 +166,6 @@ class CompiledDDP(DataParallelWrapper):
 
     def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         description = super()._check_and_describe(module, name, ranks)
-        if self._options.strict and len(self._own.devices()) > 1:
-            raise ValueError(f"strict=True wants graphs to reduce, and hooks do: {_SEVERAL_DEVICES}.")
         for part_name, part in self._own.wrappers_inside().items():
             if isinstance(torch_private.without_compile_wrapper(part), nn.parallel.DistributedDataParallel):
                 raise ValueError(
@@ -175,6 +173,11 @@ class CompiledDDP(DataParallelWrapper):
                     "it its own way: wrap that part with EagerDDP or compile_ddp, or the whole model with EagerDDP."
                 )
         return description
+
+    def _check_devices(self, ranks: RankGroup) -> None:
+        super()._check_devices(ranks)
+        if self._options.strict and len(self._own.devices()) > 1:
+            raise ValueError(f"strict=True wants graphs to reduce, and hooks do: {_SEVERAL_DEVICES}.")
 
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}

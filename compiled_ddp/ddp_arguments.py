@@ -46,7 +46,6 @@ def check_ddp_arguments(arguments: DDPArguments, module: nn.Module, wrapper: str
             "precision before wrapping it."
         )
     _check_delayed(arguments, module)
-    input_device(arguments, module)
 
 
 def _check_delayed(arguments: DDPArguments, module: nn.Module) -> None:
@@ -61,8 +60,10 @@ def _check_delayed(arguments: DDPArguments, module: nn.Module) -> None:
             raise ValueError(f"{name} is not a parameter of the model: pass those that model.named_parameters() has.")
 
 
-def input_device(arguments: DDPArguments, module: nn.Module) -> torch.device | None:
+def input_device(arguments: DDPArguments, devices: Sequence[torch.device]) -> torch.device | None:
     """The GPU that `device_ids` names, where inputs are moved in each forward; None to leave them where they are.
+
+    `devices` are those of the parameters that are reduced.
 
     Raises ValueError where it is not the model's.
     """
@@ -71,13 +72,12 @@ def input_device(arguments: DDPArguments, module: nn.Module) -> torch.device | N
         return None
     if ids and len(ids) > 1:
         raise ValueError(f"device_ids may name one device, found {ids}: start one process for each GPU.")
-    model_devices = {parameter.device for parameter in module.parameters() if parameter.requires_grad}
-    if len(model_devices) > 1:
+    if len(devices) > 1:
         raise ValueError(
-            f"device_ids and output_device name the one device of a model, and this one is on {len(model_devices)}: "
-            "leave them out."
+            f"device_ids and output_device name the one device of a model, and this one is on {len(devices)}: leave "
+            "them out."
         )
-    (model_device,) = model_devices
+    (model_device,) = devices
     named = [_device(name, model_device.type) for name in [*(ids or ()), *([] if output is None else [output])]]
     if model_device.type == "cpu" or any(device != model_device for device in named):
         raise ValueError(

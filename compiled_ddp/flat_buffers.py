@@ -14,9 +14,8 @@ class FlatBuffer:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        self.writers = Writers(bucket.device)
-        self.writers.before_write()
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        self.writers = Writers(bucket.device)
         self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
         self._own_holders = torch_private.storage_holders(self.flat)

@@ -170,7 +170,10 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
         raise ValueError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
     owner = _other_owner(bare)
     if owner is not None:
-        raise ValueError(f"the model is already wrapped by {_in_use[owner]}: call that wrapper's unwrap() first.")
+        raise ValueError(
+            f"the model is already wrapped by {_in_use[owner]}: call that wrapper's unwrap() first, or drop it and all "
+            "that it returned."
+        )
     state = OwnState(module)
     check_parts(state)
     parameters = state.trained()
@@ -210,14 +213,19 @@ def check_writable(state: OwnState) -> None:
             )
 
 
-def check_layouts(state: OwnState, options: Options) -> None:
-    """Raise ValueError, with what to do, if a tensor that rank 0's values are broadcast to cannot be sent."""
+def broadcast_tensors(state: OwnState, options: Options) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that rank 0's values are broadcast to, at construction or in forwards, by name."""
     received: dict[str, torch.Tensor] = {}
     if options.init_sync:
         received |= {f"parameter {name}": parameter for name, parameter in state.parameters().items()}
     if options.synchronise_buffers_in_forward or (options.init_sync and options.synchronise_buffers_at_init):
         received |= {f"buffer {name}": buffer for name, buffer in state.buffers().items()}
-    for name, tensor in received.items():
+    return received
+
+
+def check_layouts(state: OwnState, options: Options) -> None:
+    """Raise ValueError, with what to do, if a tensor that rank 0's values are broadcast to cannot be sent."""
+    for name, tensor in broadcast_tensors(state, options).items():
         if tensor.layout != torch.strided:
             raise ValueError(
                 f"{name} has layout {tensor.layout}: only strided tensors are broadcast. If it is the same on all "

@@ -21,6 +21,7 @@ from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.gradient_hooks import GradientHooks
 from compiled_ddp.hook_program import BucketHook
+from compiled_ddp.open_tasks import OpenTasks
 from compiled_ddp.options import Options
 from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
 from compiled_ddp.proof import Proof
@@ -70,7 +71,7 @@ class UntilBackward:
 def _reached(graph: UntilBackward, _: object) -> None:
     runtime = graph.take()
     if runtime is not None:
-        runtime._reached()
+        runtime.output_reached()
 
 
 # Of this process. Where several wrappers take part in one backward, an exception may end it before it has reached all.
@@ -126,9 +127,9 @@ class Runtime:
         self._current: SynchronisedBackward | None = None
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
         self._announced: set[int] = set()  # parameters of unused sections that the current backward uses here
-        # Of the running backward: what autograd calls at the end of each task, and drops after an exception in it.
-        self._open_tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._tasks = OpenTasks()  # of the running backward
         self._thread = 0  # of the latest forward
+        self._skipping: int | None = None  # the thread that is in `skip_step()`, or follows others' backwards
         _runtimes.add(self)
         self._reported: set[str] = set()
         self._lock = threading.RLock()
@@ -169,9 +170,10 @@ class Runtime:
         After an exception in one device's thread the others finish what they are at: those of this thread's backward
         are waited for.
         """
+        here = threading.get_ident()
         deadline = time.monotonic() + self.communicator.ranks.timeout.total_seconds()
-        while self._is_running:
-            if self._thread != threading.get_ident():
+        while self._current is not None and (self._tasks.are_running() or self._skipping not in (None, here)):
+            if self._thread != here or self._skipping is not None:
                 return False
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -180,11 +182,6 @@ class Runtime:
                 )
             time.sleep(0.001)
         return self._current is not None
-
-    @property
-    def _is_running(self) -> bool:
-        """Whether autograd is inside a backward of this wrapper's, in whatever thread."""
-        return any(ended() is not None for ended in self._open_tasks.values())
 
     def begin_reentrant_forward(self, *, synchronise: bool) -> None:
         """Note a forward that a reentrant checkpoint runs inside a backward: of its own, which was without gradients.
@@ -221,7 +218,8 @@ class Runtime:
                 if torch_private.attached(node) is None:  # a captured segment's node begins it by itself
                     node.register_prehook(functools.partial(_reached, UntilBackward(self)))
 
-    def _reached(self) -> None:
+    def output_reached(self) -> None:
+        """A backward has come to an output of a synchronised forward."""
         if not self._is_local():
             self.enter_backward()
 
@@ -249,11 +247,12 @@ class Runtime:
             if torch_private.in_distributed_backward():
                 warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=2)  # a hook's error becomes "python_error" there
                 raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
-            task = torch_private.current_graph_task()
-            if task not in self._open_tasks:
-                ended = functools.partial(self._task_ended, task)
-                self._open_tasks[task] = weakref.ref(ended)
-                torch_private.call_at_end_of_backward(ended)
+            if self._on_cpu and self._tasks.are_of_another_thread():
+                raise RuntimeError(
+                    "two threads run backwards of one wrapper at the same time, whose gradients would be mixed up: let "
+                    "one wait for the other, or give each thread a wrapper of its own."
+                )
+            self._tasks.note(self._task_ended)
             if self._current is None:
                 returned = watch_returned(self.parameters.tensors)
                 self._current = self._begin(lambda call: call.will_run(), self._will_accumulate, returned)
@@ -308,13 +307,17 @@ class Runtime:
         with self._lock:
             self._hooks.install()  # and hold back the users', which see the mean on every rank
             weight = self.weight if self._used or self.sparse.any_used else 0.0
+            self._skipping = threading.get_ident()
             self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=weight)
             self._current.launch_rest()
 
     def end_skipping(self) -> None:
         """Receive the mean of a backward that `begin_skipping` takes part in."""
         with self._lock:
-            self._finish()
+            try:
+                self._finish()
+            finally:
+                self._skipping = None
 
     def shadow_backward(self, forward_count: int) -> None:
         """Take part in the other ranks' backward with nothing but zeros: this rank's data has run out (`join`).
@@ -374,7 +377,7 @@ class Runtime:
 
     @contextlib.contextmanager
     def launching_alone(self) -> Iterator[None]:
-        """Keep the threads of other devices from launching anything between what a claimed graph launches."""
+        """Keep other threads from launching anything between the claim of a graph and what it launches."""
         with self._lock:
             yield
 
@@ -468,12 +471,14 @@ class Runtime:
 
     def _task_ended(self, task: int) -> None:
         with self._lock:
-            del self._open_tasks[task]
             outer = torch_private.evaluating_node()
-            if outer is None:
+            try:
                 # With several devices, another task's thread may end the one that is inside of it.
-                if not self._is_running:
+                if outer is None and not self._tasks.are_running(but=task):
                     self._finish()
+            finally:  # only now: other threads must not take the backward for one that has broken off
+                self._tasks.close(task)
+            if outer is None:
                 return
             # A reentrant backward has ended inside `outer`. What follows `outer` runs in the outer backward, whose
             # end is the one to finish at.
@@ -700,7 +705,8 @@ class Runtime:
         if not self._has_broken_off():
             return False
         backward, self._current = self._current, None
-        self._open_tasks.clear()
+        self._tasks.forget()
+        self._skipping = None
         assert backward is not None
         self.communicator.refuse_if_failed()
         if backward.returned is not None:

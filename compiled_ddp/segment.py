@@ -35,14 +35,13 @@ T = TypeVar("T")
 
 def weakly(method: Callable[P, T]) -> Callable[P, T]:
     """A bound method, for what may outlive its object without keeping that alive."""
-    reference = weakref.WeakMethod(method)
+    reference, method_name = weakref.WeakMethod(method), getattr(method, "__qualname__", "a method")
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         alive = reference()
         assert alive is not None, f"{method_name} of an object that is gone"
         return alive(*args, **kwargs)
 
-    method_name = getattr(method, "__qualname__", "a method")
     return call
 
 
@@ -64,7 +63,7 @@ class SegmentCall:
         self.synchronise = synchronise
         self.index_of = index_of  # graph input -> parameter
         self.serial = next(_serial_numbers)
-        self.runtime = UntilBackward(segment.runtime)
+        self.until_backward = UntilBackward(segment.runtime)
         self._node = weakref.ref(node)
 
     def will_run(self) -> bool:
@@ -224,14 +223,14 @@ class Segment:
         if torch_private.keeps_graph():
             self._spare_saved_tensors()
         call: SegmentCall | None = torch_private.attached(node)
-        runtime = call.runtime.take() if call is not None else None
+        runtime = call.until_backward.take() if call is not None else None
         if call is None or runtime is None:
             return self._backward("local")(node, saved_and_tangents)
         with runtime.launching_alone():
             claimed = runtime.claim(call)
-            if claimed is None:
-                return self._backward("local")(node, saved_and_tangents)
-            return self._run_synchronised(runtime, call, *claimed, node, saved_and_tangents)
+            if claimed is not None:
+                return self._run_synchronised(runtime, call, *claimed, node, saved_and_tangents)
+        return self._backward("local")(node, saved_and_tangents)
 
     def _run_synchronised(
         self,

@@ -4,7 +4,7 @@ import torch
 
 
 class Writers:
-    """The streams on which a tensor has been written.
+    """The streams on which the parts of a tensor are written, each part by itself, before all of it is read.
 
     Autograd runs each node on the stream of its forward, and a hook with it, while a collective is ordered behind the
     stream alone that it is launched from. torch's Reducer keeps the AccumulateGrad nodes and so their one stream; here
@@ -12,19 +12,27 @@ class Writers:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """For a tensor that the current stream has made."""
         self._device = device
-        self._streams: set[torch.Stream] = set()
+        self._maker = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        self._behind_maker = {self._maker}
+        self._writing = {self._maker} - {None}  # since the tensor was last read
 
     def before_write(self) -> None:
-        """Let the current stream write behind the others, and note it."""
-        if self._device.type != "cpu":
-            self.before_read()
-            self._streams.add(torch.accelerator.current_stream(self._device))
-
-    def before_read(self) -> None:
-        """Let what the current stream is given from here on wait for all that has been written."""
-        if not self._streams:
+        """Note that the current stream writes, behind what has made the tensor."""
+        if self._maker is None:
             return
         here = torch.accelerator.current_stream(self._device)
-        for other in self._streams - {here}:
-            here.wait_stream(other)
+        if here not in self._behind_maker:
+            here.wait_stream(self._maker)
+            self._behind_maker.add(here)
+        self._writing.add(here)
+
+    def before_read(self) -> None:
+        """Let the current stream wait for all that has been written."""
+        if self._writing:
+            here = torch.accelerator.current_stream(self._device)
+            for other in self._writing - {here, None}:
+                assert other is not None
+                here.wait_stream(other)
+            self._writing.clear()

@@ -17,9 +17,12 @@ ImportError from this module.
 | `torch._inductor.decomposition`, `torch._subclasses.FakeTensorMode` | tracing a communication hook |
 | `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket |
 | `torch._C._set_mkldnn_enabled`, `torch._dynamo.config.allow_rnn` | capturing recurrent layers |
-| `distributed_c10d._new_process_group_helper` | a communicator's name, the same on every rank and in every run |
+| `distributed_c10d._new_process_group_helper`, `_world` | a communicator's name, the same on every rank and run |
+| `distributed_c10d._get_split_source`, `ProcessGroup.bound_device_id` | a communicator of some ranks alone |
 | `ProcessGroupGloo._Options`, `distributed_c10d.ProcessGroupGloo` | how many collectives gloo runs at once |
 | `_broadcast_coalesced` | parameters and buffers |
+| `ProcessGroup._get_backend` | a group's timeout, and which kinds of devices it is for |
+| `torch.distributed.utils._to_kwargs` | moving inputs to the model's GPU |
 | `ProcessGroup._get_sequence_number_for_group` | how many collectives a rank has launched, for the report of a hang |
 | `torch.autograd.profiler._is_profiler_enabled` | whether launches and waits need their names |
 | `rpc.api._is_current_rpc_agent_set`, `torch.distributed.autograd._current_context` | refusing distributed autograd |

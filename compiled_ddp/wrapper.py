@@ -24,6 +24,7 @@ from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.hook_program import check_hook
 from compiled_ddp.model_check import (
     ModelWatch,
+    broadcast_tensors,
     check_layouts,
     check_model,
     check_parts,
@@ -69,7 +70,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         agree_on_description(
             ranks, lambda: self._check_and_describe(module, name, ranks), failure="the model was not wrapped"
         )
-        self._input_device = input_device(ddp_arguments, module)
+        self._input_device = input_device(ddp_arguments, self._own.devices())
         self._mode: Mode = mode_from_environment()
         communicator = Communicator(ranks)
         self.module = module
@@ -108,7 +109,8 @@ class DataParallelWrapper(nn.Module, Joinable):
         if self._options.init_sync:
             check_writable(self._own)
         check_ddp_arguments(self._ddp_arguments, module, name)
-        torch_private.check_backends(ranks.process_group, self._own.devices())
+        input_device(self._ddp_arguments, self._own.devices())
+        self._check_devices(ranks)
         if self._options.comm_hook is not None:
             check_hook(self._options.comm_hook, next(iter(self._own.trained().values())))
         if self._own.sparse() and (self._options.comm_hook is not None or self._options.scaling is not None):
@@ -117,6 +119,10 @@ class DataParallelWrapper(nn.Module, Joinable):
                 "and in none of apex's scalings: pass sparse=False to its embedding."
             )
         return {"wrapper": [name], **describe_model(self._own, self._options, mode_from_environment())}
+
+    def _check_devices(self, ranks: RankGroup) -> None:
+        broadcast = (tensor.device for tensor in broadcast_tensors(self._own, self._options).values())
+        torch_private.check_backends(ranks.process_group, [*self._own.devices(), *broadcast])
 
     def _dense_and_sparse(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
         """The trained parameters with dense gradients, and those with sparse ones."""
@@ -234,12 +240,14 @@ class DataParallelWrapper(nn.Module, Joinable):
                 communicator.broadcast([parameter.detach() for parameter in added.values()])
         mark_wrapped(self._own, type(self).__name__)
         trained = [*kept, *added.items()]
+        self._runtime.agreed.leave_to_hooks(self._hooks_reason())
         self._runtime.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
         self._watch = ModelWatch(self._own, follows=self._options.follows_model)
 
     def _check_and_describe_parts(self) -> dict[str, list[object]]:
         check_parts(self._own)
         check_layouts(self._own, self._options)
+        self._check_devices(self._runtime.communicator.ranks)
         added = sorted(self._own.sparse().difference(self._runtime.sparse.names))
         if added:
             raise ValueError(
@@ -302,6 +310,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     def _set_static_graph(self) -> None:
         """DDP's older name for `static_graph=True`."""
+        self._options_given = dataclasses.replace(self._options_given, static_graph=True)
         self._runtime.static_graph = True
 
     def skip_step(self, *others: "DataParallelWrapper") -> None:

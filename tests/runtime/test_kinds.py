@@ -533,6 +533,41 @@ def test_another_thread_may_evaluate_the_model_during_a_backward(ranks2: RankPoo
     ranks2.run(_forward_during_backward, wrapper, mode)
 
 
+def _two_backwards_at_once(rank: int, wrapper: str) -> None:
+    ddp = wrap(wrapper, WithPause())
+    x = row_batch(rank)
+    refused = []
+
+    def backward_of(loss: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="two threads run backwards of one wrapper at the same time") as caught:
+            loss.backward()
+        refused.append(caught)
+
+    for step in range(3):
+        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: loss_of(module, x))
+        ddp.zero_grad()
+        loss_of(ddp, x).backward()
+        assert_gradients(ddp.module, expected)
+        if step != 1:
+            continue
+        other = loss_of(ddp, row_batch(rank, 5))
+
+        def in_another_thread(_: Tensor, other: Tensor = other) -> None:
+            ddp.module.pause = lambda _: None
+            thread = threading.Thread(target=backward_of, args=(other,))
+            thread.start()
+            thread.join(20.0)
+
+        ddp.module.pause = in_another_thread
+        loss_of(ddp, x).backward()
+        assert len(refused) == 1
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_two_backwards_of_one_wrapper_at_the_same_time_are_refused(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_two_backwards_at_once, wrapper)
+
+
 # ---- pickling --------------------------------------------------------------------------------------------------------
 
 

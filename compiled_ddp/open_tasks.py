@@ -1,0 +1,46 @@
+"""The tasks of autograd that one backward of a wrapper runs in: more than one where checkpoints are reentrant."""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+
+from compiled_ddp import torch_private
+
+
+class OpenTasks:
+    """Tells a backward that autograd still runs, in whatever thread, from one that an exception has ended.
+
+    For each task autograd holds what is to be called at its end, and drops it with the task. So that nothing else
+    does, as a traceback would, it is made in a call that returns before anything can be raised.
+    """
+
+    def __init__(self) -> None:
+        self._ends: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._threads: dict[int, int] = {}  # in which each was noted
+
+    def note(self, at_end: Callable[[int], None]) -> None:
+        """Note the task that this thread runs; `at_end` is called with it when it has ended without an exception."""
+        task = torch_private.current_graph_task()
+        if task not in self._ends:
+            end = functools.partial(at_end, task)
+            self._ends[task], self._threads[task] = weakref.ref(end), threading.get_ident()
+            torch_private.call_at_end_of_backward(end)
+
+    def are_running(self, *, but: int | None = None) -> bool:
+        """Whether autograd still runs one of them, other than `but`."""
+        return any(end() is not None for task, end in list(self._ends.items()) if task != but)
+
+    def are_of_another_thread(self) -> bool:
+        """Whether those that run have all been noted by other threads, and this thread's has not."""
+        if torch_private.current_graph_task() in self._ends or not self.are_running():
+            return False
+        return threading.get_ident() not in [self._threads[task] for task, end in self._ends.items() if end()]
+
+    def close(self, task: int) -> None:
+        del self._ends[task], self._threads[task]
+
+    def forget(self) -> None:
+        """Drop all: an exception has ended them."""
+        self._ends.clear()
+        self._threads.clear()

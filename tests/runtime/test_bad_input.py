@@ -540,7 +540,10 @@ def _wrap_twice(rank: int, first: str, second: str) -> list[str]:
 def test_a_wrapped_model_is_refused_until_it_is_unwrapped(ranks2: RankPool, first: str, second: str) -> None:
     name = {"compile_ddp": "CompiledDDP", "EagerDDP": "EagerDDP"}[first]
     for inner, wrapper, compiled in ranks2.run(_wrap_twice, first, second):
-        assert inner == compiled == f"the model is already wrapped by {name}: call that wrapper's unwrap() first."
+        refusal = (
+            f"the model is already wrapped by {name}: call that wrapper's unwrap() first, or drop it and all that "
+        )
+        assert inner == compiled == f"{refusal}it returned."
         assert wrapper == f"the model is a {name} already: use it as it is, or wrap its .unwrap()."
 
 

@@ -85,15 +85,18 @@ def _assert_means(ddp: Any, expected: dict[str, Tensor], *, skip: Sequence[str] 
         torch.testing.assert_close(parameter.grad.cpu().double(), expected[name], rtol=rtol, atol=rtol, msg=name)
 
 
+def _assert_step(ddp: Any, x: Tensor, *, rtol: float = 1e-5) -> None:
+    expected = _means(ddp, x)
+    ddp.zero_grad()
+    loss_of(ddp, x).backward()
+    _assert_means(ddp, expected, rtol=rtol)
+
+
 def _trains(rank: int, library: Path, wrapper: str, devices: tuple[str, str]) -> None:
     ddp = _wrapped(rank, library, wrapper, devices, bucket_cap_mb=0.0002)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(4):
-        x = row_batch(rank, step)
-        expected = _means(ddp, x)
-        optimizer.zero_grad()
-        loss_of(ddp, x).backward()
-        _assert_means(ddp, expected)
+        _assert_step(ddp, row_batch(rank, step))
         optimizer.step()
     sections = ddp.plan.sections
     assert {section.origin for section in sections} == {"hooks"}
@@ -147,11 +150,7 @@ def _autograd_threads(rank: int, library: Path) -> None:
             lambda _, device=parameter.device: threads.setdefault(device, set()).add(threading.get_ident())
         )
     for step in range(20):
-        x = row_batch(rank, step)
-        expected = _means(ddp, x)
-        ddp.zero_grad()
-        loss_of(ddp, x).backward()
-        _assert_means(ddp, expected)
+        _assert_step(ddp, row_batch(rank, step))
     assert len(threads) == 2 and len(set.union(*threads.values())) == 2, threads
 
 
@@ -204,11 +203,7 @@ def _with_hooks(rank: int, library: Path, wrapper: str) -> None:
     torchs.register_comm_hook(second_device.group(), default_hooks.allreduce_hook)
     for ddp in (graph, torchs):
         for step in range(3):
-            x = row_batch(rank, step)
-            expected = _means(ddp, x)
-            ddp.zero_grad()
-            loss_of(ddp, x).backward()
-            _assert_means(ddp, expected, rtol=1e-5 if ddp is torchs else 0.05)
+            _assert_step(ddp, row_batch(rank, step), rtol=1e-5 if ddp is torchs else 0.05)
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
@@ -286,10 +281,7 @@ def _broken_backward(rank: int, library: Path, devices: tuple[str, str]) -> None
     ddp = _wrapped(rank, library, "EagerDDP", devices, broadcast_buffers=False)
     x = row_batch(rank)
     for _ in range(2):
-        expected = _means(ddp, x)
-        ddp.zero_grad()
-        loss_of(ddp, x).backward()
-        _assert_means(ddp, expected)
+        _assert_step(ddp, x)
     ddp.zero_grad()
     if rank == 0:
         handle = ddp.module.left[0].weight.register_hook(_raise)
@@ -302,10 +294,7 @@ def _broken_backward(rank: int, library: Path, devices: tuple[str, str]) -> None
     with pytest.raises(RuntimeError, match=r"the one before it broke off on 1 rank\(s\).*load a checkpoint"):
         loss_of(ddp, x).backward()
     for _ in range(2):
-        expected = _means(ddp, x)
-        ddp.zero_grad()
-        loss_of(ddp, x).backward()
-        _assert_means(ddp, expected)
+        _assert_step(ddp, x)
 
 
 def _raise(_: Tensor) -> None:
@@ -329,11 +318,7 @@ def _apexs_streams(rank: int, library: Path) -> None:
         process_group=groups[0],
     )
     for step in range(2):
-        x = row_batch(rank, step)
-        expected = _means(ddp, x)
-        ddp.zero_grad()
-        loss_of(ddp, x).backward()
-        _assert_means(ddp, expected)
+        _assert_step(ddp, row_batch(rank, step))
 
 
 def test_apexs_streams_are_taken_off_the_cpu(ranks: RankPool, library: Path) -> None:

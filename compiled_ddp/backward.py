@@ -29,6 +29,11 @@ class TrainedParameters:
     names: tuple[str, ...]
     tensors: tuple[torch.nn.Parameter, ...]
 
+    @functools.cached_property
+    def on_cpu(self) -> bool:
+        """Whether all of them are there; a model that moves gets another object of this class."""
+        return all(tensor.is_cpu for tensor in self.tensors)
+
     def named(self, indices: Iterable[int], most: int = 5) -> str:
         """Names for a message, at most `most` of them."""
         return names_in_words([self.names[index] for index in indices], most)

@@ -19,23 +19,25 @@ class OpenTasks:
         self._ends: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._threads: dict[int, int] = {}  # in which each was noted
 
+    def has_current(self) -> bool:
+        """Whether the task that this thread runs has been noted."""
+        return torch_private.current_graph_task() in self._ends
+
     def note(self, at_end: Callable[[int], None]) -> None:
         """Note the task that this thread runs; `at_end` is called with it when it has ended without an exception."""
         task = torch_private.current_graph_task()
-        if task not in self._ends:
-            end = functools.partial(at_end, task)
-            self._ends[task], self._threads[task] = weakref.ref(end), threading.get_ident()
-            torch_private.call_at_end_of_backward(end)
+        end = functools.partial(at_end, task)
+        self._ends[task], self._threads[task] = weakref.ref(end), threading.get_ident()
+        torch_private.call_at_end_of_backward(end)
 
     def are_running(self, *, but: int | None = None) -> bool:
         """Whether autograd still runs one of them, other than `but`."""
         return any(end() is not None for task, end in list(self._ends.items()) if task != but)
 
-    def are_of_another_thread(self) -> bool:
-        """Whether those that run have all been noted by other threads, and this thread's has not."""
-        if torch_private.current_graph_task() in self._ends or not self.are_running():
-            return False
-        return threading.get_ident() not in [self._threads[task] for task, end in self._ends.items() if end()]
+    def are_of_other_threads(self) -> bool:
+        """Whether some run, and all of these have been noted by other threads."""
+        threads = {self._threads[task] for task, end in self._ends.items() if end() is not None}
+        return bool(threads) and threading.get_ident() not in threads
 
     def close(self, task: int) -> None:
         del self._ends[task], self._threads[task]

@@ -244,15 +244,8 @@ class Runtime:
     def enter_backward(self) -> SynchronisedBackward:
         """The synchronised backward that this thread is in, begun if need be."""
         with self._lock:
-            if torch_private.in_distributed_backward():
-                warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=2)  # a hook's error becomes "python_error" there
-                raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
-            if self._on_cpu and self._tasks.are_of_another_thread():
-                raise RuntimeError(
-                    "two threads run backwards of one wrapper at the same time, whose gradients would be mixed up: let "
-                    "one wait for the other, or give each thread a wrapper of its own."
-                )
-            self._tasks.note(self._task_ended)
+            if not self._tasks.has_current():  # asked for every gradient
+                self._enter_task()
             if self._current is None:
                 returned = watch_returned(self.parameters.tensors)
                 self._current = self._begin(lambda call: call.will_run(), self._will_accumulate, returned)
@@ -261,6 +254,17 @@ class Runtime:
                 if returned is not None:
                     returned.begin()  # with tensor hooks of its own: after what looks for users' ones
             return self._current
+
+    def _enter_task(self) -> None:
+        if torch_private.in_distributed_backward():
+            warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=3)  # a hook's error becomes "python_error" there
+            raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
+        if self._on_cpu and self._tasks.are_of_other_threads():
+            raise RuntimeError(
+                "two threads run backwards of one wrapper at the same time, whose gradients would be mixed up: let "
+                "one wait for the other, or give each thread a wrapper of its own."
+            )
+        self._tasks.note(self._task_ended)
 
     def _begin(
         self,
@@ -587,7 +591,7 @@ class Runtime:
     @property
     def _on_cpu(self) -> bool:
         """Whether the host may read what it reduces without making a device wait."""
-        return all(tensor.device.type == "cpu" for tensor in self.parameters.tensors)
+        return self.parameters.on_cpu
 
     def retrain(self, parameters: TrainedParameters) -> None:
         """Reduce these parameters from the next backward on."""

@@ -15,8 +15,8 @@ class Writers:
         """For a tensor that the current stream has made."""
         self._device = device
         self._maker = None if device.type == "cpu" else torch.accelerator.current_stream(device)
-        self._behind_maker = {self._maker}
-        self._writing = {self._maker} - {None}  # since the tensor was last read
+        self._writing = set() if self._maker is None else {self._maker}  # since the tensor was last read
+        self._behind_maker = set(self._writing)
 
     def before_write(self) -> None:
         """Note that the current stream writes, behind what has made the tensor."""
@@ -32,7 +32,6 @@ class Writers:
         """Let the current stream wait for all that has been written."""
         if self._writing:
             here = torch.accelerator.current_stream(self._device)
-            for other in self._writing - {here, None}:
-                assert other is not None
+            for other in self._writing - {here}:
                 here.wait_stream(other)
             self._writing.clear()

@@ -70,7 +70,6 @@ class DataParallelWrapper(nn.Module, Joinable):
         agree_on_description(
             ranks, lambda: self._check_and_describe(module, name, ranks), failure="the model was not wrapped"
         )
-        self._input_device = input_device(ddp_arguments, self._own.devices())
         self._mode: Mode = mode_from_environment()
         communicator = Communicator(ranks)
         self.module = module
@@ -109,7 +108,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         if self._options.init_sync:
             check_writable(self._own)
         check_ddp_arguments(self._ddp_arguments, module, name)
-        input_device(self._ddp_arguments, self._own.devices())
+        self._input_device = input_device(self._ddp_arguments, self._own.devices())
         self._check_devices(ranks)
         if self._options.comm_hook is not None:
             check_hook(self._options.comm_hook, next(iter(self._own.trained().values())))

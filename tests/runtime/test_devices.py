@@ -265,11 +265,7 @@ def _reentrant(rank: int, library: Path, devices: tuple[str, str]) -> None:
     ddp = _wrapped(rank, library, "EagerDDP", devices, bucket_cap_mb=0.0002)
     ddp.module.reentrant = True
     for step in range(20):
-        x = row_batch(rank, step)
-        expected = _means(ddp, x)
-        ddp.zero_grad()
-        loss_of(ddp, x.requires_grad_()).backward()
-        _assert_means(ddp, expected)
+        _assert_step(ddp, row_batch(rank, step).requires_grad_())
 
 
 @pytest.mark.parametrize("devices", [TWO, MIXED])

@@ -234,7 +234,7 @@ class SynchronisedBackward:
 
     def rider_values(self, plan: BucketPlan) -> torch.Tensor:
         """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
-        values = torch.empty(plan.riders.numel, device=plan.buckets[-1].device)
+        values = torch.empty(plan.riders.numel, dtype=torch.float32, device=plan.buckets[-1].device)
         return write_riders(values, plan.riders, self.message, lambda _: True)
 
     def segment_ran(self, section: int, riders: torch.Tensor, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:

@@ -30,7 +30,7 @@ def measure_bytes_per_second(communicator: Communicator, device: torch.device) -
 
     The mean over ranks of the best of a few rounds, each of four all-reduces of 1 MiB under way at once.
     """
-    pieces = [torch.zeros(_PIECE_BYTES // 4, device=device) for _ in range(_PIECES)]
+    pieces = [torch.zeros(_PIECE_BYTES // 4, dtype=torch.float32, device=device) for _ in range(_PIECES)]
     seconds = min(_seconds(communicator, pieces) for _ in range(_ROUNDS))
     shared = torch.tensor([seconds], dtype=torch.float64, device=device)
     communicator.all_reduce(shared).wait()

@@ -36,7 +36,7 @@ def checksum(values: torch.Tensor) -> torch.Tensor:
 @functools.lru_cache(maxsize=32)
 def _weights(numel: int, device: torch.device, stream: torch.Stream | None) -> torch.Tensor:
     """Other ones for every `stream`, on which nothing waits for what another one has made."""
-    return torch.arange(1, 2 * numel + 1, 2, device=device)
+    return torch.arange(1, 2 * numel + 1, 2, dtype=torch.int64, device=device)
 
 
 def as_row(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -49,7 +49,7 @@ class GradientSpec:
         """The gradient of `parameter`: strided like it where it is dense, contiguous where it has gaps or overlaps."""
         size, stride = tuple(parameter.shape), tuple(parameter.stride())
         if not _is_dense(size, stride):
-            stride = torch.empty(size, device="meta").stride()
+            stride = torch.empty(size, dtype=parameter.dtype, device="meta").stride()
         return cls(index, size, stride, parameter.dtype, parameter.device)
 
     @property

@@ -195,8 +195,9 @@ class Proof:
         ]
         after = gathered(zero if row is None else checksum(row) for row in rows)
         finite = gathered(zero.float() if row is None else _total(row) for row in rows).isfinite()
-        hindered = torch.where(finite, torch.tensor(hindrances, device=device), _NOT_FINITE)
-        renewed = torch.tensor([int(index in self._renewed) for index in range(len(rows))], device=device)
+        hindered = torch.where(finite, torch.tensor(hindrances, dtype=torch.int64, device=device), _NOT_FINITE)
+        new_here = [index in self._renewed for index in range(len(rows))]
+        renewed = torch.tensor(new_here, dtype=torch.int64, device=device)
         shared = torch.stack([*_to_compare(gathered(before)), *_to_compare(after), hindered, renewed])
         self._communicator.maximum(shared)
         self._renewed.clear()

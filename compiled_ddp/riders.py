@@ -46,8 +46,10 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, used: Cal
     users = riders.numel - riders.passengers
     into[:users].copy_(rider_values(riders, message, used), non_blocking=True)
     if riders.passengers:
-        passengers = torch.zeros(riders.passengers) if message.passengers is None else message.passengers
-        into[users:].copy_(passengers, non_blocking=True)
+        if message.passengers is None:
+            into[users:].zero_()
+        else:
+            into[users:].copy_(message.passengers, non_blocking=True)
     return into
 
 
@@ -61,7 +63,8 @@ def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) 
     )
     values[HOOK_FAILED] = float(message.hook_failed)
     values[WEIGHT] = message.weight
-    return torch.tensor(values + [float(used(index)) for index in riders.indices])
+    values += [float(used(index)) for index in riders.indices]
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class SparseGradients:
         gradients = [parameter.grad if contributes else None for parameter in tensors]
         dense = [gradient is not None and gradient.layout != torch.sparse_coo for gradient in gradients]
         flags = [[index in used for index in range(len(tensors))], dense, [aborted] * len(tensors)]
-        shared = torch.tensor(flags, dtype=torch.int32)
+        shared = torch.tensor(flags, dtype=torch.int32, device="cpu")
         self._communicator.maximum(shared)
         used_anywhere, dense_anywhere, aborted_anywhere = (row.nonzero().flatten().tolist() for row in shared)
         if aborted_anywhere:
@@ -124,9 +124,17 @@ def _ready_to_send(parameter: torch.Tensor, gradient: torch.Tensor | None, facto
     """`factor` times `gradient`, in new memory, in the form that gloo reduces; an empty tensor for None."""
     if gradient is not None:
         return (gradient * factor).coalesce()
-    indices = torch.zeros(1, 0, dtype=torch.int64)
+    indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
     values = parameter.new_zeros(0, *parameter.shape[1:])
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        parameter.shape,
+        dtype=parameter.dtype,
+        device=parameter.device,
+        is_coalesced=True,
+        check_invariants=False,
+    )
 
 
 def leaving_out(modules: Sequence[nn.Module], compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -100,7 +100,9 @@ class UnevenInputs:
         communicator, initial = self._communicator, self.divide_by_initial_world_size
         trains = [int(kind != _NOTHING and rank == communicator.rank) for rank in range(communicator.world_size)]
         shared = torch.tensor(
-            [kind, forward_count, int(initial), int(not initial), *trains], device=self._joinable.join_device
+            [kind, forward_count, int(initial), int(not initial), *trains],
+            dtype=torch.int64,
+            device=self._joinable.join_device,
         )
         communicator.standing.note_wait("the next step of ranks that still have data (join)")
         communicator.maximum(shared)
@@ -116,7 +118,8 @@ class UnevenInputs:
 
     def last_of(self, is_last_joiner: bool) -> int:
         """The largest rank among the last ones to join."""
-        largest = torch.tensor([self._communicator.rank if is_last_joiner else -1], device=self._joinable.join_device)
+        own = self._communicator.rank if is_last_joiner else -1
+        largest = torch.tensor([own], dtype=torch.int64, device=self._joinable.join_device)
         self._communicator.maximum(largest)
         return int(largest.item())
 

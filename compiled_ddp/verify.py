@@ -156,7 +156,7 @@ def _reduced_by_hand(
     divisor = 1 if reduction == "sum" else dist.get_world_size()  # all weights are 1
     for name, parameter in OwnState(reference).trained().items():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else _strided(parameter.grad)
-        ranks_with_one = torch.tensor(float(parameter.grad is not None), device=parameter.device)
+        ranks_with_one = torch.tensor(parameter.grad is not None, dtype=torch.int64, device=parameter.device)
         total = gradient.to(_wide(parameter), memory_format=torch.contiguous_format)
         dist.all_reduce(ranks_with_one)
         dist.all_reduce(total)
@@ -186,10 +186,8 @@ def _differences(
         else:
             here = 0.0 if gradient is mean else math.inf
         # A nan must not be lost in a maximum over ranks.
-        largest = torch.tensor(
-            [here if not math.isnan(here) else 0.0, float(math.isnan(here))], device=parameter.device
-        )
-        largest = largest.double()
+        kept = [0.0, 1.0] if math.isnan(here) else [here, 0.0]
+        largest = torch.tensor(kept, dtype=torch.float64, device=parameter.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         absolute = math.nan if largest[1] else float(largest[0])
         scale = max(sizes[name], least)

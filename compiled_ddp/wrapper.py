@@ -567,7 +567,7 @@ class DataParallelWrapper(nn.Module, Joinable):
                 f"{unknown[0]!r} is not among the names that the wrapper was made with: piggyback={names}."
             )
         device = self._runtime.parameters.tensors[0].device
-        elements = [torch.as_tensor(values.get(name, 0.0), dtype=torch.float32) for name in names]
+        elements = [torch.as_tensor(values.get(name, 0.0), dtype=torch.float32, device=device) for name in names]
         self._runtime.board(torch.stack([e.detach().to(device, non_blocking=True).reshape(()) for e in elements]))
 
     @property

@@ -20,6 +20,7 @@ SHIPPED = [
     for path in sorted((ROOT / folder).rglob("*.py"))
     if path != TORCH_PRIVATE
 ]
+PACKAGE = [path for path in SHIPPED if path.relative_to(ROOT).parts[0] in ("compiled_ddp", "passes")]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # What a pass may import: these modules and what lies below them, compared in whole dotted parts.
@@ -97,6 +98,28 @@ def private_torch_names(tree: ast.AST, allowed: tuple[str, ...] = ()) -> list[st
     return [f"line {line}: {name}" for line, name in sorted(found) if not lies_in(name, allowed)]
 
 
+# What makes a tensor from nothing: of the default dtype and on the default device, both of which users set.
+FACTORIES = tuple(
+    f"torch.{name}"
+    for name in (
+        *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "from_file", "frombuffer"),
+        *("full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor"),
+        *("sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csr_tensor", "tensor", "tril_indices"),
+        *("triu_indices", "zeros", "Tensor", "FloatTensor", "DoubleTensor"),
+    )
+)
+
+
+def factory_calls_of_default_kind(tree: ast.AST) -> list[str]:
+    """Calls of torch's factories that leave the dtype or the device to the defaults."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and dotted_name(node.func) in FACTORIES:
+            missing = {"dtype", "device"} - {keyword.arg for keyword in node.keywords}
+            found += [f"line {node.lineno}: {dotted_name(node.func)} without {name}" for name in sorted(missing)]
+    return found
+
+
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
@@ -124,6 +147,13 @@ def test_private_torch_names_stand_in_one_module(path: Path) -> None:
 @pytest.mark.parametrize("path", TESTS, ids=relative)
 def test_tests_use_private_torch_names_through_torch_private(path: Path) -> None:
     assert not private_torch_names(parse(path), allowed=OPEN_TO_TESTS)
+
+
+@pytest.mark.parametrize("path", [*PACKAGE, TORCH_PRIVATE], ids=relative)
+def test_every_factory_call_of_the_package_names_dtype_and_device(path: Path) -> None:
+    assert not factory_calls_of_default_kind(parse(path)), (
+        "users set torch.set_default_dtype and torch.set_default_device: name the dtype and the device"
+    )
 
 
 def test_editor_bans_nothing_that_passes_may_import() -> None:
@@ -178,3 +208,16 @@ def test_reset_of_dynamo_is_open_to_tests_alone() -> None:
     tree = ast.parse("import torch\ntorch._dynamo.reset()")
     assert private_torch_names(tree) == ["line 2: torch._dynamo.reset"]
     assert private_torch_names(tree, allowed=OPEN_TO_TESTS) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("torch.zeros(3, dtype=torch.int64, device=x.device)", []),
+        ("x.new_zeros(3)\ntorch.zeros_like(x)\ntorch.zeros", []),
+        ("torch.tensor([1.0], device=device)", ["line 1: torch.tensor without dtype"]),
+        ("torch.empty(2)", ["line 1: torch.empty without device", "line 1: torch.empty without dtype"]),
+    ],
+)
+def test_factory_calls_are_found(source: str, found: list[str]) -> None:
+    assert factory_calls_of_default_kind(ast.parse(source)) == found

@@ -134,7 +134,7 @@ def _tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 def _contiguous(index: int, gradient: torch.Tensor) -> GradientSpec:
     """Its place in a flat buffer; ranks may hold it in other strides."""
-    stride = torch.empty(gradient.shape, device="meta").stride()
+    stride = torch.empty(gradient.shape, dtype=gradient.dtype, device="meta").stride()
     return GradientSpec(index, tuple(gradient.shape), stride, gradient.dtype, gradient.device)
 
 

@@ -116,6 +116,7 @@ class SynchronisedBackward:
         self._not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
         self._used_on_ranks: dict[int, list[float]] = {}  # section -> on how many ranks, in the order of its riders
+        buffers.renew_held(parameter.grad for parameter in parameters.tensors)
         self._existing = dict(self._take_existing())
         self._sharing = _with_equal_memory(self._existing)
         self._standing = communicator.standing
@@ -126,7 +127,7 @@ class SynchronisedBackward:
         """The .grad tensors that are not views of their own place in a flat buffer."""
         for index, parameter in enumerate(self._parameters.tensors):
             gradient = parameter.grad
-            if gradient is None or self._holds(index, gradient):
+            if gradient is None or self._buffers.holds(index, gradient):
                 continue
             if self._buffers.contain(gradient):  # where another gradient will be put before this one is read
                 gradient = parameter.grad = gradient.detach().clone()
@@ -317,7 +318,13 @@ class SynchronisedBackward:
             self._progress[position].missing.discard(index)
         if self._as_view and index not in self._existing and len(positions) == 1:
             # The gradient's own memory is free from here on, as in DDP.
-            self._parameters.tensors[index].grad = self._buffers[first].views[index]
+            self._leave_in_place(index, first)
+
+    def _leave_in_place(self, index: int, position: int) -> None:
+        """Let .grad be where the bucket has it; a .grad that is there already stays the same object."""
+        parameter, buffer = self._parameters.tensors[index], self._buffers[position]
+        if not buffer.holds(index, parameter.grad):
+            parameter.grad = buffer.alias(index)
 
     def _reduces_again(self, position: int) -> bool:
         return self.sections[self._progress[position].section].reduces_again
@@ -548,7 +555,7 @@ class SynchronisedBackward:
             positions = self._positions_by_hooks(index)
             if self._is_used(index) or any(self._used_elsewhere(position, index) for position in positions):
                 again = [position for position in positions if self._reduces_again(position)]
-                self._write(index, self._sum(index, again or positions))
+                self._write(index, again or positions)
                 written.add(index)
                 self._untouched.pop(index, None)
         self._restore_untouched()
@@ -633,18 +640,21 @@ class SynchronisedBackward:
         return self._used_on_ranks[section][self.sections[section].plan.riders.indices.index(index)] > 0
 
     @torch.no_grad()
-    def _write(self, index: int, view: torch.Tensor) -> None:
+    def _write(self, index: int, positions: Sequence[int]) -> None:
+        """Leave in .grad the sum of what these buckets have of a gradient."""
         parameter = self._parameters.tensors[index]
         existing = self._existing.get(index)
         if existing is not None:
-            existing.copy_(view)
+            existing.copy_(self._sum(index, positions))
             parameter.grad = existing
+        elif self._as_view and len(positions) == 1:
+            self._leave_in_place(index, positions[0])
         elif self._as_view:
-            parameter.grad = view
+            parameter.grad = self._sum(index, positions)
         elif parameter.grad is None:
-            parameter.grad = view.clone()
+            parameter.grad = self._sum(index, positions).clone()
         else:
-            parameter.grad.copy_(view)
+            parameter.grad.copy_(self._sum(index, positions))
 
     @torch.no_grad()
     def _restore_pending(self) -> None:
@@ -659,10 +669,6 @@ class SynchronisedBackward:
                 self._not_accumulated.add(index)
             parameter.grad = tensor
         self.pending.clear()
-
-    def _holds(self, index: int, gradient: torch.Tensor) -> bool:
-        view = self._buffers.view_of(index)
-        return view is not None and view.data_ptr() == gradient.data_ptr()
 
     def _words(self, position: int) -> str:
         return f"{self._standing.bucket(position)} on rank {self._communicator.rank}"

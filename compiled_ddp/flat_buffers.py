@@ -1,6 +1,13 @@
-"""The flat buffers, one per bucket, kept from step to step, with the views that become .grad where hooks fill them."""
+"""The flat buffers, one per bucket, kept from step to step, with a view of each gradient's place in them.
 
-from collections.abc import Sequence
+[Note: memory that others hold] Nothing that leaves this package is what it keeps: a .grad is an alias, made anew in
+each backward, so that whoever points it elsewhere (`.data =`, `set_`, `module.half()`) moves the alias alone. And
+before a buffer is filled again it asks whether anyone but the .grad in place still holds its memory; then that memory
+is theirs, and the buffer takes other.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -14,11 +21,29 @@ class FlatBuffer:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        bucket = self.bucket
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self.writers = Writers(bucket.device)
         self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
         self._own_holders = torch_private.storage_holders(self.flat)
+
+    @property
+    def address(self) -> int:
+        return self.flat.untyped_storage().data_ptr()
+
+    def renew_if_held(self, gradients_in_place: int) -> None:
+        """Take new memory if anyone else holds this, or has resized it. [Note: memory that others hold]
+
+        `gradients_in_place` is how many tensors may: each is the .grad of a parameter, and lies in this memory.
+        """
+        holders = torch_private.storage_holders(self.flat)
+        is_whole = self.flat.untyped_storage().nbytes() >= self.bucket.nbytes
+        if holders > self._own_holders + gradients_in_place or not is_whole:
+            self._take_memory()
 
     def lend(self) -> torch.Tensor:
         """Memory for a graph to pack this bucket into; new memory while anyone else holds a view of it."""
@@ -26,9 +51,20 @@ class FlatBuffer:
         return torch.empty_like(self.flat) if in_use else self.flat
 
     def holds(self, index: int, gradient: torch.Tensor | None) -> bool:
-        """Whether `gradient` is this buffer's own view of gradient `index`."""
+        """Whether `gradient` lies just where gradient `index` has its place."""
         view = self.views[index]
-        return gradient is not None and gradient.data_ptr() == view.data_ptr() and gradient.stride() == view.stride()
+        return (
+            gradient is not None
+            and gradient.layout == torch.strided
+            and gradient.data_ptr() == view.data_ptr()
+            and gradient.stride() == view.stride()
+            and gradient.shape == view.shape
+            and gradient.dtype == view.dtype
+        )
+
+    def alias(self, index: int) -> torch.Tensor:
+        """A new tensor that shares the memory of gradient `index`, to be its .grad."""
+        return self.views[index].detach()
 
     @property
     def gradients(self) -> torch.Tensor:
@@ -76,16 +112,23 @@ class SequenceBuffers:
             self._buffers[position] = FlatBuffer(self.buckets[position][1])
         return self._buffers[position]
 
+    def renew_held(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Before a backward: new memory for the buffers that anyone but `gradients`, each a .grad, holds."""
+        in_place = Counter(g.untyped_storage().data_ptr() for g in gradients if g is not None and _has_memory(g))
+        for buffer in self._buffers.values():
+            buffer.renew_if_held(in_place[buffer.address])
+
     def contain(self, gradient: torch.Tensor) -> bool:
         """Whether `gradient` lies in one of the flat buffers."""
-        if gradient.layout != torch.strided:
-            return False
-        return any(
-            buffer.flat.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
-            for buffer in self._buffers.values()
+        return _has_memory(gradient) and any(
+            buffer.address == gradient.untyped_storage().data_ptr() for buffer in self._buffers.values()
         )
 
-    def view_of(self, index: int) -> torch.Tensor | None:
-        """The view that .grad of parameter `index` is after a reduction by hooks; None before there was one."""
+    def holds(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether `gradient` is where a reduction by hooks leaves the .grad of parameter `index`."""
         allocated = [p for p in self.positions_of.get(index, ()) if p in self._buffers]
-        return self._buffers[allocated[-1]].views[index] if allocated else None
+        return bool(allocated) and self._buffers[allocated[-1]].holds(index, gradient)
+
+
+def _has_memory(gradient: torch.Tensor) -> bool:
+    return gradient.layout == torch.strided

@@ -298,6 +298,7 @@ class Runtime:
             weight=self.weight if weight is None else weight,
             passengers=self._passengers,
         )
+        self.reduced([])  # those of the backward before are about to be filled again
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
         backward.delayed = self._options.bucket_rule is not None and self._options.bucket_rule.delayed

@@ -453,8 +453,10 @@ def attached(node: Any) -> Any | None:
 
 
 def storage_holders(tensor: torch.Tensor) -> int:
-    """How many tensors, and other objects, hold `tensor`'s storage."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    """How many tensors, and other objects, hold `tensor`'s storage; a number to be compared with an earlier one."""
+    storage = tensor.untyped_storage()
+    # All of Python shares one object for a storage, which counts once however often it is held.
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 def has_tensor_hooks(parameter: torch.Tensor) -> bool:

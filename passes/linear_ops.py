@@ -7,7 +7,11 @@ tangents at all. Ops are named by overload as `str(torch.ops.aten.sum.dim_IntLis
 Inductor has been imported.
 
 Absent on purpose: anything not linear (clamp, abs, sign, max, norms, comparisons), anything that draws random
-numbers, bit casts (`view.dtype`), mutating ops, ops of mkldnn and of quantisation, and higher-order ops.
+numbers, bit casts (`view.dtype`), mutating ops, ops of mkldnn and of quantisation, higher-order ops, and collectives.
+
+[Note: ranks that meet inside the backward] An all-reduce is linear in what all ranks give to it together, and this
+graph has only one rank's part. Another rank may run its local variant (by hooks, under another compiler's limits) with
+unscaled tangents: the sum would mix both, and be the same wrong number on all ranks.
 """
 
 from collections.abc import Iterator
@@ -186,15 +190,8 @@ _PRIMS: tuple[tuple[LinearityRule, str], ...] = (
     (filled_with("s"), "scalar_tensor"),
 )
 
-# A model's own collectives: `grad -> all_reduce -> wait_tensor -> ...`.
-_COLLECTIVES: tuple[tuple[LinearityRule, str], ...] = (
-    (only_when(linear_in("input"), reduce_op=("sum", "avg")), "all_reduce"),
-    (linear_in("tensor"), "wait_tensor"),
-)
-
-
 def _by_overload() -> Iterator[tuple[str, LinearityRule]]:
-    for namespace, table in (("aten", _ATEN), ("prims", _PRIMS), ("_c10d_functional", _COLLECTIVES)):
+    for namespace, table in (("aten", _ATEN), ("prims", _PRIMS)):
         for rule, names in table:
             for name in names.split():
                 yield f"{namespace}.{name}" + ("" if "." in name else ".default"), rule

@@ -71,7 +71,7 @@ class Pipeline:
         insert_all_reduces(graph, self.plan, group_name=group, output_positions=positions, fold=self.fold)
         seen("insert_all_reduces", graph)
         if not self.naive:
-            place_mean(graph, self.plan, tangents=tangents, output_positions=positions)
+            place_mean(graph, self.plan, group_name=group, tangents=tangents, output_positions=positions)
             seen("place_mean", graph)
         form_buckets(graph, self.plan, group_name=group, output_positions=positions, hooks=self.hooks)
         seen("form_buckets", graph)

@@ -7,6 +7,7 @@ from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
 from compiled_ddp.passes.insert_all_reduces import Reduction, read_reductions
+from compiled_ddp.passes.ops import is_launch
 from compiled_ddp.passes.prove_linearity import LinearityProof, prove_linearity
 from compiled_ddp.plan import BucketPlan
 
@@ -14,7 +15,12 @@ _mul = torch.ops.aten.mul.Tensor
 
 
 def place_mean(
-    graph: Graph, plan: BucketPlan, *, tangents: Sequence[Node], output_positions: Mapping[int, int]
+    graph: Graph,
+    plan: BucketPlan,
+    *,
+    group_name: str,
+    tangents: Sequence[Node],
+    output_positions: Mapping[int, int],
 ) -> LinearityProof:
     """Move the factor of every gradient, 1/world or a weight, to the tangents, and tell whether that was right to do.
 
@@ -38,7 +44,9 @@ def place_mean(
         return LinearityProof(
             False, f"{other_nodes[0].name}: not a parameter's gradient, and the factor would round it"
         )
-    proof = prove_linearity(graph, tangents, [*(reduction.local for reduction in reductions), *other_nodes])
+    local = [reduction.local for reduction in reductions]
+    launches = [node for node in graph.nodes if is_launch(node, group_name)]
+    proof = prove_linearity(graph, tangents, [*local, *other_nodes], own_launches=launches)
     if proof.proven:
         share = _share_of(reductions)
         for tangent in tangents:

@@ -11,7 +11,7 @@ cannot tell refuses: the caller then applies the mean to each gradient instead, 
 """
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -33,21 +33,29 @@ class LinearityProof:
     reason: str
 
 
-def prove_linearity(graph: torch.fx.Graph, tangents: Sequence[Node], gradients: Sequence[Node]) -> LinearityProof:
+def prove_linearity(
+    graph: torch.fx.Graph,
+    tangents: Sequence[Node],
+    gradients: Sequence[Node],
+    *,
+    own_launches: Collection[Node] = (),
+) -> LinearityProof:
     """Decide whether every one of `gradients` is linear in `tangents` taken together.
 
     Assumes an ATen-level backward graph of AOTAutograd, decomposed or not, in topological order, where each node that
     depends on a tangent has its (fake) tensor in `meta["val"]`. `tangents` are all placeholders that would be scaled;
     `gradients` are all outputs that the caller takes as scaled, so also those it divides the scale out of again.
+    `own_launches` are the collectives that the caller itself has put behind them.
 
     Rewrites nothing.
 
     Proves nothing where a gradient is constant and not zero (an auxiliary loss), where a value that depends on a
     tangent meets an op, an argument or a mutation the allow-list does not cover, or where it is held in float16 (it
-    may underflow once scaled), float8 or integers. A graph with no gradient is proven.
+    may underflow once scaled), float8 or integers; and where such a value meets a collective, of which the other ranks'
+    parts may not be scaled. A graph with no gradient is proven.
     """
     ancestors = _ancestors_of(gradients)
-    dependents = _dependents_of(graph, tangents)
+    dependents = _dependents_of(graph, tangents) - _dependents_of(graph, own_launches)
     degrees: dict[Node, _Degree] = {}
     try:
         for node in graph.nodes:
@@ -188,6 +196,8 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node]) -> None:
     """
     if node.op in ("call_method", "call_module"):
         raise _NotProvenError(node, "is not an ATen op, so its effects are not known")
+    if node in dependents and _meets_other_ranks(node):
+        raise _NotProvenError(node, "meets other ranks, whose values may not be scaled")
     if isinstance(node.target, HigherOrderOperator) and not node.users:
         raise _NotProvenError(node, "is called for an effect that is not known")
     if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
@@ -199,6 +209,14 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node]) -> None:
             raise _NotProvenError(node, f"writes into {target}, which is not an input of the graph")
     if node in dependents:
         raise _NotProvenError(node, "writes into an input of the graph while it depends on the tangents")
+
+
+def _meets_other_ranks(node: Node) -> bool:
+    """Whether the result depends on what other ranks bring: a collective names its group."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    names = {argument.name for argument in node.target._schema.arguments}
+    return "c10d" in node.target.namespace or not names.isdisjoint({"group_name", "process_group"})
 
 
 def _rule_of(target: Target) -> LinearityRule | None:
@@ -250,7 +268,7 @@ def _ancestors_of(nodes: Sequence[Node]) -> set[Node]:
     return ancestors
 
 
-def _dependents_of(graph: torch.fx.Graph, nodes: Sequence[Node]) -> set[Node]:
+def _dependents_of(graph: torch.fx.Graph, nodes: Collection[Node]) -> set[Node]:
     """`nodes` and everything that is computed from them."""
     dependents = set(nodes)
     for node in graph.nodes:

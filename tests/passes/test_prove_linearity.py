@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_ddp.passes.linear_ops import LINEAR_OPS
-from compiled_ddp.passes.prove_linearity import LinearityProof, prove_linearity
+from compiled_ddp.passes.prove_linearity import _meets_other_ranks, LinearityProof, prove_linearity
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -385,16 +385,42 @@ def test_updating_a_graph_input_with_a_tangent_is_not_proven(built: HandBuilt) -
 # ---- a model's own collectives ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("reduce_op", "proven"), [("sum", True), ("avg", True), ("max", False), ("product", False)])
-def test_a_models_own_all_reduce_is_proven_only_for_sum_and_mean(reduce_op: str, proven: bool) -> None:
+@pytest.mark.parametrize("reduce_op", ["sum", "avg", "max"])
+def test_a_models_own_all_reduce_is_never_part_of_a_proof(reduce_op: str) -> None:
     built = HandBuilt()
     tangent = built.tangent(3)
     launch = built.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (tangent, reduce_op, "group"))
     wait = built.graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (launch,))
     launch.meta["val"] = wait.meta["val"] = tangent.meta["val"]
-    proof = built.prove(wait)
-    assert proof.proven is proven
-    assert proven or proof.reason.startswith("all_reduce_default: _c10d_functional.all_reduce.default is linear only")
+    assert built.prove(wait).reason == (
+        "all_reduce_default: _c10d_functional.all_reduce.default meets other ranks, whose values may not be scaled"
+    )
+
+
+def test_a_collective_that_no_gradient_is_made_of_ends_the_proof_too() -> None:
+    """What it tells the other ranks would be scaled."""
+    built = HandBuilt()
+    tangent = built.tangent(3)
+    built.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (tangent, "sum", "group"))
+    assert "meets other ranks" in built.prove(built.call(aten.neg.default, tangent)).reason
+
+
+def test_a_collective_of_what_no_tangent_enters_leaves_the_proof_whole() -> None:
+    """Statistics of a recomputed forward are the same whatever the tangents are."""
+    built = HandBuilt()
+    tangent, saved = built.tangent(3), built.saved(3)
+    launch = built.graph.call_function(torch.ops._c10d_functional.all_reduce.default, (saved, "sum", "group"))
+    launch.meta["val"] = saved.meta["val"]
+    assert built.prove(built.call(aten.mul.Tensor, tangent, launch)).proven
+
+
+def test_no_op_of_the_allow_list_meets_other_ranks() -> None:
+    assert not [name for name in LINEAR_OPS if "c10d" in name]
+    graph = torch.fx.Graph()
+    for name in LINEAR_OPS:
+        namespace, packet, overload = name.split(".")
+        op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
+        assert op is None or not _meets_other_ranks(graph.call_function(op, ()))
 
 
 # ---- real models -----------------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """The mean is taken on the tangents only where that is proven right, and right everywhere else."""
 
+import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import assert_gradients, expected_mean
 from torch import Tensor, nn
 
@@ -190,3 +193,63 @@ def test_a_gradient_that_is_the_tangent_itself_is_averaged_and_the_inputs_is_not
     for rank, (parameter_gradient, input_gradient) in enumerate(ranks2.run(_tangent_is_the_gradient)):
         assert torch.equal(parameter_gradient, torch.full((3, 5), 1.5))
         assert torch.equal(input_gradient, torch.full((3, 5), rank + 1.0))
+
+
+# ---- ranks that meet inside the backward -----------------------------------------------------------------------------
+
+
+class OverRanks(torch.autograd.Function):
+    """As in a normalisation over all ranks: their gradients meet in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        mean = OverRanks.apply(hidden.sum(0)) / (len(x) * dist.get_world_size())
+        return self.second(torch.tanh(hidden - mean)).square().sum()
+
+
+def _with_other_graphs(rank: int, eager_on: int, hooked: bool) -> None:
+    """One rank reduces in its graph, the other by hooks: both gradients meet in the model's own all-reduce."""
+    torch.manual_seed(0)
+    model = Normalised()
+    ddp = compile_ddp(model, backend="aot_eager")
+    for step in range(3):
+        x = torch.randn(6, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+        expected = expected_mean(copy.deepcopy(model), lambda module, x=x: module(x))
+        ddp.zero_grad()
+        handles = []
+        if hooked and step and rank == eager_on:
+            handles = [parameter.register_hook(lambda gradient: gradient * 1.0) for parameter in model.parameters()]
+        is_eager = step and rank == eager_on and not hooked
+        with torch.compiler.set_stance("force_eager") if is_eager else contextlib.nullcontext():
+            ddp(x).backward()
+        for handle in handles:
+            handle.remove()
+        assert_gradients(model, expected, rtol=1e-4, atol=1e-6)
+    assert {section.origin for section in ddp.plan.sections} == {"graph"}
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("eager_on", [0, 1])
+def test_ranks_that_run_other_graphs_may_meet_inside_the_backward(
+    ranks2: RankPool, eager_on: int, hooked: bool
+) -> None:
+    ranks2.run(_with_other_graphs, eager_on, hooked)

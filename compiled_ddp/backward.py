@@ -104,6 +104,8 @@ class SynchronisedBackward:
         self._as_view = gradient_as_bucket_view
         self._reduction = sections[0].plan.reduction
         self._share = sections[0].plan.share * (message.weight if self._reduction == "weighted" else 1.0)
+        # A rank of weight 0 sends zeros, whatever its gradients are: a mean over no tokens is not a number.
+        self.has_no_weight = self._share == 0.0
         self._torch_hook = torch_hook
         self._launching, self._bucket_hook, self._scaling = launching, bucket_hook, scaling
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
@@ -189,6 +191,10 @@ class SynchronisedBackward:
             self._hooks_only.update(n for n in sharing if n > first)
             indices = indices.union(*(self.sections[n].plan.indices for n in self._hooks_only))
         return indices
+
+    def leave_all_to_hooks(self) -> None:
+        """Let no graph claim a section."""
+        self._hooks_only.update(range(len(self.sections)))
 
     def _sections_that_share(self) -> list[int]:
         """The sections with a parameter that stands in another one too."""
@@ -446,6 +452,9 @@ class SynchronisedBackward:
             if reduced is not None:
                 gradient = gradient - reduced * (1.0 - 1.0 / self._communicator.world_size)
         buffer = self._buffers[position]
+        if self.has_no_weight:
+            buffer.put_zeros(index)
+            return
         buffer.put(index, gradient, self._share if self._scaling is None else self._scaling.share(buffer.bucket.dtype))
 
     def reduced_here(self, index: int) -> torch.Tensor | None:

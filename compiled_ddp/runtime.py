@@ -249,7 +249,10 @@ class Runtime:
             if self._current is None:
                 returned = watch_returned(self.parameters.tensors)
                 self._current = self._begin(lambda call: call.will_run(), self._will_accumulate, returned)
-                if self.agreed.graph_sections:
+                if self._current.has_no_weight:
+                    self._current.leave_all_to_hooks()
+                    self._hooks.install()
+                elif self.agreed.graph_sections:
                     self._leave_unmatched_to_hooks(self._current)
                 if returned is not None:
                     returned.begin()  # with tensor hooks of its own: after what looks for users' ones
@@ -393,7 +396,7 @@ class Runtime:
                 self._note_local_use(call)
                 return None
             backward = self.enter_backward()
-            if self.agreed.hooks_reason is not None:
+            if self.agreed.hooks_reason is not None or backward.has_no_weight:
                 return None
             section = self._claim_for(backward, call)
             if section is None:

@@ -121,8 +121,8 @@ class SparseGradients:
 
 
 def _ready_to_send(parameter: torch.Tensor, gradient: torch.Tensor | None, factor: float) -> torch.Tensor:
-    """`factor` times `gradient`, in new memory, in the form that gloo reduces; an empty tensor for None."""
-    if gradient is not None:
+    """`factor` times `gradient`, in new memory, in the form that gloo reduces; an empty tensor for None and for 0."""
+    if gradient is not None and factor != 0.0:
         return (gradient * factor).coalesce()
     indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
     values = parameter.new_zeros(0, *parameter.shape[1:])

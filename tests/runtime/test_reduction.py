@@ -137,6 +137,62 @@ def test_without_any_weight_gradients_are_zero_and_bad_weights_are_refused(ranks
     ranks2.run(_no_weight_at_all, wrapper)
 
 
+class MeanOverTokens(nn.Module):
+    """The mean over the tokens that count, which is not a number where none does; with an embedding's rows if asked."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.mlp = Mlp()
+        self.rows = nn.Embedding(4, 3, sparse=True) if sparse else None
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        y = self.mlp(x)
+        if self.rows is not None:
+            y = y + self.rows(torch.arange(4))
+        return (y.square().sum(1) * counts).sum() / counts.sum()
+
+
+def _no_tokens(rank: int, wrapper: str, sparse: bool) -> None:
+    ddp = wrappers([wrapper])[wrapper](MeanOverTokens(sparse), reduction="weighted")
+    for step in range(5):
+        without = {0: 0, 1: 1, 2: 0}.get(step)  # the rank that has no tokens
+        counts = torch.zeros(4) if rank == without else torch.tensor([1.0, 0.0, 2.0, 1.0 + rank])
+        batch = row_batch(rank, step), counts
+        local = local_gradients(copy.deepcopy(ddp.module), lambda module, batch=batch: module(*batch))
+        sent = {
+            name: (g.to_dense() if g.is_sparse else g) * counts.sum()
+            for name, g in local.items()
+            if g is not None and rank != without
+        }
+        total = counts.sum()
+        dist.all_reduce(total)
+        reference = {name: g * 2 / total for name, g in mean_over_ranks(sent, ddp.module).items()}
+        ddp.zero_grad(set_to_none=step != 3)
+        if step == 2:  # what was accumulated is as good as nothing, too
+            with ddp.no_sync():
+                ddp(row_batch(rank, 9), counts if rank == without else counts * 0 + 1).mul(0.0).backward()
+        ddp.set_weight(counts.sum().item())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="gradients of")
+            ddp(*batch).backward()
+        for parameter in ddp.parameters():
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+        assert_gradients(ddp.module, reference, rtol=1e-4, atol=1e-5)
+        if sparse:
+            ddp.zero_grad()
+    assert "by hooks" not in str(ddp.explain())
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_rank_without_weight_counts_as_zeros_whatever_its_gradients_are(
+    ranks2: RankPool, wrapper: str, sparse: bool
+) -> None:
+    """A mean over no tokens is not a number, and nothing times it is zero."""
+    ranks2.run(_no_tokens, wrapper, sparse)
+
+
 def _generated(rank: int) -> None:
     ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp(), backend="inductor", reduction="weighted", bucket_cap_mb=1e-4)
     ddp.set_weight(3.0 + rank)

@@ -14,6 +14,7 @@ from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.hook_program import BucketHook, HookedWork
 from compiled_ddp.launch_observer import profiled
+from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, WEIGHT, Bucket, BucketPlan, Section
 from compiled_ddp.returned_gradients import ReturnedGradients
 from compiled_ddp.riders import Message, write_riders
@@ -39,6 +40,18 @@ class TrainedParameters:
         return names_in_words([self.names[index] for index in indices], most)
 
 
+class LaunchedByGraph:
+    """What stands for the Work of a bucket that a graph had launched when an exception ended it."""
+
+    def __init__(self, flat: torch.Tensor | None) -> None:
+        """`flat` is the memory that was launched, None where nobody knows it."""
+        self.flat = flat
+
+    def wait(self) -> None:
+        if self.flat is not None:
+            wait_tensor(self.flat)  # a no-op where the graph has waited for it
+
+
 @dataclass
 class _Progress:
     """One bucket in one backward."""
@@ -46,7 +59,7 @@ class _Progress:
     section: int
     bucket: Bucket
     missing: set[int]
-    work: dist.Work | HookedReduction | HookedWork | None = None
+    work: dist.Work | HookedReduction | HookedWork | LaunchedByGraph | None = None
     summed: torch.Tensor | None = None  # what was launched, where `Scaling` is still to bring it back
     normalised: bool = False  # whether a weighted sum has been divided by the sum of the weights
 
@@ -121,9 +134,11 @@ class SynchronisedBackward:
         buffers.renew_held(parameter.grad for parameter in parameters.tensors)
         self._existing = dict(self._take_existing())
         self._sharing = _with_equal_memory(self._existing)
+        self._lent: dict[int, torch.Tensor] = {}  # position -> memory that the running graph fills
         self._standing = communicator.standing
+        self._launches_before = self._standing.launches
         origins = [section.origin for section in sections]
-        self._standing.backward_began(message.forward_count, buffers.buckets, origins, parameters.names)
+        self._standing.backward_began(message.forwards.begun, buffers.buckets, origins, parameters.names)
 
     def _take_existing(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The .grad tensors that are not views of their own place in a flat buffer."""
@@ -235,9 +250,15 @@ class SynchronisedBackward:
     def lend_buffers(self, section: int, buckets: Iterable[int]) -> list[torch.Tensor]:
         """Memory for these buckets of a claimed section, for its graph to pack them into."""
         first = self._buffers.first_position[section]
-        lent = {first + bucket: self._buffers[first + bucket].lend() for bucket in buckets}
-        self._standing.graph_fills(lent.items())
-        return list(lent.values())
+        self._lent = {first + bucket: self._lend(first + bucket) for bucket in buckets}
+        self._standing.graph_fills(self._lent.items())
+        return list(self._lent.values())
+
+    def _lend(self, position: int) -> torch.Tensor:
+        bucket = self._progress[position].bucket
+        if bucket.kept:
+            return self._buffers[position].lend()
+        return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
 
     def rider_values(self, plan: BucketPlan) -> torch.Tensor:
         """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
@@ -247,6 +268,7 @@ class SynchronisedBackward:
     def segment_ran(self, section: int, riders: torch.Tensor, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Note the results of a claimed section: its reduced riders, and where its gradients lie in memory."""
         self._in_graph[section] = riders
+        self._lent = {}
         for index, gradient in gradients:
             self._graph_gradients[index] = None if index in self._graph_gradients else gradient.data_ptr()
             # Shares the storage, so that autograd adds other contributions out of place and `_find_mixed` sees them.
@@ -404,6 +426,50 @@ class SynchronisedBackward:
             return False
         return index in self.arrived or index in self._used
 
+    # ---- an exception ------------------------------------------------------------------------------------------------
+
+    def graph_broke(self, plan: BucketPlan) -> None:
+        """An exception has ended the graph of a claimed section: give back what it was to fold in."""
+        for index in plan.indices:
+            if index in self.pending and self._parameters.tensors[index].grad is None:
+                self._parameters.tensors[index].grad = self.pending.pop(index)
+
+    def break_off(self) -> bool:
+        """Find out what has been launched when an exception ended this backward, so that the rest can follow.
+
+        The process group's own count of collectives tells it, however far a graph or a line of ours had come. Returns
+        whether the riders of all that was launched can be read; where not, nobody knows what the other ranks do next.
+        """
+        self.pending.clear()  # the user may have cleared .grad since
+        self.message.aborted = True
+        broken = [section for section, riders in self._in_graph.items() if riders is None]
+        for section in broken:
+            del self._in_graph[section]
+            self._hooks_only.add(section)
+        if self._torch_hook is not None:  # which launches what it likes, and no graph launches anything
+            return True
+        if not self._standing.counts_launches:
+            return not broken
+        left = self._standing.launches - self._launches_before
+        self._cursor = 0
+        while self._cursor < len(self._progress) and left >= 1:
+            left -= 1
+            self._note_launched(self._cursor)
+            self._cursor += 1
+        return all(
+            progress.bucket.riders is None or progress.section in self._in_graph or self._riders_at(p) is not None
+            for p, progress in enumerate(self._progress[: self._cursor])
+        )
+
+    def _note_launched(self, position: int) -> None:
+        progress = self._progress[position]
+        progress.missing.clear()
+        if progress.section in self._in_graph or progress.work is not None:
+            return
+        progress.work = LaunchedByGraph(self._lent.get(position))
+        if position not in self._lent:
+            self._buffers[position].leave_memory()
+
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def launch_rest(self) -> bool:
@@ -540,10 +606,17 @@ class SynchronisedBackward:
         launched = (p for p, progress in enumerate(self._progress) if progress.work is not None)
         return [self._buffers[p].gradients for p in launched if self._progress[p].bucket.gradients]
 
+    def _riders_at(self, position: int) -> torch.Tensor | None:
+        """The riders of a bucket that hooks launched, or a graph that broke off; None where there are none."""
+        work, layout = self._progress[position].work, self._progress[position].bucket.riders
+        if isinstance(work, LaunchedByGraph):
+            return None if work.flat is None or layout is None else layout.view(work.flat)
+        return None if work is None else self._buffers[position].riders
+
     def reduced_riders(self) -> Iterable[torch.Tensor]:
         """The sums over ranks of the riders of every section."""
-        for position, progress in enumerate(self._progress):
-            riders = self._buffers[position].riders if progress.work is not None else None
+        for position in range(len(self._progress)):
+            riders = self._riders_at(position)
             if riders is not None:
                 yield riders
         yield from (riders for riders in self._in_graph.values() if riders is not None)

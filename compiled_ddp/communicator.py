@@ -147,12 +147,14 @@ class Communicator:
 
     def maximum(self, values: torch.Tensor) -> None:
         """Overwrite `values` with their maximum over ranks."""
+        self.refuse_if_failed()
         with self.explaining("a maximum over ranks failed"):
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], *, source: int = 0) -> None:
         """Overwrite `tensors` with those of the group's rank `source`."""
         if tensors and self.world_size > 1:
+            self.refuse_if_failed()
             self.standing.note_wait(f"the parameters and buffers of {self._in_words(source)}")
             with self.explaining("the broadcast of parameters and buffers failed"):
                 torch_private.broadcast_coalesced(self.group, list(tensors), source=source)
@@ -174,14 +176,22 @@ class Communicator:
         except RuntimeError as error:
             raise self.failure(error, f"rank {self.ranks.ranks[self.rank]}: {what}") from error
 
+    def give_up(self, why: str) -> RuntimeError:
+        """Launch nothing from here on, as other ranks may launch what this one does not; returns an error to raise."""
+        self._hangs.note_failure(why)
+        return self._refusal()
+
     def refuse_if_failed(self) -> None:
         """Raise RuntimeError once a wait has failed: what other ranks have sent for it may meet a later collective."""
         if self._hangs.failed_before:
-            raise RuntimeError(
-                f"rank {self.ranks.ranks[self.rank]}: {self._hangs.failed_before} What was sent for it may still "
-                "arrive, and be taken for a later step's: load a checkpoint in new processes, or unwrap() and wrap "
-                "again on every rank."
-            )
+            raise self._refusal()
+
+    def _refusal(self) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.ranks.ranks[self.rank]}: {self._hangs.failed_before} What was sent for it may still arrive, "
+            "and be taken for a later step's: load a checkpoint in new processes, or unwrap() and wrap again on every "
+            "rank."
+        )
 
     def close(self) -> None:
         """Destroy the communicator; a no-op the second time, and once torch.distributed has been shut down."""

@@ -35,6 +35,10 @@ class FlatBuffer:
     def address(self) -> int:
         return self.flat.untyped_storage().data_ptr()
 
+    def leave_memory(self) -> None:
+        """Take new memory: a collective that nobody can wait for may still write into this."""
+        self._take_memory()
+
     def renew_if_held(self, gradients_in_place: int) -> None:
         """Take new memory if anyone else holds this, or has resized it. [Note: memory that others hold]
 

@@ -76,6 +76,10 @@ class HangReporter:
         self.failed_before = f"{place}: see the report of that one."
         return self._exchange.ask(position)
 
+    def note_failure(self, why: str) -> None:
+        """No wait has failed, but others may have to wait for this rank."""
+        self.failed_before = f"{why[0].upper()}{why[1:]}, at {self._standing.read().text}."
+
     def close(self) -> None:
         """End the thread."""
         self._end()

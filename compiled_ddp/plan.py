@@ -89,13 +89,18 @@ class Gradient:
 # What each leading rider element carries; one element per gradient of the plan follows them, and then the user's own.
 FORWARD_COUNT = 0
 FORWARD_COUNT_SQUARED = 1
-ABORTED = 2
-VERIFY = 3
-ANNOUNCED = 4
-MISFIT = 5
-WEIGHT = 6
-HOOK_FAILED = 7
-FIRST_USED = 8
+RETURNED_COUNT = 2
+RETURNED_COUNT_SQUARED = 3
+GIVEN_UP_COUNT = 4
+GIVEN_UP_COUNT_SQUARED = 5
+ABORTED = 6
+LOST = 7
+VERIFY = 8
+ANNOUNCED = 9
+MISFIT = 10
+WEIGHT = 11
+HOOK_FAILED = 12
+FIRST_USED = 13
 
 COUNT_MODULUS = 64  # sums of squares stay exact in float32 up to 4096 ranks
 
@@ -108,7 +113,10 @@ class Riders:
     |---|---|
     | `FORWARD_COUNT` | forwards begun to be synchronised, modulo `COUNT_MODULUS` |
     | `FORWARD_COUNT_SQUARED` | its square: the counts agree if and only if the variance over ranks is zero |
+    | `RETURNED_COUNT`, `..._SQUARED` | the same without the forwards that raised; [Note: forwards that are no step] |
+    | `GIVEN_UP_COUNT`, `..._SQUARED` | forwards since the last backward that raised, or whose output was thrown away |
     | `ABORTED` | 1 where the backward broke off and the rest of it goes out as zeros |
+    | `LOST` | 1 where the backward before broke off when everything of it had been sent |
     | `VERIFY` | 1 where a rank wishes to prove the reduction |
     | `ANNOUNCED` | how many parameters of "unused" sections this rank has used after all |
     | `MISFIT` | 1 where the graphs of the backward do not fit the sequence |

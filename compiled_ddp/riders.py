@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compiled_ddp.forward_count import Forwards
 from compiled_ddp.plan import (
     ABORTED,
     ANNOUNCED,
@@ -12,22 +13,34 @@ from compiled_ddp.plan import (
     FIRST_USED,
     FORWARD_COUNT,
     FORWARD_COUNT_SQUARED,
+    GIVEN_UP_COUNT,
+    GIVEN_UP_COUNT_SQUARED,
     HOOK_FAILED,
+    LOST,
     MISFIT,
+    RETURNED_COUNT,
+    RETURNED_COUNT_SQUARED,
     VERIFY,
     WEIGHT,
     Riders,
 )
 
 
+# A count and its square.
+_BEGUN = FORWARD_COUNT, FORWARD_COUNT_SQUARED
+_RETURNED = RETURNED_COUNT, RETURNED_COUNT_SQUARED
+_GIVEN_UP = GIVEN_UP_COUNT, GIVEN_UP_COUNT_SQUARED
+
+
 @dataclass
 class Message:
     """What this rank tells all others in the riders of every section of one backward; see `Riders`."""
 
-    forward_count: int
+    forwards: Forwards
     announced: int = 0
     misfit: bool = False
     aborted: bool = False
+    lost: bool = False
     verify: bool = False
     hook_failed: bool = False
     weight: float = 1.0
@@ -35,7 +48,7 @@ class Message:
 
     def of_the_same_step(self) -> "Message":
         """The message of a further reduction in the same step."""
-        return Message(self.forward_count, weight=self.weight)
+        return Message(self.forwards, weight=self.weight)
 
 
 def write_riders(into: torch.Tensor, riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
@@ -55,13 +68,17 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, used: Cal
 
 def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
     """This rank's rider elements but for the user's, on CPU; `used` tells whether it produced a gradient."""
-    count = float(message.forward_count % COUNT_MODULUS)
+    forwards = message.forwards
     values = [0.0] * FIRST_USED
-    values[FORWARD_COUNT], values[FORWARD_COUNT_SQUARED] = count, count * count
-    values[ABORTED], values[ANNOUNCED], values[MISFIT], values[VERIFY] = map(
-        float, (message.aborted, message.announced, message.misfit, message.verify)
+    for (count, squared), number in zip(
+        (_BEGUN, _RETURNED, _GIVEN_UP), (forwards.begun, forwards.returned, forwards.given_up), strict=True
+    ):
+        values[count] = float(number % COUNT_MODULUS)
+        values[squared] = values[count] ** 2
+    values[ABORTED], values[LOST], values[HOOK_FAILED] = map(
+        float, (message.aborted, message.lost, message.hook_failed)
     )
-    values[HOOK_FAILED] = float(message.hook_failed)
+    values[ANNOUNCED], values[MISFIT], values[VERIFY] = map(float, (message.announced, message.misfit, message.verify))
     values[WEIGHT] = message.weight
     values += [float(used(index)) for index in riders.indices]
     return torch.tensor(values, dtype=torch.float32, device="cpu")
@@ -71,8 +88,11 @@ def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) 
 class Findings:
     """What the riders of a backward say, the same on every rank."""
 
+    backwards: int = 0  # how many they are of: none, this one, the one before it, or both
     aborted_on: int = 0  # ranks on which the backward broke off
-    counts_differ: bool = False  # whether the ranks have begun different numbers of forwards
+    lost_on: int = 0  # ranks on which the backward before broke off when everything of it had been sent
+    counts_differ: bool = False  # whether the ranks average different steps: [Note: forwards that are no step]
+    forgiven: bool = False  # whether they do not, because all have dropped the step in which some rank's forward raised
     announced: bool = False  # whether a rank has used a parameter of an "unused" section
     misfits_on: int = 0  # ranks whose graphs did not fit the sequence
     verify: bool = False  # whether a rank wishes that all prove the reduction
@@ -105,11 +125,11 @@ class RiderReader:
         self.was_at_once = at_once or device.type == "cpu"
         before = self._earlier()
         if self.was_at_once:
-            return self._findings([*before, *together.tolist()])
+            return self._findings([*before, *together.tolist()], backwards=1 + bool(before))
         self._copied = together.to("cpu", non_blocking=True)
         self._ready = torch.Event(device)
         self._ready.record(torch.accelerator.current_stream(device))
-        return self._findings(before) if before else Findings()
+        return self._findings(before, backwards=1) if before else Findings()
 
     def _earlier(self) -> list[list[float]]:
         """What has been copied and not been told yet."""
@@ -120,15 +140,21 @@ class RiderReader:
         self._copied = None
         return earlier
 
-    def _findings(self, sections: list[list[float]]) -> Findings:
+    def _findings(self, sections: list[list[float]], *, backwards: int) -> Findings:
+        same_begun = all(self._agree(sums, *_BEGUN) for sums in sections)
+        all_dropped = all(self._agree(sums, *_RETURNED) and self._agree(sums, *_GIVEN_UP) for sums in sections)
         return Findings(
+            backwards=backwards,
             aborted_on=int(max(sums[ABORTED] for sums in sections)),
+            lost_on=int(max(sums[LOST] for sums in sections)),
+            counts_differ=not same_begun and not all_dropped,
+            forgiven=not same_begun and all_dropped,
             announced=any(sums[ANNOUNCED] > 0 for sums in sections),
             misfits_on=int(max(sums[MISFIT] for sums in sections)),
-            # The variance of the counts over ranks, exact in these sums of small integers.
-            counts_differ=any(
-                self._world_size * sums[FORWARD_COUNT_SQUARED] != sums[FORWARD_COUNT] ** 2 for sums in sections
-            ),
             verify=any(sums[VERIFY] > 0 for sums in sections),
             hook_failed_on=int(max(sums[HOOK_FAILED] for sums in sections)),
         )
+
+    def _agree(self, sums: list[float], count: int, squared: int) -> bool:
+        """Whether all ranks have the same count: its variance over ranks, exact in these sums of small integers."""
+        return self._world_size * sums[squared] == sums[count] ** 2

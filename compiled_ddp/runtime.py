@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -125,6 +125,7 @@ class Runtime:
         self._step_check = StepCheck(communicator, options.check_steps)
         self._rider_reader = RiderReader(communicator.world_size)
         self._current: SynchronisedBackward | None = None
+        self._lost = False  # whether the latest backward broke off here when everything of it had been sent
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
         self._announced: set[int] = set()  # parameters of unused sections that the current backward uses here
         self._tasks = OpenTasks()  # of the running backward
@@ -153,6 +154,11 @@ class Runtime:
         if self._counted:
             self._forwards.begin(after_exception=any(other.broken_off_here for other in _runtimes))
         self.communicator.standing.forward_began(self._forwards.value)
+
+    def forward_raised(self) -> None:
+        """The forward that began has ended with an exception. [Note: forwards that are no step]"""
+        if self._counted:
+            self._forwards.raised()
 
     def drop_forwards(self) -> None:
         """Take back the forwards that wait for a backward: the step has ended without one, on every rank."""
@@ -289,18 +295,20 @@ class Runtime:
         self.backwards += 1
         self._expected = self._expected and returned is not None
         self._hooks.hold_back_users()
-        self._forwards.backward_began()
+        forwards = self._forwards.backward_began()
         self.proof.begin_backward()
         sequence = self.agreed.propose(lambda: [call.plan for call in self._live_calls() if takes_part(call)])
         self._announced = set()
         if returned is None:
             self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(i)}
         message = Message(
-            self._forwards.value,
+            forwards,
             announced=len(self._announced),
+            lost=self._lost,
             weight=self.weight if weight is None else weight,
             passengers=self._passengers,
         )
+        self._lost = False
         self.reduced([])  # those of the backward before are about to be filled again
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
@@ -502,27 +510,58 @@ class Runtime:
         handle = node.register_prehook(enter)
 
     def _finish(self) -> None:
-        backward, self._current = self._current, None
+        backward = self._current
         if backward is None:
             return
+        try:
+            local = self._send_rest(backward)
+            backward.wait()
+            findings = self._read_riders(backward)
+        except BaseException:  # the next forward finishes it
+            backward.restore_gradients()
+            raise
+        self._current = None
+        if not local:
+            try:
+                self._heed(findings)
+            except RuntimeError:
+                backward.restore_gradients()
+                raise
+        with self._giving_up_after_surprises():
+            reduced = self._conclude(backward, findings, local)
+        self.communicator.standing.backward_ended()
+        self._hooks.run_users(reduced)
+
+    def _send_rest(self, backward: SynchronisedBackward) -> Sequence[int]:
+        """Launch what is left; returns the parameters that a torch.autograd.grad returns without reduction."""
         if backward.returned is not None:
             backward.returned.end()
         local = backward.returned_without_reduction()
-        backward.message.aborted = bool(local)  # ranks that accumulate would miss what this one returns
+        if local:
+            backward.message.aborted = True  # ranks that accumulate would miss what this one returns
+        backward.launch_rest()
+        return local
+
+    @contextlib.contextmanager
+    def _giving_up_after_surprises(self) -> Iterator[None]:
+        """Where collectives follow that an exception in here would keep this rank from: no other is launched then.
+
+        An error of ours is raised on every rank, or after the last of them.
+        """
         try:
-            backward.launch_rest()
-            backward.wait()
-            findings = self._read_riders(backward)
-            if not local:
-                self._heed(findings)
-        except BaseException:
-            backward.restore_gradients()
+            yield
+        except BaseException as error:
+            if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
+                self.communicator.give_up(f"{type(error).__name__} ended this rank's part in the end of a backward")
             raise
+
+    def _conclude(self, backward: SynchronisedBackward, findings: Findings, local: Sequence[int]) -> Set[int]:
+        """What follows when everything has been reduced; returns the parameters whose users' hooks may see .grad."""
         reduced = backward.write_back()
         self._average_sparse(backward)
         if backward.returned is not None:
             self._finish_returned(local)
-            return
+            return set()
         flat_buckets = backward.reduced_buckets()
         if findings.announced:
             reduced |= self._admit(backward.message, flat_buckets)
@@ -540,10 +579,9 @@ class Runtime:
         if backward.observations.mixed:
             self._refuse_mixed(backward.observations.mixed)
         self._forget_if_outgrown(findings)
-        self.communicator.standing.backward_ended()
-        self._hooks.run_users(reduced)
         if first:
             self._remove_needless_hooks()
+        return reduced
 
     @torch.no_grad()
     def _divide_by_training_ranks(self, reduced: Iterable[int]) -> None:
@@ -656,8 +694,20 @@ class Runtime:
             self.proof.postpone()
             self._forget_unless_refined()
             raise self._broke_off_elsewhere(findings.aborted_on)
+        if 0 < findings.lost_on < self.communicator.world_size:
+            self.proof.postpone()
+            self._forget_unless_refined()
+            raise self._lost_elsewhere(findings.lost_on)
         if findings.counts_differ:
             self._report_different_steps()
+
+    def _lost_elsewhere(self, ranks: int) -> RuntimeError:
+        return RuntimeError(
+            f"rank {self.communicator.rank}: the backward of forward {self._forwards.value} finds that an exception "
+            f"ended the one before it on {ranks} rank(s) when all of it had been sent: the other ranks have stepped "
+            "with its mean, and these perhaps not, so that parameters may differ between ranks. Look for the "
+            "exception there, and load a checkpoint on every rank."
+        )
 
     def _broke_off_elsewhere(self, ranks: int) -> RuntimeError:
         where = f"rank {self.communicator.rank}: the backward of forward {self._forwards.value}"
@@ -682,6 +732,7 @@ class Runtime:
         riders = [*backward.reduced_riders()]
         self._unload(riders)
         findings = self._rider_reader.read(riders, at_once=not self.agreed.refined)
+        self._forwards.settle(backwards=findings.backwards, forgiven=findings.forgiven)
         self.proof.heed_wish(findings.verify)
         return findings
 
@@ -712,27 +763,42 @@ class Runtime:
         """
         if not self._has_broken_off():
             return False
-        backward, self._current = self._current, None
+        assert self._current is not None
+        self._finish_broken(self._current)
+        return True
+
+    def abandon(self) -> None:
+        """The same; where the exception came before the backward had reached this wrapper, of all that it would do."""
+        if self.finish_broken_backward() or not (self._expected and self._forwards.waits_alive):
+            return
+        with self._lock:
+            self._hooks.install()
+            self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=0.0)
+            self._finish_broken(self._current)
+
+    def _finish_broken(self, backward: SynchronisedBackward) -> None:
         self._tasks.forget()
         self._skipping = None
-        assert backward is not None
         self.communicator.refuse_if_failed()
         if backward.returned is not None:
             backward.returned.end()
-        backward.pending.clear()  # the user may have cleared .grad since
-        backward.message.aborted = True
+        if not backward.break_off():
+            self._current = None
+            raise self.communicator.give_up("an exception ended a backward, and what it had reduced is lost")
         launched = backward.launch_rest()
         backward.wait()
         findings = self._read_riders(backward)
+        self._current = None
         others_know = launched and self._rider_reader.was_at_once
-        if others_know or findings.aborted_on:
-            self.proof.postpone()  # every rank has dropped it
-            self._forget_unless_refined()
-        else:
-            self._end_as_the_others(backward, findings)
+        with self._giving_up_after_surprises():
+            if others_know or findings.aborted_on:
+                self.proof.postpone()  # every rank has dropped it
+                self._forget_unless_refined()
+            else:
+                self._lost = True
+                self._end_as_the_others(backward, findings)
         self._used = set()
         self.sparse.forget_use()
-        return True
 
     def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> None:
         """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end."""

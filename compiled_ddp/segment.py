@@ -112,7 +112,7 @@ class Segment:
         self._backwards: dict[Variant, torch_private.BackwardImplementation] = {}
         self._function: type[torch.autograd.Function] | None = None  # whose node the outputs hang on
         self._spares_saved_tensors = False  # from the first backward with retain_graph on
-        self._kept_buckets = self._pipeline("synchronised").kept_buckets
+        self._lent_buckets = self._pipeline("synchronised").lent_buckets
         self._forward = self._compile("synchronised", graph_module, example_inputs)
 
     @property
@@ -127,7 +127,15 @@ class Segment:
         name = self.runtime.communicator.group_name
         hook = self.runtime.bucket_hook
         hooks = () if hook is None else tuple(hook.program(bucket) for bucket in self.plan.buckets)
-        return Pipeline(self.plan, name, fold=variant == "folding", naive=self._naive, hooks=hooks)
+        return Pipeline(
+            self.plan,
+            name,
+            fold=variant == "folding",
+            naive=self._naive,
+            hooks=hooks,
+            in_place=self._backend == "aot_eager",
+            replayed=self._in_cuda_graphs,
+        )
 
     def _compile(self, variant: Variant, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one variant, register its backward, and return its forward."""
@@ -246,27 +254,45 @@ class Segment:
             implementation = self._backward("folding" if pending else "synchronised")
             if runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
                 backward.message.verify = True
-            flat_buffers = backward.lend_buffers(section, self._kept_buckets)
+            flat_buffers = backward.lend_buffers(section, self._lent_buckets)
             state = [tensor for bucket in call.plan.buckets for tensor in self._hook_state(bucket)]
             saved_and_tangents += [backward.rider_values(call.plan), *pending, *state, *flat_buffers]
         except BaseException:
+            backward.graph_broke(call.plan)
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise
+        try:
+            gradients, riders = self._run_graph(runtime, call, implementation, node, saved_and_tangents, len(state))
+            positions = call.index_of
+            reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
+            backward.segment_ran(section, riders, reduced)
+        except BaseException:
+            backward.graph_broke(call.plan)
+            raise
+        return tuple(gradients)
+
+    def _run_graph(
+        self,
+        runtime: Runtime,
+        call: SegmentCall,
+        implementation: torch_private.BackwardImplementation,
+        node: Any,
+        inputs: list[Any],
+        state_tensors: int,
+    ) -> tuple[list[Any], torch.Tensor]:
+        """The gradients of the graph's inputs, and the reduced riders."""
         watching = runtime.proof.watching(call.plan, sees_values=not self._in_cuda_graphs)
         with watched_graph(runtime.communicator), watching:
-            *gradients, riders = implementation(node, saved_and_tangents)
-        if state:
-            gradients, new_state = gradients[: -len(state)], iter(gradients[-len(state) :])
+            *gradients, riders = implementation(node, inputs)
+        if state_tensors:
+            gradients, new_state = gradients[:-state_tensors], iter(gradients[-state_tensors:])
             for bucket in call.plan.buckets:
                 self._keep_hook_state(bucket, [next(new_state) for _ in self._hook_state(bucket)])
         for bucket in self.plan.buckets:
             if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
                 (alone,) = bucket.indices
                 gradients[alone] = gradients[alone].detach()  # autograd would copy what anyone else holds
-        positions = call.index_of
-        reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
-        backward.segment_ran(section, riders, reduced)
-        return tuple(gradients)
+        return gradients, riders
 
     def _hook_state(self, bucket: Bucket) -> Sequence[torch.Tensor]:
         """What a communication hook keeps for a bucket over parameters."""

@@ -116,6 +116,8 @@ class Standing:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
+        self._count_launches = torch_private.launch_counter(group)
+        self.counts_launches = torch_private.counts_collectives(group)
         self._step, self._stage = 0, _BEFORE
         self._thread = threading.main_thread().ident
         self._backward = _Backward()
@@ -175,7 +177,7 @@ class Standing:
     def launches(self) -> int:
         """Collectives launched on the communicator since it was made."""
         group = self._group()
-        return 0 if group is None else torch_private.collectives_launched(group)
+        return 0 if group is None else self._count_launches(group)
 
     @property
     def first_of_graph(self) -> int:

@@ -23,7 +23,7 @@ ImportError from this module.
 | `_broadcast_coalesced` | parameters and buffers |
 | `ProcessGroup._get_backend` | a group's timeout, and which kinds of devices it is for |
 | `torch.distributed.utils._to_kwargs` | moving inputs to the model's GPU |
-| `ProcessGroup._get_sequence_number_for_group` | how many collectives a rank has launched, for the report of a hang |
+| `ProcessGroup._device_types`, `_get_sequence_number_for_group` of its backends | how many collectives a rank has launched |
 | `torch.autograd.profiler._is_profiler_enabled` | whether launches and waits need their names |
 | `rpc.api._is_current_rpc_agent_set`, `torch.distributed.autograd._current_context` | refusing distributed autograd |
 | `_ddp_params_and_buffers_to_ignore` of a module | which parameters and buffers DDP leaves alone |
@@ -648,9 +648,29 @@ def with_own_connection(store: dist.Store) -> dist.Store:
 
 def collectives_launched(group: dist.ProcessGroup) -> int:
     """How many collectives this rank has launched on `group`; 0 where the backend does not count."""
+    return sum(number for backend in _backends(group) if (number := _launched_on(backend)) is not None)
+
+
+def launch_counter(group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup], int]:
+    """`collectives_launched` for this group, as fast as it can be told: in a third of a microsecond with one backend."""
+    one_backend = len(_backends(group)) == 1 and counts_collectives(group)
+    return type(group)._get_sequence_number_for_group if one_backend else collectives_launched  # type: ignore[attr-defined]
+
+
+def counts_collectives(group: dist.ProcessGroup) -> bool:
+    """Whether `collectives_launched` tells of every collective on `group`."""
+    return all(_launched_on(backend) is not None for backend in _backends(group))
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    """A group's backends, each once: one may be there for several kinds of devices."""
+    return list({id(backend): backend for backend in map(group._get_backend, group._device_types)}.values())
+
+
+def _launched_on(backend: Any) -> int | None:
     with contextlib.suppress(RuntimeError):
-        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
-    return 0
+        return int(backend._get_sequence_number_for_group())
+    return None
 
 
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], *, source: int) -> None:

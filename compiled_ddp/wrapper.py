@@ -190,7 +190,12 @@ class DataParallelWrapper(nn.Module, Joinable):
         stale = self._buffers_stale and self._uneven.is_training  # put off, see _begin_forward
         self._buffers_stale = stale or (with_gradients and self._require_sync)
         args, kwargs = self._on_its_device(args, kwargs)
-        outputs = self._run_module(*args, **kwargs)
+        try:
+            outputs = self._run_module(*args, **kwargs)
+        except BaseException:
+            if with_gradients and not recomputing:
+                self._runtime.forward_raised()
+            raise
         self._left = next(_moments)
         if with_gradients:
             self._runtime.watch(tensors_in(outputs))
@@ -364,9 +369,11 @@ class DataParallelWrapper(nn.Module, Joinable):
         """Take part in what is left of a backward that an exception broke off on this rank.
 
         Other ranks may be waiting for it. The next forward does this by itself; call it where there is none, for
-        example before leaving the training loop. A no-op when no backward is broken.
+        example before leaving the training loop. Where the exception came before the backward had reached what the
+        wrapper returned (in a hook on the loss), nothing but this call can tell: a forward that still waits for its
+        backward, and whose output is still there, is given up too. A no-op otherwise.
         """
-        self._runtime.finish_broken_backward()
+        self._runtime.abandon()
 
     # ---- uneven inputs -----------------------------------------------------------------------------------------------
 

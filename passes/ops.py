@@ -28,10 +28,11 @@ def _pack_fake(parts: Sequence[torch.Tensor], into: torch.Tensor | None = None) 
 
 pack = torch.ops.compiled_ddp.pack.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
+all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
-LAUNCHES = (all_reduce, all_gather)
+LAUNCHES = (all_reduce, all_reduce_in_place, all_gather)
 
 
 def is_launch(node: torch.fx.Node, group_name: str) -> bool:

@@ -13,7 +13,7 @@ from compiled_ddp.plan import Bucket, BucketPlan
 _aten = torch.ops.aten
 
 
-def pack_buckets(graph: Graph, plan: BucketPlan, *, kept: Sequence[int]) -> None:
+def pack_buckets(graph: Graph, plan: BucketPlan, *, lent: Sequence[int]) -> None:
     """Replace the concatenation that fills each bucket by `compiled_ddp::pack`.
 
     Assumes buckets as `form_buckets` leaves them:
@@ -22,12 +22,12 @@ def pack_buckets(graph: Graph, plan: BucketPlan, *, kept: Sequence[int]) -> None
 
     `pack` takes gradients in their own shape, so that the compiler may hand each producer its place in the bucket.
 
-    Appends one input for each bucket that is `kept`, by place in the plan, in launch order: the memory to pack it into.
+    Appends one input for each bucket in `lent`, by place in the plan, in launch order: the memory to pack it into.
     """
     for number, (bucket, flat) in enumerate(zip(plan.buckets, flat_buffers(graph), strict=True)):
         flattened: list[Node] = flat.args[0]  # type: ignore[assignment]
         parts = [part.args[0] if part.target is _aten.reshape.default else part for part in flattened]
-        into = [_add_flat_placeholder(graph, bucket, number)] if number in kept else []
+        into = [_add_flat_placeholder(graph, bucket, number)] if number in lent else []
         with graph.inserting_before(flat):
             packed = emit(graph, pack, parts, *into)
         flat.replace_all_uses_with(packed)

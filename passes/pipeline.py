@@ -5,9 +5,10 @@
 3. `form_buckets`          merges the all-reduces of each bucket, or puts a communication hook in their place
 4. `pack_buckets`          lets gradients be produced inside their bucket
 5. `schedule_collectives`  launches early, waits late
-6. `verify_collectives`    asserts that the graph launches what the plan says
+6. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
+7. `verify_collectives`    asserts that the graph launches what the plan says
 
-With `naive`, steps 2, 4 and 5 are left out, and the plan has one bucket per gradient.
+With `naive`, steps 2, 4, 5 and 6 are left out, and the plan has one bucket per gradient.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.passes.place_mean import place_mean
+from compiled_ddp.passes.reduce_in_place import reduce_in_place
 from compiled_ddp.passes.schedule_collectives import schedule_collectives
 from compiled_ddp.passes.verify_collectives import verify_collectives
 from compiled_ddp.plan import BucketPlan
@@ -36,7 +38,8 @@ class Pipeline:
 
     `group_name` is the registered name of the wrapper's communicator. With `fold`, gradients that earlier backwards
     left unreduced are inputs of the graph. `naive` keeps the reference program. `hooks` are the programs that reduce
-    the buckets, one for each, or none at all.
+    the buckets, one for each, or none at all. `in_place` is for a backend that runs the graph as it is. With `replayed`
+    the graph runs as a CUDA graph.
     """
 
     plan: BucketPlan
@@ -44,19 +47,31 @@ class Pipeline:
     fold: bool = False
     naive: bool = False
     hooks: tuple[TracedHook | None, ...] = ()
+    in_place: bool = False
+    replayed: bool = False
 
     @property
-    def kept_buckets(self) -> list[int]:
-        """The buckets, by place in the plan, whose flat buffers the graph is handed: its last inputs."""
-        if self.naive or self.hooks:  # a hook's result is new memory
+    def lent_buckets(self) -> list[int]:
+        """The buckets, by place in the plan, whose flat buffers the graph is handed: its last inputs.
+
+        Those that are kept from step to step; and the one with the riders, which must be found in memory where the
+        graph breaks off. Not what a hook reduces, whose result is new memory.
+        """
+        if self.naive:
             return []
-        return [number for number, bucket in enumerate(self.plan.buckets) if bucket.kept]
+        hooks = self.hooks or (None,) * len(self.plan.buckets)
+        return [
+            number
+            for number, (bucket, hook) in enumerate(zip(self.plan.buckets, hooks, strict=True))
+            if hook is None and (bucket.kept or (bucket.riders is not None and not self.replayed))
+        ]
 
     @property
     def cache_identity(self) -> str:
         """A hash of the passes' sources and of everything they are given, for a compiler's cache key."""
         hooks = [hook and hook.identity for hook in self.hooks]
-        given = f"{self.plan.fingerprint} {self.group_name} {self.fold} {self.naive} {hooks}"
+        given = f"{self.plan.fingerprint} {self.group_name} {self.fold} {self.naive} {hooks} "
+        given += f"{self.in_place} {self.replayed}"
         return hashlib.sha256((_source_hash() + given).encode()).hexdigest()
 
     def run(self, graph: Graph, *, output_positions: Mapping[int, int], observe: Observer | None = None) -> None:
@@ -76,10 +91,13 @@ class Pipeline:
         form_buckets(graph, self.plan, group_name=group, output_positions=positions, hooks=self.hooks)
         seen("form_buckets", graph)
         if not self.naive:
-            pack_buckets(graph, self.plan, kept=self.kept_buckets)
+            pack_buckets(graph, self.plan, lent=self.lent_buckets)
             seen("pack_buckets", graph)
             schedule_collectives(graph, group_name=group)
             seen("schedule_collectives", graph)
+        if self.in_place and not self.naive:
+            reduce_in_place(graph, group_name=group)
+            seen("reduce_in_place", graph)
         verify_collectives(graph, self.plan, group_name=group, output_positions=positions, hooks=self.hooks)
         seen("verify_collectives", graph)
 

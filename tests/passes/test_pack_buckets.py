@@ -41,7 +41,7 @@ def count(graph: Graph, op: object) -> int:
 
 def test_gradients_enter_the_bucket_in_their_own_shape() -> None:
     graph, dw0, permuted, riders = bucket_graph()
-    pack_buckets(graph, PLAN, kept=[0])
+    pack_buckets(graph, PLAN, lent=[0])
     graph.lint()
     (packed,) = graph.find_nodes(op="call_function", target=pack)
     (flat_buffer,) = (node for node in graph.nodes if node.name == "flat_buffer_0")
@@ -51,7 +51,7 @@ def test_gradients_enter_the_bucket_in_their_own_shape() -> None:
 
 def test_exact_nodes_of_a_packed_bucket() -> None:
     graph, *_ = bucket_graph()
-    pack_buckets(graph, PLAN, kept=[0])
+    pack_buckets(graph, PLAN, lent=[0])
     assert [node.name for node in graph.nodes] == [
         "dw0",
         "dw1",
@@ -67,7 +67,7 @@ def test_exact_nodes_of_a_packed_bucket() -> None:
 
 def test_a_bucket_that_no_one_keeps_gets_new_memory() -> None:
     graph, dw0, permuted, riders = bucket_graph()
-    pack_buckets(graph, plan_on("meta"), kept=[])
+    pack_buckets(graph, plan_on("meta"), lent=[])
     (packed,) = graph.find_nodes(op="call_function", target=pack)
     assert packed.args == ([dw0, permuted, riders],)
     assert [node.name for node in graph.find_nodes(op="placeholder")] == ["dw0", "dw1", "riders"]
@@ -78,7 +78,7 @@ def test_flattened_gradient_that_something_else_reads_stays() -> None:
     flat0, _ = graph.find_nodes(op="call_function", target=aten.reshape.default)
     (wait,) = graph.output_node().args[0]
     graph.output_node().args = ((wait, flat0),)
-    pack_buckets(graph, PLAN, kept=[0])
+    pack_buckets(graph, PLAN, lent=[0])
     graph.lint()
     assert graph.find_nodes(op="call_function", target=aten.reshape.default) == [flat0]
 
@@ -88,7 +88,7 @@ def test_a_cat_of_the_models_own_stays() -> None:
     x = graph.placeholder("x")
     graph.output((graph.call_function(aten.cat.default, ([x, x],)),))
     before = str(graph)
-    pack_buckets(graph, BucketPlan((), 2), kept=[])
+    pack_buckets(graph, BucketPlan((), 2), lent=[])
     assert str(graph) == before
 
 

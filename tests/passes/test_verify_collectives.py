@@ -43,7 +43,7 @@ def reduced(graph: Graph, plan: BucketPlan = PLAN) -> Graph:
     """The whole rewrite, without verification."""
     insert_all_reduces(graph, plan, group_name="ours", output_positions=POSITIONS)
     form_buckets(graph, plan, group_name="ours", output_positions=POSITIONS)
-    pack_buckets(graph, plan, kept=range(len(plan.buckets)))
+    pack_buckets(graph, plan, lent=range(len(plan.buckets)))
     schedule_collectives(graph, group_name="ours")
     return graph
 
@@ -73,7 +73,7 @@ def test_graph_before_packing_and_scheduling_holds() -> None:
     insert_all_reduces(graph, PLAN, group_name="ours", output_positions=POSITIONS)
     form_buckets(graph, PLAN, group_name="ours", output_positions=POSITIONS)
     verify(graph)
-    pack_buckets(graph, PLAN, kept=range(len(PLAN.buckets)))
+    pack_buckets(graph, PLAN, lent=range(len(PLAN.buckets)))
     verify(graph)
 
 

@@ -19,6 +19,7 @@ from compiled_ddp.communicator import Communicator
 from compiled_ddp.passes import pipeline
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
 from compiled_ddp.passes.ops import pack
+from compiled_ddp.forward_count import Forwards
 from compiled_ddp.plan import FIRST_USED, VERIFY, BucketPlan, Riders
 from compiled_ddp.proof import TRIES, Proof
 from compiled_ddp.riders import Message, RiderReader, rider_values
@@ -120,7 +121,7 @@ def test_as_row_follows_the_memory_order_of_the_given_stride() -> None:
 
 def test_one_rank_that_wishes_to_verify_is_heard() -> None:
     riders = Riders(0, (0,))
-    values = [rider_values(riders, Message(3, verify=rank == 1), lambda _: True) for rank in range(3)]
+    values = [rider_values(riders, Message(Forwards(3, 3), verify=rank == 1), lambda _: True) for rank in range(3)]
     assert values[1][VERIFY] == 1 and values[0][VERIFY] == 0 and VERIFY < FIRST_USED
     assert RiderReader(3).read([torch.stack(values).sum(0)]).verify
     assert not RiderReader(3).read([torch.stack([values[0]] * 3).sum(0)]).verify

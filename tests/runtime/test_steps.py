@@ -14,8 +14,8 @@ from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from compiled_ddp.forward_count import ForwardCount
-from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, FORWARD_COUNT_SQUARED, Riders
+from compiled_ddp.forward_count import ForwardCount, Forwards
+from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, RETURNED_COUNT, Riders
 from compiled_ddp.riders import Findings, Message, RiderReader, rider_values
 from ranks import RankPool
 
@@ -60,17 +60,38 @@ def _error_of(ddp: nn.Module, rank: int, step: int) -> str:
 @pytest.mark.parametrize("counts", [(7, 7), (7, 6), (63, 64), (0, 64), (5, 5, 5), (5, 6, 4), tuple(range(70))])
 def test_counts_differ_exactly_when_they_are_not_all_equal_modulo_64(counts: tuple[int, ...]) -> None:
     riders = Riders(0, (0,))
-    values = [rider_values(riders, Message(count), lambda _: True) for count in counts]
+    values = [rider_values(riders, Message(Forwards(count, count)), lambda _: True) for count in counts]
     found = RiderReader(len(counts)).read([torch.stack(values).sum(0)])
-    assert found == Findings(counts_differ=len({count % 64 for count in counts}) > 1)
+    assert found == Findings(backwards=1, counts_differ=len({count % 64 for count in counts}) > 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "differ", "forgiven"),
+    [
+        ([Forwards(3, 3), Forwards(3, 3)], False, False),
+        ([Forwards(4, 3, 1), Forwards(3, 3)], True, False),  # one forward raised, the others went on
+        ([Forwards(4, 3, 1), Forwards(3, 3, 1)], False, True),  # ... and dropped that step with it
+        ([Forwards(4, 3, 1), Forwards(4, 4)], False, False),  # ... and keep the output of the dropped step
+        ([Forwards(3, 3, 2), Forwards(3, 3)], False, False),  # threw outputs away
+        ([Forwards(4, 4), Forwards(3, 3, 1)], True, False),  # dropped a step, beside one who threw an output away
+        ([Forwards(4, 3, 1), Forwards(3, 3, 1), Forwards(3, 3)], True, False),
+    ],
+)
+def test_ranks_average_one_step_unless_one_dropped_it_alone(
+    ranks: list[Forwards], differ: bool, forgiven: bool
+) -> None:
+    values = [rider_values(Riders(0, (0,)), Message(forwards), lambda _: True) for forwards in ranks]
+    found = RiderReader(len(ranks)).read([torch.stack(values).sum(0)])
+    assert found == Findings(backwards=1, counts_differ=differ, forgiven=forgiven)
 
 
 def test_sums_of_counts_stay_exact_on_4096_ranks() -> None:
     def sums(counts: list[int]) -> Tensor:
         riders = torch.zeros(FIRST_USED)
         for count in counts:  # in float32 and one by one, the worst order
-            riders[FORWARD_COUNT] += count
-            riders[FORWARD_COUNT_SQUARED] += count * count
+            for place in (FORWARD_COUNT, RETURNED_COUNT):
+                riders[place] += count
+                riders[place + 1] += count * count
         return riders
 
     assert not RiderReader(4096).read([sums([63] * 4096)]).counts_differ
@@ -80,7 +101,7 @@ def test_sums_of_counts_stay_exact_on_4096_ranks() -> None:
 def test_the_reader_counts_broken_ranks() -> None:
     riders = torch.zeros(FIRST_USED)
     riders[ABORTED] = 2
-    assert RiderReader(3).read([torch.zeros(FIRST_USED), riders]) == Findings(aborted_on=2)
+    assert RiderReader(3).read([torch.zeros(FIRST_USED), riders]) == Findings(backwards=1, aborted_on=2)
     assert RiderReader(3).read([]) == Findings()
 
 
@@ -99,12 +120,32 @@ def test_a_forward_is_taken_back_when_its_graph_died_before_the_next_one_and_wit
     assert count.value == 1
     forward()
     assert count.value == 2, "an output that is alive may still be dropped"
-    count.backward_began()
-    count.begin()  # raises, say
+    assert count.backward_began() == Forwards(2, 2, given_up=1)
+    count.settle(backwards=1, forgiven=False)
+    count.begin()
+    count.raised()
     assert count.value == 3
     count.begin()
     assert count.value == 4, "a forward that raised may have left other ranks in its backward"
+    assert count.backward_began() == Forwards(4, 3, given_up=1)
+    count.settle(backwards=1, forgiven=True)
+    count.begin()
+    assert count.backward_began() == Forwards(4, 4), "all ranks have dropped that step"
     del kept
+
+
+def test_what_was_given_up_is_told_until_the_outcome_is_known() -> None:
+    """On a GPU that is one backward later."""
+    count = ForwardCount()
+    count.begin()
+    count.raised()
+    count.begin()
+    assert count.backward_began() == Forwards(2, 1, given_up=1)
+    count.begin()
+    assert count.backward_began() == Forwards(3, 2, given_up=1)
+    count.settle(backwards=1, forgiven=True)
+    count.begin()
+    assert count.backward_began() == Forwards(3, 3)
 
 
 def test_forwards_whose_backward_stays_local_are_taken_back_once() -> None:

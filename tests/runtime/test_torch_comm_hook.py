@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import torch_private
+from compiled_ddp.forward_count import Forwards
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, Riders
 from compiled_ddp.riders import Findings, Message, RiderReader, rider_values
 from compiled_ddp.torch_comm_hook import HookBucket
@@ -451,7 +452,7 @@ def test_a_future_that_never_ends_or_holds_something_else_is_an_error(ranks2: Ra
 
 def test_the_riders_tell_of_a_hook_that_failed() -> None:
     riders = Riders(0, (0,))
-    values = [rider_values(riders, Message(3, hook_failed=rank == 1), lambda _: True) for rank in range(3)]
+    values = [rider_values(riders, Message(Forwards(3, 3), hook_failed=rank == 1), lambda _: True) for rank in range(3)]
     assert values[1][HOOK_FAILED] == 1 and values[0][HOOK_FAILED] == 0 and HOOK_FAILED < FIRST_USED
     assert RiderReader(3).read([sum(values, torch.zeros(riders.numel))]) == Findings(hook_failed_on=1)
 

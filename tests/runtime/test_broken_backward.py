@@ -1,0 +1,303 @@
+"""An exception on one rank, anywhere in a step: the next step is right, or refused with a clear error on every rank."""
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import assert_equal_on_all_ranks, assert_gradients, expected_mean, wrappers
+from torch import Tensor, nn
+
+from ranks import RankPool
+
+ARMED: list[type[BaseException]] = []  # what the planted operator raises next, where it runs
+
+
+@torch.library.custom_op("compiled_ddp_tests::identity", mutates_args=())
+def identity(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("compiled_ddp_tests::identity_backward", mutates_args=())
+def identity_backward(gradient: Tensor) -> Tensor:
+    if ARMED:
+        raise ARMED.pop()("planted")
+    return gradient.clone()
+
+
+identity.register_fake(torch.empty_like)
+identity_backward.register_fake(torch.empty_like)
+identity.register_autograd(lambda ctx, gradient: identity_backward(gradient))
+
+
+class Net(nn.Module):
+    """Four layers, a bucket each; the operator that may raise stands behind `place` of them."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == self.place:
+                x = identity(x)
+            x = torch.tanh(layer(x))
+        if self.place == len(self.layers):
+            x = identity(x)
+        return x.square().sum()
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(5, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+
+
+def wrap(name: str, model: nn.Module, **options: object) -> nn.Module:
+    if name == "inductor":
+        options["backend"] = "inductor"
+    kind = "EagerDDP" if name == "EagerDDP" else "compile_ddp"
+    return wrappers([kind])[kind](model, bucket_cap_mb=1e-4, first_bucket_mb=1e-4, **options)
+
+
+def right_step(ddp: nn.Module, step: int) -> None:
+    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(batch(step)))
+    ddp.zero_grad()
+    ddp(batch(step)).backward()
+    assert_gradients(ddp.module, expected)
+
+
+def finish(ddp: nn.Module, step: int) -> None:
+    """What lets the other ranks go on: they are told in the next forward, or where there is none."""
+    if step % 2:
+        ddp.abandon_backward()
+    else:
+        with torch.no_grad():
+            ddp(batch(step))
+
+
+def _breaks(rank: int, wrapper: str, place: int, error: type[BaseException], broken: int, options: dict) -> None:
+    ddp = wrap(wrapper, Net(place), **options)
+    for step in range(8):
+        if step not in (0, 3, 4):
+            right_step(ddp, step)
+            continue
+        ddp.zero_grad()
+        loss = ddp(batch(step))
+        if rank == broken:
+            ARMED.append(error)
+            with pytest.raises(error, match="planted"):
+                loss.backward()
+            assert not ARMED
+            finish(ddp, step)
+        else:
+            with pytest.raises(RuntimeError, match=r"broke off on 1 other rank"):
+                loss.backward()
+    assert_equal_on_all_ranks([parameter.tolist() for parameter in ddp.parameters()])
+    origins = {section.origin for section in ddp.plan.sections}
+    assert origins == ({"hooks"} if wrapper == "EagerDDP" else {"graph"})
+    ddp.unwrap()
+
+
+ERRORS = [ValueError, KeyboardInterrupt, torch.OutOfMemoryError]
+
+
+# Where the operator stands, the last layers' buckets have been launched when it raises in backward.
+@pytest.mark.parametrize("place", [1, 2, 4])
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_after_an_exception_inside_a_backward_the_next_step_is_right(
+    ranks2: RankPool, wrapper: str, broken: int, place: int
+) -> None:
+    ranks2.run(_breaks, wrapper, place, ERRORS[place % 3], broken, {})
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_any_exception_inside_a_backward_leaves_the_next_step_right(
+    ranks2: RankPool, error: type[BaseException]
+) -> None:
+    ranks2.run(_breaks, "compile_ddp", 2, error, 1, {"check_steps": "off"})
+    ranks2.run(_breaks, "compile_ddp", 4, error, 0, {"check_steps": "warn", "verify": "always"})
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("place", [1, 4])
+def test_after_an_exception_inside_a_graph_of_inductor_the_next_step_is_right(ranks2: RankPool, place: int) -> None:
+    ranks2.run(_breaks, "inductor", place, KeyboardInterrupt, 1, {}, timeout_seconds=300.0)
+
+
+def test_the_same_on_three_ranks_with_another_reduction(ranks3: RankPool) -> None:
+    ranks3.run(_breaks, "compile_ddp", 2, ValueError, 2, {})
+
+
+def _loses(rank: int, wrapper: str, everywhere: bool) -> None:
+    """The exception comes when everything has been sent: the others have stepped with the mean."""
+    ddp = wrap(wrapper, Net(4))
+    right_step(ddp, 0)
+    ddp.zero_grad()
+    leaf = batch(1).requires_grad_()
+    x = leaf * 1.0  # its backward runs when all parameters have got their gradients
+
+    def planted(_: Tensor) -> None:
+        raise ValueError("planted")
+
+    if rank == 1 or everywhere:
+        leaf.register_hook(planted)
+        with pytest.raises(ValueError, match="planted"):
+            ddp(x).backward()
+    else:
+        ddp(x).backward()
+    ddp.zero_grad()
+    if everywhere:
+        right_step(ddp, 2)
+    else:
+        with pytest.raises(RuntimeError, match=r"ended the one before it on 1 rank\(s\) when all of it had been sent"):
+            ddp(batch(2)).backward()
+    right_step(ddp, 3)
+    ddp.unwrap()
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_mean_that_one_rank_has_lost_is_told_to_every_rank_in_the_next_step(
+    ranks2: RankPool, wrapper: str, everywhere: bool
+) -> None:
+    ranks2.run(_loses, wrapper, everywhere)
+
+
+def _gives_back(rank: int) -> None:
+    """What a graph was to fold in is in .grad again when the exception has reached the user."""
+    ddp = wrap("compile_ddp", Net(2))
+    right_step(ddp, 0)
+    ddp.zero_grad()
+    with ddp.no_sync():
+        ddp(batch(1)).backward()
+    before = [(parameter.grad, parameter.grad.clone()) for parameter in ddp.parameters()]
+    loss = ddp(batch(2))
+    if rank == 1:
+        ARMED.append(ValueError)
+        with pytest.raises(ValueError, match="planted"):
+            loss.backward()
+        finish(ddp, 2)
+        for parameter, (gradient, value) in zip(ddp.parameters(), before, strict=True):
+            assert parameter.grad is gradient
+            assert torch.equal(gradient, value)
+    else:
+        with pytest.raises(RuntimeError, match="broke off"):
+            loss.backward()
+    right_step(ddp, 3)
+
+
+def test_gradients_that_a_broken_graph_was_to_fold_in_are_given_back(ranks2: RankPool) -> None:
+    ranks2.run(_gives_back)
+
+
+# ---- before the backward reaches the wrapper -------------------------------------------------------------------------
+
+
+def _breaks_before(rank: int, wrapper: str, how: str) -> None:
+    ddp = wrap(wrapper, Net(4))
+    for step in range(6):
+        if step not in (0, 3):
+            right_step(ddp, step)
+            continue
+        ddp.zero_grad()
+        loss = ddp(batch(step)) * 1.0
+        if rank == 1:
+
+            def planted(_: Tensor) -> None:
+                raise ValueError("planted")
+
+            loss.register_hook(planted)
+            with pytest.raises(ValueError, match="planted"):
+                loss.backward()
+            if how == "abandon":
+                ddp.abandon_backward()
+            else:
+                ddp.skip_step()
+        elif how == "abandon":
+            with pytest.raises(RuntimeError, match=r"broke off on 1 other rank"):
+                loss.backward()
+        else:
+            loss.backward()
+    ddp.abandon_backward()  # a no-op: no forward waits
+    with torch.no_grad():
+        ddp(batch(9))
+    ddp.abandon_backward()
+    ddp.unwrap()
+
+
+@pytest.mark.parametrize("how", ["abandon", "skip"])
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_an_exception_before_the_outputs_are_reached_can_be_abandoned_or_skipped(
+    ranks2: RankPool, wrapper: str, how: str
+) -> None:
+    ranks2.run(_breaks_before, wrapper, how)
+
+
+# ---- a forward that raises is no step --------------------------------------------------------------------------------
+
+
+class Raising(Net):
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.armed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed:
+            raise ValueError("planted")
+        return super().forward(x)
+
+
+def _all_drop(rank: int, wrapper: str, keeps_output: bool) -> None:
+    """One rank's forward raises, and all ranks, who tell each other, drop that step."""
+    ddp = wrap(wrapper, Raising())
+    for step in range(9):
+        ddp.module.armed = rank == step % 2 and step in (0, 3, 4, 6)
+        worked = torch.ones(())
+        loss: Tensor | None = None
+        try:
+            loss = ddp(batch(step))
+        except ValueError:
+            worked.zero_()
+        ddp.module.armed = False
+        if not keeps_output:
+            loss = None
+        dist.all_reduce(worked, dist.ReduceOp.MIN)
+        if worked:
+            right_step(ddp, step)
+    ddp.unwrap()
+
+
+@pytest.mark.parametrize("keeps_output", [False, True])
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_a_step_that_all_ranks_drop_because_one_ranks_forward_raised_is_no_step(
+    ranks2: RankPool, wrapper: str, keeps_output: bool
+) -> None:
+    ranks2.run(_all_drop, wrapper, keeps_output)
+
+
+def _one_goes_on(rank: int, wrapper: str) -> None:
+    """The others are in the backward of the step whose forward raised here: never averaged with another one's."""
+    ddp = wrap(wrapper, Raising())
+    right_step(ddp, 0)
+    ddp.module.armed = rank == 1
+    ddp.zero_grad()
+    if rank == 1:
+        with pytest.raises(ValueError, match="planted"):
+            ddp(batch(1))
+        ddp.module.armed = False
+        with pytest.raises(RuntimeError, match="averaged gradients of different steps"):
+            ddp(batch(2)).backward()
+    else:
+        with pytest.raises(RuntimeError, match="averaged gradients of different steps"):
+            ddp(batch(1)).backward()
+    ddp.unwrap()
+
+
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_a_forward_that_raised_on_one_rank_alone_is_never_averaged_with_another_step(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_one_goes_on, wrapper)

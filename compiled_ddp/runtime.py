@@ -527,10 +527,13 @@ class Runtime:
             except RuntimeError:
                 backward.restore_gradients()
                 raise
+        was_refined = self.agreed.refined
         with self._giving_up_after_surprises():
             reduced = self._conclude(backward, findings, local)
         self.communicator.standing.backward_ended()
         self._hooks.run_users(reduced)
+        if self.agreed.refined and not was_refined:
+            self._remove_needless_hooks()
 
     def _send_rest(self, backward: SynchronisedBackward) -> Sequence[int]:
         """Launch what is left; returns the parameters that a torch.autograd.grad returns without reduction."""
@@ -579,8 +582,6 @@ class Runtime:
         if backward.observations.mixed:
             self._refuse_mixed(backward.observations.mixed)
         self._forget_if_outgrown(findings)
-        if first:
-            self._remove_needless_hooks()
         return reduced
 
     @torch.no_grad()
@@ -795,7 +796,7 @@ class Runtime:
                 self.proof.postpone()  # every rank has dropped it
                 self._forget_unless_refined()
             else:
-                self._lost = True
+                self._lost = not launched
                 self._end_as_the_others(backward, findings)
         self._used = set()
         self.sparse.forget_use()

@@ -293,7 +293,7 @@ def test_after_an_exception_on_one_rank_the_others_raise_and_the_next_step_is_ri
 
 
 class BreaksOffAtTheEnd(BreaksOff):
-    """Everything has been launched when the exception comes: other ranks cannot know."""
+    """Everything has been launched when the exception comes: other ranks are told in the next backward."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = RaisesInBackward.apply(x.requires_grad_(), self.armed)
@@ -310,6 +310,9 @@ def _break_off_in_first_backward(rank: int, model_class: type[BreaksOff]) -> str
         message = str(error)
     ddp.module.armed = False
     ddp.abandon_backward()  # rank 1 waits for it, and rank 0 for rank 1 in the averaging by hand
+    if model_class is BreaksOffAtTheEnd:
+        with pytest.raises(RuntimeError, match="when all of it had been sent"):
+            ddp(row_batch(rank, 4)).backward()
     for step in (1, 2, 3):
         _step(ddp, rank, step)
     assert_equal_on_all_ranks(ddp.plan.fingerprint)

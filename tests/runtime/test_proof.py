@@ -304,10 +304,11 @@ def _break_graphs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _break_hooks(patch: pytest.MonkeyPatch) -> None:
-    def put_but_keep(backward: SynchronisedBackward, index: int, view: Tensor) -> None:
-        written(backward, index, view)
+    def put_but_keep(backward: SynchronisedBackward, index: int, positions: list[int]) -> None:
+        written(backward, index, positions)
         if backward._parameters.names[index] == "mlp.head.bias":
-            backward._parameters.tensors[index].grad = torch.full_like(view, dist.get_rank())
+            parameter = backward._parameters.tensors[index]
+            parameter.grad = torch.full_like(parameter, dist.get_rank())
 
     written = SynchronisedBackward._write
     patch.setattr(SynchronisedBackward, "_write", put_but_keep)
@@ -692,8 +693,10 @@ def _break_off(rank: int, when: str, at: int) -> list[str]:
 @pytest.mark.parametrize("when", ["early", "late"])
 def test_a_backward_that_breaks_off_leaves_no_rank_waiting(ranks2: RankPool, when: str, at: int) -> None:
     others, own = ranks2.run(_break_off, when, at)
-    assert own == ["planted" if step == at else "" for step in range(4)]
-    assert [bool(message) for message in others] == [when == "early" and step == at for step in range(4)]
+    told = at if when == "early" else at + 1
+    assert own[at] == "planted"
+    assert [bool(message) for message in own] == [step in (at, told) for step in range(4)]
+    assert [bool(message) for message in others] == [step == told for step in range(4)]
 
 
 def _dropped_step(rank: int, name: str) -> None:

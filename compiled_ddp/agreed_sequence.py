@@ -1,7 +1,7 @@
 """The sequence that a wrapper's ranks keep: proposed by rank 0, refined once, and how it changes after that."""
 
 import json
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 
 from compiled_ddp.agreement import agree_on_description
@@ -30,7 +30,7 @@ class AgreedSequence:
         self._reduction: ReductionKind | None = None  # in place of the options' own
         self._options, self._communicator = options, communicator
         self._holds = False  # whether the next backward keeps `sequence`
-        self._beginnings = -1
+        self.beginnings = -1  # how often a sequence has been brought about anew
         self._misfits = 0  # backwards in a row in which no rank's graphs fitted
         self._patience = 2
 
@@ -39,7 +39,7 @@ class AgreedSequence:
         self._planner = SequencePlanner(
             parameters, self._options, self._communicator.world_size, reduction=self._reduction
         )
-        self._beginnings += 1
+        self.beginnings += 1
         self._holds = False
         if self.hooks_reason is not None:
             self._adopt(self._planner.propose([], reason=self.hooks_reason))
@@ -75,7 +75,7 @@ class AgreedSequence:
 
     def _mixed_on_any_rank(self, mixed: set[int]) -> set[int]:
         """The union over ranks, on rank 0."""
-        ranks, key = self._communicator.ranks, f"mixed/{self._beginnings}"
+        ranks, key = self._communicator.ranks, f"mixed/{self.beginnings}"
         if ranks.rank != 0:
             ranks.publish(f"{key}/{ranks.rank}", json.dumps(sorted(mixed)))
             return mixed
@@ -102,13 +102,28 @@ class AgreedSequence:
         return True
 
     @property
+    def must_agree(self) -> bool:
+        """Whether the next backward brings the sequence about, for which ranks wait for each other."""
+        return not self._holds
+
+    @property
+    def graph_places(self) -> Iterator[int]:
+        """The launched sections that graphs reduce."""
+        for places in self.graph_sections.values():
+            yield from places
+
+    def event_of(self, section: int) -> str:
+        """A name for what ranks wait for in the graph of a section, the same on all of them."""
+        return self._events[section]
+
+    @property
     def by_hooks(self) -> list[Section]:
         """The sections that hooks launch."""
         return [] if self.sequence is None else [s for s in self.sequence.sections if s.origin == "hooks"]
 
     def _agree(self, what: str, make: Callable[[], ReductionSequence]) -> ReductionSequence:
         """Rank 0's sequence, on every rank."""
-        ranks, key = self._communicator.ranks, f"{what}/{self._beginnings}"
+        ranks, key = self._communicator.ranks, f"{what}/{self.beginnings}"
         if ranks.rank == 0:
             sequence = make()
             ranks.publish(key, self._planner.encode(sequence))
@@ -128,7 +143,11 @@ class AgreedSequence:
         self.sequence, self._holds = sequence, True
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
         self.graph_sections = {}
+        self._events: dict[int, str] = {}  # of the graphs' sections; refining the sequence changes none
         for place, section in enumerate(sequence.launched):
             if section.origin == "graph":
-                self.graph_sections.setdefault(section.plan.fingerprint, []).append(place)
+                equal = self.graph_sections.setdefault(section.plan.fingerprint, [])
+                name = f"{self._communicator.group_name} graph {section.plan.fingerprint}"
+                self._events[place] = f"{name} {self.beginnings} {len(equal)}"
+                equal.append(place)
         return sequence

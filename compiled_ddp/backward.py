@@ -152,14 +152,22 @@ class SynchronisedBackward:
 
     # ---- launching ---------------------------------------------------------------------------------------------------
 
-    def claim(self, section: int) -> bool:
-        """Hand a section to the captured segment that is about to run, if all before it has been launched."""
+    def is_next(self, section: int) -> bool:
+        """Whether a section may be claimed: all before it has been launched, as far as hooks could."""
         self._launch_complete()
-        if (
-            section in self._hooks_only
-            or section in self._in_graph
-            or self._cursor != self._buffers.first_position[section]
-        ):
+        return (
+            section not in self._hooks_only
+            and section not in self._in_graph
+            and self._cursor == self._buffers.first_position[section]
+        )
+
+    def has_launched(self, section: int) -> bool:
+        """Whether all buckets of a section have been launched, or a graph has claimed them."""
+        return self._cursor >= self._buffers.first_position[section] + len(self.sections[section].plan.buckets)
+
+    def claim(self, section: int) -> bool:
+        """Hand a section to the captured segment that is about to run, if it is the next one."""
+        if not self.is_next(section):
             return False
         self._in_graph[section] = None
         self._standing.graph_began(self._cursor)

@@ -23,8 +23,19 @@ class OpenTasks:
         """Whether the task that this thread runs has been noted."""
         return torch_private.current_graph_task() in self._ends
 
+    def has(self, task: int) -> bool:
+        """Whether this task has been noted, and has not been closed."""
+        return task in self._ends
+
+    def are_of_this_thread(self) -> bool:
+        """Whether one that runs has been noted by this thread."""
+        here = threading.get_ident()
+        return any(self._threads[task] == here for task, end in list(self._ends.items()) if end() is not None)
+
     def note(self, at_end: Callable[[int], None]) -> None:
         """Note the task that this thread runs; `at_end` is called with it when it has ended without an exception."""
+        for ended in [task for task, end in self._ends.items() if end() is None]:
+            self.close(ended)  # an exception has ended it
         task = torch_private.current_graph_task()
         end = functools.partial(at_end, task)
         self._ends[task], self._threads[task] = weakref.ref(end), threading.get_ident()
@@ -40,7 +51,8 @@ class OpenTasks:
         return bool(threads) and threading.get_ident() not in threads
 
     def close(self, task: int) -> None:
-        del self._ends[task], self._threads[task]
+        self._ends.pop(task, None)
+        self._threads.pop(task, None)
 
     def forget(self) -> None:
         """Drop all: an exception has ended them."""

@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
+import sys
 import threading
 import time
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.agreed_sequence import AgreedSequence
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
 from compiled_ddp.comm_hooks import Ranks
+from compiled_ddp.conductor import conductor
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
@@ -74,10 +76,6 @@ def _reached(graph: UntilBackward, _: object) -> None:
         runtime.output_reached()
 
 
-# Of this process. Where several wrappers take part in one backward, an exception may end it before it has reached all.
-_runtimes: "weakref.WeakSet[Runtime]" = weakref.WeakSet()
-
-
 class Runtime:
     """Begins and ends synchronised backwards, and keeps what lives longer than one of them."""
 
@@ -125,13 +123,19 @@ class Runtime:
         self._step_check = StepCheck(communicator, options.check_steps)
         self._rider_reader = RiderReader(communicator.world_size)
         self._current: SynchronisedBackward | None = None
+        self._rest_was_launched = False  # whether something was left to launch when an exception had ended a backward
         self._lost = False  # whether the latest backward broke off here when everything of it had been sent
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
         self._announced: set[int] = set()  # parameters of unused sections that the current backward uses here
         self._tasks = OpenTasks()  # of the running backward
         self._thread = 0  # of the latest forward
         self._skipping: int | None = None  # the thread that is in `skip_step()`, or follows others' backwards
-        _runtimes.add(self)
+        # Whether the backward under way begins when it has ended here: [Note: waiting in one order]. Meanwhile its
+        # gradients are accumulated, and these are the calls that it has run.
+        self._postponed: list[SegmentCall] | None = None
+        self._reaches: tuple[int, bool] = -1, False  # a task of autograd, and whether it reaches this wrapper
+        self._is_due = False  # whether a backward that has reached another wrapper will reach this one
+        conductor.add(self)
         self._reported: set[str] = set()
         self._lock = threading.RLock()
         self.sparse = SparseGradients(sparse, communicator, self._synchronises)
@@ -152,7 +156,7 @@ class Runtime:
         self.sparse.hold_back_users()
         self._counted = synchronise and counted
         if self._counted:
-            self._forwards.begin(after_exception=any(other.broken_off_here for other in _runtimes))
+            self._forwards.begin(after_exception=conductor.any_broken_off())
         self.communicator.standing.forward_began(self._forwards.value)
 
     def forward_raised(self) -> None:
@@ -165,8 +169,7 @@ class Runtime:
         self._expected = False
         self._forwards.take_back()
 
-    @property
-    def broken_off_here(self) -> bool:
+    def is_broken_off(self) -> bool:
         """Outside of backwards: whether an exception has ended one of this thread's, which nothing has followed yet."""
         return self._thread == threading.get_ident() and self._has_broken_off()
 
@@ -178,7 +181,9 @@ class Runtime:
         """
         here = threading.get_ident()
         deadline = time.monotonic() + self.communicator.ranks.timeout.total_seconds()
-        while self._current is not None and (self._tasks.are_running() or self._skipping not in (None, here)):
+        while (self._is_under_way or self._is_due) and (
+            self._tasks.are_running() or self._skipping not in (None, here)
+        ):
             if self._thread != here or self._skipping is not None:
                 return False
             if time.monotonic() > deadline:
@@ -187,7 +192,12 @@ class Runtime:
                     "a hook of yours waits for something."
                 )
             time.sleep(0.001)
-        return self._current is not None
+        return self._is_under_way or self._is_due
+
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether a backward has begun, or has been postponed, that has not ended."""
+        return self._current is not None or self._postponed is not None
 
     def begin_reentrant_forward(self, *, synchronise: bool) -> None:
         """Note a forward that a reentrant checkpoint runs inside a backward: of its own, which was without gradients.
@@ -196,7 +206,7 @@ class Runtime:
         """
         self.synchronise = synchronise
         self._counted = False
-        self._expected = synchronise and self._current is None
+        self._expected = synchronise and not self._is_under_way
 
     @property
     def awaits_backward(self) -> bool:
@@ -231,7 +241,7 @@ class Runtime:
 
     def _is_local(self) -> bool:
         """Whether the running backward is a torch.autograd.grad of inputs alone, of which other ranks need not know."""
-        if self._current is not None:
+        if self._is_under_way:
             return False
         if not self.local:
             self.sparse.refuse_returned()
@@ -247,12 +257,18 @@ class Runtime:
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    def enter_backward(self) -> SynchronisedBackward:
-        """The synchronised backward that this thread is in, begun if need be."""
+    def enter_backward(self) -> SynchronisedBackward | None:
+        """The synchronised backward that this thread is in, begun if need be; None where it is postponed."""
         with self._lock:
             if not self._tasks.has_current():  # asked for every gradient
                 self._enter_task()
-            if self._current is None:
+            self._is_due = False
+            if self._current is None and self._postponed is None and self._begin_waits:
+                if not conductor.may_wait(self, self._begin_event):
+                    self._postponed = []
+                    self._hooks.install()
+                    self._hooks.hold_back_users()
+            if self._current is None and self._postponed is None:
                 returned = watch_returned(self.parameters.tensors)
                 self._current = self._begin(lambda call: call.will_run(), self._will_accumulate, returned)
                 if self._current.has_no_weight:
@@ -274,6 +290,13 @@ class Runtime:
                 "one wait for the other, or give each thread a wrapper of its own."
             )
         self._tasks.note(self._task_ended)
+        conductor.backward_reached(self)
+
+    def expect_in_task(self) -> None:
+        """If the backward that this thread runs will reach this wrapper: note that it has begun elsewhere."""
+        if not self._is_under_way and not self._is_due and self.takes_part():
+            self._tasks.note(self._task_ended)
+            self._is_due = True
 
     def _begin(
         self,
@@ -327,14 +350,6 @@ class Runtime:
             self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=weight)
             self._current.launch_rest()
 
-    def end_skipping(self) -> None:
-        """Receive the mean of a backward that `begin_skipping` takes part in."""
-        with self._lock:
-            try:
-                self._finish()
-            finally:
-                self._skipping = None
-
     def shadow_backward(self, forward_count: int) -> None:
         """Take part in the other ranks' backward with nothing but zeros: this rank's data has run out (`join`).
 
@@ -346,7 +361,7 @@ class Runtime:
             self._used, self._passengers = set(), None
             self._forwards.follow(forward_count)
             self.begin_skipping()
-            self.end_skipping()
+            self.end()
 
     def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
         """Hooks reduce what this backward's calls and the sequence's graph sections do not both have.
@@ -400,10 +415,13 @@ class Runtime:
     def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self._lock:
-            if self._current is None and (not call.synchronise or self._is_local()):
+            if not self._is_under_way and (not call.synchronise or self._is_local()):
                 self._note_local_use(call)
                 return None
             backward = self.enter_backward()
+            if backward is None:
+                self._run_postponed(call)
+                return None
             if self.agreed.hooks_reason is not None or backward.has_no_weight:
                 return None
             section = self._claim_for(backward, call)
@@ -416,14 +434,23 @@ class Runtime:
     def _claim_for(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
         sections = self.agreed.graph_sections.get(call.fingerprint, ())
         for section in sections:
-            if backward.claim(section):
-                return section
+            if backward.is_next(section):
+                return section if self._may_run_graph(section) and backward.claim(section) else None
         if backward.shares_with_claimed(call.plan.indices):
             # Hooks cannot take it: the gradient is reduced in part. They may be waiting for what this step skips.
             for section in sections:
-                if backward.claim_past_unused(section, self._will_accumulate):
+                if self._may_run_graph(section) and backward.claim_past_unused(section, self._will_accumulate):
                     return section
         return None
+
+    def _may_run_graph(self, section: int) -> bool:
+        """Whether this rank may wait for others in the graph of a section now."""
+        return conductor.may_wait(self, self.agreed.event_of(section))
+
+    def _run_postponed(self, call: SegmentCall) -> None:
+        assert self._postponed is not None
+        self._postponed.append(call)
+        self._note_local_use(call)
 
     def _will_accumulate(self, index: int) -> bool:
         return torch_private.backward_will_accumulate(self.parameters.tensors[index])
@@ -455,6 +482,8 @@ class Runtime:
             if self._accumulates_locally:
                 return False
             backward = self.enter_backward()
+            if backward is None:
+                return True
             # Until the first backward has ended, a parameter of a graph may turn out to be used outside of it too.
             return not self.agreed.refined or index in self.agreed.unused or backward.is_by_hooks(index)
 
@@ -469,11 +498,14 @@ class Runtime:
             else:
                 backward = self.enter_backward()
                 self._refuse_unannounced(index)
-                backward.gradient_arrived(index)
+                if backward is not None:
+                    backward.gradient_arrived(index)
+                elif self.parameters.tensors[index].grad is not None:
+                    self._used.add(index)
 
     @property
     def _accumulates_locally(self) -> bool:
-        return self._current is None and (self.local or not self._expected)
+        return not self._is_under_way and (self.local or not self._expected)
 
     def _refuse_unannounced(self, index: int) -> None:
         if index in self.agreed.unused and index not in self._announced:
@@ -491,9 +523,10 @@ class Runtime:
             try:
                 # With several devices, another task's thread may end the one that is inside of it.
                 if outer is None and not self._tasks.are_running(but=task):
-                    self._finish()
+                    conductor.end(task)
             finally:  # only now: other threads must not take the backward for one that has broken off
                 self._tasks.close(task)
+                self._is_due = False
             if outer is None:
                 return
             # A reentrant backward has ended inside `outer`. What follows `outer` runs in the outer backward, whose
@@ -508,6 +541,99 @@ class Runtime:
             self.enter_backward()
 
         handle = node.register_prehook(enter)
+
+    # ---- conducted, [Note: waiting in one order] ----------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.communicator.group_name
+
+    @property
+    def _begin_event(self) -> str:
+        return f"{self.name} begin {self.agreed.beginnings}"
+
+    @property
+    def _begin_waits(self) -> bool:
+        """Whether a backward that begins now waits for other ranks."""
+        return self.agreed.must_agree or (self.uneven is not None and self.uneven.is_training)
+
+    def takes_part(self) -> bool:
+        """Whether the backward that this thread runs has reached this wrapper, or will."""
+        if self._is_under_way:
+            return self._tasks.are_of_this_thread() or self._skipping == threading.get_ident()
+        if self.local or not self._expected:
+            return False
+        task = torch_private.current_graph_task()
+        if self._reaches[0] != task:
+            reached = any(call.will_run() for call in self._live_calls()) or any(
+                map(torch_private.backward_will_accumulate, self.parameters.tensors)
+            )
+            self._reaches = task, reached
+        return self._reaches[1]
+
+    def unsent(self) -> Iterable[str]:
+        """Of what ranks wait for in the middle of a backward, that which this rank has not sent in this one."""
+        if self._current is None and self._begin_waits:
+            yield self._begin_event
+        if not self.agreed.must_agree:
+            for section in self.agreed.graph_places:
+                if self._current is None or not self._current.has_launched(section):
+                    yield self.agreed.event_of(section)
+
+    def ends_with(self, task: int) -> bool:
+        """Whether its backward ends when autograd has ended `task`."""
+        return self._is_under_way and self._tasks.has(task) and not self._tasks.are_running(but=task)
+
+    def waits_to_send(self) -> str | None:
+        """What it waits for, if for anything, to send the rest of a backward that has ended."""
+        return self._begin_event if self._current is None and self._begin_waits else None
+
+    def send_rest(self) -> None:
+        """Begin a backward that was postponed, and launch what is left."""
+        with self._lock:
+            if self._postponed is not None:
+                ran = self._postponed
+                self._current = self._begin(lambda call: call in ran, lambda _: False)
+                self._postponed = None
+            assert self._current is not None
+            self._send_rest(self._current)
+
+    def end(self) -> None:
+        """Wait for the results of what was sent, and leave them in .grad."""
+        with self._lock:
+            try:
+                self._finish()
+            finally:
+                self._skipping = None
+
+    def send_rest_of_broken(self) -> None:
+        """Launch what is left of a backward that an exception ended; of none, all that this wrapper was to have."""
+        with self._lock:
+            self._tasks.forget()
+            self._skipping = None
+            self.communicator.refuse_if_failed()
+            if self._current is None:
+                self._hooks.install()
+                self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=0.0)
+            self._postponed, self._is_due = None, False
+            if self._current.returned is not None:
+                self._current.returned.end()
+            if not self._current.break_off():
+                self._current = None
+                raise self.communicator.give_up("an exception ended a backward, and what it had reduced is lost")
+            self._rest_was_launched = self._current.launch_rest()
+
+    def told_ranks(self) -> Collection[int]:
+        """The global ranks that the riders of what was left tell of the exception."""
+        return self.communicator.ranks.ranks if self._rest_was_launched else ()
+
+    def end_broken(self, told: Collection[int]) -> None:
+        """Wait for the results of that, and drop them. `told` are the ranks that know of it through any wrapper."""
+        with self._lock:
+            assert self._current is not None
+            self._finish_broken(self._current, told)
+
+    # ---- the end of a backward ---------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
         backward = self._current
@@ -762,41 +888,26 @@ class Runtime:
 
         Returns whether there was one. A backward that another thread runs is none.
         """
-        if not self._has_broken_off():
-            return False
-        assert self._current is not None
-        self._finish_broken(self._current)
-        return True
+        return self._has_broken_off() and self in conductor.finish_broken(also=[self])
 
-    def abandon(self) -> None:
-        """The same; where the exception came before the backward had reached this wrapper, of all that it would do."""
-        if self.finish_broken_backward() or not (self._expected and self._forwards.waits_alive):
-            return
-        with self._lock:
-            self._hooks.install()
-            self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=0.0)
-            self._finish_broken(self._current)
+    def is_awaited(self) -> bool:
+        """Whether a forward still waits for its backward, and its output has not just been thrown away.
 
-    def _finish_broken(self, backward: SynchronisedBackward) -> None:
-        self._tasks.forget()
-        self._skipping = None
-        self.communicator.refuse_if_failed()
-        if backward.returned is not None:
-            backward.returned.end()
-        if not backward.break_off():
-            self._current = None
-            raise self.communicator.give_up("an exception ended a backward, and what it had reduced is lost")
-        launched = backward.launch_rest()
+        An exception that is being handled may be what has thrown it away.
+        """
+        return self._expected and (self._forwards.waits_alive or sys.exc_info()[0] is not None)
+
+    def _finish_broken(self, backward: SynchronisedBackward, told: Collection[int]) -> None:
         backward.wait()
         findings = self._read_riders(backward)
         self._current = None
-        others_know = launched and self._rider_reader.was_at_once
+        others_know = self._rest_was_launched and self._rider_reader.was_at_once
         with self._giving_up_after_surprises():
             if others_know or findings.aborted_on:
                 self.proof.postpone()  # every rank has dropped it
                 self._forget_unless_refined()
             else:
-                self._lost = not launched
+                self._lost = not set(self.communicator.ranks.ranks).issubset(told)
                 self._end_as_the_others(backward, findings)
         self._used = set()
         self.sparse.forget_use()

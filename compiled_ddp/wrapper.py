@@ -19,6 +19,7 @@ from compiled_ddp.agreement import Description, agree_on_description
 from compiled_ddp.backward import TrainedParameters
 from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.communicator import Communicator, RankGroup
+from compiled_ddp.conductor import conductor
 from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device
 from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.hook_program import check_hook
@@ -342,7 +343,8 @@ class DataParallelWrapper(nn.Module, Joinable):
         skipped = [self, *others]
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside())]
         synchronised = [w for w in wrappers if w._require_sync and not w._runtime.local]
-        skipping = [w for w in synchronised if not w._runtime.finish_broken_backward()]
+        broken = conductor.finish_broken()
+        skipping = [w for w in synchronised if w._runtime not in broken]
         for wrapper in sorted(skipping, key=lambda w: w._entered):
             if not wrapper._runtime.awaits_backward:
                 wrapper._begin_forward(with_gradients=True)
@@ -350,10 +352,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside(last_first=True))]
         skipping = sorted((w for w in wrappers if w in skipping), key=lambda w: w._left, reverse=True)
-        for wrapper in skipping:
-            wrapper._runtime.begin_skipping()
-        for wrapper in skipping:
-            wrapper._runtime.end_skipping()
+        conductor.skip([wrapper._runtime for wrapper in skipping], Runtime.begin_skipping)
 
     def _wrappers_inside(self, *, last_first: bool = False) -> Iterator["DataParallelWrapper"]:
         """All wrappers inside the model, each before those inside it, in registration order or in its reverse."""
@@ -365,15 +364,19 @@ class DataParallelWrapper(nn.Module, Joinable):
             yield bare
             yield from bare._wrappers_inside(last_first=last_first)
 
-    def abandon_backward(self) -> None:
+    def abandon_backward(self, *others: "DataParallelWrapper") -> None:
         """Take part in what is left of a backward that an exception broke off on this rank.
 
         Other ranks may be waiting for it. The next forward does this by itself; call it where there is none, for
         example before leaving the training loop. Where the exception came before the backward had reached what the
         wrapper returned (in a hook on the loss), nothing but this call can tell: a forward that still waits for its
-        backward, and whose output is still there, is given up too. A no-op otherwise.
+        backward is given up too, and so are those of the wrappers in `others`, which were to take part in the same
+        backward. For that, call it where the exception is handled, or while what the wrapper returned is still there.
+        A no-op otherwise.
         """
-        self._runtime.abandon()
+        awaited = [wrapper._runtime for wrapper in (self, *others) if wrapper._runtime.is_awaited()]
+        broken = conductor.finish_broken()
+        conductor.finish_broken(also=[runtime for runtime in awaited if runtime not in broken])
 
     # ---- uneven inputs -----------------------------------------------------------------------------------------------
 

@@ -190,6 +190,7 @@ _PRIMS: tuple[tuple[LinearityRule, str], ...] = (
     (filled_with("s"), "scalar_tensor"),
 )
 
+
 def _by_overload() -> Iterator[tuple[str, LinearityRule]]:
     for namespace, table in (("aten", _ATEN), ("prims", _PRIMS)):
         for rule, names in table:

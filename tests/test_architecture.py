@@ -102,7 +102,17 @@ def private_torch_names(tree: ast.AST, allowed: tuple[str, ...] = ()) -> list[st
 FACTORIES = tuple(
     f"torch.{name}"
     for name in (
-        *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "from_file", "frombuffer"),
+        *(
+            "arange",
+            "as_tensor",
+            "asarray",
+            "empty",
+            "empty_permuted",
+            "empty_strided",
+            "eye",
+            "from_file",
+            "frombuffer",
+        ),
         *("full", "linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "range", "scalar_tensor"),
         *("sparse_compressed_tensor", "sparse_coo_tensor", "sparse_csr_tensor", "tensor", "tril_indices"),
         *("triu_indices", "zeros", "Tensor", "FloatTensor", "DoubleTensor"),

@@ -75,7 +75,9 @@ def test_launches_come_in_the_order_of_buckets_and_before_the_waits() -> None:
 def test_state_is_appended_to_the_inputs_and_comes_back_before_the_riders() -> None:
     graph = rewritten(TopK(0.5))
     inputs = [node.name for node in graph.find_nodes(op="placeholder")]
-    assert inputs == ["tangents_1", "riders", "hook_state_0", "hook_state_1", "flat_buffer_2"], "the riders' own is lent"
+    assert inputs == ["tangents_1", "riders", "hook_state_0", "hook_state_1", "flat_buffer_2"], (
+        "the riders' own is lent"
+    )
     *gradients, first, second, riders = output_values(graph)
     assert len(gradients) == 3
     assert first.target is second.target is not aten.as_strided.default

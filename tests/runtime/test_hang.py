@@ -200,12 +200,12 @@ def _fails_between(rank: int, wrapper: str) -> list[str]:
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
-def test_after_an_exception_between_two_wrappers_no_rank_trains_on(ranks2: RankPool, wrapper: str) -> None:
-    """One wrapper's backward has ended on both ranks and the other's on one: they wait for each other, and report."""
+def test_after_an_exception_between_two_wrappers_no_rank_waits(ranks2: RankPool, wrapper: str) -> None:
+    """One wrapper's backward had ended on both ranks and the other's on one: they waited for each other."""
     rank_0, rank_1 = ranks2.run(_fails_between, wrapper)
-    assert (rank_0[0], rank_1[0], rank_0[1]) == ("", "", "between the wrappers")
-    assert all(rank_0[1:]) and all(rank_1[1:]), "a step went on with what was sent for another one"
-    assert "Timed out" in rank_1[1] or "waited 4 s for rank 0 (for its number of forwards)" in rank_1[1]
+    assert rank_0 == ["", "between the wrappers", "", ""]
+    assert [bool(message) for message in rank_1] == [False, True, False, False]
+    assert "broke off on 1 other rank" in rank_1[1]
 
 
 # ---- one rank is late ------------------------------------------------------------------------------------------------

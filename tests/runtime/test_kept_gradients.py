@@ -233,7 +233,20 @@ def _keeps(rank: int, wrapper: str, model: Callable[[], nn.Module]) -> None:
     """Graphs, hooks, skipped steps and torch.autograd.grad in turns: what was kept of a step stays what it was."""
     ddp = wrap(wrapper, model())
     kept: list[tuple[int, list[Tensor], list[Tensor]]] = []
-    modes = ["graph", "graph", "eager", "graph", "eager", "eager", "skip", "graph", "hooked", "graph", "no_sync", "eager"]
+    modes = [
+        "graph",
+        "graph",
+        "eager",
+        "graph",
+        "eager",
+        "eager",
+        "skip",
+        "graph",
+        "hooked",
+        "graph",
+        "no_sync",
+        "eager",
+    ]
     for step, mode in enumerate(modes):
         ddp.zero_grad()
         handles = []

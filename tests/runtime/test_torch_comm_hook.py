@@ -454,9 +454,7 @@ def test_the_riders_tell_of_a_hook_that_failed() -> None:
     riders = Riders(0, (0,))
     values = [rider_values(riders, Message(Forwards(3, 3), hook_failed=rank == 1), lambda _: True) for rank in range(3)]
     assert values[1][HOOK_FAILED] == 1 and values[0][HOOK_FAILED] == 0 and HOOK_FAILED < FIRST_USED
-    assert RiderReader(3).read([sum(values, torch.zeros(riders.numel))]) == Findings(
-        backwards=1, hook_failed_on=1
-    )
+    assert RiderReader(3).read([sum(values, torch.zeros(riders.numel))]) == Findings(backwards=1, hook_failed_on=1)
 
 
 def test_a_bucket_has_every_method_of_torchs() -> None:

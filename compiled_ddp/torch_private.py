@@ -35,7 +35,6 @@ import contextlib
 import copy
 import functools
 import hashlib
-import os
 import sys
 import types
 import unittest.mock
@@ -168,10 +167,35 @@ def compile_captured(
     the backward is compiled otherwise than by plain torch.compile: it enters the caches' keys. The forward graph is
     compiled exactly as plain torch.compile does, and shares its cache entry.
     """
+    may_be_replaced = any(isinstance(value, torch.SymInt) for value in example_inputs)
+    kept = copy_captured(graph_module) if may_be_replaced else graph_module
+    names = _replaced_sizes()
     with _recurrent_layers_in_ops(graph_module):
         if backend == "aot_eager":
-            return _compile_aot_eager(graph_module, example_inputs, rewrite_backward)
-        return _compile_inductor(graph_module, example_inputs, rewrite_backward, cache_identity, dict(options))
+            compiled = _compile_aot_eager(graph_module, example_inputs, rewrite_backward)
+        else:
+            compiled = _compile_inductor(graph_module, example_inputs, rewrite_backward, cache_identity, dict(options))
+    if names == _replaced_sizes():
+        return compiled
+    return compile_captured(  # [Note: compiled under settled names]
+        kept,
+        example_inputs,
+        backend=backend,
+        rewrite_backward=rewrite_backward,
+        cache_identity=cache_identity,
+        options=options,
+    )
+
+
+# [Note: compiled under settled names] While a graph is traced, a symbolic size or stride may turn out to equal a number
+# or another one, which replaces it from then on. In what is compiled of the same graph later it never was a symbol, and
+# the partitioner saves other values for backward (torch 2.14): one variant's backward would be given what another's
+# forward has saved. So the first one too is compiled under the names that its own trace has left.
+def _replaced_sizes() -> dict[Any, Any]:
+    """Which symbolic sizes of the capture under way stand for something else."""
+    context = torch._guards.TracingContext.try_get()
+    shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    return {} if shapes is None else dict(shapes.replacements)
 
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -198,10 +222,10 @@ def _compile_aot_eager(
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    def compile_backward(backward: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile_backward(backward: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         if rewrite_backward is not None:
             inputs = rewrite_backward(backward, inputs)
-        return boxed_nop(backward, list(inputs))
+        return boxed_nop(backward, list(inputs), *args, **kwargs)
 
     compiler = aot_autograd(
         fw_compiler=boxed_nop,
@@ -227,36 +251,57 @@ def _compile_inductor(
 ) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     if not cache_identity:
         return _callable(compile_fx(graph_module, example_inputs, config_patches=options))
 
     users_pass = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
 
-    class CacheIdentity(CustomGraphPass):
-        """Rewrites nothing but what the user's own pass does; puts our identity into the caches' keys."""
-
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            if users_pass is not None:
-                users_pass(graph)
-
-        def uuid(self) -> Any:
-            users_identity = users_pass.uuid() if isinstance(users_pass, CustomGraphPass) else users_pass
-            return cache_identity, _own_source_hash(), users_identity
-
-    def compile_inner(inner: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    def compile_inner(inner: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
             with config.patch(post_grad_custom_pre_pass=users_pass):
-                return compile_fx_inner(inner, inputs, **kwargs)
+                return compile_fx_inner(inner, inputs, *args, **kwargs)
         if rewrite_backward is not None:
             inputs = rewrite_backward(inner, inputs)
         with config.patch(_OVERLAP if rewrite_backward is not None else {}):
-            return compile_fx_inner(inner, inputs, **kwargs)
+            return compile_fx_inner(inner, inputs, *args, **kwargs)
 
     _register_pack_lowering()
-    patches = options | {"post_grad_custom_pre_pass": CacheIdentity()}
+    patches = options | {"post_grad_custom_pre_pass": _with_cache_identity(users_pass, cache_identity)}
     return _callable(compile_fx(graph_module, example_inputs, inner_compile=compile_inner, config_patches=patches))
+
+
+def _with_cache_identity(users_pass: Any, cache_identity: str) -> Any:
+    """The user's `post_grad_custom_pre_pass`, and with it our identity in the keys of the caches.
+
+    Up to torch 2.12 it is one pass, for which ours stands, with the same arguments; from 2.13 on there may be several.
+    """
+    from torch._inductor import custom_graph_pass
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    takes_several = hasattr(custom_graph_pass, "get_custom_graph_passes")
+    stands_for = None if takes_several else users_pass
+    # Which arguments a pass is called with goes by its class; in torch 2.11 there is one kind.
+    inference_aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+    kind: Any = inference_aware if isinstance(stands_for, inference_aware) else CustomGraphPass
+
+    class CacheIdentity(kind):
+        """Rewrites nothing but what the user's own pass does."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            if stands_for is not None:
+                stands_for(*args, **kwargs)
+
+        def uuid(self) -> Any:
+            """None, which is for nothing to be cached, where the user's pass has no identity."""
+            users_identity = stands_for.uuid() if isinstance(stands_for, CustomGraphPass) else None
+            if stands_for is not None and users_identity is None:
+                return None
+            return cache_identity, _own_source_hash(), users_identity
+
+    if takes_several:
+        return [*custom_graph_pass.get_custom_graph_passes(users_pass), CacheIdentity()]
+    return CacheIdentity()
 
 
 @functools.cache
@@ -389,12 +434,27 @@ def compile_backward_now(implementation: BackwardImplementation) -> bool:
 
     It does so for static shapes; where sizes are symbolic it compiles the backward along with the forward.
     """
-    (compiler,) = (part for part in _cells_of(implementation) if hasattr(part, "get_or_compile"))
-    if compiler.compiled_bw is not None:
+    parts = _cells_of(implementation)
+    compilers = [part for part in parts if hasattr(part, "get_or_compile")]
+    (has_compiled,) = compilers or [part for part in parts if hasattr(part, "compiled_bw")]
+    if has_compiled.compiled_bw is not None:
         return False
     with torch.no_grad():
-        compiler.get_or_compile(saved_tensors_use_once=True)
+        if compilers:
+            has_compiled.get_or_compile(saved_tensors_use_once=True)
+        else:
+            _run_without_its_graph(implementation)
     return True
+
+
+def _run_without_its_graph(implementation: Any) -> None:
+    """Compile a backward of torch 2.11, where compiling and running are one function: leave out the call at its end."""
+    names = implementation.__globals__ | {"call_func_at_runtime_with_args": lambda *args, **kwargs: None}
+    compile_alone = types.FunctionType(implementation.__code__, names, closure=implementation.__closure__)
+    context = types.SimpleNamespace(maybe_clear_saved_tensors=lambda: None)
+    autograd: Any = torch._C._autograd  # outside of a backward it says that the graph is kept
+    with unittest.mock.patch.object(autograd, "_get_current_graph_task_keep_graph", return_value=False):
+        compile_alone(context, [])
 
 
 def keeps_graph() -> bool:
@@ -489,7 +549,7 @@ def captured_inputs(graph_module: GraphModule) -> list[Any]:
 
 
 def _own_size(size: torch.SymInt) -> torch.SymInt | int:
-    size_of_symbol: torch.SymInt | int = size.node.shape_env.create_symintnode(size.node.expr, hint=size.node.hint)
+    size_of_symbol: torch.SymInt | int = size.node.shape_env.create_symintnode(size.node._expr, hint=size.node.hint)
     return size_of_symbol
 
 
@@ -550,16 +610,10 @@ def _with_concurrent_gloo() -> contextlib.AbstractContextManager[object]:
             return isinstance(candidate, gloo)
 
     class ConcurrentGloo(metaclass=MakesGloo):
-        def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-            options = gloo._Options()  # type: ignore[attr-defined]
-            interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # gloo heeds it only where it makes the options itself
-            options._timeout = timeout
-            options._threads = GLOO_COLLECTIVES_IN_FLIGHT
-            options._devices = (
-                [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
-                if interfaces
-                else [gloo.create_default_device()]
-            )
+        def __new__(cls, store: dist.Store, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
+            # What torch makes of the rest, another set of arguments in every version, is read from a group of one.
+            options = gloo(dist.HashStore(), 0, 1, *args, **kwargs).options
+            options._threads = max(options._threads, GLOO_COLLECTIVES_IN_FLIGHT)
             return gloo(store, rank, size, options)
 
     return unittest.mock.patch.object(distributed_c10d, "ProcessGroupGloo", ConcurrentGloo)

@@ -1,34 +1,55 @@
 """Every use of a private torch API, in one place, each with the versions it was checked on.
 
-All were checked on torch 2.13.0. On another version of `SUPPORTED_TORCH` a name that is missing is an AttributeError or
-ImportError from this module.
+All tests ran on torch 2.11.0, 2.12.1, 2.13.0 and 2.14.1 (docs/limits.md, "Versions of torch"). What takes a GPU did not
+run; there the sources were compared. On another version of `SUPPORTED_TORCH`, a name that is missing is an
+AttributeError or ImportError from this module. What stands in for something of torch's, or goes before it, is called
+with what torch gives: an argument that it does not know is passed on.
 
 | name | used for |
 |---|---|
-| `torch._C._current_graph_task_id`, `_current_autograd_node`, `_will_engine_execute_node` | where a backward stands |
-| `Variable._execution_engine.queue_callback` | the end of a backward |
-| `torch._inductor.compile_fx.compile_fx` and its `inner_compile` | rewriting the backward graph before Inductor |
-| `_aot_autograd.descriptors` in an output's `meta["desc"]` | which output is whose gradient |
+| `torch._C`: `_current_graph_task_id`, `_current_autograd_node` | where a backward stands |
+| `torch._C._will_engine_execute_node` | the same |
+| `torch.autograd.Variable._execution_engine` | the end of a backward |
+| `torch._C._storage_Use_Count` | whether anybody else holds a flat buffer |
+| `torch._C.Future` | what a communication hook may return |
+| `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks` | what users have registered |
+| `torch._inductor.compile_fx` and its `inner_compile` | rewriting the backward graph before Inductor |
+| `torch._inductor.config`, `torch._inductor.list_mode_options` | options, communication passes, use of CUDA graphs |
+| `torch._inductor.custom_graph_pass` | an identity in the caches' keys |
+| `torch._dynamo.backends.common.aot_autograd`, `torch._dynamo.backends.debugging.boxed_nop` | `backend="aot_eager"` |
+| `torch._functorch._aot_autograd.descriptors`, in an output's `meta["desc"]` | which output is whose gradient |
 | `CompiledFunction._backward_impl` of AOTAutograd | choosing a backward when it starts |
 | `get_or_compile` of the backward's compiler, in the closure of `_backward_impl` | compiling a backward ahead |
-| `_get_current_graph_task_keep_graph`, `CompiledFunction.metadata.bw_donated_idxs` | several backwards of one forward |
-| `GraphModule._param_name_to_source`, `Node._dynamo_source` | compiling a captured graph a second time |
-| `torch._dynamo.symbolic_convert.TensorifyState` | the same, where floats are dynamic |
+| `torch._C._autograd._get_current_graph_task_keep_graph` | several backwards of one forward |
+| `torch._functorch.config` (`donated_buffer`), `CompiledFunction.metadata.bw_donated_idxs` | the same |
+| `torch._guards`, `GraphModule._param_name_to_source`, `Node._dynamo_source` | compiling a captured graph again |
+| `ShapeEnv.replacements`, `SymNode._expr`, `torch._dynamo.symbolic_convert.TensorifyState` | the same, of any sizes |
 | `torch._inductor.decomposition`, `torch._subclasses.FakeTensorMode` | tracing a communication hook |
-| `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket |
-| `torch._C._set_mkldnn_enabled`, `torch._dynamo.config.allow_rnn` | capturing recurrent layers |
-| `distributed_c10d._new_process_group_helper`, `_world` | a communicator's name, the same on every rank and run |
-| `distributed_c10d._get_split_source`, `ProcessGroup.bound_device_id` | a communicator of some ranks alone |
-| `ProcessGroupGloo._Options`, `distributed_c10d.ProcessGroupGloo` | how many collectives gloo runs at once |
-| `_broadcast_coalesced` | parameters and buffers |
+| `torch._inductor`: `ir`, `lowering`, `virtualized` | producing gradients inside their bucket |
+| `torch._C`: `_get_mkldnn_enabled`, `_set_mkldnn_enabled` | capturing recurrent layers |
+| `torch._dynamo.config` | capturing a model as it is |
+| `torch._dynamo.OptimizedModule`, `Module._compiled_call_impl` | models that are compiled already |
+| `torch.distributed.distributed_c10d`: `_new_process_group_helper`, `_world` | a communicator's name, on every rank |
+| `torch.distributed.distributed_c10d`: `_get_default_group`, `_get_default_store` | the same |
+| `torch.distributed.distributed_c10d._get_split_source`, `ProcessGroup.bound_device_id` | one of some ranks alone |
+| `ProcessGroupGloo.options`, `distributed_c10d.ProcessGroupGloo` | how many collectives gloo runs at once |
+| `torch.distributed._broadcast_coalesced` | parameters and buffers |
 | `ProcessGroup._get_backend` | a group's timeout, and which kinds of devices it is for |
-| `torch.distributed.utils._to_kwargs` | moving inputs to the model's GPU |
 | `ProcessGroup._get_sequence_number_for_group` | how many collectives a rank has launched, for the report of a hang |
+| `Joinable._join_config` | whether a join is under way |
+| `torch.distributed.utils._to_kwargs` | moving inputs to the model's GPU |
 | `torch.autograd.profiler._is_profiler_enabled` | whether launches and waits need their names |
-| `rpc.api._is_current_rpc_agent_set`, `torch.distributed.autograd._current_context` | refusing distributed autograd |
-| `_ddp_params_and_buffers_to_ignore` of a module | which parameters and buffers DDP leaves alone |
-| `_in_backward_optimizers` of a parameter | refusing optimizers that step in the backward |
+| `torch.distributed.rpc.api._is_current_rpc_agent_set` | refusing distributed autograd |
+| `torch.distributed.autograd._current_context` | the same |
+| `Module._ddp_params_and_buffers_to_ignore` | which parameters and buffers DDP leaves alone |
+| `Tensor._in_backward_optimizers` | refusing optimizers that step in the backward |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
+| `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
+
+Where versions differ: gloo's constructor has an argument more from 2.14 on, `compile_fx_inner` from 2.12 on. Inductor
+takes several custom passes from 2.13 on, and passes that are told of inference from 2.12 on. In 2.11 `_backward_impl`
+itself compiles, and Dynamo does not look at a parameter again that is in its old place. 2.14 saves a size for backward
+that another one, or a number, has replaced.
 """
 
 import contextlib
@@ -47,6 +68,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import autograd as distributed_autograd
 from torch.distributed import distributed_c10d, rpc
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,13 +81,20 @@ SUPPORTED_TORCH = (2, 11), (2, 15)  # from, below
 
 def check_torch_version(version: str = torch.__version__) -> None:
     """Raise RuntimeError unless `version` is one that the names in this module exist in."""
-    major, minor = (int(part) for part in version.split(".")[:2])
-    lowest, beyond = SUPPORTED_TORCH
-    if not lowest <= (major, minor) < beyond:
+    (lowest, beyond), found = SUPPORTED_TORCH, _minor_version(version)
+    if not lowest <= found < beyond:
+        lowest_name, beyond_name = (".".join(map(str, bound)) for bound in (lowest, beyond))
+        newer = ", or a newer compiled_ddp" if found >= beyond else ""
         raise RuntimeError(
-            f"compiled_ddp supports torch >= {lowest[0]}.{lowest[1]} and < {beyond[0]}.{beyond[1]}, found {version}. "
-            "Install a supported torch, for example: pip install 'torch==2.13.0'."
+            f"compiled_ddp supports torch >= {lowest_name} and < {beyond_name}, found {version}. Install a supported "
+            f"torch{newer}: pip install 'torch>={lowest_name},<{beyond_name}'. It uses private parts of torch, which "
+            "other versions may have changed."
         )
+
+
+def _minor_version(version: str = torch.__version__) -> tuple[int, int]:
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return major, minor
 
 
 # ---- where a backward stands -----------------------------------------------------------------------------------------
@@ -675,6 +704,11 @@ def check_backends(group: dist.ProcessGroup, devices: Sequence[torch.device]) ->
         )
 
 
+def is_joining(joinable: Joinable) -> bool:
+    """Whether torch's `Join` has been entered with `joinable`, and not with enable=False."""
+    return bool(joinable._join_config.enable)
+
+
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Whether `group` is one of those that torch.distributed was initialised with, or that were made since."""
     return group in distributed_c10d._world.pg_map
@@ -812,13 +846,22 @@ def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def allow_recurrent(compiled: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    """Let Dynamo capture nn.LSTM, nn.GRU and nn.RNN, which it leaves to eager by default; a no-op without them."""
-    if not any(isinstance(part, torch.nn.RNNBase) for part in module.modules()):
+def captured_as_it_is(compiled: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """`compiled` under the settings by which Dynamo captures all of `module`, in the state that it is in at each call.
+
+    It leaves nn.LSTM, nn.GRU and nn.RNN to eager by default. torch 2.11 also takes a parameter for unchanged as long as
+    it is in the same place: an unfrozen one would get no gradient, and one of other strides would go into an old graph.
+    """
+    settings: dict[str, bool] = {}
+    if any(isinstance(part, torch.nn.RNNBase) for part in module.modules()):
+        settings["allow_rnn"] = True
+    if _minor_version() == (2, 11):
+        settings["skip_tensor_guards_with_matching_dict_tags"] = False
+    if not settings:
         return compiled
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(allow_rnn=True):
+        with torch._dynamo.config.patch(**settings):
             return compiled(*args, **kwargs)
 
     return call
@@ -848,3 +891,35 @@ def compiler_counters() -> dict[str, dict[str, int]]:
     from torch._dynamo.utils import counters
 
     return {group: dict(values) for group, values in counters.items()}
+
+
+def gloo_options(group: dist.ProcessGroup) -> Any:
+    """What a group's gloo was made with: `_threads`, `_timeout`, `_devices`."""
+    return group._get_backend(torch.device("cpu")).options
+
+
+def custom_graph_passes(note: Callable[[torch.fx.Graph], None]) -> dict[str, Any]:
+    """Everything that this torch takes as Inductor's `post_grad_custom_pre_pass`, by a name; each calls `note`."""
+    from torch._inductor import custom_graph_pass
+
+    class Pass(custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            note(graph)
+
+        def uuid(self) -> Any:
+            return "notes"
+
+    kinds: dict[str, Any] = {"function": note, "pass": Pass()}
+    if hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"):
+
+        class InferenceAwarePass(custom_graph_pass.CustomInferenceAwareGraphPass):
+            def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+                note(graph)
+
+            def uuid(self) -> Any:
+                return "notes, aware of inference"
+
+        kinds["inference-aware pass"] = InferenceAwarePass()
+    if hasattr(custom_graph_pass, "get_custom_graph_passes"):
+        kinds["several"] = list(kinds.values())
+    return kinds

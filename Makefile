@@ -9,6 +9,9 @@ SHAPE := .typecheck
 MODELS ?= 2000
 SEED ?= 1
 WORKERS ?= 2
+# One of each minor version that pyproject.toml admits, and where their environments are kept: outside of the checkout.
+VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1
+VERSIONS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-versions
 
 # Inductor takes g++ unless $CXX names another compiler; where only clang++ is installed, name that. Make's own default
 # for CXX is no choice of the user's.
@@ -18,7 +21,7 @@ endif
 export CXX
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test fuzz lint format types docs clean check-python check-compiler shape
+.PHONY: help bench test versions fuzz lint format types docs clean check-python check-compiler shape
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +33,10 @@ bench: check-compiler $(STAMP) ## Train the two benchmark models under every var
 test: check-compiler $(STAMP) ## Run the tests, two at a time (ARGS="-k name" picks some, WORKERS=0 runs one after the other)
 	@echo "==> make test: python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+versions: check-compiler ## Run the quick round of tests on each admitted torch (VERSIONS="2.14.1" picks some, ARGS="tests" runs all)
+	@echo "==> make versions: the quick round on torch $(VERSIONS), environments in $(VERSIONS_FOLDER)"
+	PYTHON="$(PYTHON)" WORKERS="$(WORKERS)" .ci/versions "$(VERSIONS_FOLDER)" "$(VERSIONS)" $(ARGS)
 
 fuzz: $(STAMP) ## Train random models under both wrappers and compare with autograd averaged by hand (MODELS=2000 SEED=1)
 	@echo "==> make fuzz: python -m fuzz.long_run --models $(MODELS) --seed $(SEED)"

@@ -191,7 +191,7 @@ class CompiledDDP(DataParallelWrapper):
         )
         # In a tuple, so that it is no submodule: the model has one place in this wrapper, `module`.
         self._compiled: tuple[Callable[..., Any]] = (
-            leaving_out(self._own.sparse_modules(), torch_private.allow_recurrent(compiled, self.module)),
+            leaving_out(self._own.sparse_modules(), torch_private.captured_as_it_is(compiled, self.module)),
         )
 
     def _index_parameters(self) -> None:

@@ -25,7 +25,6 @@ from compiled_ddp.plan import (
     Riders,
 )
 
-
 # A count and its square.
 _BEGUN = FORWARD_COUNT, FORWARD_COUNT_SQUARED
 _RETURNED = RETURNED_COUNT, RETURNED_COUNT_SQUARED

@@ -17,8 +17,8 @@ from compiled_ddp import torch_private
 from compiled_ddp.agreed_sequence import AgreedSequence
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
 from compiled_ddp.comm_hooks import Ranks
-from compiled_ddp.conductor import conductor
 from compiled_ddp.communicator import Communicator
+from compiled_ddp.conductor import conductor
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.gradient_hooks import GradientHooks

@@ -1,41 +1,61 @@
 """Every use of a private torch API, in one place, each with the versions it was checked on.
 
-All were checked on torch 2.13.0. On another version of `SUPPORTED_TORCH` a name that is missing is an AttributeError or
-ImportError from this module.
+All tests ran on torch 2.11.0, 2.12.1, 2.13.0 and 2.14.1 (docs/limits.md, "Versions of torch"). What takes a GPU did not
+run; there the sources were compared. On another version of `SUPPORTED_TORCH`, a name that is missing is an
+AttributeError or ImportError from this module. What stands in for something of torch's, or goes before it, is called
+with what torch gives: an argument that it does not know is passed on.
 
 | name | used for |
 |---|---|
-| `torch._C._current_graph_task_id`, `_current_autograd_node`, `_will_engine_execute_node` | where a backward stands |
-| `Variable._execution_engine.queue_callback` | the end of a backward |
-| `torch._inductor.compile_fx.compile_fx` and its `inner_compile` | rewriting the backward graph before Inductor |
-| `_aot_autograd.descriptors` in an output's `meta["desc"]` | which output is whose gradient |
+| `torch._C`: `_current_graph_task_id`, `_current_autograd_node` | where a backward stands |
+| `torch._C._will_engine_execute_node` | the same |
+| `torch.autograd.Variable._execution_engine` | the end of a backward |
+| `torch._C._storage_Use_Count` | whether anybody else holds a flat buffer |
+| `torch._C.Future` | what a communication hook may return |
+| `Tensor._backward_hooks`, `Tensor._post_accumulate_grad_hooks` | what users have registered |
+| `torch._inductor.compile_fx` and its `inner_compile` | rewriting the backward graph before Inductor |
+| `torch._inductor.config`, `torch._inductor.list_mode_options` | options, communication passes, use of CUDA graphs |
+| `torch._inductor.custom_graph_pass` | an identity in the caches' keys |
+| `torch._dynamo.backends.common.aot_autograd`, `torch._dynamo.backends.debugging.boxed_nop` | `backend="aot_eager"` |
+| `torch._functorch._aot_autograd.descriptors`, in an output's `meta["desc"]` | which output is whose gradient |
 | `CompiledFunction._backward_impl` of AOTAutograd | choosing a backward when it starts |
 | `get_or_compile` of the backward's compiler, in the closure of `_backward_impl` | compiling a backward ahead |
-| `_get_current_graph_task_keep_graph`, `CompiledFunction.metadata.bw_donated_idxs` | several backwards of one forward |
-| `GraphModule._param_name_to_source`, `Node._dynamo_source` | compiling a captured graph a second time |
-| `torch._dynamo.symbolic_convert.TensorifyState` | the same, where floats are dynamic |
+| `torch._C._autograd._get_current_graph_task_keep_graph` | several backwards of one forward |
+| `torch._functorch.config` (`donated_buffer`), `CompiledFunction.metadata.bw_donated_idxs` | the same |
+| `torch._guards`, `GraphModule._param_name_to_source`, `Node._dynamo_source` | compiling a captured graph again |
+| `ShapeEnv.replacements`, `SymNode._expr`, `torch._dynamo.symbolic_convert.TensorifyState` | the same, of any sizes |
 | `torch._inductor.decomposition`, `torch._subclasses.FakeTensorMode` | tracing a communication hook |
-| `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket |
-| `torch._C._set_mkldnn_enabled`, `torch._dynamo.config.allow_rnn` | capturing recurrent layers |
-| `distributed_c10d._new_process_group_helper`, `_world` | a communicator's name, the same on every rank and run |
-| `distributed_c10d._get_split_source`, `ProcessGroup.bound_device_id` | a communicator of some ranks alone |
-| `ProcessGroupGloo._Options`, `distributed_c10d.ProcessGroupGloo` | how many collectives gloo runs at once |
-| `_broadcast_coalesced` | parameters and buffers |
+| `torch._inductor`: `ir`, `lowering`, `virtualized` | producing gradients inside their bucket |
+| `torch._C`: `_get_mkldnn_enabled`, `_set_mkldnn_enabled` | capturing recurrent layers |
+| `torch._dynamo.config` | capturing a model as it is |
+| `torch._dynamo.OptimizedModule`, `Module._compiled_call_impl` | models that are compiled already |
+| `torch.distributed.distributed_c10d`: `_new_process_group_helper`, `_world` | a communicator's name, on every rank |
+| `torch.distributed.distributed_c10d`: `_get_default_group`, `_get_default_store` | the same |
+| `torch.distributed.distributed_c10d._get_split_source`, `ProcessGroup.bound_device_id` | one of some ranks alone |
+| `ProcessGroupGloo.options`, `distributed_c10d.ProcessGroupGloo` | how many collectives gloo runs at once |
+| `torch.distributed._broadcast_coalesced` | parameters and buffers |
 | `ProcessGroup._get_backend` | a group's timeout, and which kinds of devices it is for |
+| `ProcessGroup._device_types`, `Backend._get_sequence_number_for_group` | how many collectives a rank has launched |
+| `Joinable._join_config` | whether a join is under way |
 | `torch.distributed.utils._to_kwargs` | moving inputs to the model's GPU |
-| `ProcessGroup._device_types`, `_get_sequence_number_for_group` of its backends | how many collectives a rank has launched |
 | `torch.autograd.profiler._is_profiler_enabled` | whether launches and waits need their names |
-| `rpc.api._is_current_rpc_agent_set`, `torch.distributed.autograd._current_context` | refusing distributed autograd |
-| `_ddp_params_and_buffers_to_ignore` of a module | which parameters and buffers DDP leaves alone |
-| `_in_backward_optimizers` of a parameter | refusing optimizers that step in the backward |
+| `torch.distributed.rpc.api._is_current_rpc_agent_set` | refusing distributed autograd |
+| `torch.distributed.autograd._current_context` | the same |
+| `Module._ddp_params_and_buffers_to_ignore` | which parameters and buffers DDP leaves alone |
+| `Tensor._in_backward_optimizers` | refusing optimizers that step in the backward |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
+| `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
+
+Where versions differ: gloo's constructor has an argument more from 2.14 on, `compile_fx_inner` from 2.12 on. Inductor
+takes several custom passes from 2.13 on, and passes that are told of inference from 2.12 on. In 2.11 `_backward_impl`
+itself compiles, and Dynamo does not look at a parameter again that is in its old place. 2.14 saves a size for backward
+that another one, or a number, has replaced.
 """
 
 import contextlib
 import copy
 import functools
 import hashlib
-import os
 import sys
 import types
 import unittest.mock
@@ -48,6 +68,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import autograd as distributed_autograd
 from torch.distributed import distributed_c10d, rpc
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -60,13 +81,20 @@ SUPPORTED_TORCH = (2, 11), (2, 15)  # from, below
 
 def check_torch_version(version: str = torch.__version__) -> None:
     """Raise RuntimeError unless `version` is one that the names in this module exist in."""
-    major, minor = (int(part) for part in version.split(".")[:2])
-    lowest, beyond = SUPPORTED_TORCH
-    if not lowest <= (major, minor) < beyond:
+    (lowest, beyond), found = SUPPORTED_TORCH, _minor_version(version)
+    if not lowest <= found < beyond:
+        lowest_name, beyond_name = (".".join(map(str, bound)) for bound in (lowest, beyond))
+        newer = ", or a newer compiled_ddp" if found >= beyond else ""
         raise RuntimeError(
-            f"compiled_ddp supports torch >= {lowest[0]}.{lowest[1]} and < {beyond[0]}.{beyond[1]}, found {version}. "
-            "Install a supported torch, for example: pip install 'torch==2.13.0'."
+            f"compiled_ddp supports torch >= {lowest_name} and < {beyond_name}, found {version}. Install a supported "
+            f"torch{newer}: pip install 'torch>={lowest_name},<{beyond_name}'. It uses private parts of torch, which "
+            "other versions may have changed."
         )
+
+
+def _minor_version(version: str = torch.__version__) -> tuple[int, int]:
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return major, minor
 
 
 # ---- where a backward stands -----------------------------------------------------------------------------------------
@@ -168,10 +196,35 @@ def compile_captured(
     the backward is compiled otherwise than by plain torch.compile: it enters the caches' keys. The forward graph is
     compiled exactly as plain torch.compile does, and shares its cache entry.
     """
+    may_be_replaced = any(isinstance(value, torch.SymInt) for value in example_inputs)
+    kept = copy_captured(graph_module) if may_be_replaced else graph_module
+    names = _replaced_sizes()
     with _recurrent_layers_in_ops(graph_module):
         if backend == "aot_eager":
-            return _compile_aot_eager(graph_module, example_inputs, rewrite_backward)
-        return _compile_inductor(graph_module, example_inputs, rewrite_backward, cache_identity, dict(options))
+            compiled = _compile_aot_eager(graph_module, example_inputs, rewrite_backward)
+        else:
+            compiled = _compile_inductor(graph_module, example_inputs, rewrite_backward, cache_identity, dict(options))
+    if names == _replaced_sizes():
+        return compiled
+    return compile_captured(  # [Note: compiled under settled names]
+        kept,
+        example_inputs,
+        backend=backend,
+        rewrite_backward=rewrite_backward,
+        cache_identity=cache_identity,
+        options=options,
+    )
+
+
+# [Note: compiled under settled names] While a graph is traced, a symbolic size or stride may turn out to equal a number
+# or another one, which replaces it from then on. In what is compiled of the same graph later it never was a symbol, and
+# the partitioner saves other values for backward (torch 2.14): one variant's backward would be given what another's
+# forward has saved. So the first one too is compiled under the names that its own trace has left.
+def _replaced_sizes() -> dict[Any, Any]:
+    """Which symbolic sizes of the capture under way stand for something else."""
+    context = torch._guards.TracingContext.try_get()
+    shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
+    return {} if shapes is None else dict(shapes.replacements)
 
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -198,10 +251,10 @@ def _compile_aot_eager(
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    def compile_backward(backward: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile_backward(backward: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         if rewrite_backward is not None:
             inputs = rewrite_backward(backward, inputs)
-        return boxed_nop(backward, list(inputs))
+        return boxed_nop(backward, list(inputs), *args, **kwargs)
 
     compiler = aot_autograd(
         fw_compiler=boxed_nop,
@@ -227,36 +280,57 @@ def _compile_inductor(
 ) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomGraphPass
 
     if not cache_identity:
         return _callable(compile_fx(graph_module, example_inputs, config_patches=options))
 
     users_pass = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
 
-    class CacheIdentity(CustomGraphPass):
-        """Rewrites nothing but what the user's own pass does; puts our identity into the caches' keys."""
-
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            if users_pass is not None:
-                users_pass(graph)
-
-        def uuid(self) -> Any:
-            users_identity = users_pass.uuid() if isinstance(users_pass, CustomGraphPass) else users_pass
-            return cache_identity, _own_source_hash(), users_identity
-
-    def compile_inner(inner: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    def compile_inner(inner: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("is_backward"):
             with config.patch(post_grad_custom_pre_pass=users_pass):
-                return compile_fx_inner(inner, inputs, **kwargs)
+                return compile_fx_inner(inner, inputs, *args, **kwargs)
         if rewrite_backward is not None:
             inputs = rewrite_backward(inner, inputs)
         with config.patch(_OVERLAP if rewrite_backward is not None else {}):
-            return compile_fx_inner(inner, inputs, **kwargs)
+            return compile_fx_inner(inner, inputs, *args, **kwargs)
 
     _register_pack_lowering()
-    patches = options | {"post_grad_custom_pre_pass": CacheIdentity()}
+    patches = options | {"post_grad_custom_pre_pass": _with_cache_identity(users_pass, cache_identity)}
     return _callable(compile_fx(graph_module, example_inputs, inner_compile=compile_inner, config_patches=patches))
+
+
+def _with_cache_identity(users_pass: Any, cache_identity: str) -> Any:
+    """The user's `post_grad_custom_pre_pass`, and with it our identity in the keys of the caches.
+
+    Up to torch 2.12 it is one pass, for which ours stands, with the same arguments; from 2.13 on there may be several.
+    """
+    from torch._inductor import custom_graph_pass
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    takes_several = hasattr(custom_graph_pass, "get_custom_graph_passes")
+    stands_for = None if takes_several else users_pass
+    # Which arguments a pass is called with goes by its class; in torch 2.11 there is one kind.
+    inference_aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+    kind: Any = inference_aware if isinstance(stands_for, inference_aware) else CustomGraphPass
+
+    class CacheIdentity(kind):
+        """Rewrites nothing but what the user's own pass does."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            if stands_for is not None:
+                stands_for(*args, **kwargs)
+
+        def uuid(self) -> Any:
+            """None, which is for nothing to be cached, where the user's pass has no identity."""
+            users_identity = stands_for.uuid() if isinstance(stands_for, CustomGraphPass) else None
+            if stands_for is not None and users_identity is None:
+                return None
+            return cache_identity, _own_source_hash(), users_identity
+
+    if takes_several:
+        return [*custom_graph_pass.get_custom_graph_passes(users_pass), CacheIdentity()]
+    return CacheIdentity()
 
 
 @functools.cache
@@ -389,12 +463,27 @@ def compile_backward_now(implementation: BackwardImplementation) -> bool:
 
     It does so for static shapes; where sizes are symbolic it compiles the backward along with the forward.
     """
-    (compiler,) = (part for part in _cells_of(implementation) if hasattr(part, "get_or_compile"))
-    if compiler.compiled_bw is not None:
+    parts = _cells_of(implementation)
+    compilers = [part for part in parts if hasattr(part, "get_or_compile")]
+    (has_compiled,) = compilers or [part for part in parts if hasattr(part, "compiled_bw")]
+    if has_compiled.compiled_bw is not None:
         return False
     with torch.no_grad():
-        compiler.get_or_compile(saved_tensors_use_once=True)
+        if compilers:
+            has_compiled.get_or_compile(saved_tensors_use_once=True)
+        else:
+            _run_without_its_graph(implementation)
     return True
+
+
+def _run_without_its_graph(implementation: Any) -> None:
+    """Compile a backward of torch 2.11, where compiling and running are one function: leave out the call at its end."""
+    names = implementation.__globals__ | {"call_func_at_runtime_with_args": lambda *args, **kwargs: None}
+    compile_alone = types.FunctionType(implementation.__code__, names, closure=implementation.__closure__)
+    context = types.SimpleNamespace(maybe_clear_saved_tensors=lambda: None)
+    autograd: Any = torch._C._autograd  # outside of a backward it says that the graph is kept
+    with unittest.mock.patch.object(autograd, "_get_current_graph_task_keep_graph", return_value=False):
+        compile_alone(context, [])
 
 
 def keeps_graph() -> bool:
@@ -491,7 +580,7 @@ def captured_inputs(graph_module: GraphModule) -> list[Any]:
 
 
 def _own_size(size: torch.SymInt) -> torch.SymInt | int:
-    size_of_symbol: torch.SymInt | int = size.node.shape_env.create_symintnode(size.node.expr, hint=size.node.hint)
+    size_of_symbol: torch.SymInt | int = size.node.shape_env.create_symintnode(size.node._expr, hint=size.node.hint)
     return size_of_symbol
 
 
@@ -552,16 +641,10 @@ def _with_concurrent_gloo() -> contextlib.AbstractContextManager[object]:
             return isinstance(candidate, gloo)
 
     class ConcurrentGloo(metaclass=MakesGloo):
-        def __new__(cls, store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
-            options = gloo._Options()  # type: ignore[attr-defined]
-            interfaces = os.environ.get("GLOO_SOCKET_IFNAME")  # gloo heeds it only where it makes the options itself
-            options._timeout = timeout
-            options._threads = GLOO_COLLECTIVES_IN_FLIGHT
-            options._devices = (
-                [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
-                if interfaces
-                else [gloo.create_default_device()]
-            )
+        def __new__(cls, store: dist.Store, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
+            # What torch makes of the rest, another set of arguments in every version, is read from a group of one.
+            options = gloo(dist.HashStore(), 0, 1, *args, **kwargs).options
+            options._threads = max(options._threads, GLOO_COLLECTIVES_IN_FLIGHT)
             return gloo(store, rank, size, options)
 
     return unittest.mock.patch.object(distributed_c10d, "ProcessGroupGloo", ConcurrentGloo)
@@ -621,6 +704,11 @@ def check_backends(group: dist.ProcessGroup, devices: Sequence[torch.device]) ->
             f"parameters are on {', '.join(map(str, devices))}, and init_process_group(device_id=...) has bound this "
             f"process to {bound}: put the model there, or leave device_id out."
         )
+
+
+def is_joining(joinable: Joinable) -> bool:
+    """Whether torch's `Join` has been entered with `joinable`, and not with enable=False."""
+    return bool(joinable._join_config.enable)
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
@@ -780,13 +868,22 @@ def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def allow_recurrent(compiled: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    """Let Dynamo capture nn.LSTM, nn.GRU and nn.RNN, which it leaves to eager by default; a no-op without them."""
-    if not any(isinstance(part, torch.nn.RNNBase) for part in module.modules()):
+def captured_as_it_is(compiled: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """`compiled` under the settings by which Dynamo captures all of `module`, in the state that it is in at each call.
+
+    It leaves nn.LSTM, nn.GRU and nn.RNN to eager by default. torch 2.11 also takes a parameter for unchanged as long as
+    it is in the same place: an unfrozen one would get no gradient, and one of other strides would go into an old graph.
+    """
+    settings: dict[str, bool] = {}
+    if any(isinstance(part, torch.nn.RNNBase) for part in module.modules()):
+        settings["allow_rnn"] = True
+    if _minor_version() == (2, 11):
+        settings["skip_tensor_guards_with_matching_dict_tags"] = False
+    if not settings:
         return compiled
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(allow_rnn=True):
+        with torch._dynamo.config.patch(**settings):
             return compiled(*args, **kwargs)
 
     return call
@@ -816,3 +913,35 @@ def compiler_counters() -> dict[str, dict[str, int]]:
     from torch._dynamo.utils import counters
 
     return {group: dict(values) for group, values in counters.items()}
+
+
+def gloo_options(group: dist.ProcessGroup) -> Any:
+    """What a group's gloo was made with: `_threads`, `_timeout`, `_devices`."""
+    return group._get_backend(torch.device("cpu")).options
+
+
+def custom_graph_passes(note: Callable[[torch.fx.Graph], None]) -> dict[str, Any]:
+    """Everything that this torch takes as Inductor's `post_grad_custom_pre_pass`, by a name; each calls `note`."""
+    from torch._inductor import custom_graph_pass
+
+    class Pass(custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            note(graph)
+
+        def uuid(self) -> Any:
+            return "notes"
+
+    kinds: dict[str, Any] = {"function": note, "pass": Pass()}
+    if hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"):
+
+        class InferenceAwarePass(custom_graph_pass.CustomInferenceAwareGraphPass):
+            def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+                note(graph)
+
+            def uuid(self) -> Any:
+                return "notes, aware of inference"
+
+        kinds["inference-aware pass"] = InferenceAwarePass()
+    if hasattr(custom_graph_pass, "get_custom_graph_passes"):
+        kinds["several"] = list(kinds.values())
+    return kinds

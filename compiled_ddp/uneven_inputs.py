@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from compiled_ddp import torch_private
 from compiled_ddp.communicator import Communicator
 
 # What ranks are about to do; the largest of them is what all do.
@@ -44,7 +45,7 @@ class UnevenInputs:
     @property
     def is_training(self) -> bool:
         """Whether this rank is in a join and still has data."""
-        return bool(self._joinable._join_config.enable) and not self._shadows
+        return torch_private.is_joining(self._joinable) and not self._shadows
 
     def begin_broadcast(self) -> int:
         """Tell joined ranks that buffers will be broadcast; returns by whom, the first rank that still trains."""

@@ -4,7 +4,7 @@ A rule says of what the result is made: a sum of terms, each a product of named 
 is one term with one factor, `addmm` is `self + mat1 @ mat2`. An argument that no term names must not depend on the
 tangents at all. Ops are named by overload as `str(torch.ops.aten.sum.dim_IntList)` spells them, less the namespace and
 `.default`, because a private op may be missing in one torch version and an op of Inductor is registered only once
-Inductor has been imported.
+Inductor has been imported. An op whose argument torch has renamed has a rule for each name: the installed one decides.
 
 Absent on purpose: anything not linear (clamp, abs, sign, max, norms, comparisons), anything that draws random
 numbers, bit casts (`view.dtype`), mutating ops, ops of mkldnn and of quantisation, higher-order ops, and collectives.
@@ -33,7 +33,7 @@ class LinearityRule:
     constant: bool = False
 
     def argument_names(self) -> Iterator[str]:
-        """Every argument the rule speaks of, so that a test can hold it against the op's schema."""
+        """Every argument the rule speaks of. An op that lacks one of them is not what the rule was written for."""
         for term in self.terms:
             yield from term
         yield from self.shape_only
@@ -165,8 +165,10 @@ _ATEN: tuple[tuple[LinearityRule, str], ...] = (
         native_batch_norm_backward native_group_norm_backward native_layer_norm_backward""",
     ),
     (linear_in("grad_out_"), "_efficient_attention_backward _scaled_dot_product_efficient_attention_backward"),
-    (linear_in("grad"), "_cdist_backward _ctc_loss_backward _ctc_loss_backward.Tensor _embedding_bag_dense_backward"),
-    (linear_in("grad"), "_embedding_bag_per_sample_weights_backward _pdist_backward"),
+    (linear_in("grad"), "_ctc_loss_backward _ctc_loss_backward.Tensor _embedding_bag_dense_backward"),
+    (linear_in("grad"), "_embedding_bag_per_sample_weights_backward"),
+    (linear_in("grad"), "_cdist_backward _pdist_backward"),  # up to torch 2.13
+    (linear_in("grad_output"), "_cdist_backward _pdist_backward"),  # from torch 2.14 on
     (linear_in("grad_in"), "unfold_backward"),
     (linear_in("grad_w"), "_weight_norm_interface_backward"),
     (linear_in("grad_hy"), "_thnn_fused_gru_cell_backward"),
@@ -191,12 +193,15 @@ _PRIMS: tuple[tuple[LinearityRule, str], ...] = (
 )
 
 
-def _by_overload() -> Iterator[tuple[str, LinearityRule]]:
+def _by_overload() -> dict[str, tuple[LinearityRule, ...]]:
+    rules: dict[str, tuple[LinearityRule, ...]] = {}
     for namespace, table in (("aten", _ATEN), ("prims", _PRIMS)):
         for rule, names in table:
             for name in names.split():
-                yield f"{namespace}.{name}" + ("" if "." in name else ".default"), rule
+                overload = f"{namespace}.{name}" + ("" if "." in name else ".default")
+                rules[overload] = (*rules.get(overload, ()), rule)
+    return rules
 
 
-# From `str(overload)`, e.g. "aten.mm.default", to its rule.
-LINEAR_OPS: dict[str, LinearityRule] = dict(_by_overload())
+# From `str(overload)`, e.g. "aten.mm.default", to its rules: more than one where torch has renamed an argument.
+LINEAR_OPS: dict[str, tuple[LinearityRule, ...]] = _by_overload()

@@ -220,7 +220,12 @@ def _meets_other_ranks(node: Node) -> bool:
 
 
 def _rule_of(target: Target) -> LinearityRule | None:
-    return LINEAR_OPS.get(str(target)) if isinstance(target, OpOverload) else None
+    """The rule of an op as the installed torch has it."""
+    if not isinstance(target, OpOverload):
+        return None
+    arguments = {argument.name for argument in target._schema.arguments}
+    fitting = (rule for rule in LINEAR_OPS.get(str(target), ()) if arguments.issuperset(rule.argument_names()))
+    return next(fitting, None)
 
 
 def _arguments_by_name(node: Node) -> dict[str, Argument]:

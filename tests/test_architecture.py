@@ -4,6 +4,7 @@ Passes know the plan's plain data types, torch and the standard library; private
 """
 
 import ast
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -164,6 +165,25 @@ def test_every_factory_call_of_the_package_names_dtype_and_device(path: Path) ->
     assert not factory_calls_of_default_kind(parse(path)), (
         "users set torch.set_default_dtype and torch.set_default_device: name the dtype and the device"
     )
+
+
+def listed_names(table: str) -> set[str]:
+    """The names in the first cells of a table: `a.b`, or several below one, as in `a.b`: `c`, `d`."""
+    names = set()
+    for cell in re.findall(r"^\| (.+?) \|", table, flags=re.MULTILINE):
+        first, *others = re.findall(r"`([\w.]+)`", cell) or ["-"]
+        below = f"{first}." if f"`{first}`: " in cell else ""
+        names |= {f"{below}{other}" for other in others} | (set() if below else {first})
+    return names
+
+
+def test_every_private_name_is_in_the_table_of_its_module() -> None:
+    tree = parse(TORCH_PRIVATE)
+    listed = tuple(listed_names(ast.get_docstring(tree) or ""))
+    used = {found.partition(": ")[2] for found in private_torch_names(tree)}
+    # An import of what a name stands in says nothing yet.
+    missing = {name for name in used if not lies_in(name, listed) and not any(lies_in(n, (name,)) for n in listed)}
+    assert not missing, f"{missing}: give them a row in the table of compiled_ddp/torch_private.py"
 
 
 def test_editor_bans_nothing_that_passes_may_import() -> None:

@@ -11,8 +11,8 @@ from functorch.compile import aot_module, make_boxed_func
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from compiled_ddp.passes.linear_ops import LINEAR_OPS
-from compiled_ddp.passes.prove_linearity import _meets_other_ranks, LinearityProof, prove_linearity
+from compiled_ddp.passes.linear_ops import LINEAR_OPS, linear_in
+from compiled_ddp.passes.prove_linearity import LinearityProof, _meets_other_ranks, prove_linearity
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -57,15 +57,63 @@ def built() -> HandBuilt:
 # ---- the allow-list --------------------------------------------------------------------------------------------------
 
 
+# Arguments that torch has renamed: in which versions (from, below) an op has the name.
+RENAMED_IN_2_14 = {"grad": ((0, 0), (2, 14)), "grad_output": ((2, 14), (9, 0))}
+RENAMED_ARGUMENTS = {
+    "aten._cdist_backward.default": RENAMED_IN_2_14,
+    "aten._pdist_backward.default": RENAMED_IN_2_14,
+}
+# Registered only once Inductor has been imported.
+OPS_OF_INDUCTOR = ("prims.fma.default", "prims.inductor_force_stride_order.default")
+
+
+def is_of_this_torch(op: str, argument: str) -> bool:
+    lowest, beyond = RENAMED_ARGUMENTS.get(op, {}).get(argument, ((0, 0), (9, 0)))
+    return lowest <= tuple(map(int, torch.__version__.split(".")[:2])) < beyond
+
+
 @pytest.mark.parametrize("name", LINEAR_OPS)
 def test_a_listed_op_exists_has_the_named_arguments_and_mutates_nothing(name: str) -> None:
-    if name in ("prims.fma.default", "prims.inductor_force_stride_order.default"):
+    if name in OPS_OF_INDUCTOR:
         pytest.skip("registered once Inductor has been imported")
     namespace, packet, overload = name.split(".")
     op = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     assert str(op) == name
-    assert set(LINEAR_OPS[name].argument_names()) <= {argument.name for argument in op._schema.arguments}
+    declared = {argument.name for argument in op._schema.arguments}
+    for rule in LINEAR_OPS[name]:
+        for argument in rule.argument_names():
+            assert (argument in declared) == is_of_this_torch(name, argument), argument
     assert not op._schema.is_mutable
+
+
+@pytest.mark.parametrize("name", LINEAR_OPS)
+def test_one_rule_of_an_op_is_of_this_torch(name: str) -> None:
+    fitting = [rule for rule in LINEAR_OPS[name] if all(is_of_this_torch(name, a) for a in rule.argument_names())]
+    assert len(fitting) == 1
+
+
+def test_only_what_is_in_the_table_is_said_to_be_renamed() -> None:
+    for name, versions in RENAMED_ARGUMENTS.items():
+        assert versions.keys() == {argument for rule in LINEAR_OPS[name] for argument in rule.argument_names()}
+
+
+def test_a_rule_for_other_arguments_than_the_op_has_proves_nothing(
+    built: HandBuilt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LINEAR_OPS, "aten.neg.default", (linear_in("an_argument_of_another_torch"),))
+    constant = built.call(aten.neg.default, built.saved(3))
+    scaled = built.call(aten.mul.Tensor, built.tangent(3), constant)
+    assert built.prove(scaled).proven
+    negated = HandBuilt()
+    proof = negated.prove(negated.call(aten.neg.default, negated.tangent(3)))
+    assert proof.reason == "neg_default: aten.neg.default is not known to be linear in argument 0 (self)"
+
+
+def test_gradients_of_distances_are_proven(built: HandBuilt) -> None:
+    points, distances = built.saved(4, 2), built.saved(4, 4)
+    gradient = built.call(aten._cdist_backward.default, built.tangent(4, 4), points, points, 2.0, distances)
+    pairwise = built.call(aten._pdist_backward.default, built.tangent(6), points, 2.0, built.saved(6))
+    assert built.prove(gradient, pairwise).proven
 
 
 # ---- sums: every addend linear or zero -------------------------------------------------------------------------------

@@ -4,8 +4,10 @@ import gc
 import os
 import re
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -491,8 +493,18 @@ def test_a_rank_that_does_not_wrap_is_named_after_the_timeout(ranks3: RankPool, 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.15.0", "1.13.1", "3.0.0"])
 def test_an_unsupported_torch_is_refused_with_what_to_install(version: str) -> None:
-    with pytest.raises(RuntimeError, match=rf"supports torch >= 2\.11 and < 2\.15, found {version}.*pip install"):
+    with pytest.raises(RuntimeError) as caught:
         torch_private.check_torch_version(version)
+    message = str(caught.value)
+    assert f"compiled_ddp supports torch >= 2.11 and < 2.15, found {version}. Install a supported torch" in message
+    assert "pip install 'torch>=2.11,<2.15'" in message
+    assert ("or a newer compiled_ddp" in message) == (version in ("2.15.0", "3.0.0"))
+
+
+def test_the_metadata_names_the_torch_versions_that_are_supported() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    lowest, beyond = (".".join(map(str, bound)) for bound in torch_private.SUPPORTED_TORCH)
+    assert f"torch>={lowest},<{beyond}" in project["dependencies"]
 
 
 @pytest.mark.parametrize("version", ["2.11.0a0+git", "2.13.0+cpu", "2.14.1"])

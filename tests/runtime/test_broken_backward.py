@@ -1,8 +1,6 @@
 """An exception on one rank, anywhere in a step: the next step is right, or refused with a clear error on every rank."""
 
 import copy
-import warnings
-from collections.abc import Callable
 
 import pytest
 import torch

@@ -123,12 +123,26 @@ class WithBuffer(Mlp):
         return super().forward(x)
 
 
+def _ddp_with(
+    module: nn.Module, *, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> DistributedDataParallel:
+    """torch's DDP with both names, of which it has the older one alone up to torch 2.12."""
+    if "forward_sync_buffers" in ddp_parameters():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            return DistributedDataParallel(
+                module, broadcast_buffers=broadcast_buffers, forward_sync_buffers=forward_sync_buffers
+            )
+    at_construction = forward_sync_buffers is not None or broadcast_buffers is not False
+    ddp = DistributedDataParallel(module, broadcast_buffers=at_construction)
+    if forward_sync_buffers is not None:
+        ddp.broadcast_buffers = forward_sync_buffers
+    return ddp
+
+
 def _buffers(rank: int, wrapper: str, options: dict[str, bool | None]) -> None:
     """The buffer after construction and after each of two steps, beside torch's DDP."""
-    reference = WithBuffer(10.0 * rank)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        theirs = DistributedDataParallel(reference, **options)
+    theirs = _ddp_with(WithBuffer(10.0 * rank), **options)
     ours = wrappers([wrapper])[wrapper](WithBuffer(10.0 * rank), **options)
     assert torch.equal(ours.module.total, theirs.module.total)
     for number in range(2):

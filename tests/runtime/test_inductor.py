@@ -155,6 +155,29 @@ def test_convolution_accumulates_and_folds_under_inductor(ranks2: RankPool) -> N
     ranks2.run(_trains, **LIMITS)
 
 
+def _with_users_passes(rank: int) -> dict[str, list[bool]]:
+    """For every kind of custom pass: of each graph it was given, whether it has a collective."""
+    seen: list[bool] = []
+    found = {}
+    passes = torch_private.custom_graph_passes(lambda graph: seen.append("all_reduce" in str(graph)))
+    for kind, users_pass in passes.items():
+        model = Mlp()
+        ddp = compile_ddp(model, options={"post_grad_custom_pre_pass": users_pass, "fx_graph_cache": False})
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+        expected = expected_mean(model, lambda module: module(x).square().sum())  # noqa: B023
+        ddp(x).square().sum().backward()
+        assert_gradients(model, expected, rtol=1e-4, atol=1e-6)
+        found[kind], seen[:] = seen.copy(), ()
+    return found
+
+
+def test_a_users_custom_pass_of_any_kind_is_given_the_forward_and_the_rewritten_backward(ranks2: RankPool) -> None:
+    for found in ranks2.run(_with_users_passes, **LIMITS):
+        several = found.pop("several", None)
+        assert found and all(graphs == [False, True] for graphs in found.values()), found
+        assert several in (None, [False] * len(found) + [True] * len(found))
+
+
 # ---- the caches ------------------------------------------------------------------------------------------------------
 
 

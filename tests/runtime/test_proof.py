@@ -16,10 +16,10 @@ from compiled_ddp import compile_ddp, launch_observer, torch_private
 from compiled_ddp.backward import SynchronisedBackward
 from compiled_ddp.checksum import as_row, checksum
 from compiled_ddp.communicator import Communicator
+from compiled_ddp.forward_count import Forwards
 from compiled_ddp.passes import pipeline
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
 from compiled_ddp.passes.ops import pack
-from compiled_ddp.forward_count import Forwards
 from compiled_ddp.plan import FIRST_USED, VERIFY, BucketPlan, Riders
 from compiled_ddp.proof import TRIES, Proof
 from compiled_ddp.riders import Message, RiderReader, rider_values

@@ -84,10 +84,10 @@ def check_torch_version(version: str = torch.__version__) -> None:
     (lowest, beyond), found = SUPPORTED_TORCH, _minor_version(version)
     if not lowest <= found < beyond:
         lowest_name, beyond_name = (".".join(map(str, bound)) for bound in (lowest, beyond))
-        newer = ", or a newer compiled_ddp" if found >= beyond else ""
+        newer = ", or look for a newer compiled_ddp" if found >= beyond else ""
         raise RuntimeError(
             f"compiled_ddp supports torch >= {lowest_name} and < {beyond_name}, found {version}. Install a supported "
-            f"torch{newer}: pip install 'torch>={lowest_name},<{beyond_name}'. It uses private parts of torch, which "
+            f"torch, pip install 'torch>={lowest_name},<{beyond_name}'{newer}: it uses private parts of torch, which "
             "other versions may have changed."
         )
 
@@ -632,7 +632,7 @@ def _with_concurrent_gloo() -> contextlib.AbstractContextManager[object]:
     """
     if not dist.is_gloo_available():
         return contextlib.nullcontext()
-    gloo = dist.ProcessGroupGloo
+    gloo: Any = dist.ProcessGroupGloo
 
     # Not a subclass: a group whose class is Python's was not always torn down in order, and then ended the process with
     # "terminate called without an active exception" (2 of 10 times, where groups are made and destroyed quickly).
@@ -874,7 +874,7 @@ def captured_as_it_is(compiled: Callable[..., Any], module: torch.nn.Module) -> 
     It leaves nn.LSTM, nn.GRU and nn.RNN to eager by default. torch 2.11 also takes a parameter for unchanged as long as
     it is in the same place: an unfrozen one would get no gradient, and one of other strides would go into an old graph.
     """
-    settings: dict[str, bool] = {}
+    settings: dict[str, Any] = {}
     if any(isinstance(part, torch.nn.RNNBase) for part in module.modules()):
         settings["allow_rnn"] = True
     if _minor_version() == (2, 11):
@@ -883,7 +883,7 @@ def captured_as_it_is(compiled: Callable[..., Any], module: torch.nn.Module) -> 
         return compiled
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._dynamo.config.patch(**settings):
+        with torch._dynamo.config.patch(settings):
             return compiled(*args, **kwargs)
 
     return call
@@ -935,7 +935,7 @@ def custom_graph_passes(note: Callable[[torch.fx.Graph], None]) -> dict[str, Any
     if hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"):
 
         class InferenceAwarePass(custom_graph_pass.CustomInferenceAwareGraphPass):
-            def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:
+            def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:  # type: ignore[override]
                 note(graph)
 
             def uuid(self) -> Any:

@@ -498,7 +498,7 @@ def test_an_unsupported_torch_is_refused_with_what_to_install(version: str) -> N
     message = str(caught.value)
     assert f"compiled_ddp supports torch >= 2.11 and < 2.15, found {version}. Install a supported torch" in message
     assert "pip install 'torch>=2.11,<2.15'" in message
-    assert ("or a newer compiled_ddp" in message) == (version in ("2.15.0", "3.0.0"))
+    assert ("or look for a newer compiled_ddp" in message) == (version in ("2.15.0", "3.0.0"))
 
 
 def test_the_metadata_names_the_torch_versions_that_are_supported() -> None:

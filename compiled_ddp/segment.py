@@ -13,7 +13,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.backward import SynchronisedBackward
 from compiled_ddp.graph_run import watched_graph
 from compiled_ddp.passes.pipeline import Pipeline
-from compiled_ddp.plan import Bucket, BucketPlan
+from compiled_ddp.plan import BucketPlan
 from compiled_ddp.runtime import Runtime, UntilBackward
 
 # [Note: backward variants] A graph has one forward and up to three backwards, each compiled when it is first needed:
@@ -247,7 +247,7 @@ class Segment:
             if runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
                 backward.message.verify = True
             flat_buffers = backward.lend_buffers(section, self._kept_buckets)
-            state = [tensor for bucket in call.plan.buckets for tensor in self._hook_state(bucket)]
+            state = backward.hook_state(section)
             saved_and_tangents += [backward.rider_values(call.plan), *pending, *state, *flat_buffers]
         except BaseException:
             backward.give_back(section)  # nothing has been launched: others get zeros
@@ -256,9 +256,10 @@ class Segment:
         with watched_graph(runtime.communicator), watching:
             *gradients, riders = implementation(node, saved_and_tangents)
         if state:
-            gradients, new_state = gradients[: -len(state)], iter(gradients[-len(state) :])
-            for bucket in call.plan.buckets:
-                self._keep_hook_state(bucket, [next(new_state) for _ in self._hook_state(bucket)])
+            gradients, new_state = gradients[: -len(state)], gradients[-len(state) :]
+            if self._in_cuda_graphs:  # the next replay writes over what this one returned
+                new_state = [tensor.clone() for tensor in new_state]
+            backward.keep_hook_state(section, new_state)
         for bucket in self.plan.buckets:
             if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
                 (alone,) = bucket.indices
@@ -267,14 +268,3 @@ class Segment:
         reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
         backward.segment_ran(section, riders, reduced)
         return tuple(gradients)
-
-    def _hook_state(self, bucket: Bucket) -> Sequence[torch.Tensor]:
-        """What a communication hook keeps for a bucket over parameters."""
-        hook = self.runtime.bucket_hook
-        return () if hook is None or not bucket.gradients else hook.state(bucket)
-
-    def _keep_hook_state(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> None:
-        assert self.runtime.bucket_hook is not None
-        if self._in_cuda_graphs:  # the next replay writes over what this one returned
-            state = [tensor.clone() for tensor in state]
-        self.runtime.bucket_hook.keep(bucket, state)

@@ -15,6 +15,7 @@ ImportError from this module.
 | `GraphModule._param_name_to_source`, `Node._dynamo_source` | compiling a captured graph a second time |
 | `torch._dynamo.symbolic_convert.TensorifyState` | the same, where floats are dynamic |
 | `torch._inductor.decomposition`, `torch._subclasses.FakeTensorMode` | tracing a communication hook |
+| `torch._C._DisableAutocast` | tracing and running one in the dtypes that it names |
 | `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket |
 | `torch._C._set_mkldnn_enabled`, `torch._dynamo.config.allow_rnn` | capturing recurrent layers |
 | `distributed_c10d._new_process_group_helper`, `_world` | a communicator's name, the same on every rank and run |
@@ -303,12 +304,19 @@ def trace_functional(function: Callable[..., Any], inputs: Sequence[torch.Tensor
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:  # what `function` closes over becomes a constant
+    # What `function` closes over becomes a constant.
+    with without_autocast(), torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         functional = torch.func.functionalize(function, remove="mutations")
         traced = make_fx(functional, decomposition_table=select_decomp_table())
         graph_module: GraphModule = traced(*(mode.from_tensor(value) for value in inputs))
     graph_module.graph.eliminate_dead_code()
     return graph_module
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """In here no operator converts what it is given, on any kind of device."""
+    context: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
+    return context
 
 
 def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:

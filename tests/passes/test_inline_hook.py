@@ -6,7 +6,7 @@ from torch.fx import Graph, Node
 
 from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.comm_hooks import Ranks, TopK, bf16_compress
-from compiled_ddp.hook_program import BucketHook
+from compiled_ddp.hook_state import BucketHook
 from compiled_ddp.passes.graph_edit import output_values
 from compiled_ddp.passes.inline_hook import emit_flat, flat_buffers, inline_hook
 from compiled_ddp.passes.ops import all_reduce, is_launch, pack, wait_tensor
@@ -25,7 +25,7 @@ PLAN = assign_buckets(
 
 
 def programs(hook: object) -> tuple[object, ...]:
-    bucket_hook = BucketHook(hook, RANKS, lambda index: 6)
+    bucket_hook = BucketHook(hook, RANKS)
     return tuple(bucket_hook.program(bucket) for bucket in PLAN.buckets)
 
 

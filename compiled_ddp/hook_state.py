@@ -1,0 +1,353 @@
+"""What a communication hook keeps from step to step, for each place in the sequence of buckets.
+
+[Note: what was sent and what is owed] A compression sends a part of the gradients and owes the rest. For every
+parameter, what backwards have left in .grad plus the mean over ranks of what is still owed is the sum of the true
+means. That holds because
+
+- a state belongs to a place in the agreed sequence, not to a set of parameters: the buckets of a layer that is called
+  twice have states of their own, the same ones on every rank, whether a graph launches them or hooks do;
+- it is replaced when a backward has ended, and not by one that breaks off (`HookedBackward.settle`);
+- a parameter that a backward brings nothing to has of it what it had before;
+- when the sequence changes, what a parameter has of it moves to where its gradients go from then on (`adopt`).
+"""
+
+import functools
+import re
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+
+import torch
+
+from compiled_ddp.assignment import place_buckets
+from compiled_ddp.comm_hooks import CommHook, Ranks, StatefulHook
+from compiled_ddp.hook_program import HookedWork, HookProgram, elementwise_state, example, initial_state
+from compiled_ddp.plan import Bucket, Gradient, GradientSpec, ReductionSequence, Section
+
+
+@dataclass
+class Place:
+    """A bucket's place in the sequence, with what the hook keeps for it: None before it is first asked for."""
+
+    bucket: Bucket
+    state: list[torch.Tensor] | None = None
+
+    @functools.cached_property
+    def _gradients(self) -> dict[int, Gradient]:
+        return {gradient.index: gradient for gradient in self.bucket.gradients}
+
+    def part(self, slot: int, index: int, state: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """What `state[slot]`, as long as the bucket, has of a parameter: a view of the parameter's shape."""
+        tensors = self.state if state is None else state
+        assert tensors is not None
+        return part_of(tensors[slot], self.bucket, self._gradients[index])
+
+
+@dataclass
+class _Former:
+    """A state whose place is no more, or not there yet."""
+
+    place: Place
+    remaining: set[int]  # the parameters whose part is still here
+    waits: bool = False  # whether what belongs to the bucket as a whole is kept until there is such a bucket
+
+
+def part_of(flat: torch.Tensor, bucket: Bucket, gradient: Gradient) -> torch.Tensor:
+    """What a tensor as long as the bucket has of a gradient, in its shape; complex where the gradients are."""
+    return gradient.view(torch.view_as_complex(flat.view(-1, 2)) if bucket.dtype.is_complex else flat)
+
+
+class BucketHook:
+    """A wrapper's communication hook: its programs by kind of bucket, and its state by place in the sequence."""
+
+    def __init__(self, hook: CommHook, ranks: Ranks) -> None:
+        self.owed: Set[int] = frozenset(hook.owed) if isinstance(hook, StatefulHook) else frozenset()
+        self._hook, self._ranks = hook, ranks
+        self._programs: dict[tuple[int, torch.dtype, torch.device], HookProgram] = {}
+        self._elementwise: frozenset[int] | None = None
+        self._sequence: ReductionSequence | None = None
+        self._is_lasting = False
+        self._places: dict[int, list[Place]] = {}  # by id of a section of the sequence
+        self._former: list[_Former] = []
+
+    def program(self, bucket: Bucket) -> HookProgram | None:
+        """None for a bucket of riders alone, or of nothing, which is reduced as it is."""
+        if not bucket.gradients or not bucket.numel:
+            return None
+        kind = bucket.numel, bucket.dtype, bucket.device
+        if kind not in self._programs:
+            flat = example(*kind)
+            self._programs[kind] = HookProgram(self._hook, self._ranks, flat, initial_state(self._hook, flat))
+        return self._programs[kind]
+
+    def elementwise(self, bucket: Bucket) -> Set[int]:
+        """Which of the state's tensors are as long as a bucket like this one, so that each parameter has a part."""
+        if self._elementwise is None:
+            self._elementwise = elementwise_state(self._hook, bucket.dtype, bucket.device)
+        return self._elementwise
+
+    def state(self, place: Place) -> list[torch.Tensor]:
+        """What the hook keeps there, from the last backward that ended."""
+        if place.state is None:
+            flat = example(place.bucket.numel, place.bucket.dtype, place.bucket.device)
+            place.state = [] if self.program(place.bucket) is None else initial_state(self._hook, flat)
+        return place.state
+
+    def begin(self, sections: Sequence[Section]) -> "HookedBackward":
+        """A backward that launches these sections of the sequence."""
+        return HookedBackward(self, [place for section in sections for place in self._places[id(section)]])
+
+    # ---- when the sequence changes -----------------------------------------------------------------------------------
+
+    def adopt(self, sequence: ReductionSequence, *, lasting: bool) -> None:
+        """Take another sequence. A bucket that stays keeps its state; of others what their parameters have moves on.
+
+        Unless it is `lasting`, another one follows at the end of the next backward.
+        """
+        kept: dict[Bucket, list[Place]] = defaultdict(list)
+        for place in self._with_state():
+            kept[place.bucket].append(place)
+        self._sequence, self._is_lasting = sequence, lasting
+        self._places = {id(s): [Place(bucket) for bucket in s.plan.buckets] for s in sequence.sections}
+        for place in self._all():
+            if kept[place.bucket]:
+                place.state = kept[place.bucket].pop(0).state
+        self._former += [_Former(place, set(place.bucket.indices)) for places in kept.values() for place in places]
+        self._move_on()
+
+    def _all(self) -> Iterator[Place]:
+        """Every place, those that backwards launch first."""
+        for places in self._places.values():
+            yield from places
+
+    def _with_state(self) -> list[Place]:
+        return [place for place in self._all() if place.state]
+
+    @torch.no_grad()
+    def _move_on(self) -> None:
+        """Bring what former places hold to where it belongs now.
+
+        To a new bucket of the same parameters if there is one, else part by part to the first place of each parameter.
+        """
+        first_of: dict[int, Place] = {}
+        for place in self._all():
+            for index in place.bucket.indices:
+                first_of.setdefault(index, place)
+        begun: set[tuple[int, int]] = set()  # places and parameters with what `initial_state` says
+        for former in self._former:
+            same = (p for p in self._all() if p.state is None and p.bucket.indices == former.place.bucket.indices)
+            place = next(same, None)
+            if place is not None:
+                self._begin(place, begun)
+                self._take_over(place, former)
+                self._move_parts(former, dict.fromkeys(place.bucket.indices, place), begun)
+        for former in self._former:
+            self._move_parts(former, first_of, begun)
+        self._former = [f for f in self._former if f.remaining or (f.waits and not self._is_lasting)]
+
+    def _begin(self, place: Place, begun: set[tuple[int, int]]) -> None:
+        if place.state is None:
+            self.state(place)
+            begun.update((id(place), index) for index in place.bucket.indices)
+
+    def _take_over(self, place: Place, former: _Former) -> None:
+        """Convert what belongs to the bucket as a whole."""
+        assert place.state is not None and former.place.state is not None
+        for slot, (new, old) in enumerate(zip(place.state, former.place.state, strict=True)):
+            if slot not in self.elementwise(place.bucket) and new.shape == old.shape:
+                place.state[slot] = old.to(new)
+        former.waits = False
+
+    def _move_parts(self, former: _Former, place_of: Mapping[int, Place], begun: set[tuple[int, int]]) -> None:
+        """Move the parameters' parts, each to its place, on top of what it has already."""
+        for index in sorted(former.remaining & place_of.keys()):
+            place = place_of[index]
+            self._begin(place, begun)
+            for slot in self.elementwise(place.bucket):
+                part, into = former.place.part(slot, index), place.part(slot, index)
+                if part.shape != into.shape:
+                    self._warn_of_another_shape(index, part, into)
+                    continue
+                part = part.real if part.is_complex() and not into.is_complex() else part
+                into.copy_(part.to(into) if (id(place), index) in begun else into + part.to(into))
+                part.zero_()
+            begun.discard((id(place), index))
+            former.remaining.discard(index)
+
+    def _warn_of_another_shape(self, index: int, found: torch.Tensor, now: torch.Tensor) -> None:
+        assert self._sequence is not None
+        warnings.warn(
+            f"parameter {self._sequence.parameter_names[index]} had the shape {tuple(found.shape)} and has "
+            f"{tuple(now.shape)} now: what the communication hook {self._hook!r} kept of its gradients is dropped.",
+            stacklevel=2,
+        )
+
+    # ---- as a state dict ---------------------------------------------------------------------------------------------
+
+    def state_dict(self, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+        """Copies of the state of this rank, by the `names` of each bucket's parameters.
+
+        What has a part for each parameter has them in the order of the names, each in the order of its elements
+        whatever its memory format is. Where several buckets have the same parameters, `#2` and so on follow the names.
+        """
+        saved: dict[str, list[torch.Tensor]] = {}
+        times: Counter[str] = Counter()
+        for place in [*self._with_state(), *(former.place for former in self._former)]:
+            key = ",".join(_escaped(names[index]) for index in place.bucket.indices)
+            times[key] += 1
+            elementwise = self.elementwise(place.bucket)
+            saved[key if times[key] == 1 else f"{key}#{times[key]}"] = [
+                _in_order_of_elements(tensor, place.bucket) if slot in elementwise else tensor.clone()
+                for slot, tensor in enumerate(place.state or ())
+            ]
+        return saved
+
+    def load_state_dict(
+        self, state: Mapping[str, Sequence[torch.Tensor]], names: Sequence[str], parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """Take up what `state_dict` has returned, in place of all that there is; whatever the buckets are now.
+
+        Raises KeyError for a parameter that is not there, ValueError for tensors that are not such a bucket's state.
+        """
+        index_of = {name: index for index, name in enumerate(names)}
+        loaded = []
+        for key, tensors in state.items():
+            indices = [index_of[name] for name in _names_in(key)]
+            place = Place(_bucket_of(indices, parameters))
+            place.state = self._checked(key, tensors, place.bucket)
+            loaded.append(_Former(place, set(indices), waits=True))
+        for place in self._all():
+            place.state = None
+        self._former = loaded
+        self._move_on()
+
+    def _checked(self, key: str, tensors: Sequence[torch.Tensor], bucket: Bucket) -> list[torch.Tensor]:
+        """Copies of `tensors`, of the types that the hook's state for such a bucket has."""
+        expected = self.state(Place(bucket))
+        shapes = [tuple(tensor.shape) for tensor in expected]
+        found = [tuple(t.shape) if isinstance(t, torch.Tensor) else repr(t) for t in tensors]
+        if found != shapes:
+            raise ValueError(
+                f"the communication hook {self._hook!r} keeps tensors of the shapes {shapes} for the parameters {key}; "
+                f"found {found}. Load what comm_hook_state_dict() returned with this hook and this model."
+            )
+        for slot in self.owed:
+            if not tensors[slot].isfinite().all():
+                raise ValueError(
+                    f"what the communication hook {self._hook!r} owes the parameters {key} is not finite, and would "
+                    "make every gradient so: load an earlier state, or none."
+                )
+        return [t.detach().to(like).clone() for t, like in zip(tensors, expected, strict=True)]
+
+
+@dataclass
+class _Change:
+    """What a backward makes of the state at one place."""
+
+    new: list[torch.Tensor]
+    as_before: Set[int]  # parameters that this backward brought nothing to
+    by_hooks: bool
+    held_back: Set[int] = frozenset()  # parameters whose debt took no part
+
+
+class HookedBackward:
+    """One backward's use of a communication hook, by position in what it launches. No state changes before `settle`."""
+
+    def __init__(self, hook: BucketHook, places: Sequence[Place]) -> None:
+        self._hook, self._places = hook, places
+        self._changes: dict[int, _Change] = {}
+
+    def reduces(self, position: int) -> bool:
+        """Whether the hook reduces this bucket."""
+        return self._hook.program(self._places[position].bucket) is not None
+
+    def state(self, positions: Iterable[int]) -> list[torch.Tensor]:
+        """What the hook keeps for these buckets, one after the other, for the graph that launches them."""
+        return [tensor for position in positions for tensor in self._hook.state(self._places[position])]
+
+    def keep(self, positions: Iterable[int], new: Sequence[torch.Tensor], left_out: Set[int]) -> None:
+        """Take what a graph has made of `state(positions)`; nothing becomes of its gradients of `left_out`."""
+        rest = iter(new)
+        for position in positions:
+            state = [next(rest) for _ in self._hook.state(self._places[position])]
+            self._note(position, _Change(state, left_out, by_hooks=False))
+        assert next(rest, None) is None
+
+    def launch(self, position: int, flat: torch.Tensor, unused: Set[int]) -> HookedWork:
+        """Reduce a bucket by hand: launch now; `wait` leaves the mean in `flat`.
+
+        What is owed to the parameters that this rank leaves `unused` is held back. Else it would be sent, and could be
+        thrown away: other ranks may not use them either, which nobody knows before the bucket has come back.
+        """
+        place = self._places[position]
+        program = self._hook.program(place.bucket)
+        assert program is not None
+        state = self._hook.state(place)
+        held_back: Set[int] = unused.intersection(place.bucket.indices) if self._hook.owed else frozenset()
+        if held_back:
+            state = [tensor.clone() if slot in self._hook.owed else tensor for slot, tensor in enumerate(state)]
+            for slot, index in _pairs(self._hook.owed, held_back):
+                place.part(slot, index, state).zero_()
+
+        def keep(new: Sequence[torch.Tensor]) -> None:
+            self._note(position, _Change(list(new), frozenset(), by_hooks=True, held_back=held_back))
+
+        return HookedWork(program, flat, state, keep)
+
+    def _note(self, position: int, change: _Change) -> None:
+        for new, old in zip(change.new, self._hook.state(self._places[position]), strict=True):
+            assert (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device), f"{new} for {old}"
+        change.new = [tensor.contiguous() for tensor in change.new]
+        self._changes[position] = change
+
+    @torch.no_grad()
+    def settle(self, unused: Set[int]) -> None:
+        """The backward has ended well: from now on the state is what it has made of it.
+
+        `unused` are those of the parameters reduced by hooks that no rank has used, whose .grad stays as it was.
+        """
+        for position, change in self._changes.items():
+            place = self._places[position]
+            indices = set(place.bucket.indices)
+            as_before = indices & ((unused | change.as_before) if change.by_hooks else change.as_before)
+            if as_before == indices:
+                continue  # also what belongs to the bucket as a whole
+            for slot, index in _pairs(self._hook.elementwise(place.bucket), as_before):
+                place.part(slot, index, change.new).copy_(place.part(slot, index))
+            for slot, index in _pairs(self._hook.owed, change.held_back - as_before):
+                place.part(slot, index, change.new).add_(place.part(slot, index))
+            place.state = change.new
+        self._changes.clear()
+
+
+def _pairs(slots: Set[int], indices: Set[int]) -> Iterator[tuple[int, int]]:
+    return ((slot, index) for slot in slots for index in indices)
+
+
+def _bucket_of(indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> Bucket:
+    """A bucket of these parameters in which each lies in the order of its elements."""
+    specs = [GradientSpec.of(index, parameters[index]) for index in indices]
+    specs = [replace(spec, stride=torch.empty(spec.size, dtype=spec.dtype, device="meta").stride()) for spec in specs]
+    return place_buckets([specs], world_size=1, reduction="hook").buckets[0]
+
+
+def _in_order_of_elements(flat: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """A copy in which each gradient's part is row-major."""
+    return torch.cat(
+        [torch.view_as_real(p).reshape(-1) if p.is_complex() else p.reshape(-1) for p in _parts(flat, bucket)]
+    )
+
+
+def _parts(flat: torch.Tensor, bucket: Bucket) -> Iterator[torch.Tensor]:
+    return (part_of(flat, bucket, gradient) for gradient in bucket.gradients)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([\\,#])", r"\\\1", name)
+
+
+def _names_in(key: str) -> list[str]:
+    """The names that a key of a state dict is made of."""
+    bare = re.sub(r"(?<!\\)#\d+$", "", key)
+    return [re.sub(r"\\(.)", r"\1", name) for name in re.findall(r"((?:[^\\,]|\\.)+)(?:,|$)", bare)]

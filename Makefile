@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SHAPE := .typecheck
+WHAT ?= models
 MODELS ?= 2000
 SEED ?= 1
 WORKERS ?= 2
@@ -31,9 +32,9 @@ test: check-compiler $(STAMP) ## Run the tests, two at a time (ARGS="-k name" pi
 	@echo "==> make test: python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-fuzz: $(STAMP) ## Train random models under both wrappers and compare with autograd averaged by hand (MODELS=2000 SEED=1)
-	@echo "==> make fuzz: python -m fuzz.long_run --models $(MODELS) --seed $(SEED)"
-	PYTHONPATH=tests $(BIN)/python -m fuzz.long_run --models $(MODELS) --seed $(SEED)
+fuzz: $(STAMP) ## Train random models and compare with autograd averaged by hand (WHAT=models or hooks, MODELS=2000 SEED=1)
+	@echo "==> make fuzz: python -m fuzz.long_run --what $(WHAT) --models $(MODELS) --seed $(SEED)"
+	PYTHONPATH=tests $(BIN)/python -m fuzz.long_run --what $(WHAT) --models $(MODELS) --seed $(SEED)
 
 lint: $(STAMP) ## Check the sources with ruff
 	@echo "==> make lint: ruff check"

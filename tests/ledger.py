@@ -3,12 +3,12 @@
 import copy
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import local_gradients
+from models import gradient_copies, local_gradients
 from torch import Tensor, nn
 
 Loss = Callable[[nn.Module], Tensor]
@@ -38,60 +38,84 @@ def owed_here(ddp: Any, state: Mapping[str, list[Tensor]] | None = None) -> dict
 class Ledger:
     """Holds, step by step: what became of .grad and of what is owed is the mean of what the ranks have computed."""
 
-    def __init__(self, ddp: Any, *, rtol: float = 0.0, atol: float = 0.0) -> None:
-        self.rtol, self.atol = rtol, atol
+    def __init__(self, ddp: Any, *, tolerance: float = 0.0) -> None:
+        """`tolerance` is relative to the largest number of a step."""
+        self.tolerance = tolerance
         self.open(ddp)
 
     def open(self, ddp: Any) -> None:
-        """Note what is owed, as nothing but a step may change it."""
+        """Note what is owed, which nothing but a step may change."""
         self.owed = {name: mean_of(owed) for name, owed in owed_here(ddp).items()}
 
-    def assert_as_before(self, ddp: Any, when: str) -> None:
-        for name, owed in owed_here(ddp).items():
-            self._assert_close(mean_of(owed), self.owed[name], f"what is owed to {name} {when}")
+    def changes(self, ddp: Any) -> list[str]:
+        """What is not owed as it was, in words."""
+        now = {name: mean_of(owed) for name, owed in owed_here(ddp).items()}
+        return [
+            f"what is owed to {name} was {self.owed[name].tolist()} and is {owed.tolist()}"
+            for name, owed in now.items()
+            if not torch.equal(owed, self.owed[name].to(owed.dtype))
+        ]
 
-    def step(self, ddp: Any, loss: Loss, *, backward: Callable[[Tensor], Any] | None = None, also: Any = ()) -> None:
-        """One synchronised step. `also` are parameters with a local gradient since the last one."""
-        named = dict(ddp.module.named_parameters())
-        before = {name: None if p.grad is None else p.grad.clone() for name, p in named.items()}
-        here = owed_here(ddp)
-        bare = copy.deepcopy(ddp.module)
-        local = local_gradients(bare, loss)
+    def assert_as_before(self, ddp: Any, when: str) -> None:
+        changes = self.changes(ddp)
+        assert not changes, f"{when}: {changes}"
+
+    def step(self, ddp: Any, loss: Loss, *, backward: Callable[[Tensor], Any] = Tensor.backward) -> None:
+        """One synchronised step that is right on this rank."""
+        before, owed_before = gradient_copies(ddp.module), owed_here(ddp)
+        local = local_gradients(copy.deepcopy(ddp.module), loss)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what goes by hooks
-            (backward or Tensor.backward)(loss(ddp))
-        self.check(ddp, before, local, here, also)
+            backward(loss(ddp))
+        differences = self.differences(ddp, before, local, owed_before)
+        assert not differences, "\n".join(differences)
 
-    def check(
+    def differences(
         self,
         ddp: Any,
         before: Mapping[str, Tensor | None],
         local: Mapping[str, Tensor | None],
         owed_before: Mapping[str, Tensor],
-        also: Any = (),
-    ) -> None:
-        """`before` is .grad as it was, `local` what this rank has added to it in vain."""
-        after = owed_here(ddp)
-        for name, parameter in ddp.module.named_parameters():
-            used = torch.tensor(float(local.get(name) is not None or name in also))
-            dist.all_reduce(used)
-            old, found = before[name], parameter.grad
-            if not used:
-                assert (old is None) == (found is None), f"{name} is used nowhere, and .grad is {found}"
-                assert found is None or torch.equal(found, old), f"{name} is used nowhere, and .grad has changed"
-                assert torch.equal(after[name], owed_before[name]), f"what is owed to {name}, used nowhere, has changed"
-                mean_of(after[name])
-                continue
-            zero = torch.zeros_like(parameter)
-            due = mean_of(sum((g for g in (old, local.get(name)) if g is not None), zero)) + self.owed[name]
-            assert found is not None, f"{name} is used, and has no gradient"
-            self.owed[name] = mean_of(after[name])
-            self._assert_close(mean_of(found) + self.owed[name], due, f"sent and owed to {name}")
-            self._assert_close(mean_of(found), found, f"the mean of {name} over ranks")
+        used_before: Collection[str] = (),
+    ) -> list[str]:
+        """What a synchronised backward has done wrong, in words; a collective.
 
-    def _assert_close(self, found: Tensor, expected: Tensor, what: str) -> None:
-        expected = expected.to(found.dtype)
-        torch.testing.assert_close(found, expected, rtol=self.rtol, atol=self.atol, msg=lambda m: f"{what}: {m}")
+        `before` is .grad as it was, `local` what this rank's part of the backward is, `used_before` are parameters with
+        a gradient from local backwards.
+        """
+        after, dues, found = owed_here(ddp), {}, gradient_copies(ddp.module)
+        unused: set[str] = set()
+        for name, parameter in ddp.module.named_parameters():
+            used = mean_of(torch.tensor(float(local.get(name) is not None or name in used_before)))
+            unused.update([name] if not used else [])
+            contributions = [g for g in (before[name], local.get(name)) if g is not None]
+            dues[name] = mean_of(sum(contributions, torch.zeros_like(parameter))) + self.owed[name]
+        now = {name: mean_of(owed) for name, owed in after.items()}
+        largest = max([due.abs().max().item() for due in dues.values() if due.numel()], default=0.0)
+        self.owed = now
+        wrong = []
+        for name, due in dues.items():
+            gradient, old = found[name], before[name]
+            same_debt = torch.equal(after[name], owed_before[name].to(after[name].dtype))
+            if name in unused and old is None:
+                if gradient is not None or not same_debt:
+                    wrong.append(
+                        f"{name}, which no rank uses, was owed {_words(owed_before[name])}, and is {_words(after[name])} "
+                        f"with .grad {_words(gradient)}"
+                    )
+            elif name in unused and same_debt and gradient is not None and torch.equal(gradient, old):
+                continue  # else it is taken for used, as something has left it a .grad
+            elif gradient is None:
+                wrong.append(f"{name} has no gradient")
+            elif not ((gradient + now[name]) - due).abs().max().item() <= self.tolerance * largest:
+                wrong.append(
+                    f"{name}: .grad {_words(gradient)} and owed {_words(now[name])}, expected in all {_words(due)}"
+                )
+        return wrong
+
+
+def _words(tensor: Tensor | None) -> str:
+    return str(None if tensor is None else tensor.tolist())
 
 
 @torch.no_grad()

@@ -50,10 +50,10 @@ class AgreedSequence:
             parameters, self._options, self._communicator.world_size, reduction=self._reduction
         )
         self._beginnings += 1
-        self._holds = False
+        self._holds = self.refined = False
         if self.hooks_reason is not None:
             self._adopt(self._planner.propose([], reason=self.hooks_reason))
-        self.refined, self.unused, self._misfits = False, frozenset(), 0
+        self.unused, self._misfits = frozenset(), 0
 
     def leave_to_hooks(self, reason: str | None) -> None:
         """From the next `begin_anew` on, reduce everything by hooks, for that `reason`; None where graphs take part."""

@@ -95,6 +95,22 @@ def _widened(gradients: torch.Tensor) -> torch.Tensor:
     return gradients.to(torch.promote_types(gradients.dtype, torch.float32))
 
 
+def _saturated(values: torch.Tensor, dtype: torch.dtype, unit: float = 1.0) -> torch.Tensor:
+    """`values` times `unit`, a power of two, in `dtype`: its largest number where they are beyond that.
+
+    Else what is owed could grow beyond what can be sent, and no mean would be finite any more. What is not finite to
+    begin with stays so.
+    """
+    most = torch.finfo(dtype).max / unit
+    return (torch.where(values.isfinite(), values.clamp(-most, most), values) * unit).to(dtype)
+
+
+def _unit_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """The columns, each with 1 as its largest magnitude; zeros as they are."""
+    largest = matrix.abs().amax(0)
+    return matrix / torch.where(largest == 0, torch.ones_like(largest), largest)
+
+
 @dataclass(frozen=True)
 class TopK(StatefulHook):
     """Send the `fraction` of a bucket's gradients that is largest in magnitude, and keep the rest for the next step.
@@ -114,12 +130,12 @@ class TopK(StatefulHook):
         (error,) = state
         wanted = gradients + error
         largest = wanted.abs().topk(max(1, int(self.fraction * wanted.numel()))).indices
-        sent = wanted[largest].to(gradients.dtype)
+        sent = _saturated(wanted[largest], gradients.dtype)
         values, indices = ranks.all_gather(sent), ranks.all_gather(largest)
         mean = torch.zeros_like(wanted).index_add(0, indices, values.to(wanted.dtype) / ranks.size)
         if wanted.dtype == gradients.dtype:
             return mean, wanted.index_fill(0, largest, 0.0)
-        rounded = mean.to(gradients.dtype)
+        rounded = _saturated(mean, gradients.dtype)
         rest = wanted.index_add(0, largest, sent.to(wanted.dtype), alpha=-1)
         return rounded, rest + (mean - rounded)
 
@@ -145,12 +161,14 @@ class PowerSGD(StatefulHook):
     def __call__(self, gradients: torch.Tensor, ranks: Ranks, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
         error, factor = state
         wanted, side = gradients + error, self._side(gradients)
-        matrix = torch.nn.functional.pad(wanted, (0, side * side - wanted.numel())).view(side, side)
-        left, _ = torch.linalg.qr(ranks.all_reduce(matrix @ factor))
-        right = ranks.all_reduce(matrix.t() @ left) / ranks.size
-        mean = (left @ right.t()).reshape(-1)[: wanted.numel()].to(gradients.dtype)
+        unit = 2.0 ** side.bit_length()  # in which no sum below is larger than the largest gradient
+        matrix = torch.nn.functional.pad(wanted / unit, (0, side * side - wanted.numel())).view(side, side)
+        left, _ = torch.linalg.qr(_unit_columns(ranks.all_reduce(matrix @ factor / ranks.size)))
+        right = ranks.all_reduce(matrix.t() @ left / ranks.size)
+        mean = _saturated((left @ right.t()).reshape(-1)[: wanted.numel()], gradients.dtype, unit)
         # A column that has found nothing would find nothing in the next step either; the old one may.
-        return mean, wanted - mean, torch.where((right != 0).any(0), right, factor)
+        next_factor = torch.where((right != 0).any(0), _unit_columns(right), factor)
+        return mean, wanted - mean, next_factor
 
     @staticmethod
     def _side(gradients: torch.Tensor) -> int:

@@ -164,7 +164,7 @@ class BucketHook:
         for index in sorted(former.remaining & place_of.keys()):
             place = place_of[index]
             self._begin(place, begun)
-            for slot in self.elementwise(place.bucket):
+            for slot in self.elementwise(place.bucket) if place.state else ():
                 part, into = former.place.part(slot, index), place.part(slot, index)
                 if part.shape != into.shape:
                     self._warn_of_another_shape(index, part, into)
@@ -349,5 +349,7 @@ def _escaped(name: str) -> str:
 
 def _names_in(key: str) -> list[str]:
     """The names that a key of a state dict is made of."""
-    bare = re.sub(r"(?<!\\)#\d+$", "", key)
-    return [re.sub(r"\\(.)", r"\1", name) for name in re.findall(r"((?:[^\\,]|\\.)+)(?:,|$)", bare)]
+    of_one_name = r"(?:[^\\,#]|\\.)+"
+    if not re.fullmatch(rf"{of_one_name}(,{of_one_name})*(#\d+)?", key):
+        raise KeyError(key)
+    return [re.sub(r"\\(.)", r"\1", name) for name in re.findall(rf"(?:^|,)({of_one_name})", key)]

@@ -40,7 +40,7 @@ from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
 from compiled_ddp.state_keys import accept_wrapped_keys, bare_state, strip_own_prefix
 from compiled_ddp.stats import training_stats
-from compiled_ddp.torch_comm_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook
+from compiled_ddp.torch_comm_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook, check_takes_complex
 from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
 
 _moments = itertools.count(1)
@@ -464,13 +464,19 @@ class DataParallelWrapper(nn.Module, Joinable):
         with a `reduction` other than the mean, whose place the hook takes. A hook that raises in a backward ends that
         backward on every rank, and the wrapper cannot reduce any more.
         """
-        self._register(state, hook, lambda: check_comm_hook(hook))
+
+        def name() -> str:
+            checked = check_comm_hook(hook)
+            check_takes_complex(hook, self._own.trained())
+            return checked
+
+        self._register(state, hook, name)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """Let the hook that DDP has built in reduce every bucket, on the wrapper's own communicator."""
 
         def name() -> str:
-            builtin_hook(comm_hook_type)
+            check_takes_complex(builtin_hook(comm_hook_type), self._own.trained())
             return str(comm_hook_type)
 
         def reduce(state: Communicator, bucket: Any) -> Any:

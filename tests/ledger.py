@@ -100,8 +100,8 @@ class Ledger:
             if name in unused and old is None:
                 if gradient is not None or not same_debt:
                     wrong.append(
-                        f"{name}, which no rank uses, was owed {_words(owed_before[name])}, and is {_words(after[name])} "
-                        f"with .grad {_words(gradient)}"
+                        f"{name}, which no rank uses, has .grad {_words(gradient)}, was owed "
+                        f"{_words(owed_before[name])} and is owed {_words(after[name])}"
                     )
             elif name in unused and same_debt and gradient is not None and torch.equal(gradient, old):
                 continue  # else it is taken for used, as something has left it a .grad

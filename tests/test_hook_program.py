@@ -179,6 +179,24 @@ def test_what_is_sent_and_what_is_owed_are_the_gradients(hook: Any, dtype: torch
     torch.testing.assert_close(sent + state[0].double(), total, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("hook", [TopK(0.1), PowerSGD(1)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_what_is_owed_never_grows_beyond_what_can_be_sent(hook: Any, dtype: torch.dtype) -> None:
+    """Else no mean would be finite again, as the state is kept where it is not."""
+    program, state = traced(hook, 24, dtype)
+    large = (torch.finfo(dtype).max / 4 * torch.rand(24, generator=torch.Generator().manual_seed(0))).to(dtype)
+    for step in range(40):
+        before = state[0].double()
+        flat = large if step < 20 else torch.zeros_like(large)
+        mean, *state = program.run_alone(flat, state)
+        if step >= 20 or dtype == torch.float16:
+            assert mean.isfinite().all(), f"step {step}"
+        if mean.isfinite().all():
+            found, expected = mean.double() + state[0].double(), flat.double() + before
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert state[0].abs().max() < large.max(), "nothing was sent"
+
+
 def test_power_sgd_goes_on_after_a_step_of_zeros() -> None:
     """Its factor would be zero, and nothing of gradients that begin with zeros would ever be sent again."""
     program, state = traced(PowerSGD(1), 16)

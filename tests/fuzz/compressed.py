@@ -21,10 +21,10 @@ from fuzz.description import Model, Program, Step, parameters_of, walk
 from fuzz.source import build, source_of
 from fuzz.strategy import programs
 from fuzz.training import BFLOAT16_TOLERANCE, ROUNDED_TOLERANCE, batch, change_parameters, loss_of
-from fuzz.watch import COLLECTIVE_TIMEOUT_SECONDS, TIMEOUT_SECONDS
 from ranks import RankError, RankPool
 
 POWER_TOLERANCE = 1e-4  # of factors in float32
+COLLECTIVE_TIMEOUT_SECONDS, TIMEOUT_SECONDS = 60.0, 240.0  # wrapped and compiled up to three times
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,13 @@ class Run:
                 with self.ddp.no_sync():
                     loss_of(self.ddp, x).backward()
             before, owed = gradient_copies(self.ddp.module), owed_here(self.ddp)
-            if self.rank in step.skipped_on:
-                for x in synchronised if step.skip_after_forward else ():
-                    loss_of(self.ddp, x)
+            skips, here = self.rank in step.skipped_on, {}
+            losses = [loss_of(self.ddp, x) for x in synchronised] if not skips or step.skip_after_forward else []
+            if skips:
                 self.ddp.skip_step()
-                here: dict[str, Tensor | None] = {}
             else:
+                torch.stack(losses).sum().backward()
                 here = self._of_twin(synchronised)
-                torch.stack([loss_of(self.ddp, x) for x in synchronised]).sum().backward()
         return self.ledger.differences(self.ddp, before, here, owed, used)
 
     def _of_twin(self, batches: list[Tensor]) -> dict[str, Tensor | None]:

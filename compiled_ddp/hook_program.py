@@ -67,7 +67,7 @@ def initial_state(hook: CommHook, flat: torch.Tensor) -> list[torch.Tensor]:
     """What `hook` keeps for a bucket like `flat` at first, in memory that nothing else has; empty without state."""
     if not isinstance(hook, StatefulHook):
         return []
-    state = hook.initial_state(flat)
+    state: object = hook.initial_state(flat)
     if not isinstance(state, tuple | list) or not all(isinstance(tensor, torch.Tensor) for tensor in state):
         raise TypeError(f"{hook!r}.initial_state must return a tuple of tensors, found {_words(state)}.")
     return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in state]
@@ -206,17 +206,12 @@ def _set_result_apart(graph: Graph) -> None:
     result, *state = output_values(graph)
     assert result is not None
     value = result.meta["val"]
-    taken = {_memory(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
-    if _memory(value) in taken or not value.is_contiguous() or value.storage_offset():
+    taken = {torch_private.memory_of(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
+    if torch_private.memory_of(value) in taken or not value.is_contiguous() or value.storage_offset():
         with graph.inserting_before(graph.output_node()):
             copied = graph.call_function(_clone, (result,), {"memory_format": torch.contiguous_format})
         copied.meta["val"] = value.clone(memory_format=torch.contiguous_format)
         set_output_values(graph, [copied, *state])
-
-
-def _memory(value: torch.Tensor) -> int:
-    """What is equal for tensors that share memory, also for fake ones."""
-    return value.untyped_storage()._cdata
 
 
 class HookedWork:

@@ -136,12 +136,14 @@ class BucketHook:
                 first_of.setdefault(index, place)
         begun: set[tuple[int, int]] = set()  # places and parameters with what `initial_state` says
         for former in self._former:
-            same = (p for p in self._all() if p.state is None and p.bucket.indices == former.place.bucket.indices)
-            place = next(same, None)
-            if place is not None:
-                self._begin(place, begun)
-                self._take_over(place, former)
-                self._move_parts(former, dict.fromkeys(place.bucket.indices, place), begun)
+            indices = former.place.bucket.indices
+            new = next(
+                (place for place in self._all() if place.state is None and place.bucket.indices == indices), None
+            )
+            if new is not None:
+                self._begin(new, begun)
+                self._take_over(new, former)
+                self._move_parts(former, dict.fromkeys(indices, new), begun)
         for former in self._former:
             self._move_parts(former, first_of, begun)
         self._former = [f for f in self._former if f.remaining or (f.waits and not self._is_lasting)]
@@ -204,7 +206,7 @@ class BucketHook:
         return saved
 
     def load_state_dict(
-        self, state: Mapping[str, Sequence[torch.Tensor]], names: Sequence[str], parameters: Sequence[torch.Tensor]
+        self, state: Mapping[str, Sequence[object]], names: Sequence[str], parameters: Sequence[torch.Tensor]
     ) -> None:
         """Take up what `state_dict` has returned, in place of all that there is; whatever the buckets are now.
 
@@ -222,15 +224,16 @@ class BucketHook:
         self._former = loaded
         self._move_on()
 
-    def _checked(self, key: str, tensors: Sequence[torch.Tensor], bucket: Bucket) -> list[torch.Tensor]:
-        """Copies of `tensors`, of the types that the hook's state for such a bucket has."""
+    def _checked(self, key: str, found: Sequence[object], bucket: Bucket) -> list[torch.Tensor]:
+        """Copies of what was found, of the types that the hook's state for such a bucket has."""
         expected = self.state(Place(bucket))
         shapes = [tuple(tensor.shape) for tensor in expected]
-        found = [tuple(t.shape) if isinstance(t, torch.Tensor) else repr(t) for t in tensors]
-        if found != shapes:
+        tensors = [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+        if len(tensors) != len(found) or [tuple(tensor.shape) for tensor in tensors] != shapes:
+            words = [tuple(other.shape) if isinstance(other, torch.Tensor) else other for other in found]
             raise ValueError(
                 f"the communication hook {self._hook!r} keeps tensors of the shapes {shapes} for the parameters {key}; "
-                f"found {found}. Load what comm_hook_state_dict() returned with this hook and this model."
+                f"found {words}. Load what comm_hook_state_dict() returned with this hook and this model."
             )
         for slot in self.owed:
             if not tensors[slot].isfinite().all():
@@ -284,7 +287,7 @@ class HookedBackward:
         program = self._hook.program(place.bucket)
         assert program is not None
         state = self._hook.state(place)
-        held_back: Set[int] = unused.intersection(place.bucket.indices) if self._hook.owed else frozenset()
+        held_back: Set[int] = unused & set(place.bucket.indices) if self._hook.owed else frozenset()
         if held_back:
             state = [tensor.clone() if slot in self._hook.owed else tensor for slot, tensor in enumerate(state)]
             for slot, index in _pairs(self._hook.owed, held_back):

@@ -16,6 +16,7 @@ ImportError from this module.
 | `torch._dynamo.symbolic_convert.TensorifyState` | the same, where floats are dynamic |
 | `torch._inductor.decomposition`, `torch._subclasses.FakeTensorMode` | tracing a communication hook |
 | `torch._C._DisableAutocast` | tracing and running one in the dtypes that it names |
+| `UntypedStorage._cdata` | which results of a communication hook share memory with its arguments |
 | `torch._inductor.ir.ConcatKernel` | producing gradients inside their bucket |
 | `torch._C._set_mkldnn_enabled`, `torch._dynamo.config.allow_rnn` | capturing recurrent layers |
 | `distributed_c10d._new_process_group_helper`, `_world` | a communicator's name, the same on every rank and run |
@@ -311,6 +312,11 @@ def trace_functional(function: Callable[..., Any], inputs: Sequence[torch.Tensor
         graph_module: GraphModule = traced(*(mode.from_tensor(value) for value in inputs))
     graph_module.graph.eliminate_dead_code()
     return graph_module
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What is equal for tensors that share memory, also for fake ones, which have no address."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def without_autocast() -> contextlib.AbstractContextManager[None]:

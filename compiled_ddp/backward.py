@@ -12,8 +12,7 @@ import torch.distributed as dist
 from compiled_ddp import torch_private, users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
-from compiled_ddp.hook_program import HookedWork
-from compiled_ddp.hook_state import HookedBackward
+from compiled_ddp.hooked_backward import HookedBackward, HookedWork
 from compiled_ddp.launch_observer import profiled
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, WEIGHT, Bucket, BucketPlan, Section
 from compiled_ddp.returned_gradients import ReturnedGradients

@@ -214,36 +214,6 @@ def _set_result_apart(graph: Graph) -> None:
         set_output_values(graph, [copied, *state])
 
 
-class HookedWork:
-    """What stands for the Work of an all-reduce where a hook has launched it: one run of its program by hand.
-
-    In two parts: up to its collectives at once, and what comes after them in `wait`.
-    """
-
-    def __init__(
-        self,
-        program: HookProgram,
-        flat: torch.Tensor,
-        state: Sequence[torch.Tensor],
-        keep: Callable[[Sequence[torch.Tensor]], None],
-    ) -> None:
-        """`keep` is given the new state."""
-        self._program, self._flat, self._keep = program, flat, keep
-        self._values = program.inputs(flat, state)
-        program.run(program.first, self._values)
-
-    def wait(self) -> None:
-        """Leave the mean in the flat buffer; a no-op the second time."""
-        if not self._values:
-            return
-        self._program.run(self._program.then, self._values)
-        reduced, *state = self._program.results(self._values)
-        self._values.clear()
-        with torch.no_grad():
-            as_real(self._flat).copy_(reduced)
-        self._keep(state)
-
-
 def _alike(found: object, expected: torch.Tensor) -> bool:
     return isinstance(found, torch.Tensor) and _type(found) == _type(expected)
 

@@ -6,7 +6,7 @@ means. That holds because
 
 - a state belongs to a place in the agreed sequence, not to a set of parameters: the buckets of a layer that is called
   twice have states of their own, the same ones on every rank, whether a graph launches them or hooks do;
-- it is replaced when a backward has ended, and not by one that breaks off (`HookedBackward.settle`);
+- it is replaced when a backward has ended well, and not by one that breaks off (`HookedBackward.settle`);
 - a parameter that a backward brings nothing to has of it what it had before;
 - when the sequence changes, what a parameter has of it moves to where its gradients go from then on (`adopt`).
 """
@@ -15,14 +15,14 @@ import functools
 import re
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 
 from compiled_ddp.assignment import place_buckets
 from compiled_ddp.comm_hooks import CommHook, Ranks, StatefulHook
-from compiled_ddp.hook_program import HookedWork, HookProgram, elementwise_state, example, initial_state
+from compiled_ddp.hook_program import HookProgram, elementwise_state, example, initial_state
 from compiled_ddp.plan import Bucket, Gradient, GradientSpec, ReductionSequence, Section
 
 
@@ -94,9 +94,9 @@ class BucketHook:
             place.state = [] if self.program(place.bucket) is None else initial_state(self._hook, flat)
         return place.state
 
-    def begin(self, sections: Sequence[Section]) -> "HookedBackward":
-        """A backward that launches these sections of the sequence."""
-        return HookedBackward(self, [place for section in sections for place in self._places[id(section)]])
+    def places(self, sections: Sequence[Section]) -> list[Place]:
+        """The places of these sections of the sequence, in launch order. Equal sections have places of their own."""
+        return [place for section in sections for place in self._places[id(section)]]
 
     # ---- when the sequence changes -----------------------------------------------------------------------------------
 
@@ -242,90 +242,6 @@ class BucketHook:
                     "make every gradient so: load an earlier state, or none."
                 )
         return [t.detach().to(like).clone() for t, like in zip(tensors, expected, strict=True)]
-
-
-@dataclass
-class _Change:
-    """What a backward makes of the state at one place."""
-
-    new: list[torch.Tensor]
-    as_before: Set[int]  # parameters that this backward brought nothing to
-    by_hooks: bool
-    held_back: Set[int] = frozenset()  # parameters whose debt took no part
-
-
-class HookedBackward:
-    """One backward's use of a communication hook, by position in what it launches. No state changes before `settle`."""
-
-    def __init__(self, hook: BucketHook, places: Sequence[Place]) -> None:
-        self._hook, self._places = hook, places
-        self._changes: dict[int, _Change] = {}
-
-    def reduces(self, position: int) -> bool:
-        """Whether the hook reduces this bucket."""
-        return self._hook.program(self._places[position].bucket) is not None
-
-    def state(self, positions: Iterable[int]) -> list[torch.Tensor]:
-        """What the hook keeps for these buckets, one after the other, for the graph that launches them."""
-        return [tensor for position in positions for tensor in self._hook.state(self._places[position])]
-
-    def keep(self, positions: Iterable[int], new: Sequence[torch.Tensor], left_out: Set[int]) -> None:
-        """Take what a graph has made of `state(positions)`; nothing becomes of its gradients of `left_out`."""
-        rest = iter(new)
-        for position in positions:
-            state = [next(rest) for _ in self._hook.state(self._places[position])]
-            self._note(position, _Change(state, left_out, by_hooks=False))
-        assert next(rest, None) is None
-
-    def launch(self, position: int, flat: torch.Tensor, unused: Set[int]) -> HookedWork:
-        """Reduce a bucket by hand: launch now; `wait` leaves the mean in `flat`.
-
-        What is owed to the parameters that this rank leaves `unused` is held back. Else it would be sent, and could be
-        thrown away: other ranks may not use them either, which nobody knows before the bucket has come back.
-        """
-        place = self._places[position]
-        program = self._hook.program(place.bucket)
-        assert program is not None
-        state = self._hook.state(place)
-        held_back: Set[int] = unused & set(place.bucket.indices) if self._hook.owed else frozenset()
-        if held_back:
-            state = [tensor.clone() if slot in self._hook.owed else tensor for slot, tensor in enumerate(state)]
-            for slot, index in _pairs(self._hook.owed, held_back):
-                place.part(slot, index, state).zero_()
-
-        def keep(new: Sequence[torch.Tensor]) -> None:
-            self._note(position, _Change(list(new), frozenset(), by_hooks=True, held_back=held_back))
-
-        return HookedWork(program, flat, state, keep)
-
-    def _note(self, position: int, change: _Change) -> None:
-        for new, old in zip(change.new, self._hook.state(self._places[position]), strict=True):
-            assert (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device), f"{new} for {old}"
-        change.new = [tensor.contiguous() for tensor in change.new]
-        self._changes[position] = change
-
-    @torch.no_grad()
-    def settle(self, unused: Set[int]) -> None:
-        """The backward has ended well: from now on the state is what it has made of it.
-
-        `unused` are those of the parameters reduced by hooks that no rank has used, whose .grad stays as it was.
-        """
-        for position, change in self._changes.items():
-            place = self._places[position]
-            indices = set(place.bucket.indices)
-            as_before = indices & ((unused | change.as_before) if change.by_hooks else change.as_before)
-            if as_before == indices:
-                continue  # also what belongs to the bucket as a whole
-            for slot, index in _pairs(self._hook.elementwise(place.bucket), as_before):
-                place.part(slot, index, change.new).copy_(place.part(slot, index))
-            for slot, index in _pairs(self._hook.owed, change.held_back - as_before):
-                place.part(slot, index, change.new).add_(place.part(slot, index))
-            place.state = change.new
-        self._changes.clear()
-
-
-def _pairs(slots: Set[int], indices: Set[int]) -> Iterator[tuple[int, int]]:
-    return ((slot, index) for slot in slots for index in indices)
 
 
 def _bucket_of(indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> Bucket:

@@ -21,6 +21,7 @@ from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.gradient_hooks import GradientHooks
 from compiled_ddp.hook_state import BucketHook
+from compiled_ddp.hooked_backward import HookedBackward
 from compiled_ddp.open_tasks import OpenTasks
 from compiled_ddp.options import Options
 from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
@@ -373,7 +374,7 @@ class Runtime:
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
             torch_hook=self.torch_hook,
             launching=self.proof.launching,
-            bucket_hook=None if self.bucket_hook is None else self.bucket_hook.begin(sections),
+            bucket_hook=None if self.bucket_hook is None else HookedBackward(self.bucket_hook, sections),
             scaling=self._options.scaling,
         )
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from compiled_ddp.assignment import place_buckets
 from compiled_ddp.comm_hooks import Ranks, StatefulHook
-from compiled_ddp.hook_state import BucketHook, HookedBackward
+from compiled_ddp.hook_state import BucketHook
+from compiled_ddp.hooked_backward import HookedBackward
 from compiled_ddp.plan import GradientSpec, ReductionSequence, Section
 
 NAMES = ("a", "b", "c")
@@ -58,7 +59,7 @@ def by_hooks(
     hook: BucketHook, sections: Sequence[Section], *values: float, unused: set[int] = frozenset()
 ) -> list[Tensor]:  # type: ignore[assignment]
     """Reduce buckets filled with these values, one for each that has gradients; returns the means."""
-    backward = hook.begin(sections)
+    backward = HookedBackward(hook, sections)
     buckets = [bucket for one in sections for bucket in one.plan.buckets]
     positions = [position for position in range(len(buckets)) if backward.reduces(position)]
     flats = [
@@ -110,7 +111,7 @@ def test_two_buckets_of_equal_parameters_have_states_of_their_own() -> None:
 def test_a_graph_and_hooks_in_turns_use_one_state() -> None:
     hook, agreed = hook_with(section([0], [1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 8.0, 8.0)
-    backward = hook.begin(agreed.sections)
+    backward = HookedBackward(hook, agreed.sections)
     state = backward.state(range(2))
     assert [tensor.unique().tolist() for tensor in state] == [[1.0], [4.0], [1.0], [4.0]]
     backward.keep(range(2), [tensor + 1 for tensor in state], frozenset())
@@ -122,7 +123,7 @@ def test_a_graph_and_hooks_in_turns_use_one_state() -> None:
 def test_a_bucket_without_elements_is_left_to_an_all_reduce() -> None:
     nothing = [torch.zeros(0), *parameters()[1:]]
     hook, agreed = hook_with(section([0], [1], of=nothing), section([2]))
-    backward = hook.begin(agreed.sections)
+    backward = HookedBackward(hook, agreed.sections)
     assert [backward.reduces(position) for position in range(5)] == [False, True, False, True, False]
     assert backward.state(range(1)) == []
 
@@ -133,7 +134,7 @@ def test_a_bucket_without_elements_is_left_to_an_all_reduce() -> None:
 def test_a_backward_that_does_not_end_changes_nothing() -> None:
     hook, agreed = hook_with(section([0, 1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 8.0)
-    backward = hook.begin(agreed.sections)
+    backward = HookedBackward(hook, agreed.sections)
     backward.launch(0, torch.ones(8), frozenset()).wait()
     state = backward.state(range(2, 3))
     backward.keep(range(2, 3), [tensor + 1 for tensor in state], frozenset())
@@ -152,7 +153,7 @@ def test_what_no_rank_uses_is_owed_what_it_was() -> None:
 def test_what_this_rank_does_not_use_is_held_back_while_others_send() -> None:
     hook, agreed = hook_with(section([0, 1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 8.0)
-    backward = hook.begin(agreed.sections)
+    backward = HookedBackward(hook, agreed.sections)
     flat = torch.zeros(8)
     work = backward.launch(0, flat, {0})
     work.wait()
@@ -164,7 +165,7 @@ def test_what_this_rank_does_not_use_is_held_back_while_others_send() -> None:
 def test_what_a_graph_computes_for_nobody_changes_nothing() -> None:
     hook, agreed = hook_with(section([0, 1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 8.0)
-    backward = hook.begin(agreed.sections)
+    backward = HookedBackward(hook, agreed.sections)
     state = backward.state(range(1))
     backward.keep(range(1), [tensor + 1 for tensor in state], {1})
     backward.settle({0})  # by hooks, which this bucket was not
@@ -217,7 +218,7 @@ def test_state_is_converted_with_the_parameters(dtype: torch.dtype) -> None:
     converted = [*parameters(dtype)[:2], parameters()[2]]
     agreed = sequence(section([0, 1], of=converted), section([2]))
     hook.adopt(agreed, lasting=True)
-    count, error = hook.begin(agreed.sections).state(range(1))
+    count, error = HookedBackward(hook, agreed.sections).state(range(1))
     real = torch.float32 if dtype.is_complex else dtype
     assert count.dtype == error.dtype == real and count.item() == 1.0
     assert error.tolist() == ([4.0, 0.0] * 8 if dtype.is_complex else [4.0] * 8)
@@ -230,13 +231,13 @@ def test_state_is_converted_with_the_parameters(dtype: torch.dtype) -> None:
 def test_what_is_owed_follows_the_memory_format() -> None:
     hook, agreed = hook_with(section([1]), section([0], [2]))
     (flat, *_) = (torch.arange(6.0), None)
-    backward = hook.begin(agreed.sections)
+    backward = HookedBackward(hook, agreed.sections)
     backward.launch(0, flat, frozenset()).wait()
     backward.settle(frozenset())
     transposed = [torch.zeros(2), torch.zeros(3, 2).t(), torch.zeros(4)]
     agreed = sequence(section([1], of=transposed), section([0], [2]))
     hook.adopt(agreed, lasting=True)
-    _, error = hook.begin(agreed.sections).state(range(1))
+    _, error = HookedBackward(hook, agreed.sections).state(range(1))
     assert (2 * error).tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
     assert (2 * owed(hook)["b"]).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -358,8 +359,8 @@ def test_a_backward_knows_its_sections_among_equal_ones() -> None:
     first, second = section([0, 1]), section([0, 1])
     assert first == second
     hook, _ = hook_with(first, second, section([2]))
-    backward: HookedBackward = hook.begin([second])
+    backward: HookedBackward = HookedBackward(hook, [second])
     backward.launch(0, torch.ones(8), frozenset()).wait()
     backward.settle(frozenset())
     assert [state[0].item() for state in hook.state_dict(NAMES).values()] == [1.0]
-    assert hook.begin([first]).state(range(1))[0].item() == 0.0
+    assert HookedBackward(hook, [first]).state(range(1))[0].item() == 0.0

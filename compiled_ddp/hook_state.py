@@ -110,6 +110,7 @@ class BucketHook:
             kept[place.bucket].append(place)
         self._sequence, self._is_lasting = sequence, lasting
         self._places = {id(s): [Place(bucket) for bucket in s.plan.buckets] for s in sequence.sections}
+        assert len(self._places) == len(sequence.sections), "a section stands twice in the sequence"
         for place in self._all():
             if kept[place.bucket]:
                 place.state = kept[place.bucket].pop(0).state
@@ -137,9 +138,7 @@ class BucketHook:
         begun: set[tuple[int, int]] = set()  # places and parameters with what `initial_state` says
         for former in self._former:
             indices = former.place.bucket.indices
-            new = next(
-                (place for place in self._all() if place.state is None and place.bucket.indices == indices), None
-            )
+            new = next((p for p in self._all() if p.state is None and p.bucket.indices == indices), None)
             if new is not None:
                 self._begin(new, begun)
                 self._take_over(new, former)
@@ -168,11 +167,11 @@ class BucketHook:
             self._begin(place, begun)
             for slot in self.elementwise(place.bucket) if place.state else ():
                 part, into = former.place.part(slot, index), place.part(slot, index)
-                if part.shape != into.shape:
+                if part.shape == into.shape:
+                    moved = (part.real if part.is_complex() and not into.is_complex() else part).to(into)
+                    into.copy_(moved if (id(place), index) in begun else into + moved)
+                else:
                     self._warn_of_another_shape(index, part, into)
-                    continue
-                part = part.real if part.is_complex() and not into.is_complex() else part
-                into.copy_(part.to(into) if (id(place), index) in begun else into + part.to(into))
                 part.zero_()
             begun.discard((id(place), index))
             former.remaining.discard(index)

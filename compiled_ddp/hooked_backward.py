@@ -45,8 +45,7 @@ class _Change:
     """What a backward makes of the state at one place."""
 
     new: list[torch.Tensor]
-    as_before: Set[int]  # parameters that this backward brought nothing to
-    by_hooks: bool
+    left_out: Set[int] | None  # parameters whose gradients nobody has asked for; None where hooks launched
     held_back: Set[int] = frozenset()  # parameters whose debt took no part
 
 
@@ -71,7 +70,7 @@ class HookedBackward:
         rest = iter(new)
         for position in positions:
             state = [next(rest) for _ in self._hook.state(self._places[position])]
-            self._note(position, _Change(state, left_out, by_hooks=False))
+            self._note(position, _Change(state, left_out))
         assert next(rest, None) is None
 
     def launch(self, position: int, flat: torch.Tensor, unused: Set[int]) -> HookedWork:
@@ -91,7 +90,7 @@ class HookedBackward:
                 place.part(slot, index, state).zero_()
 
         def keep(new: Sequence[torch.Tensor]) -> None:
-            self._note(position, _Change(list(new), frozenset(), by_hooks=True, held_back=held_back))
+            self._note(position, _Change(list(new), None, held_back))
 
         return HookedWork(program, flat, state, keep)
 
@@ -110,7 +109,7 @@ class HookedBackward:
         for position, change in self._changes.items():
             place = self._places[position]
             indices = set(place.bucket.indices)
-            as_before = indices & ((unused | change.as_before) if change.by_hooks else change.as_before)
+            as_before = indices & (change.left_out if change.left_out is not None else unused)
             if as_before == indices:
                 continue  # also what belongs to the bucket as a whole
             for slot, index in _pairs(self._hook.elementwise(place.bucket), as_before):

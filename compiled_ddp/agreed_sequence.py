@@ -8,6 +8,7 @@ from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.backward import Observations, TrainedParameters
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
+from compiled_ddp.hook_state import BucketHook
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionKind, ReductionSequence, Section
 from compiled_ddp.sequence import SequencePlanner
@@ -19,8 +20,17 @@ class AgreedSequence:
     What it becomes is `SequencePlanner`'s; this class knows when, and that all ranks have the same one.
     """
 
-    def __init__(self, options: Options, communicator: Communicator, hooks_reason: str | None) -> None:
-        """With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why."""
+    def __init__(
+        self,
+        options: Options,
+        communicator: Communicator,
+        hooks_reason: str | None,
+        bucket_hook: BucketHook | None = None,
+    ) -> None:
+        """With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why.
+
+        `bucket_hook` is told of every sequence.
+        """
         self.sequence: ReductionSequence | None = None
         self.buffers = SequenceBuffers(())
         self.refined = False  # whether the first backward of this sequence has ended
@@ -28,7 +38,7 @@ class AgreedSequence:
         self.graph_sections: dict[str, list[int]] = {}  # fingerprint -> the launched sections of equal graphs
         self.hooks_reason = hooks_reason
         self._reduction: ReductionKind | None = None  # in place of the options' own
-        self._options, self._communicator = options, communicator
+        self._options, self._communicator, self._bucket_hook = options, communicator, bucket_hook
         self._holds = False  # whether the next backward keeps `sequence`
         self.beginnings = -1  # how often a sequence has been brought about anew
         self._misfits = 0  # backwards in a row in which no rank's graphs fitted
@@ -40,10 +50,10 @@ class AgreedSequence:
             parameters, self._options, self._communicator.world_size, reduction=self._reduction
         )
         self.beginnings += 1
-        self._holds = False
+        self._holds = self.refined = False
         if self.hooks_reason is not None:
             self._adopt(self._planner.propose([], reason=self.hooks_reason))
-        self.refined, self.unused, self._misfits = False, frozenset(), 0
+        self.unused, self._misfits = frozenset(), 0
 
     def leave_to_hooks(self, reason: str | None) -> None:
         """From the next `begin_anew` on, reduce everything by hooks, for that `reason`; None where graphs take part."""
@@ -140,6 +150,8 @@ class AgreedSequence:
 
     def _adopt(self, sequence: ReductionSequence) -> ReductionSequence:
         self.buffers = SequenceBuffers(sequence.launched, self.buffers)
+        if self._bucket_hook is not None:
+            self._bucket_hook.adopt(sequence, lasting=self.refined)
         self.sequence, self._holds = sequence, True
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
         self.graph_sections = {}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from compiled_ddp import torch_private, users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
-from compiled_ddp.hook_program import BucketHook, HookedWork
+from compiled_ddp.hooked_backward import HookedBackward, HookedWork
 from compiled_ddp.launch_observer import profiled
 from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, WEIGHT, Bucket, BucketPlan, Section
@@ -93,7 +93,7 @@ class SynchronisedBackward:
         gradient_as_bucket_view: bool = True,
         torch_hook: TorchCommHook | None = None,
         launching: Callable[[Bucket, torch.Tensor], None],
-        bucket_hook: BucketHook | None = None,
+        bucket_hook: HookedBackward | None = None,
         scaling: Scaling | None = None,
     ) -> None:
         """`launching` is told of every flat buffer right before hooks launch it; `bucket_hook` reduces them.
@@ -268,6 +268,26 @@ class SynchronisedBackward:
             return self._buffers[position].lend()
         return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
 
+    def hook_state(self, section: int) -> list[torch.Tensor]:
+        """What a communication hook keeps for a claimed section: further inputs of its graph."""
+        return [] if self._bucket_hook is None else self._bucket_hook.state(self._positions_in(section))
+
+    def keep_hook_state(self, section: int, state: Sequence[torch.Tensor]) -> None:
+        """Note the new state that the section's graph returns. Before its gradients reach the parameters."""
+        if self._bucket_hook is not None:
+            indices = self.sections[section].plan.indices
+            left_out = {i for i in indices if torch_private.fate_of_gradient(self._parameters.tensors[i]) == "none"}
+            self._bucket_hook.keep(self._positions_in(section), state, left_out)
+
+    def settle_hook_state(self) -> None:
+        """This backward has ended well on every rank, so that what was sent in it is used."""
+        if self._bucket_hook is not None:
+            self._bucket_hook.settle(self.unused_everywhere())
+
+    def _positions_in(self, section: int) -> range:
+        first = self._buffers.first_position[section]
+        return range(first, first + len(self.sections[section].plan.buckets))
+
     def rider_values(self, plan: BucketPlan) -> torch.Tensor:
         """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
         values = torch.empty(plan.riders.numel, dtype=torch.float32, device=plan.buckets[-1].device)
@@ -393,7 +413,7 @@ class SynchronisedBackward:
         progress.summed = buffer.flat if self._scaling is None else self._scaling.outgoing(buffer.flat)
         try:
             with profiled("launch", self._standing.bucket, position):
-                progress.work = self._reduce(progress.bucket, progress.summed)
+                progress.work = self._reduce(position, progress.summed)
         except RuntimeError as error:
             raise self._communicator.failure(error, f"{self._words(position)} could not be launched") from error
         self._standing.hooks_launched(position)
@@ -423,10 +443,11 @@ class SynchronisedBackward:
             raise
         self._standing.hooks_launched(position)
 
-    def _reduce(self, bucket: Bucket, flat: torch.Tensor) -> dist.Work | HookedWork:
-        if self._bucket_hook is None or not bucket.gradients:
+    def _reduce(self, position: int, flat: torch.Tensor) -> dist.Work | HookedWork:
+        if self._bucket_hook is None or not self._bucket_hook.reduces(position):
             return self._communicator.all_reduce(flat)
-        return self._bucket_hook.begin(bucket, flat)
+        indices = self._progress[position].bucket.indices
+        return self._bucket_hook.launch(position, flat, {index for index in indices if not self._is_used(index)})
 
     def _is_used(self, index: int) -> bool:
         """Whether this rank has a gradient to reduce, produced since the last synchronised backward."""
@@ -635,6 +656,7 @@ class SynchronisedBackward:
         A parameter that no rank has used since the last synchronised backward keeps its .grad untouched. Returns the
         others that hooks have reduced.
         """
+        self.settle_hook_state()
         written: set[int] = set()
         if self.returned is not None:
             self._restore_untouched()

@@ -1,8 +1,9 @@
 """Communication hooks that become part of the backward graph: how a bucket is reduced, as a function of tensors.
 
 A hook gets the gradients of one bucket, flat and undivided, and returns their mean over ranks, of the same shape and
-dtype. It is traced once for each bucket, so it may not depend on values; everything in it is fused with the kernels
-around it, and its collectives are launched and awaited where the backward's own would be:
+dtype. Complex gradients are given to it as pairs of real numbers, one after the other. It is traced once for each
+bucket, so it may not depend on values; everything in it is fused with the kernels around it, and its collectives are
+launched and awaited where the backward's own would be:
 
     def in_bfloat16(gradients, ranks):
         return ranks.all_reduce((gradients / ranks.size).to(torch.bfloat16)).to(gradients.dtype)
@@ -17,7 +18,7 @@ In the spirit of torch.distributed.algorithms.ddp_comm_hooks, whose hooks work o
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,7 +44,21 @@ class Ranks:
 
 
 class StatefulHook(ABC):
-    """A hook with tensors of its own for each bucket, which `ddp.comm_hook_state_dict()` saves."""
+    """A hook with tensors of its own for each bucket, which `ddp.comm_hook_state_dict()` saves.
+
+    Each bucket of a backward has a state of its own, also where two have the same parameters. A floating-point tensor
+    that is as long as the bucket belongs to the gradients, element by element: what it has of a parameter moves along
+    when that comes into another bucket, and stays as it is in a step in which no rank uses the parameter. Other state
+    begins anew with other parameters in the bucket. A new state is taken when the backward has ended on every rank; and
+    not where the mean is not finite, or the state would become so, as in a step that a GradScaler skips.
+
+    `owed` names, by their places in the state, the tensors of the gradients that a compression has not sent yet: as
+    long as the bucket, in the gradients' own unit (not divided by the number of ranks), another on every rank. For
+    each parameter, the means so far plus the mean over ranks of what is owed should be the sum of the true means. A
+    rank that does not use a parameter holds back what it owes to it, so that this takes no room from what is used.
+    """
+
+    owed: ClassVar[tuple[int, ...]] = ()
 
     @abstractmethod
     def initial_state(self, gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -51,7 +66,7 @@ class StatefulHook(ABC):
 
     @abstractmethod
     def __call__(self, gradients: torch.Tensor, ranks: Ranks, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The mean over ranks, followed by the new state."""
+        """The mean over ranks, followed by the new state, of the shapes and dtypes that it was given in."""
 
 
 CommHook = Callable[..., Any]  # (gradients, ranks) -> mean, or a `StatefulHook`
@@ -68,8 +83,32 @@ def fp16_compress(gradients: torch.Tensor, ranks: Ranks) -> torch.Tensor:
 
 
 def fp32_reduce(gradients: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Reduce low-precision gradients in float32, so that the sum is rounded once: twice their bytes on the wire."""
-    return ranks.all_reduce(gradients.float() / ranks.size).to(gradients.dtype)
+    """Reduce low-precision gradients in float32, so that the sum is rounded once: twice their bytes on the wire.
+
+    float64 stays float64.
+    """
+    return ranks.all_reduce(_widened(gradients) / ranks.size).to(gradients.dtype)
+
+
+def _widened(gradients: torch.Tensor) -> torch.Tensor:
+    """Gradients of 16 bits in float32, others as they are."""
+    return gradients.to(torch.promote_types(gradients.dtype, torch.float32))
+
+
+def _saturated(values: torch.Tensor, dtype: torch.dtype, unit: float = 1.0) -> torch.Tensor:
+    """`values` times `unit`, a power of two, in `dtype`: its largest number where they are beyond that.
+
+    Else what is owed could grow beyond what can be sent, and no mean would be finite any more. What is not finite to
+    begin with stays so.
+    """
+    most = torch.finfo(dtype).max / unit
+    return (torch.where(values.isfinite(), values.clamp(-most, most), values) * unit).to(dtype)
+
+
+def _unit_columns(matrix: torch.Tensor) -> torch.Tensor:
+    """The columns, each with 1 as its largest magnitude; zeros as they are."""
+    largest = matrix.abs().amax(0)
+    return matrix / torch.where(largest == 0, torch.ones_like(largest), largest)
 
 
 @dataclass(frozen=True)
@@ -77,21 +116,28 @@ class TopK(StatefulHook):
     """Send the `fraction` of a bucket's gradients that is largest in magnitude, and keep the rest for the next step.
 
     What was not sent is added to the next step's gradients (error feedback; Stich, Cordonnier, Jaggi, "Sparsified SGD
-    with Memory", 2018). Each rank sends values and indices of its own choice, 12 bytes for each in float32.
+    with Memory", 2018). Each rank sends values and indices of its own choice, 12 bytes for each in float32. What is
+    kept of gradients of 16 bits is float32.
     """
 
     fraction: float = 0.01
+    owed: ClassVar[tuple[int, ...]] = (0,)
 
     def initial_state(self, gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (torch.zeros_like(gradients),)
+        return (torch.zeros_like(_widened(gradients)),)
 
     def __call__(self, gradients: torch.Tensor, ranks: Ranks, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
         (error,) = state
         wanted = gradients + error
         largest = wanted.abs().topk(max(1, int(self.fraction * wanted.numel()))).indices
-        values, indices = ranks.all_gather(wanted[largest]), ranks.all_gather(largest)
-        mean = torch.zeros_like(wanted).index_add(0, indices, values / ranks.size)
-        return mean, wanted.index_fill(0, largest, 0.0)
+        sent = _saturated(wanted[largest], gradients.dtype)
+        values, indices = ranks.all_gather(sent), ranks.all_gather(largest)
+        mean = torch.zeros_like(wanted).index_add(0, indices, values.to(wanted.dtype) / ranks.size)
+        if wanted.dtype == gradients.dtype:
+            return mean, wanted.index_fill(0, largest, 0.0)
+        rounded = _saturated(mean, gradients.dtype)
+        rest = wanted.index_add(0, largest, sent.to(wanted.dtype), alpha=-1)
+        return rounded, rest + (mean - rounded)
 
 
 @dataclass(frozen=True)
@@ -100,25 +146,29 @@ class PowerSGD(StatefulHook):
 
     One step of a power iteration from the last step's factor, with error feedback (Vogels, Karimireddy, Jaggi,
     "PowerSGD", 2019; torch's batched_powerSGD_hook). Its second collective needs the first one's result, so the
-    buckets' collectives run one after the other.
+    buckets' collectives run one after the other. Gradients of 16 bits are compressed in float32.
     """
 
     rank: int = 2
+    owed: ClassVar[tuple[int, ...]] = (0,)
 
     def initial_state(self, gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        side = self._side(gradients)
-        generator = torch.Generator().manual_seed(side)  # the same factor on every rank
-        factor = torch.randn(side, min(self.rank, side), generator=generator)
-        return torch.zeros_like(gradients), factor.to(gradients.device, gradients.dtype)
+        side, error = self._side(gradients), torch.zeros_like(_widened(gradients))
+        generator = torch.Generator(device="cpu").manual_seed(side)  # the same factor on every rank
+        factor = torch.randn(side, min(self.rank, side), generator=generator, dtype=torch.float32, device="cpu")
+        return error, factor.to(error.device, error.dtype)
 
     def __call__(self, gradients: torch.Tensor, ranks: Ranks, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
         error, factor = state
         wanted, side = gradients + error, self._side(gradients)
-        matrix = torch.nn.functional.pad(wanted, (0, side * side - wanted.numel())).view(side, side)
-        left, _ = torch.linalg.qr(ranks.all_reduce(matrix @ factor))
-        right = ranks.all_reduce(matrix.t() @ left) / ranks.size
-        mean = (left @ right.t()).reshape(-1)[: wanted.numel()]
-        return mean, wanted - mean, right
+        unit = 2.0 ** side.bit_length()  # in which no sum below is larger than the largest gradient
+        matrix = torch.nn.functional.pad(wanted / unit, (0, side * side - wanted.numel())).view(side, side)
+        left, _ = torch.linalg.qr(_unit_columns(ranks.all_reduce(matrix @ factor / ranks.size)))
+        right = ranks.all_reduce(matrix.t() @ left / ranks.size)
+        mean = _saturated((left @ right.t()).reshape(-1)[: wanted.numel()], gradients.dtype, unit)
+        # A column that has found nothing would find nothing in the next step either; the old one may.
+        next_factor = torch.where((right != 0).any(0), _unit_columns(right), factor)
+        return mean, wanted - mean, next_factor
 
     @staticmethod
     def _side(gradients: torch.Tensor) -> int:

@@ -1,8 +1,8 @@
 """Several wrappers in one backward: who may wait for other ranks, and when.
 
 [Note: waiting in one order] Autograd runs the parts of two wrappers in the order of this rank's forwards, which another
-rank may have called the other way round. Each then waits for what the other has not sent yet, for ever. So all ranks of
-all wrappers keep one order of what is waited for: in the middle of a backward a rank waits for something (in a graph, or
+rank may have called the other way round. Each then waits for what the other has not sent yet, for ever. So all ranks
+keep one order of what is waited for: in the middle of a backward a rank waits for something (in a graph, or
 to agree on a sequence of buckets) only if it has sent all that comes before; otherwise hooks send it, which wait for
 nothing. When the backward has ended, everything of all its wrappers is sent before any result is awaited, and results
 are awaited in that order. The order is that of the rank that came first, kept in the store.
@@ -69,7 +69,7 @@ class Conductor:
         self._wrappers.add(wrapper)
 
     def backward_reached(self, wrapper: Conducted) -> None:
-        """A backward has reached `wrapper`. Should it break off, the others that it would have reached are told by it."""
+        """A backward has reached `wrapper`. Should it break off, it tells the others that it would have reached."""
         for other in self._wrappers:
             if other is not wrapper:
                 other.expect_in_task()

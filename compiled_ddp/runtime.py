@@ -22,7 +22,8 @@ from compiled_ddp.conductor import conductor
 from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.gradient_hooks import GradientHooks
-from compiled_ddp.hook_program import BucketHook
+from compiled_ddp.hook_state import BucketHook
+from compiled_ddp.hooked_backward import HookedBackward
 from compiled_ddp.open_tasks import OpenTasks
 from compiled_ddp.options import Options
 from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
@@ -96,13 +97,11 @@ class Runtime:
         With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why.
         """
         self.parameters, self.communicator = parameters, communicator
-        self.agreed = AgreedSequence(options, communicator, hooks_reason)
-        # Reduces buckets in place of an all-reduce.
-        self.bucket_hook = options.comm_hook and BucketHook(
-            options.comm_hook,
-            Ranks(communicator.world_size, communicator.group_name),
-            lambda index: self.parameters.tensors[index].numel(),
-        )
+        self.bucket_hook: BucketHook | None = None  # reduces buckets in place of an all-reduce
+        if options.comm_hook is not None:
+            ranks = Ranks(communicator.world_size, communicator.group_name)
+            self.bucket_hook = BucketHook(options.comm_hook, ranks)
+        self.agreed = AgreedSequence(options, communicator, hooks_reason, self.bucket_hook)
         self.proof = Proof(parameters, communicator, options.verify)
         self.weight = 1.0  # of this rank in a weighted mean
         self.carried: torch.Tensor | None = None  # the sums over ranks of the user's rider elements
@@ -263,11 +262,11 @@ class Runtime:
             if not self._tasks.has_current():  # asked for every gradient
                 self._enter_task()
             self._is_due = False
-            if self._current is None and self._postponed is None and self._begin_waits:
-                if not conductor.may_wait(self, self._begin_event):
-                    self._postponed = []
-                    self._hooks.install()
-                    self._hooks.hold_back_users()
+            begins_here = self._current is None and self._postponed is None and self._begin_waits
+            if begins_here and not conductor.may_wait(self, self._begin_event):
+                self._postponed = []
+                self._hooks.install()
+                self._hooks.hold_back_users()
             if self._current is None and self._postponed is None:
                 returned = watch_returned(self.parameters.tensors)
                 self._current = self._begin(lambda call: call.will_run(), self._will_accumulate, returned)
@@ -402,7 +401,7 @@ class Runtime:
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
             torch_hook=self.torch_hook,
             launching=self.proof.launching,
-            bucket_hook=self.bucket_hook,
+            bucket_hook=None if self.bucket_hook is None else HookedBackward(self.bucket_hook, sections),
             scaling=self._options.scaling,
         )
 
@@ -542,7 +541,7 @@ class Runtime:
 
         handle = node.register_prehook(enter)
 
-    # ---- conducted, [Note: waiting in one order] ----------------------------------------------------------------------
+    # ---- conducted, [Note: waiting in one order] ---------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -914,6 +913,7 @@ class Runtime:
 
     def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> None:
         """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end."""
+        backward.settle_hook_state()
         if findings.counts_differ:
             self._report_different_steps()
         if self.sparse.average(lambda: 0.0, aborted=True) is not None or backward.returned is not None:

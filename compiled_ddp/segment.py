@@ -13,7 +13,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.backward import SynchronisedBackward
 from compiled_ddp.graph_run import watched_graph
 from compiled_ddp.passes.pipeline import Pipeline
-from compiled_ddp.plan import Bucket, BucketPlan
+from compiled_ddp.plan import BucketPlan
 from compiled_ddp.runtime import Runtime, UntilBackward
 
 # [Note: backward variants] A graph has one forward and up to three backwards, each compiled when it is first needed:
@@ -255,14 +255,17 @@ class Segment:
             if runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
                 backward.message.verify = True
             flat_buffers = backward.lend_buffers(section, self._lent_buckets)
-            state = [tensor for bucket in call.plan.buckets for tensor in self._hook_state(bucket)]
+            state = backward.hook_state(section)
             saved_and_tangents += [backward.rider_values(call.plan), *pending, *state, *flat_buffers]
         except BaseException:
             backward.graph_broke(call.plan)
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise
         try:
-            gradients, riders = self._run_graph(runtime, call, implementation, node, saved_and_tangents, len(state))
+            gradients, riders, new_state = self._run_graph(
+                runtime, call, implementation, node, saved_and_tangents, len(state)
+            )
+            backward.keep_hook_state(section, new_state)
             positions = call.index_of
             reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
             backward.segment_ran(section, riders, reduced)
@@ -279,28 +282,18 @@ class Segment:
         node: Any,
         inputs: list[Any],
         state_tensors: int,
-    ) -> tuple[list[Any], torch.Tensor]:
-        """The gradients of the graph's inputs, and the reduced riders."""
+    ) -> tuple[list[Any], torch.Tensor, list[torch.Tensor]]:
+        """The gradients of the graph's inputs, the reduced riders, and the new state of a communication hook."""
         watching = runtime.proof.watching(call.plan, sees_values=not self._in_cuda_graphs)
         with watched_graph(runtime.communicator), watching:
             *gradients, riders = implementation(node, inputs)
+        new_state: list[torch.Tensor] = []
         if state_tensors:
-            gradients, new_state = gradients[:-state_tensors], iter(gradients[-state_tensors:])
-            for bucket in call.plan.buckets:
-                self._keep_hook_state(bucket, [next(new_state) for _ in self._hook_state(bucket)])
+            gradients, new_state = gradients[:-state_tensors], gradients[-state_tensors:]
+            if self._in_cuda_graphs:  # the next replay writes over what this one returned
+                new_state = [tensor.clone() for tensor in new_state]
         for bucket in self.plan.buckets:
             if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
                 (alone,) = bucket.indices
                 gradients[alone] = gradients[alone].detach()  # autograd would copy what anyone else holds
-        return gradients, riders
-
-    def _hook_state(self, bucket: Bucket) -> Sequence[torch.Tensor]:
-        """What a communication hook keeps for a bucket over parameters."""
-        hook = self.runtime.bucket_hook
-        return () if hook is None or not bucket.gradients else hook.state(bucket)
-
-    def _keep_hook_state(self, bucket: Bucket, state: Sequence[torch.Tensor]) -> None:
-        assert self.runtime.bucket_hook is not None
-        if self._in_cuda_graphs:  # the next replay writes over what this one returned
-            state = [tensor.clone() for tensor in state]
-        self.runtime.bucket_hook.keep(bucket, state)
+        return gradients, riders, new_state

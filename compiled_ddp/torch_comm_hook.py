@@ -1,8 +1,9 @@
 """A communication hook of the user's that reduces each bucket, as torch's DDP has it (`register_comm_hook`)."""
 
+import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -76,7 +77,7 @@ class HookedReduction:
         """Leave the hook's result in the flat buffer.
 
         Raises RuntimeError for a future that failed, that is not done within the group's timeout, or that holds
-        anything but one tensor of the bucket's size.
+        anything but one tensor of the bucket's size, complex if the bucket is.
         """
         try:
             self._take_result()
@@ -101,8 +102,15 @@ class HookedReduction:
                 f"the future of the communication hook {name} must hold one tensor of {self._flat_buffer.numel()} "
                 f"elements, as bucket.buffer() has, found {found}"
             )
+        if result.is_complex() != self._flat_buffer.is_complex():
+            raise RuntimeError(
+                f"the future of the communication hook {name} holds {result.dtype} for gradients of "
+                f"{self._flat_buffer.dtype}, whose imaginary part would be lost: return a tensor of the buffer's dtype"
+            )
+        # In the order and with the signs that it stands for, where it is a view of the buffer itself.
+        result = result.resolve_conj().resolve_neg().reshape(-1)
         if result.data_ptr() != self._flat_buffer.data_ptr() or result.dtype != self._flat_buffer.dtype:
-            self._flat_buffer.copy_(result.reshape(-1))
+            self._flat_buffer.copy_(result)
 
 
 class TorchCommHook:
@@ -154,6 +162,18 @@ def check_comm_hook(hook: object) -> str:
     return str(getattr(hook, "__qualname__", type(hook).__qualname__))
 
 
+def check_takes_complex(hook: Hook, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise TypeError if a complex parameter meets one of torch's hooks that cast gradients to 16-bit real numbers."""
+    name = next((name for name, parameter in parameters.items() if parameter.is_complex()), None)
+    if name is None or getattr(hook, "__module__", "") != fp16_compress_hook.__module__:
+        return
+    if "16_compress" in hook.__qualname__:
+        raise TypeError(
+            f"torch's {hook.__name__} would drop the imaginary part of the gradient of parameter {name}. Pass "
+            "comm_hook=fp16_compress or bf16_compress of compiled_ddp.comm_hooks to the wrapper instead, which keep it."
+        )
+
+
 def builtin_hook(kind: dist.BuiltinCommHookType) -> Hook:
     """What DDP's built-in hook of this kind does, for the wrapper's communicator as its state."""
     hooks = {
@@ -163,6 +183,7 @@ def builtin_hook(kind: dist.BuiltinCommHookType) -> Hook:
     if kind not in hooks:
         raise ValueError(f"the built-in communication hook must be one of {[str(k) for k in hooks]}, found {kind!r}.")
 
+    @functools.wraps(hooks[kind])
     def reduce(communicator: Communicator, bucket: Any) -> Any:
         return hooks[kind](communicator.group, bucket)
 

@@ -41,7 +41,7 @@ from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
 from compiled_ddp.state_keys import accept_wrapped_keys, bare_state, strip_own_prefix
 from compiled_ddp.stats import training_stats
-from compiled_ddp.torch_comm_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook
+from compiled_ddp.torch_comm_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook, check_takes_complex
 from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
 
 _moments = itertools.count(1)
@@ -112,7 +112,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         self._input_device = input_device(self._ddp_arguments, self._own.devices())
         self._check_devices(ranks)
         if self._options.comm_hook is not None:
-            check_hook(self._options.comm_hook, next(iter(self._own.trained().values())))
+            check_hook(self._options.comm_hook, self._dense_and_sparse()[0])
         if self._own.sparse() and (self._options.comm_hook is not None or self._options.scaling is not None):
             raise ValueError(
                 f"parameter {min(self._own.sparse())} has a sparse gradient, which takes part in no communication hook "
@@ -253,6 +253,8 @@ class DataParallelWrapper(nn.Module, Joinable):
         check_parts(self._own)
         check_layouts(self._own, self._options)
         self._check_devices(self._runtime.communicator.ranks)
+        if self._options.comm_hook is not None:
+            check_hook(self._options.comm_hook, self._dense_and_sparse()[0])
         added = sorted(self._own.sparse().difference(self._runtime.sparse.names))
         if added:
             raise ValueError(
@@ -472,13 +474,19 @@ class DataParallelWrapper(nn.Module, Joinable):
         with a `reduction` other than the mean, whose place the hook takes. A hook that raises in a backward ends that
         backward on every rank, and the wrapper cannot reduce any more.
         """
-        self._register(state, hook, lambda: check_comm_hook(hook))
+
+        def name() -> str:
+            checked = check_comm_hook(hook)
+            check_takes_complex(hook, self._own.trained())
+            return checked
+
+        self._register(state, hook, name)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """Let the hook that DDP has built in reduce every bucket, on the wrapper's own communicator."""
 
         def name() -> str:
-            builtin_hook(comm_hook_type)
+            check_takes_complex(builtin_hook(comm_hook_type), self._own.trained())
             return str(comm_hook_type)
 
         def reduce(state: Communicator, bucket: Any) -> Any:
@@ -590,18 +598,28 @@ class DataParallelWrapper(nn.Module, Joinable):
         return {} if carried is None else dict(zip(self._options.piggyback, carried.unbind(), strict=True))
 
     def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
-        """What the `comm_hook` keeps on this rank, by the names of each bucket's parameters; another on every rank."""
+        """What the `comm_hook` keeps on this rank, by the names of each bucket's parameters; another on every rank.
+
+        Copies, which later steps do not change.
+        """
         hook = self._runtime.bucket_hook
         return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
 
     def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Take up what `comm_hook_state_dict` has returned, on the same rank, with equal buckets.
+        """Take up what `comm_hook_state_dict` has returned, on the same rank, in place of all that there is.
 
-        Raises KeyError for a parameter that the model does not have, RuntimeError without a `comm_hook`.
+        The buckets, and the parameters' dtypes and devices, may be other ones than when it was saved: what is owed to a
+        parameter goes to where its gradients go. What the hook keeps for a bucket as a whole, such as PowerSGD's
+        factor, needs a bucket of the same parameters, else it begins anew.
+
+        Raises KeyError for a parameter that the model does not have, ValueError, which names the bucket, for tensors of
+        another number or shape than the hook's or owed values that are not finite, RuntimeError without a `comm_hook`.
+        Nothing is taken up then.
         """
         if self._runtime.bucket_hook is None:
             raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
-        self._runtime.bucket_hook.load_state_dict(state, self._runtime.parameters.names)
+        parameters = self._runtime.parameters
+        self._runtime.bucket_hook.load_state_dict(state, parameters.names, parameters.tensors)
 
     # ---- what users look at ------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from compiled_ddp.passes.ops import all_reduce, wait_tensor
 from compiled_ddp.plan import Bucket, BucketPlan, Gradient
 
 _aten = torch.ops.aten
-_mul = _aten.mul.Tensor
+_mul, _reshape = _aten.mul.Tensor, _aten.reshape.default
 
 
 def form_buckets(
@@ -40,9 +40,9 @@ def form_buckets(
     Flattening keeps each gradient's memory order, so that the view of it has the parameter's strides. A bucket's
     reduction stands where its last gradient was reduced, but never before that of the bucket that launches before it.
 
-    With `hooks`, one for each bucket, the program of a bucket's hook stands in place of its all-reduce and wait. Its
-    state is appended to the graph's inputs, for all buckets in launch order, and the new state goes before the riders
-    among the outputs.
+    With `hooks`, one for each bucket, the program of a bucket's hook stands in place of its all-reduce and wait. It is
+    given complex gradients as pairs of real numbers. Its state is appended to the graph's inputs, for all buckets in
+    launch order, and the new state goes before the riders among the outputs.
 
     Does nothing for an empty plan.
     """
@@ -115,6 +115,11 @@ def _merge(
 ) -> tuple[Node, list[Node]]:
     """Emit one bucket's reduction; returns the reduced flat tensor, and the hook's new state."""
     parts = [_flatten(graph, reduction) for reduction in merged]
+    if hook is not None and bucket.dtype.is_complex:
+        parts = [emit(graph, _reshape, emit(graph, _aten.view_as_real.default, part), [-1]) for part in parts]
+        reduced, new = inline_hook(graph, hook.graph, parts, state)
+        pairs = emit(graph, _reshape, reduced, [-1, 2])
+        return emit(graph, _aten.view_as_complex.default, pairs), new
     if hook is not None:
         return inline_hook(graph, hook.graph, parts, state)
     if bucket.riders is not None:
@@ -141,7 +146,7 @@ def _flatten(graph: Graph, reduction: Reduction) -> Node:
     order = memory_order(reduction.gradient)
     if order != sorted(order):
         gradient = emit(graph, _aten.permute.default, gradient, order)
-    return emit(graph, _aten.reshape.default, gradient, [-1])
+    return emit(graph, _reshape, gradient, [-1])
 
 
 def _view(graph: Graph, flat: Node, size: Sequence[int], stride: Sequence[int], offset_elements: int) -> Node:

@@ -1,20 +1,24 @@
 """`make fuzz`: many random programs, and a summary line.
 
     PYTHONPATH=tests python -m fuzz.long_run --models 2000 --seed 1
+    PYTHONPATH=tests python -m fuzz.long_run --what hooks --models 500 --seed 1
 
-Each program is trained under both wrappers, on two ranks, in every third chunk on three. The first failure ends its
-chunk: hypothesis shrinks it and the smallest program is printed, to become a test in tests/fuzz/test_found.py. The exit
-status is 1 if there was one.
+Each program is trained under both wrappers (with `--what hooks` under one, and a lossy communication hook), on two
+ranks, in every third chunk on three. The first failure ends its chunk: hypothesis shrinks it and the smallest program
+is printed, to become a test in tests/fuzz/test_found.py. The exit status is 1 if there was one.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.strategies import SearchStrategy
 
+from fuzz.compressed import compressed_programs, conserve
 from fuzz.description import Program
 from fuzz.strategy import programs
 from fuzz.watch import compare
@@ -27,8 +31,20 @@ class Count:
     models = 0
 
 
-def chunk(pool: RankPool, number: int, models: int, count: Count, *, shrink: bool) -> Callable[[], None]:
+def compare_both(pool: RankPool, program: Program) -> None:
+    compare(pool, program, ("EagerDDP", "compile_ddp"))
+
+
+# What is drawn, and what must hold.
+WHAT: dict[str, tuple[SearchStrategy[Any], Callable[[RankPool, Any], None]]] = {
+    "models": (programs(), compare_both),
+    "hooks": (compressed_programs(), conserve),
+}
+
+
+def chunk(pool: RankPool, what: str, number: int, models: int, count: Count, *, shrink: bool) -> Callable[[], None]:
     """A hypothesis test of `models` programs on the pool's ranks."""
+    strategy, holds = WHAT[what]
 
     @seed(number)
     @settings(
@@ -39,11 +55,11 @@ def chunk(pool: RankPool, number: int, models: int, count: Count, *, shrink: boo
         phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
         report_multiple_bugs=False,
     )
-    @given(programs())
-    def run(program: Program) -> None:
+    @given(strategy)
+    def run(program: Any) -> None:
         count.models += 1
         try:
-            compare(pool, program, ("EagerDDP", "compile_ddp"))
+            holds(pool, program)
         except AssertionError as error:
             print(f"---- model {count.models} fails ----\n{error}", flush=True)
             raise
@@ -53,6 +69,7 @@ def chunk(pool: RankPool, number: int, models: int, count: Count, *, shrink: boo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--what", choices=WHAT, default="models", help="programs of which kind; default: %(default)s")
     parser.add_argument("--models", type=int, default=2000, help="programs in all; default: %(default)s")
     parser.add_argument("--seed", type=int, default=1, help="others for every seed; default: %(default)s")
     parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=True, help="make failures minimal")
@@ -65,14 +82,14 @@ def main() -> int:
             models = min(CHUNK, arguments.models - first)
             try:
                 seed_of_chunk = 1_000_000 * arguments.seed + number
-                chunk(pool, seed_of_chunk, models, counts[pool.world_size], shrink=arguments.shrink)()
+                chunk(pool, arguments.what, seed_of_chunk, models, counts[pool.world_size], shrink=arguments.shrink)()
             except AssertionError as error:
                 failures += 1
                 print(f"---- chunk {number}, the smallest failure ----\n{error}", flush=True)
             done = f"{counts[2].models} models on 2 ranks, {counts[3].models} on 3"
             print(f"chunk {number}: {done}, {failures} failing chunks, {time.monotonic() - begun:.0f} s", flush=True)
     print(
-        f"fuzz: seed {arguments.seed}, {done}, each under both wrappers: {failures} chunks with a failure, "
+        f"fuzz: {arguments.what}, seed {arguments.seed}, {done}: {failures} chunks with a failure, "
         f"{time.monotonic() - begun:.0f} s, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
     )
     return 1 if failures else 0

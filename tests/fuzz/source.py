@@ -82,7 +82,7 @@ class _Writer:
 
     def _lines(self, op: Op) -> list[str]:
         layer, vector = f"self.linear{op.key}", f"self.vector{op.key}"
-        cast = f"x.to(torch.{self._model.dtype_of(op.key)})"
+        cast = f"x.to({layer}.weight.dtype)"
         match op.kind:
             case "linear":
                 return [f"x = {layer}({cast}).float().clamp(-3, 3)"]

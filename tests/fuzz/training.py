@@ -97,7 +97,7 @@ def _train_under(name: str, program: Program, rank: int) -> list[str]:
             found = [*_run_step(ddp, by_hand, step, number, rank, tolerance=tolerance)]
             differences += [f"step {number}, {difference}" for difference in found]
             for module in (model, by_hand.module):
-                _change_parameters(module)
+                change_parameters(module)
     plans: list[str] = [""] * world_size
     dist.all_gather_object(plans, ddp.plan.fingerprint)
     if len(set(plans)) > 1:
@@ -156,7 +156,7 @@ def _words(gradient: Tensor | None) -> str:
 
 
 @torch.no_grad()
-def _change_parameters(module: torch.nn.Module) -> None:
+def change_parameters(module: torch.nn.Module) -> None:
     """In place of an optimizer's step: other values, which stay small integers."""
     for parameter in module.parameters():
         if parameter.requires_grad:

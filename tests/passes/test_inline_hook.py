@@ -6,7 +6,7 @@ from torch.fx import Graph, Node
 
 from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.comm_hooks import Ranks, TopK, bf16_compress
-from compiled_ddp.hook_program import BucketHook
+from compiled_ddp.hook_state import BucketHook
 from compiled_ddp.passes.graph_edit import output_values
 from compiled_ddp.passes.inline_hook import emit_flat, flat_buffers, inline_hook
 from compiled_ddp.passes.ops import all_reduce, is_launch, pack, wait_tensor
@@ -25,7 +25,7 @@ PLAN = assign_buckets(
 
 
 def programs(hook: object) -> tuple[object, ...]:
-    bucket_hook = BucketHook(hook, RANKS, lambda index: 6)
+    bucket_hook = BucketHook(hook, RANKS)
     return tuple(bucket_hook.program(bucket) for bucket in PLAN.buckets)
 
 
@@ -127,3 +127,26 @@ def test_another_hook_is_another_identity() -> None:
     identities = {Pipeline(PLAN, "ours", hooks=programs(hook)).cache_identity for hook in (bf16_compress, TopK(0.5))}
     assert len(identities | {Pipeline(PLAN, "ours").cache_identity}) == 3
     assert Pipeline(PLAN, "ours", hooks=programs(TopK(0.5))).cache_identity in identities
+
+
+COMPLEX = assign_buckets(
+    [GradientSpec.of(index, torch.empty(2, 3, dtype=torch.complex64)) for index in range(3)],
+    capacities_bytes=(2 * 48, 2 * 48),
+    world_size=2,
+    reduction="hook",
+)
+
+
+def test_a_hook_is_given_complex_gradients_as_pairs_of_real_ones() -> None:
+    """part -> view_as_real -> pack -> ... -> view_as_complex -> view -> output"""
+    graph = backward_graph()
+    hook = BucketHook(TopK(0.5), RANKS)
+    hooks = tuple(hook.program(bucket) for bucket in COMPLEX.buckets)
+    Pipeline(COMPLEX, "ours", hooks=hooks).run(graph, output_positions={0: 0, 1: 1, 2: 2})
+    first, second, _ = graph.find_nodes(op="call_function", target=pack)
+    assert [part.target for part in (*first.args[0], *second.args[0])] == [aten.view_as_real.default] * 3
+    gradients = output_values(graph)[:3]
+    assert [gradient.args[0].target for gradient in gradients] == [aten.view_as_complex.default] * 3
+    assert gradients[0].args[0] is gradients[1].args[0] is not gradients[2].args[0]
+    state = [node.meta for node in hooks[0].graph.find_nodes(op="placeholder")][1]["val"]
+    assert state.shape == (24,) and state.dtype == torch.float32

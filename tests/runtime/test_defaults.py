@@ -115,9 +115,9 @@ def _with_hooks_and_others(rank: int, name: str) -> None:
                 with torch.device("cpu"):
                     model = nn.Sequential(nn.Linear(5, 5, dtype=torch.float32), nn.Tanh())
                 ddp = wrapper(model, comm_hook=hook)
-                loss = lambda module, x: module(x).square().sum()  # noqa: E731
-                expected = mean_over_ranks(local_gradients(copy.deepcopy(model), lambda m: loss(m, data[0])), model)
-                loss(ddp, data[0]).backward()
+                local = local_gradients(copy.deepcopy(model), lambda module: module(data[0]).square().sum())
+                expected = mean_over_ranks(local, model)
+                ddp(data[0]).square().sum().backward()
                 assert_gradients(ddp.module, expected, rtol=0.05, atol=0.1)
                 ddp.unwrap()
         with torch.device("cpu"):

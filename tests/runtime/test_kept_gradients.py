@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -147,7 +148,7 @@ def _transpose_in_place(module: nn.Module) -> None:
 def _move_into_each_other(module: nn.Module) -> None:
     """One gradient's .data becomes a view into the memory of another one."""
     biases = [p for p in module.parameters() if p.dim() == 1 and p.grad is not None and p.numel() == 4]
-    for parameter, other in zip(biases, biases[1:], strict=False):
+    for parameter, other in itertools.pairwise(biases):
         parameter.grad.data = other.grad.data.view(-1)
         other.grad = None
 

@@ -1,4 +1,4 @@
-"""Several wrappers in one backward, which ranks may run in other orders: [Note: waiting in one order] in conductor.py."""
+"""Several wrappers in one backward that ranks run in other orders: [Note: waiting in one order] in conductor.py."""
 
 import contextlib
 import copy

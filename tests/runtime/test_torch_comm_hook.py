@@ -450,6 +450,66 @@ def test_a_future_that_never_ends_or_holds_something_else_is_an_error(ranks2: Ra
     ranks2.run(_bad_futures, collective_timeout_seconds=2.0)
 
 
+class OneComplex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :4] @ self.weight.real + 2 * x[:, :4] @ self.weight.imag
+
+
+def at_once(tensor: Tensor) -> Future[Tensor]:
+    future: Future[Tensor] = Future()
+    future.set_result(tensor)
+    return future
+
+
+def _views_of_the_buffer(rank: int) -> None:
+    """Results that begin where the buffer does, and stand for other numbers."""
+
+    def conjugate(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        return at_once(bucket.buffer().conj())
+
+    def transposed(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        return at_once(bucket.buffer().view(4, 4).t())
+
+    for hook, change in ((conjugate, torch.conj), (transposed, torch.t)):
+        ddp = wrappers(["EagerDDP"])["EagerDDP"](OneComplex())
+        local = local_gradients(copy.deepcopy(ddp.module), lambda m: loss_of(m, row_batch(rank)))
+        ddp.register_comm_hook(None, hook)
+        loss_of(ddp, row_batch(rank)).backward()
+        assert torch.equal(ddp.module.weight.grad, change(local["weight"]))
+
+
+def test_a_result_that_is_a_view_of_the_buffer_is_what_it_stands_for(ranks2: RankPool) -> None:
+    ranks2.run(_views_of_the_buffer)
+
+
+def _casts_complex(rank: int) -> None:
+    """Under torch's DDP these drop the imaginary part, without a word beyond a warning of the cast."""
+    for hook in (
+        default_hooks.fp16_compress_hook,
+        default_hooks.bf16_compress_hook,
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+    ):
+        ddp = wrappers(["EagerDDP"])["EagerDDP"](OneComplex())
+        with pytest.raises(TypeError, match="drop the imaginary part of the gradient of parameter weight"):
+            ddp.register_comm_hook(None, hook)
+        with pytest.raises(TypeError, match="drop the imaginary part of the gradient of parameter weight"):
+            ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+    ddp = wrappers(["EagerDDP"])["EagerDDP"](OneComplex())
+    ddp.register_comm_hook(None, lambda state, bucket: at_once(bucket.buffer().real.clone()))
+    with pytest.raises(RuntimeError, match=r"holds torch.float32 for gradients of torch.complex64"):
+        loss_of(ddp, row_batch(rank)).backward()
+
+
+def test_a_hook_that_would_drop_imaginary_parts_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_casts_complex)
+
+
 def test_the_riders_tell_of_a_hook_that_failed() -> None:
     riders = Riders(0, (0,))
     values = [rider_values(riders, Message(Forwards(3, 3), hook_failed=rank == 1), lambda _: True) for rank in range(3)]

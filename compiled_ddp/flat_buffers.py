@@ -76,6 +76,10 @@ class SequenceBuffers:
             self._buffers[position] = FlatBuffer(self.buckets[position][1])
         return self._buffers[position]
 
+    def let_go(self) -> None:
+        """Leave all flat buffers to whoever holds views of them; what is filled next gets new ones."""
+        self._buffers.clear()
+
     def contain(self, gradient: torch.Tensor) -> bool:
         """Whether `gradient` lies in one of the flat buffers."""
         if gradient.layout != torch.strided:

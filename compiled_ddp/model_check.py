@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description
+from compiled_ddp.errors import ModelError
 from compiled_ddp.options import Options
 from compiled_ddp.own_state import OwnState
 
@@ -163,14 +164,14 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
         raise TypeError(f"{wrapper} wraps a torch.nn.Module, found {type(module).__name__}.")
     bare = torch_private.without_compile_wrapper(module)
     if isinstance(bare, nn.parallel.DistributedDataParallel):
-        raise ValueError(
+        raise ModelError(
             f"the model is already wrapped by torch's DistributedDataParallel: pass its .module to {wrapper}."
         )
     if getattr(bare, "is_compiled_ddp_wrapper", False):
-        raise ValueError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
+        raise ModelError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
     owner = _other_owner(bare)
     if owner is not None:
-        raise ValueError(
+        raise ModelError(
             f"the model is already wrapped by {_in_use[owner]}: call that wrapper's unwrap() first, or drop it and all "
             "that it returned."
         )
@@ -178,13 +179,13 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
     check_parts(state)
     parameters = state.trained()
     if parameters and len(parameters) == len(state.sparse()):
-        raise ValueError(
+        raise ModelError(
             "every trained parameter has a sparse gradient: at least one with a dense gradient must carry what ranks "
             "share. Pass sparse=False to one of the embeddings."
         )
     if not parameters:
         others = " besides those to ignore and those of wrappers inside" if state.left_alone() else ""
-        raise ValueError(
+        raise ModelError(
             f"the model ({type(module).__name__}) has no parameter that requires a gradient{others}: there is nothing "
             "to reduce. Use it unwrapped, or unfreeze parameters before wrapping it."
         )
@@ -199,7 +200,7 @@ def check_parts(state: OwnState) -> None:
     for name in state.sparse():
         device = state.trained()[name].device
         if device.type != "cpu":
-            raise ValueError(f"parameter {name} has sparse=True on {device}: sparse gradients are averaged on the CPU.")
+            raise ModelError(f"parameter {name} has sparse=True on {device}: sparse gradients are averaged on the CPU.")
 
 
 def check_writable(state: OwnState) -> None:
@@ -207,7 +208,7 @@ def check_writable(state: OwnState) -> None:
     for name, tensor in {**state.parameters(), **state.buffers()}.items():
         lengths_and_steps = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
         if any(length > 1 and not step for length, step in lengths_and_steps):
-            raise ValueError(
+            raise ModelError(
                 f"{name} is expanded, with several elements in one place of memory, so that rank 0's values cannot be "
                 "written to it: clone() it, or pass init_sync=False if all ranks have the same model."
             )
@@ -227,7 +228,7 @@ def check_layouts(state: OwnState, options: Options) -> None:
     """Raise ValueError, with what to do, if a tensor that rank 0's values are broadcast to cannot be sent."""
     for name, tensor in broadcast_tensors(state, options).items():
         if tensor.layout != torch.strided:
-            raise ValueError(
+            raise ModelError(
                 f"{name} has layout {tensor.layout}: only strided tensors are broadcast. If it is the same on all "
                 "ranks, name it in model._ddp_params_and_buffers_to_ignore; otherwise keep a dense one."
             )
@@ -238,7 +239,7 @@ def _check_not_owned(state: OwnState) -> None:
         owner = _other_owner(parameter, state)
         if owner is not None:
             module = torch_private.without_compile_wrapper(owner.module)
-            raise ValueError(
+            raise ModelError(
                 f"parameter {name} belongs to a {type(module).__name__} that {_in_use[owner]} wraps: two wrappers "
                 "would both scale its gradient. Wrap one module that contains both, unwrap() the other, or freeze the "
                 "parameter."
@@ -252,28 +253,28 @@ def _check_materialised(state: OwnState) -> None:
     tensors += [(f"buffer {name}", buffer) for name, buffer in state.buffers().items()]
     for name, tensor in tensors:
         if torch_private.is_distributed_tensor(tensor):
-            raise ValueError(
+            raise ModelError(
                 f"{name} is a DTensor, whose parts are not this wrapper's to average: wrap a model of plain tensors, "
                 "or have the DTensors ignored by their names in model._ddp_params_and_buffers_to_ignore and average "
                 "their gradients where they were distributed."
             )
         if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"{name} is uninitialised (lazy): run one forward before wrapping the model.")
+            raise ModelError(f"{name} is uninitialised (lazy): run one forward before wrapping the model.")
         if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device: materialise the model before wrapping it.")
+            raise ModelError(f"{name} is on the meta device: materialise the model before wrapping it.")
 
 
 def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.layout != torch.strided:
-            raise ValueError(f"parameter {name} has layout {parameter.layout}: only strided parameters are supported.")
+            raise ModelError(f"parameter {name} has layout {parameter.layout}: only strided parameters are supported.")
     _check_stepped_after_backward(parameters)
 
 
 def _check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if torch_private.has_optimizer_in_backward(parameter):
-            raise ValueError(
+            raise ModelError(
                 f"parameter {name} has an optimizer of torch.distributed.optim's _apply_optimizer_in_backward, which "
                 "steps as soon as this rank's own gradient is there. Make an optimizer for each parameter and let it "
                 "step in parameter.register_post_accumulate_grad_hook(...), which is given the reduced gradient, on a "

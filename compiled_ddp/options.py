@@ -9,6 +9,7 @@ from typing import Any, Literal
 from compiled_ddp import torch_private
 from compiled_ddp.bucket_rule import BucketRule
 from compiled_ddp.comm_hooks import CommHook
+from compiled_ddp.errors import WrongKindError
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.scaling import Scaling
 
@@ -50,6 +51,8 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError, with what is allowed, for a value that is not."""
+        if not _is_listed(self.bucket_cap_mb_list or ()):
+            raise WrongKindError(f"bucket_cap_mb_list must be a list of sizes, found {self.bucket_cap_mb_list!r}.")
         sizes = [("first_bucket_mb", self.first_bucket_mb)]
         if self.bucket_cap_mb is not None:
             sizes.append(("bucket_cap_mb", self.bucket_cap_mb))
@@ -70,7 +73,8 @@ class Options:
             raise ValueError(f'a comm_hook returns the mean over ranks; leave out reduction="{self.reduction}".')
         if self.comm_hook is not None and not callable(self.comm_hook):
             raise TypeError(f"comm_hook must be a function (gradients, ranks), found {self.comm_hook!r}.")
-        if isinstance(self.piggyback, str) or len(set(self.piggyback)) != len(self.piggyback):
+        names = self.piggyback
+        if not _is_listed(names) or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
             raise ValueError(f"piggyback must be a sequence of different names, found {self.piggyback!r}.")
         if self.check_steps not in ("error", "warn", "off"):
             raise ValueError(f"check_steps must be 'error', 'warn' or 'off', found {self.check_steps!r}.")
@@ -125,6 +129,10 @@ class Options:
 
 
 _SWITCHES = ("broadcast_buffers", "init_sync", "static_graph", "gradient_as_bucket_view", "strict", "fullgraph")
+
+
+def _is_listed(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _is_positive_number(value: object) -> bool:

@@ -23,6 +23,7 @@ from compiled_ddp.gradient_hooks import GradientHooks
 from compiled_ddp.hook_program import BucketHook
 from compiled_ddp.open_tasks import OpenTasks
 from compiled_ddp.options import Options
+from compiled_ddp.own_gradients import OwnGradients
 from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
 from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, returns_inputs_alone, watch_returned
@@ -130,6 +131,7 @@ class Runtime:
         self._tasks = OpenTasks()  # of the running backward
         self._thread = 0  # of the latest forward
         self._skipping: int | None = None  # the thread that is in `skip_step()`, or follows others' backwards
+        self._own_gradients: OwnGradients | None = None  # while this rank shadows others (`join`)
         _runtimes.add(self)
         self._reported: set[str] = set()
         self._lock = threading.RLock()
@@ -326,15 +328,30 @@ class Runtime:
     def shadow_backward(self, forward_count: int) -> None:
         """Take part in the other ranks' backward with nothing but zeros: this rank's data has run out (`join`).
 
-        .grad becomes what it is on the others, who have begun `forward_count` forwards.
+        .grad becomes what it is on the others, who have begun `forward_count` forwards, until `end_shadowing`.
         """
         with self._lock:
-            for parameter in self.parameters.tensors:
-                parameter.grad = None
+            if self._own_gradients is None:
+                self.agreed.buffers.let_go()  # which hold what is put aside
+                self._own_gradients = OwnGradients(self.parameters.tensors, self._used, self._passengers)
+            self._own_gradients.take_away()
             self._used, self._passengers = set(), None
             self._forwards.follow(forward_count)
             self.begin_skipping()
             self.end_skipping()
+            self._own_gradients.note_shadowed()
+
+    def end_shadowing(self, *, if_untouched: bool = False) -> None:
+        """Let all that this rank had accumulated itself be as it was before the first `shadow_backward`.
+
+        A no-op without one. With `if_untouched`, a .grad that somebody has changed since stays as it is.
+        """
+        if self._own_gradients is None:
+            return
+        with self._lock:
+            own, self._own_gradients = self._own_gradients, None
+            own.give_back(if_untouched=if_untouched)
+            self._used, self._passengers = own.unsent, own.passengers
 
     def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
         """Hooks reduce what this backward's calls and the sequence's graph sections do not both have.

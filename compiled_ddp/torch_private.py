@@ -28,6 +28,7 @@ ImportError from this module.
 | `rpc.api._is_current_rpc_agent_set`, `torch.distributed.autograd._current_context` | refusing distributed autograd |
 | `_ddp_params_and_buffers_to_ignore` of a module | which parameters and buffers DDP leaves alone |
 | `_in_backward_optimizers` of a parameter | refusing optimizers that step in the backward |
+| `_version` of a tensor | whether somebody has changed a gradient in place |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
 """
 
@@ -455,6 +456,11 @@ def attached(node: Any) -> Any | None:
 def storage_holders(tensor: torch.Tensor) -> int:
     """How many tensors, and other objects, hold `tensor`'s storage."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows with each change of `tensor` in place."""
+    return tensor._version
 
 
 def has_tensor_hooks(parameter: torch.Tensor) -> bool:

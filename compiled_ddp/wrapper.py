@@ -38,6 +38,7 @@ from compiled_ddp.outputs import tensors_in
 from compiled_ddp.own_state import OwnState
 from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
+from compiled_ddp.sent_numbers import as_passengers, as_weight
 from compiled_ddp.state_keys import accept_wrapped_keys, bare_state, strip_own_prefix
 from compiled_ddp.stats import training_stats
 from compiled_ddp.torch_comm_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook
@@ -91,7 +92,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         except BaseException:
             communicator.close()
             raise
-        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator, self._runtime.drop_forwards)
+        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator, self._runtime)
         self._unwrapped = False
         self._entered = self._left = 0  # when the last forward began and ended, among those of all wrappers
         self._watch = ModelWatch(self._own, follows=options.follows_model)
@@ -202,13 +203,17 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     def _begin_forward(self, *, with_gradients: bool) -> None:
         if with_gradients:
+            self._runtime.end_shadowing(if_untouched=True)  # where torch's Join has ended without a word
             self._runtime.begin_forward(synchronise=self._require_sync, counted=self.training)
-        if self._buffers_stale and self._options.synchronise_buffers_in_forward:
-            if not self._uneven.is_training:
+        brings_buffers = self._buffers_stale and self._options.synchronise_buffers_in_forward
+        if not self._uneven.is_training:
+            if brings_buffers:
                 self._broadcast_buffers()
-            elif with_gradients and self._require_sync and self._own.buffers():
-                # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
-                self._broadcast_buffers(self._uneven.begin_broadcast())
+        elif brings_buffers and with_gradients and self._require_sync and self._own.buffers():
+            # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
+            self._broadcast_buffers(self._uneven.begin_broadcast())
+        elif with_gradients and self.training:
+            self._uneven.begin_forward()
 
     def _refuse_unwrapped(self) -> None:
         if self._unwrapped:
@@ -330,6 +335,10 @@ class DataParallelWrapper(nn.Module, Joinable):
 
         Raises RuntimeError when called inside a backward, or if torch's DistributedDataParallel is inside the model.
         """
+        given: Sequence[object] = others
+        for other in given:
+            if not isinstance(other, DataParallelWrapper):
+                raise TypeError(f"skip_step() takes further wrappers of this package, found {other!r}.")
         if torch_private.current_graph_task() != -1:
             raise RuntimeError("skip_step() was called inside a backward: call it in place of backward.")
         if not self._require_sync:
@@ -415,7 +424,7 @@ class DataParallelWrapper(nn.Module, Joinable):
                 "the same number of batches, or call skip_step() on those that have run out."
             )
         self._uneven.divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return WrapperJoinHook(self._follow, self._take_final_model)
+        return WrapperJoinHook(self._uneven, self._follow, self._take_final_model)
 
     @property
     def join_device(self) -> torch.device:
@@ -437,7 +446,6 @@ class DataParallelWrapper(nn.Module, Joinable):
             tensors += [buffer.data for buffer in self._own.buffers().values()]
         self._runtime.communicator.broadcast(tensors, source=self._uneven.last_of(is_last_joiner))
         self._buffers_stale = True
-        self._uneven.leave()
 
     # ---- communication hooks -----------------------------------------------------------------------------------------
 
@@ -536,16 +544,17 @@ class DataParallelWrapper(nn.Module, Joinable):
         reduces, also to what was accumulated under `no_sync()`. A rank in `skip_step()` that has accumulated nothing
         has the weight 0.
 
-        Raises ValueError for a weight that is negative or not finite, RuntimeError without `reduction="weighted"`.
+        Raises, on this rank, ValueError for a weight that is negative or that float32 cannot hold (one that is not
+        finite there, or that becomes zero; 0 itself is allowed), TypeError for what is no number, RuntimeError without
+        `reduction="weighted"`.
         """
         if self._options.reduction != "weighted":
             raise RuntimeError(
                 f'set_weight() has no effect on reduction="{self._options.reduction}": pass reduction="weighted" to '
                 "the wrapper."
             )
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"a weight must be finite and not negative, found {weight}.")
-        self._runtime.weight = float(weight)
+        ranks = self._runtime.communicator.ranks
+        self._runtime.weight = as_weight(weight, rank=ranks.ranks[ranks.rank], world_size=ranks.world_size)
 
     def piggyback(self, **values: float | torch.Tensor) -> None:
         """Send numbers along with the gradients of the next synchronised backward, to be summed over ranks.
@@ -558,17 +567,12 @@ class DataParallelWrapper(nn.Module, Joinable):
         Numbers or tensors of one element, which travel as float32, without a collective of their own; what is not
         given counts as zero. A rank that skips the step may send them too.
 
-        Raises ValueError for a name that the wrapper was not made with.
+        Raises, on this rank, ValueError for a name that the wrapper was not made with and for a number that float32
+        cannot hold, TypeError for what is no number.
         """
-        names = self._options.piggyback
-        unknown = [name for name in values if name not in names]
-        if unknown:
-            raise ValueError(
-                f"{unknown[0]!r} is not among the names that the wrapper was made with: piggyback={names}."
-            )
-        device = self._runtime.parameters.tensors[0].device
-        elements = [torch.as_tensor(values.get(name, 0.0), dtype=torch.float32) for name in names]
-        self._runtime.board(torch.stack([e.detach().to(device, non_blocking=True).reshape(()) for e in elements]))
+        ranks = self._runtime.communicator.ranks
+        passengers = as_passengers(values, self._options.piggyback, device=self.device, rank=ranks.ranks[ranks.rank])
+        self._runtime.board(passengers)
 
     @property
     def piggybacked(self) -> dict[str, torch.Tensor]:
@@ -591,6 +595,8 @@ class DataParallelWrapper(nn.Module, Joinable):
         """
         if self._runtime.bucket_hook is None:
             raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
+        if not isinstance(state, Mapping):
+            raise TypeError(f"the state must be what comm_hook_state_dict() has returned, found {state!r}.")
         self._runtime.bucket_hook.load_state_dict(state, self._runtime.parameters.names)
 
     # ---- what users look at ------------------------------------------------------------------------------------------
@@ -651,6 +657,8 @@ class DataParallelWrapper(nn.Module, Joinable):
                 "assign=True would replace the parameters whose gradients are reduced: load without it, or load into "
                 "the module before wrapping it."
             )
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"load_state_dict() takes what state_dict() has returned, found {state_dict!r}.")
         return self.module.load_state_dict(bare_state(state_dict, list(self.module.state_dict())), strict=strict)
 
     def unwrap(self) -> nn.Module:

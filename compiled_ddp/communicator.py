@@ -203,6 +203,11 @@ class Communicator:
         except RuntimeError as error:
             raise self.failure(error, f"rank {self.ranks.ranks[self.rank]}: {what}") from error
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a wait has."""
+        return bool(self._hangs.failed_before)
+
     def refuse_if_failed(self) -> None:
         """Raise RuntimeError once a wait has failed: what other ranks have sent for it may meet a later collective."""
         if self._hangs.failed_before:
@@ -219,6 +224,12 @@ class Communicator:
         group = self._group()
         if _is_open(group):
             dist.destroy_process_group(group)
+        self.closed = True
+
+    def abandon(self) -> None:
+        """Leave the communicator to be destroyed when the next one is made: other ranks need not end it at once."""
+        self._hangs.close()
+        self._at_end()
         self.closed = True
 
 

@@ -221,7 +221,7 @@ class CompiledDDP(DataParallelWrapper):
     # ---- compiling ahead ---------------------------------------------------------------------------------------------
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_unwrapped()
+        self._check_in_use()
         self._runtime.finish_broken_backward()
         if self._watch.changed() and torch.is_grad_enabled():
             self._refresh()

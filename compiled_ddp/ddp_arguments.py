@@ -102,6 +102,14 @@ def _device(name: Device, kind: str) -> torch.device:
     return torch.device(kind, name) if isinstance(name, int) else torch.device(name)
 
 
+def without_group(arguments: DDPArguments) -> DDPArguments:
+    """The arguments for a copy of a wrapper, which has neither ranks nor these parameters."""
+    kept: DDPArguments = {**arguments}
+    for name in ("device_mesh", "delay_all_reduce_named_params", "param_to_hook_all_reduce"):
+        kept.pop(name, None)  # type: ignore[misc]
+    return kept
+
+
 def group_of(process_group: dist.ProcessGroup | None, arguments: DDPArguments) -> dist.ProcessGroup | None:
     """The ranks to average over. Raises RuntimeError, as DDP does, for two of them or a mesh of several dimensions."""
     mesh = arguments.get("device_mesh")

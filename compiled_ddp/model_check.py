@@ -1,54 +1,18 @@
 """What a model must be to be wrapped, and what must be equal on every rank."""
 
-import gc
 import operator
-import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description
 from compiled_ddp.errors import ModelError
 from compiled_ddp.options import Options
 from compiled_ddp.own_state import OwnState
-
-# What wrappers look after that are in use, and their names: they have neither been unwrapped nor collected as garbage.
-_in_use: "weakref.WeakKeyDictionary[OwnState, str]" = weakref.WeakKeyDictionary()
-
-# By a wrapped module, or a parameter in it, a weak reference to one of these. Not a mark on the module itself, which a
-# copy of the module, or a module loaded from a file, would carry too.
-_owner_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def mark_wrapped(state: OwnState, wrapper: str) -> None:
-    """Note that a wrapper looks after `state`, for as long as it lives and until `unmark_wrapped`."""
-    _in_use[state] = wrapper
-    for part in (torch_private.without_compile_wrapper(state.module), *state.parameters().values()):
-        if _owner(part) is None:  # a parameter that is frozen here may be trained by an earlier wrapper
-            _owner_of[part] = weakref.ref(state)
-
-
-def unmark_wrapped(state: OwnState) -> None:
-    _in_use.pop(state, None)
-
-
-def _owner(part: object) -> OwnState | None:
-    """What the wrapper looks after that `part` belongs to, if it is in use."""
-    reference = _owner_of.get(part)
-    state: OwnState | None = None if reference is None else reference()
-    return None if state is None or state not in _in_use else state
-
-
-def _other_owner(part: object, own: OwnState | None = None) -> OwnState | None:
-    """The same, unless it is `own`."""
-    if _owner(part) in (None, own):
-        return None
-    gc.collect()  # a wrapper is part of a cycle: one that was dropped may still be there, on some ranks alone
-    return _owner(part)
+from compiled_ddp.owners import other_state_of, owner_of_state
 
 
 @dataclass(frozen=True)
@@ -169,12 +133,6 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
         )
     if getattr(bare, "is_compiled_ddp_wrapper", False):
         raise ModelError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
-    owner = _other_owner(bare)
-    if owner is not None:
-        raise ModelError(
-            f"the model is already wrapped by {_in_use[owner]}: call that wrapper's unwrap() first, or drop it and all "
-            "that it returned."
-        )
     state = OwnState(module)
     check_parts(state)
     parameters = state.trained()
@@ -236,13 +194,13 @@ def check_layouts(state: OwnState, options: Options) -> None:
 
 def _check_not_owned(state: OwnState) -> None:
     for name, parameter in state.trained().items():
-        owner = _other_owner(parameter, state)
-        if owner is not None:
-            module = torch_private.without_compile_wrapper(owner.module)
+        other = other_state_of(parameter, state)
+        if other is not None:
+            module = torch_private.without_compile_wrapper(other.module)
             raise ModelError(
-                f"parameter {name} belongs to a {type(module).__name__} that {_in_use[owner]} wraps: two wrappers "
-                "would both scale its gradient. Wrap one module that contains both, unwrap() the other, or freeze the "
-                "parameter."
+                f"parameter {name} belongs to a {type(module).__name__} that {type(owner_of_state(other)).__name__} "
+                "wraps: two wrappers would both scale its gradient. Wrap one module that contains both, unwrap() the "
+                "other, or freeze the parameter."
             )
 
 

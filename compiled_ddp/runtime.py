@@ -131,6 +131,7 @@ class Runtime:
         self._tasks = OpenTasks()  # of the running backward
         self._thread = 0  # of the latest forward
         self._skipping: int | None = None  # the thread that is in `skip_step()`, or follows others' backwards
+        self._closed_because = ""
         self._own_gradients: OwnGradients | None = None  # while this rank shadows others (`join`)
         _runtimes.add(self)
         self._reported: set[str] = set()
@@ -245,6 +246,8 @@ class Runtime:
 
     def enter_backward(self) -> SynchronisedBackward:
         """The synchronised backward that this thread is in, begun if need be."""
+        if self._closed_because:
+            raise RuntimeError(self._closed_because)
         with self._lock:
             if not self._tasks.has_current():  # asked for every gradient
                 self._enter_task()
@@ -800,8 +803,15 @@ class Runtime:
     def fallback_reasons(self) -> Sequence[str]:
         return sorted(self._reported)
 
-    def close(self) -> None:
-        """Remove every hook and give the communicator back."""
+    def close(self, why: str, *, abandon: bool = False) -> None:
+        """Remove every hook and give the communicator back, or `abandon` it to the next one that is made.
+
+        `why` is the error of backwards that would still be synchronised.
+        """
+        self._closed_because = why
         self._hooks.remove()
         self.sparse.close()
-        self.communicator.close()
+        if abandon:
+            self.communicator.abandon()
+        else:
+            self.communicator.close()

@@ -1,7 +1,6 @@
 """What both wrappers share: the module, its state, its buffers, no_sync."""
 
 import contextlib
-import copyreg
 import dataclasses
 import itertools
 import math
@@ -19,9 +18,11 @@ from compiled_ddp.agreement import Description, agree_on_description
 from compiled_ddp.backward import TrainedParameters
 from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.communicator import Communicator, RankGroup
+from compiled_ddp.copies import Copyable
 from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device
 from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.hook_program import check_hook
+from compiled_ddp.lifecycle import Lifecycle
 from compiled_ddp.model_check import (
     ModelWatch,
     broadcast_tensors,
@@ -30,28 +31,27 @@ from compiled_ddp.model_check import (
     check_parts,
     check_writable,
     describe_model,
-    mark_wrapped,
-    unmark_wrapped,
 )
 from compiled_ddp.options import Mode, Options, mode_from_environment
 from compiled_ddp.outputs import tensors_in
 from compiled_ddp.own_state import OwnState
+from compiled_ddp.owners import mark_wrapped, owner_of, unmark_wrapped
 from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
 from compiled_ddp.sent_numbers import as_passengers, as_weight
-from compiled_ddp.state_keys import accept_wrapped_keys, bare_state, strip_own_prefix
+from compiled_ddp.state_keys import bare_keys_in_state, bare_state
 from compiled_ddp.stats import training_stats
 from compiled_ddp.torch_comm_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook
 from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
+from compiled_ddp.users_code import warn_user
 
 _moments = itertools.count(1)
 
 
-class DataParallelWrapper(nn.Module, Joinable):
+class DataParallelWrapper(Copyable):
     """A module whose gradients are averaged over ranks. Base of `CompiledDDP` and `EagerDDP`."""
 
     is_compiled_ddp_wrapper = True
-    module: nn.Module
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         options: Options,
         ddp_arguments: DDPArguments,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         Joinable.__init__(self)
         self._options = self._options_given = options
         self._ddp_arguments = ddp_arguments
@@ -68,10 +68,15 @@ class DataParallelWrapper(nn.Module, Joinable):
         ranks = RankGroup(group_of(process_group, ddp_arguments))
         name = type(self).__name__
         self._own: OwnState  # what this wrapper looks after
+        before = owner_of(module)
+        if before is not None:
+            before.make_way()
         agree_on_description(
             ranks, lambda: self._check_and_describe(module, name, ranks), failure="the model was not wrapped"
         )
         self._mode: Mode = mode_from_environment()
+        if before is not None:
+            before.be_replaced(name)
         communicator = Communicator(ranks)
         self.module = module
         self._require_sync = True
@@ -93,13 +98,12 @@ class DataParallelWrapper(nn.Module, Joinable):
             communicator.close()
             raise
         self._runtime.uneven = self._uneven = UnevenInputs(self, communicator, self._runtime)
-        self._unwrapped = False
+        self._lifecycle = Lifecycle.IN_USE
         self._entered = self._left = 0  # when the last forward began and ended, among those of all wrappers
         self._watch = ModelWatch(self._own, follows=options.follows_model)
         self._refreshes = self._registrations = 0
-        mark_wrapped(self._own, name)
-        self.register_load_state_dict_pre_hook(accept_wrapped_keys)  # type: ignore[no-untyped-call]
-        self.register_state_dict_post_hook(strip_own_prefix)  # type: ignore[no-untyped-call]
+        mark_wrapped(self._own, self)
+        bare_keys_in_state(self)
 
     def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         torch_private.check_torch_version()
@@ -165,7 +169,9 @@ class DataParallelWrapper(nn.Module, Joinable):
     # Where a wrapper stands inside another's model, that one's graphs end before it and begin again behind it.
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_unwrapped()
+        if self._lifecycle is Lifecycle.COPY:
+            return self._forward_of_copy(*self._on_its_device(args, kwargs))
+        self._check_in_use()
         self._entered = next(_moments)
         with_gradients = torch.is_grad_enabled()
         if with_gradients and torch_private.in_distributed_autograd():
@@ -215,12 +221,6 @@ class DataParallelWrapper(nn.Module, Joinable):
         elif with_gradients and self.training:
             self._uneven.begin_forward()
 
-    def _refuse_unwrapped(self) -> None:
-        if self._unwrapped:
-            raise RuntimeError(
-                "this wrapper has been unwrapped: use the module that unwrap() returned, or wrap it again."
-            )
-
     def _refresh(self) -> None:
         """Take the model as it is now: on every rank before the same forward, or an error on every rank."""
         self._refreshes += 1
@@ -242,7 +242,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         if self._options.init_sync:
             with torch.no_grad():
                 communicator.broadcast([parameter.detach() for parameter in added.values()])
-        mark_wrapped(self._own, type(self).__name__)
+        mark_wrapped(self._own, self)
         trained = [*kept, *added.items()]
         self._runtime.agreed.leave_to_hooks(self._hooks_reason())
         self._runtime.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
@@ -286,7 +286,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         Raises what forward or the compiler raises on this rank, RuntimeError if that happened on another rank or after
         unwrap().
         """
-        self._refuse_unwrapped()
+        self._check_in_use()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -314,6 +314,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     def _set_static_graph(self) -> None:
         """DDP's older name for `static_graph=True`."""
+        self._check_in_use()
         self._options_given = dataclasses.replace(self._options_given, static_graph=True)
         self._runtime.static_graph = True
 
@@ -335,6 +336,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
         Raises RuntimeError when called inside a backward, or if torch's DistributedDataParallel is inside the model.
         """
+        self._check_in_use()
         given: Sequence[object] = others
         for other in given:
             if not isinstance(other, DataParallelWrapper):
@@ -405,6 +407,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
         In it buffers come from the first rank that still has data, in forwards that are synchronised.
         """
+        self._check_in_use()
         context: contextlib.AbstractContextManager[None] = JoinContext(
             self,
             self._uneven,
@@ -417,7 +420,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
         """What torch's `Join` calls. Takes `divide_by_initial_world_size`, as `join` does."""
-        self._refuse_unwrapped()
+        self._check_in_use()
         if self._runtime.sparse.names or self._own.wrappers_inside():
             raise RuntimeError(
                 "join() takes no model with sparse gradients, and none with wrapped modules inside: give every rank "
@@ -485,7 +488,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         self._register(self._runtime.communicator, reduce, name)
 
     def _register(self, state: object, hook: Hook, checked_name: Callable[[], str]) -> None:
-        self._refuse_unwrapped()
+        self._check_in_use()
         if self._runtime.torch_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         if torch_private.current_graph_task() != -1:
@@ -609,7 +612,10 @@ class DataParallelWrapper(nn.Module, Joinable):
     @property
     def device(self) -> torch.device:
         """Where the trained parameters are."""
-        return self._runtime.parameters.tensors[0].device
+        trained = (
+            self._own.trained().values() if self._lifecycle is Lifecycle.COPY else self._runtime.parameters.tensors
+        )
+        return next(iter(trained)).device
 
     @property
     def plan(self) -> ReductionSequence | None:
@@ -643,7 +649,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         arguments (`find_unused_parameters`, `static_graph`, `device_ids`). `torch.profiler` shows when each bucket is
         launched and awaited, `explain()` why hooks reduce what they do.
         """
-        self._refuse_unwrapped()
+        self._check_in_use()
         return training_stats(self.module, self._runtime, self._options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -666,53 +672,40 @@ class DataParallelWrapper(nn.Module, Joinable):
 
         A collective: every rank calls it. The wrapper itself cannot be used afterwards; a second call changes nothing.
         """
-        if not self._unwrapped:
-            self._unwrapped = True
-            self._runtime.close()
-            unmark_wrapped(self._own)
+        self._close(Lifecycle.UNWRAPPED)
         return self.module
 
-    # ---- saving the wrapper itself -----------------------------------------------------------------------------------
+    def _close(self, end: Lifecycle) -> None:
+        """A no-op for a wrapper that is closed already."""
+        before, name = self._lifecycle, type(self).__name__
+        if before is Lifecycle.COPY:
+            self._copied.close()
+        elif before is Lifecycle.IN_USE:
+            self._runtime.close(end.why_no_backward(name), abandon=end is Lifecycle.REPLACED)
+            unmark_wrapped(self._own)
+        else:
+            return
+        self._lifecycle = end
 
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """For pickle and torch.save: the module with its modes, and the arguments of the constructor.
+    def make_way(self) -> None:
+        """Take part in what other ranks may still wait for, before the module is wrapped once more."""
+        if not self._runtime.communicator.has_failed:
+            self._runtime.finish_broken_backward()
 
-        Loading wraps the module again, on the default group: a collective, which every rank calls. The rest is not
-        kept: .grad, the plan, a hook of `register_comm_hook` and the state of a `comm_hook` (which has a state dict of
-        its own), the weight of `set_weight`, `no_sync`, hooks and attributes of the wrapper itself.
+    def be_replaced(self, successor: str) -> None:
+        """Close, for a `successor` that all ranks are about to make of the same module.
 
-        Raises TypeError for a wrapper with a process group or device mesh of its own, which no file can hold.
+        On this rank alone, as on others the wrapper may have been collected as garbage.
         """
-        self._refuse_unwrapped()
-        if not self._on_default_group:
-            raise TypeError(
-                f"a {type(self).__name__} with a process_group or device_mesh of its own cannot be pickled: save its "
-                ".module (or its state_dict()), and wrap that on every rank."
-            )
-        state = {
-            "module": self.module,
-            "options": self._options_given,
-            "ddp_arguments": self._ddp_arguments,
-            "training": self.training,
-        }
-        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self._wrap(state["module"], state["options"], state["ddp_arguments"])
-        self.training = state["training"]
+        module = type(torch_private.without_compile_wrapper(self.module)).__name__
+        warn_user(
+            f"the {module} was wrapped once more: its {type(self).__name__} is closed, as by unwrap(), and the new "
+            f"{successor} takes its place. Call unwrap() first if that is meant."
+        )
+        self._close(Lifecycle.REPLACED)
 
     def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
-        """Be constructed, on the default group."""
         DataParallelWrapper.__init__(self, module, None, options, ddp_arguments)
-
-    def __deepcopy__(self, memo: object) -> Any:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be copied, as a copy would be a further wrapper, which all ranks make "
-            "together: copy its .module, and wrap that on every rank if it is to be trained."
-        )
-
-    def __copy__(self) -> Any:
-        return self.__deepcopy__({})
 
     def __getattr__(self, name: str) -> Any:
         try:

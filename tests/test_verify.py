@@ -184,7 +184,7 @@ WRONG = {
     "optimizer": ({"optimizer": "SGD"}, TypeError, r"optimizer must be a function of (parameters), found 'SGD'"),
     "no optimizer": ({"optimizer": lambda _: None}, TypeError, "optimizer must return one with a step(), found None"),
     "batch": ({"batch": "rows"}, TypeError, "TypeError: "),
-    "a batch that raises": ({"batch": lambda step: {}[step]}, KeyError, "KeyError: 0"),
+    "a batch that raises": ({"batch": lambda step: {}[step]}, KeyError, "0"),
     "no loss": ({"loss": None}, TypeError, "pass loss="),
     "a loss that raises": ({"loss": lambda output, _: output.lost}, AttributeError, "no attribute 'lost'"),
 }

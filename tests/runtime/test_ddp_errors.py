@@ -45,10 +45,10 @@ def all_ignored() -> nn.Module:
 def typed_hook(state: object, bucket: int) -> None: ...
 
 
-def returning_hook(state: object, bucket: Any) -> int: ...
+def returning_hook(state, bucket) -> int: ...
 
 
-def hook(state: object, bucket: Any) -> Any:
+def hook(state, bucket):
     future: Any = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -223,7 +223,7 @@ class CompiledDDP(DataParallelWrapper):
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         self._check_in_use()
         self._runtime.finish_broken_backward()
-        if self._watch.changed() and torch.is_grad_enabled():
+        if self._watch.look().changed and torch.is_grad_enabled():
             self._refresh()
         self._warmups += 1
         ranks = self._runtime.communicator.ranks

@@ -113,7 +113,7 @@ class Copyable(nn.Module, Joinable):
         if watched:
             self._copied.begin_forward(synchronise=self._require_sync)
         outputs = self.module(*args, **kwargs)
-        if watched:
+        if watched and not torch_private.transforms_are_active():  # inside, autograd cannot be asked
             self._copied.watch(tensors_in(outputs))
         return outputs
 

@@ -1,8 +1,6 @@
 """What a model must be to be wrapped, and what must be equal on every rank."""
 
-import operator
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -13,113 +11,6 @@ from compiled_ddp.errors import ModelError
 from compiled_ddp.options import Options
 from compiled_ddp.own_state import OwnState
 from compiled_ddp.owners import other_state_of, owner_of_state
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a trained parameter, or a module that holds some, stands in the model. A tied one has several."""
-
-    siblings: Mapping[str, object]  # of the module it belongs to
-    key: str
-    name: str
-    found: object
-
-
-def trained_places(state: OwnState) -> list[Place]:
-    """Every place of what requires a gradient, in the model as it is now, but for what is left alone."""
-    places = []
-    left_alone = {id(parameter) for parameter in state.left_alone().values()}
-    for prefix, owner in state.modules():
-        parts: Mapping[str, torch.Tensor | nn.Module | None]
-        for parts in (owner._parameters, owner._modules):
-            places += [
-                Place(parts, key, f"{prefix}.{key}".removeprefix("."), part)
-                for key, part in parts.items()
-                if _is_trained(part, left_alone)
-            ]
-    return places
-
-
-def _is_trained(part: torch.Tensor | nn.Module | None, left_alone: Set[int]) -> bool:
-    if isinstance(part, nn.Module):
-        return any(_is_trained(parameter, left_alone) for parameter in part.parameters())
-    return part is not None and part.requires_grad and id(part) not in left_alone
-
-
-def check_not_replaced(places: Sequence[Place]) -> None:
-    """Raise RuntimeError if something else, or nothing, stands in one of `places` now."""
-    for place in places:
-        if place.siblings.get(place.key) is not place.found:
-            raise RuntimeError(
-                f"{place.name} was replaced or removed after the model was wrapped: nothing would reduce the gradient "
-                "of what stands there now. Call unwrap() and wrap the model again."
-            )
-
-
-class ModelWatch:
-    """Notices between forwards that a model has changed in what its wrapper made its plan from.
-
-    Everything is compared by identity or by a few attributes, so that it costs microseconds in every forward.
-    """
-
-    def __init__(self, state: OwnState, *, follows: bool = False) -> None:
-        """With `follows`, what was replaced, removed or frozen is a change like any other, instead of an error."""
-        self._state, self._follows = state, follows
-        self._places = trained_places(state)
-        parameters = state.parameters().values()
-        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        self._trained = [(p, _memory(p)) for p in parameters if p.requires_grad]
-        self._contents = _contents(state)
-
-    def changed(self) -> bool:
-        """Whether something was added, unfrozen, or moved to another dtype, device, shape or memory format.
-
-        Raises RuntimeError if something was replaced or removed, ValueError if an optimizer would step in the backward.
-        """
-        if any(torch_private.has_optimizer_in_backward(parameter) for parameter, _ in self._trained):
-            _check_stepped_after_backward(self._state.trained())
-        if not self._follows:
-            check_not_replaced(self._places)
-        elif self._lacks_any():
-            return True
-        return (
-            any(parameter.requires_grad for parameter in self._frozen)
-            or self._has_additions()
-            or any(_memory(parameter) != memory for parameter, memory in self._trained)
-        )
-
-    def _lacks_any(self) -> bool:
-        """Whether a trained parameter is in no place of the model any more, or is frozen."""
-        now = {id(parameter) for parameter in self._state.trained().values()}
-        return any(id(parameter) not in now for parameter, _ in self._trained)
-
-    def _has_additions(self) -> bool:
-        if all(_are_the_same(now, before) for now, before in self._contents):
-            return False
-        known = {id(parameter) for parameter, _ in self._trained}
-        if any(id(p) not in known for p in self._state.trained().values()):
-            return True
-        self._contents = _contents(self._state)  # another module without trained parameters: no other rank need know
-        return False
-
-
-Part = nn.Module | torch.Tensor | None
-
-
-def _contents(state: OwnState) -> list[tuple[Mapping[str, Part], dict[str, Part]]]:
-    """What stands in each module, as it changes, beside a copy of it as it is now."""
-    found: list[tuple[Mapping[str, Part], dict[str, Part]]] = []
-    for _, part in state.modules():
-        found += [(part._modules, dict(part._modules)), (part._parameters, dict(part._parameters))]
-    return found
-
-
-def _are_the_same(now: Mapping[str, Part], before: Mapping[str, Part]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
-
-
-def _memory(parameter: torch.Tensor) -> tuple[object, ...]:
-    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
 
 
 def check_model(module: nn.Module, wrapper: str) -> OwnState:
@@ -226,10 +117,10 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.layout != torch.strided:
             raise ModelError(f"parameter {name} has layout {parameter.layout}: only strided parameters are supported.")
-    _check_stepped_after_backward(parameters)
+    check_stepped_after_backward(parameters)
 
 
-def _check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None:
+def check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if torch_private.has_optimizer_in_backward(parameter):
             raise ModelError(

@@ -47,8 +47,13 @@ class SegmentCall(Protocol):
     fingerprint: str
     synchronise: bool  # whether its forward was called outside of no_sync
 
+    until_backward: "UntilBackward"
+
     def will_run(self) -> bool:
         """Whether the backward that this thread runs will evaluate the call's node."""
+
+    def when_reached(self, do: Callable[[Any], None]) -> None:
+        """Let `do` run before a backward evaluates the call's node, even before its saved tensors are looked at."""
 
 
 class UntilBackward:
@@ -809,6 +814,9 @@ class Runtime:
         `why` is the error of backwards that would still be synchronised.
         """
         self._closed_because = why
+        for call in self._live_calls():
+            if call.synchronise:
+                call.when_reached(functools.partial(_reached, call.until_backward))
         self._hooks.remove()
         self.sparse.close()
         if abandon:

@@ -28,6 +28,8 @@ ImportError from this module.
 | `rpc.api._is_current_rpc_agent_set`, `torch.distributed.autograd._current_context` | refusing distributed autograd |
 | `_ddp_params_and_buffers_to_ignore` of a module | which parameters and buffers DDP leaves alone |
 | `_in_backward_optimizers` of a parameter | refusing optimizers that step in the backward |
+| `torch.nn.utils.stateless._functional_call` | parameters that others stand in for during a call |
+| `torch._C._functorch`, `torch._C._are_functorch_transforms_active` | a forward inside of torch.func's transforms |
 | `_version` of a tensor | whether somebody has changed a gradient in place |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
 """
@@ -51,6 +53,7 @@ from torch.distributed import autograd as distributed_autograd
 from torch.distributed import distributed_c10d, rpc
 from torch.distributed.utils import _to_kwargs
 from torch.fx import GraphModule
+from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Rewrites a backward graph in place, given its (fake) inputs; returns them with those it appended.
@@ -729,6 +732,32 @@ def without_compile_wrapper(module: torch.nn.Module) -> torch.nn.Module:
 def without_compile_prefixes(name: str) -> str:
     """The name of a parameter or buffer without what torch.compile(module) adds to it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def given_by_functional_calls() -> list[object]:
+    """What the `torch.func.functional_call`s under way in this thread have put into their modules.
+
+    Each holds what it was given in a local variable of its frame.
+    """
+    given: list[object] = []
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            given += frame.f_locals["parameters_and_buffers"].values()
+        frame = frame.f_back
+    return given
+
+
+def transforms_are_active() -> bool:
+    """Whether this thread is inside of a transform of torch.func: grad, vmap, jvp or another."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms of torch.func have wrapped, once or several times; any other one as it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def names_to_ignore(module: torch.nn.Module) -> Sequence[str]:

@@ -24,7 +24,6 @@ from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.hook_program import check_hook
 from compiled_ddp.lifecycle import Lifecycle
 from compiled_ddp.model_check import (
-    ModelWatch,
     broadcast_tensors,
     check_layouts,
     check_model,
@@ -32,6 +31,7 @@ from compiled_ddp.model_check import (
     check_writable,
     describe_model,
 )
+from compiled_ddp.model_watch import Look, ModelWatch, StandIns
 from compiled_ddp.options import Mode, Options, mode_from_environment
 from compiled_ddp.outputs import tensors_in
 from compiled_ddp.own_state import OwnState
@@ -182,35 +182,61 @@ class DataParallelWrapper(Copyable):
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
         if not recomputing:
             self._runtime.finish_broken_backward()  # before other ranks, which may wait in it, are asked for anything
-        if self._watch.changed() and with_gradients:
+        look = self._watch.look()
+        if look.stand_ins is StandIns.ALL:
+            return self._run_on_stand_ins(args, kwargs, look)
+        if look.changed and with_gradients:
             if recomputing:
                 raise RuntimeError(
                     "the model has changed since the forward of this backward, which a checkpoint runs again now: the "
                     "buckets of a backward under way are fixed. Change the model between backward and forward."
                 )
             self._refresh()
+        transformed = torch_private.transforms_are_active()
         if not recomputing:
-            self._begin_forward(with_gradients=with_gradients)
+            self._begin_forward(with_gradients=with_gradients, counted=self.training and not transformed)
         elif with_gradients and torch_private.in_reentrant_checkpoint():
             self._runtime.begin_reentrant_forward(synchronise=self._require_sync)
         # Also if the module raises: as on other ranks.
         stale = self._buffers_stale and self._uneven.is_training  # put off, see _begin_forward
         self._buffers_stale = stale or (with_gradients and self._require_sync)
         args, kwargs = self._on_its_device(args, kwargs)
-        outputs = self._run_module(*args, **kwargs)
+        if transformed or look.stand_ins is not StandIns.NOTHING:
+            outputs = self._run_eagerly(args, kwargs)
+        else:
+            outputs = self._run_module(*args, **kwargs)
         self._left = next(_moments)
-        if with_gradients:
+        if with_gradients and not transformed:  # autograd cannot be asked about what runs inside of a transform
             self._runtime.watch(tensors_in(outputs))
+        return outputs
+
+    def _run_on_stand_ins(self, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look) -> Any:
+        """A forward on none of the trained parameters, in a functional_call: local, whatever other ranks do.
+
+        Where its gradients may go on to the parameters, the next backward that reaches these is synchronised.
+        """
+        if look.leads_back and torch.is_grad_enabled():
+            self._runtime.begin_forward(synchronise=self._require_sync, counted=False)
+        outputs = self._run_eagerly(*self._on_its_device(args, kwargs))
+        if look.leads_back and torch.is_grad_enabled() and not torch_private.transforms_are_active():
+            self._runtime.watch(tensors_in(outputs))
+        return outputs
+
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module where no graph that was captured, or is to be, would fit."""
+        outputs = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._runtime.end_forward(())
         return outputs
 
     def _on_its_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward's arguments where `device_ids` wants them."""
         return (args, kwargs) if self._input_device is None else torch_private.moved(args, kwargs, self._input_device)
 
-    def _begin_forward(self, *, with_gradients: bool) -> None:
+    def _begin_forward(self, *, with_gradients: bool, counted: bool) -> None:
         if with_gradients:
             self._runtime.end_shadowing(if_untouched=True)  # where torch's Join has ended without a word
-            self._runtime.begin_forward(synchronise=self._require_sync, counted=self.training)
+            self._runtime.begin_forward(synchronise=self._require_sync, counted=counted)
         brings_buffers = self._buffers_stale and self._options.synchronise_buffers_in_forward
         if not self._uneven.is_training:
             if brings_buffers:
@@ -351,7 +377,7 @@ class DataParallelWrapper(Copyable):
         skipping = [w for w in synchronised if not w._runtime.finish_broken_backward()]
         for wrapper in sorted(skipping, key=lambda w: w._entered):
             if not wrapper._runtime.awaits_backward:
-                wrapper._begin_forward(with_gradients=True)
+                wrapper._begin_forward(with_gradients=True, counted=wrapper.training)
                 wrapper._buffers_stale = True
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside(last_first=True))]

@@ -1,6 +1,7 @@
 """Copies of wrappers, which one rank alone may make: they evaluate, are saved and averaged into, and reduce nothing."""
 
 import copy
+import functools
 import io
 import pickle
 import re
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from models import Mlp, assert_gradients, assert_step, gradient_copies, local_gradients, row_batch, wrappers
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from compiled_ddp.compat.apex import DistributedDataParallel as ApexDDP
 from ranks import RankPool
@@ -66,7 +67,7 @@ def _evaluates(rank: int, wrapper: str) -> None:
         for training in (True, False):
             copied.train(training)
             with torch.no_grad():
-                expected = copy.deepcopy(ddp.module).train(training)(row_batch(5)) + 1.0
+                expected = copy.deepcopy(copied.module)(row_batch(5)) + 1.0
                 torch.testing.assert_close(copied(row_batch(5)), expected)
         with torch.no_grad():
             for mine, theirs in zip(copied.parameters(), ddp.parameters(), strict=True):
@@ -85,12 +86,16 @@ def test_one_rank_may_copy_a_wrapper_and_evaluate_the_copy(ranks2: RankPool, wra
     ranks2.run(_evaluates, wrapper, collective_timeout_seconds=10)
 
 
+def _decaying(decay: float, averaged: Tensor, current: Tensor, _: object) -> Tensor:
+    return decay * averaged + (1 - decay) * current
+
+
 def _averages(rank: int, wrapper: str, on_ranks: tuple[int, ...]) -> None:
     ddp = wrap(wrapper, Normed())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     decay = 0.75
     if rank in on_ranks:
-        ema = AveragedModel(ddp, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        ema = AveragedModel(ddp, avg_fn=functools.partial(_decaying, decay))
         expected = None
     for step in range(3):
         loss_of(ddp, row_batch(rank, step)).backward()

@@ -136,7 +136,13 @@ def compile_ddp(
             mode=mode,
             options=options,
         ),
-        {"device_ids": device_ids, "output_device": output_device, "dim": dim, **ddp_arguments},
+        {
+            "device_ids": device_ids,
+            "output_device": output_device,
+            "dim": dim,
+            "find_unused_parameters": find_unused_parameters,
+            **ddp_arguments,
+        },
     )
 
 

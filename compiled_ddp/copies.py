@@ -86,6 +86,7 @@ class Copyable(nn.Module, Joinable):
     _ddp_arguments: DDPArguments
     _on_default_group: bool
     _require_sync: bool
+    _buffers_stale: bool
     _input_device: torch.device | None
     _own: OwnState
     _runtime: Runtime
@@ -103,7 +104,7 @@ class Copyable(nn.Module, Joinable):
         """Begin as a copy, with the module and the settings that are there."""
         Joinable.__init__(self)
         self._lifecycle = Lifecycle.COPY
-        self._require_sync = True
+        self._require_sync, self._buffers_stale = True, False
         self._own = OwnState(self.module)
         self._copied = CopiedModule(self._own, Lifecycle.COPY.why_not_in_use(type(self).__name__))
         self._runtime = cast(Runtime, self._copied)  # a copy has none

@@ -35,6 +35,7 @@ class DDPArguments(DDPKeywords, total=False):
     device_ids: Sequence[Device] | None  # the GPU of the model, where inputs are moved
     output_device: Device | None  # the same
     dim: int  # without effect: inputs are not split
+    find_unused_parameters: bool  # without effect: they need no flag
 
 
 def check_ddp_arguments(arguments: DDPArguments, module: nn.Module, wrapper: str) -> None:

@@ -5,6 +5,7 @@ A name of DDP's never reaches the model: what a model has under such a name is a
 """
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -43,11 +44,6 @@ INSTEAD = {
 _INTERNAL = "it is internal to torch's class"
 
 _OF_DDP = frozenset(dir(DistributedDataParallel)) - frozenset(dir(nn.Module)) | frozenset(INSTEAD)
-
-
-def is_ddps(name: str) -> bool:
-    """Whether `name` is one that torch's class has, or its instances."""
-    return name in _OF_DDP
 
 
 def refuse(wrapper: nn.Module, name: str) -> NoReturn:
@@ -200,7 +196,7 @@ class DDPAttributes(nn.Module):
     @Fixed
     def mixed_precision(self) -> None:
         """None: the constructor refuses others."""
-        return None
+        return
 
     @Fixed
     def bucket_bytes_cap(self) -> int | float:
@@ -265,3 +261,31 @@ class DDPAttributes(nn.Module):
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward brings rank 0's buffers."""
         return self._buffers_stale and self.forward_sync_buffers and bool(self._own.buffers())
+
+    # ---- what is looked up on the model ------------------------------------------------------------------------------
+
+    def _handed_out(self, method: types.MethodType) -> types.MethodType:
+        """A method of the model, for the user to call through the wrapper."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model has and the wrapper has not, unless DDP has it too."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        if name in _OF_DDP:
+            refuse(self, name)
+        bare = torch_private.without_compile_wrapper(self.module)
+        try:
+            found = getattr(self.module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"neither {type(self).__name__} nor the {type(bare).__name__} that it wraps has an attribute {name!r}: "
+                f"{error}",
+                name=name,
+                obj=self,
+            ) from error
+        is_method = isinstance(found, types.MethodType) and found.__self__ is bare
+        return self._handed_out(found) if is_method else found

@@ -11,6 +11,7 @@ from compiled_ddp.errors import ModelError
 from compiled_ddp.options import Options
 from compiled_ddp.own_state import OwnState
 from compiled_ddp.owners import other_state_of, owner_of_state
+from compiled_ddp.standing import names_in_words
 
 
 def check_model(module: nn.Module, wrapper: str) -> OwnState:
@@ -163,3 +164,19 @@ def _properties(tensor: torch.Tensor) -> list[object]:
         f"stride {tensor.stride() if tensor.layout == torch.strided else None}",
         f"dtype {tensor.dtype}",
     ]
+
+
+def check_not_inside_ddp(state: OwnState, wrapper: str) -> None:
+    """Raise RuntimeError if torch's DDP, whose forward runs this one, averages what `wrapper` averages too."""
+    ddp = torch_private.running_ddp()
+    if ddp is None:
+        return
+    averaged = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    both = [name for name, parameter in state.trained().items() if id(parameter) in averaged]
+    if both:
+        raise RuntimeError(
+            f"torch's DistributedDataParallel around a {wrapper}: both average the gradients of "
+            f"{names_in_words(both)}. Leave one of them out: a trainer that wraps its model itself is given the bare one, and a {wrapper} is "
+            "trained as it is. Or let DistributedDataParallel ignore what is wrapped inside, by its names in the "
+            "_ddp_params_and_buffers_to_ignore of the module that it wraps."
+        )

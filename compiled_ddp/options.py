@@ -1,5 +1,6 @@
 """The options of both wrappers: their defaults, and what makes them valid."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -95,6 +96,11 @@ class Options:
             return tuple(size * MEBIBYTE for size in self.bucket_cap_mb_list)
         assert self.bucket_cap_mb is not None, "no bucket size has been chosen"
         return min(self.first_bucket_mb, self.bucket_cap_mb) * MEBIBYTE, self.bucket_cap_mb * MEBIBYTE
+
+    @property
+    def largest_bucket_bytes(self) -> float:
+        """The capacity of further buckets than those that have one of their own; infinite where elements count."""
+        return math.inf if self.bucket_rule is not None else self.bucket_capacities_bytes[-1]
 
     @property
     def planned_reduction(self) -> ReductionKind:

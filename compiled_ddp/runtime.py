@@ -231,6 +231,12 @@ class Runtime:
         if not self._is_local():
             self.enter_backward()
 
+    def leaves_local(self) -> bool:
+        """Whether the running backward brings parameters a gradient that nothing reduces, which nobody asked for."""
+        if self.local or not self._accumulates_locally:
+            return False
+        return any(torch_private.fate_of_gradient(p) != "none" for p in self.parameters.tensors)
+
     def _is_local(self) -> bool:
         """Whether the running backward is a torch.autograd.grad of inputs alone, of which other ranks need not know."""
         if self._current is not None:

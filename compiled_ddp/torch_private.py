@@ -27,6 +27,7 @@ ImportError from this module.
 | `torch.autograd.profiler._is_profiler_enabled` | whether launches and waits need their names |
 | `rpc.api._is_current_rpc_agent_set`, `torch.distributed.autograd._current_context` | refusing distributed autograd |
 | `_ddp_params_and_buffers_to_ignore` of a module | which parameters and buffers DDP leaves alone |
+| `_active_ddp_module` of torch's DistributedDataParallel | refusing it around a wrapper |
 | `_in_backward_optimizers` of a parameter | refusing optimizers that step in the backward |
 | `torch.nn.utils.stateless._functional_call` | parameters that others stand in for during a call |
 | `torch._C._functorch`, `torch._C._are_functorch_transforms_active` | a forward inside of torch.func's transforms |
@@ -660,9 +661,12 @@ def collectives_launched(group: dist.ProcessGroup) -> int:
     return 0
 
 
+BROADCAST_BYTES = 250 * 1024 * 1024  # as torch's DDP
+
+
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], *, source: int) -> None:
-    """Overwrite `tensors` with those of group rank `source`, in pieces of at most 250 MB, as torch's DDP does."""
-    dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, source)
+    """Overwrite `tensors` with those of group rank `source`, in pieces of at most `BROADCAST_BYTES`."""
+    dist._broadcast_coalesced(group, tensors, BROADCAST_BYTES, source)
 
 
 AnyFuture = torch._C.Future  # what `then` and collectives return; torch.futures.Future is a subclass
@@ -758,6 +762,11 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def running_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
+    """torch's DistributedDataParallel whose forward this process runs."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
 def names_to_ignore(module: torch.nn.Module) -> Sequence[str]:

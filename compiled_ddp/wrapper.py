@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,13 +21,16 @@ from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.copies import Copyable
 from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device
+from compiled_ddp.ddp_attributes import DDPAttributes
 from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.hook_program import check_hook
 from compiled_ddp.lifecycle import Lifecycle
+from compiled_ddp.local_methods import LocalMethods
 from compiled_ddp.model_check import (
     broadcast_tensors,
     check_layouts,
     check_model,
+    check_not_inside_ddp,
     check_parts,
     check_writable,
     describe_model,
@@ -48,7 +52,7 @@ from compiled_ddp.users_code import warn_user
 _moments = itertools.count(1)
 
 
-class DataParallelWrapper(Copyable):
+class DataParallelWrapper(DDPAttributes, Copyable):
     """A module whose gradients are averaged over ranks. Base of `CompiledDDP` and `EagerDDP`."""
 
     is_compiled_ddp_wrapper = True
@@ -80,7 +84,7 @@ class DataParallelWrapper(Copyable):
         communicator = Communicator(ranks)
         self.module = module
         self._require_sync = True
-        self._buffers_stale = True  # whether the next forward broadcasts buffers, by DDP's rule
+        self._buffers_stale = True
         try:
             if options.init_sync:
                 self._synchronise_state(communicator)
@@ -99,6 +103,7 @@ class DataParallelWrapper(Copyable):
             raise
         self._runtime.uneven = self._uneven = UnevenInputs(self, communicator, self._runtime)
         self._lifecycle = Lifecycle.IN_USE
+        self._methods = LocalMethods(self, self._runtime)
         self._entered = self._left = 0  # when the last forward began and ended, among those of all wrappers
         self._watch = ModelWatch(self._own, follows=options.follows_model)
         self._refreshes = self._registrations = 0
@@ -172,6 +177,7 @@ class DataParallelWrapper(Copyable):
         if self._lifecycle is Lifecycle.COPY:
             return self._forward_of_copy(*self._on_its_device(args, kwargs))
         self._check_in_use()
+        check_not_inside_ddp(self._own, type(self).__name__)
         self._entered = next(_moments)
         with_gradients = torch.is_grad_enabled()
         if with_gradients and torch_private.in_distributed_autograd():
@@ -326,21 +332,10 @@ class DataParallelWrapper(Copyable):
         finally:
             self._require_sync = before
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """DDP's switch: whether the backwards of forwards from here on are synchronised. May be assigned.
-
-        False is what `no_sync()` sets, which gives back at its end what it found.
-        """
-        return self._require_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._require_sync = bool(value)
-
     def _set_static_graph(self) -> None:
         """DDP's older name for `static_graph=True`."""
         self._check_in_use()
+        self._options = dataclasses.replace(self._options, static_graph=True)
         self._options_given = dataclasses.replace(self._options_given, static_graph=True)
         self._runtime.static_graph = True
 
@@ -733,10 +728,5 @@ class DataParallelWrapper(Copyable):
     def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
         DataParallelWrapper.__init__(self, module, None, options, ddp_arguments)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(super().__getattr__("module"), name)
+    def _handed_out(self, method: types.MethodType) -> types.MethodType:
+        return self._methods.watched(method) if self._lifecycle is Lifecycle.IN_USE else method

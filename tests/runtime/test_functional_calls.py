@@ -101,9 +101,10 @@ def _all(rank: int, wrapper: str) -> None:
         if rank == 0:  # alone, and before any step
             for names in (trained, lambda _: True):
                 assert_local(ddp, others_of(ddp, names=names), x)
+            given = others_of(ddp)
+            expected, _ = by_hand(ddp.module, given, x)
             with torch.no_grad():
-                given = others_of(ddp)
-                torch.testing.assert_close(functional_call(ddp, given, (x,)), by_hand(ddp.module, given, x)[0])
+                torch.testing.assert_close(functional_call(ddp, given, (x,)), expected)
             with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
                 functional_call(ddp, others_of(ddp), (x[:, :2],))
         assert_step(ddp, lambda module: loss_of(module, x), unused=["scale"])

@@ -78,26 +78,6 @@ class WithAttributes(Mlp):
         return self.first.out_features
 
 
-# docs/migration.md says what to use instead.
-ONLY_DDPS = [
-    "device_ids",
-    "output_device",
-    "dim",
-    "find_unused_parameters",
-    "static_graph",
-    "broadcast_buffers",
-    "gradient_as_bucket_view",
-    "bucket_bytes_cap",
-    "will_sync_module_buffers",
-    "reducer",
-    "logger",
-    "parameters_to_ignore",
-    "_register_buffer_comm_hook",
-    "_register_fused_optim",
-    "_update_process_group",
-]
-
-
 def _attributes(rank: int, wrapper: str) -> None:
     model = WithAttributes()
     torch_ddp = DistributedDataParallel(copy.deepcopy(model))
@@ -112,8 +92,6 @@ def _attributes(rank: int, wrapper: str) -> None:
     assert ddp.process_group is torch_ddp.process_group
     assert ddp.device == torch_ddp.device
     ddp._set_static_graph()
-    for name in ONLY_DDPS:
-        assert hasattr(torch_ddp, name) and not hasattr(ddp, name), name
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         _ = ddp.nothing_of_that_name
     for own, theirs in (

@@ -18,7 +18,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.ddp_arguments import DDPArguments, without_group
 from compiled_ddp.errors import NotPicklableError
 from compiled_ddp.gradient_hooks import GradientHooks
-from compiled_ddp.lifecycle import Lifecycle
+from compiled_ddp.lifecycle import HasLifecycle, Lifecycle
 from compiled_ddp.options import Options
 from compiled_ddp.outputs import tensors_in
 from compiled_ddp.own_state import OwnState
@@ -76,11 +76,10 @@ class CopiedModule:
 _SETTINGS = ("_options", "_options_given", "_input_device", "_arguments")
 
 
-class Copyable(nn.Module, Joinable):
+class Copyable(HasLifecycle, Joinable):
     """The part of a wrapper that is about copies and files."""
 
     module: nn.Module
-    _lifecycle: Lifecycle
     _options: Options
     _options_given: Options
     _ddp_arguments: DDPArguments
@@ -94,11 +93,6 @@ class Copyable(nn.Module, Joinable):
     def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
         """Be constructed, on the default group."""
         raise NotImplementedError
-
-    def _check_in_use(self) -> None:
-        """Raise RuntimeError for what only a wrapper in use can do."""
-        if self._lifecycle is not Lifecycle.IN_USE:
-            raise RuntimeError(self._lifecycle.why_not_in_use(type(self).__name__))
 
     def _become_copy(self) -> None:
         """Begin as a copy, with the module and the settings that are there."""

@@ -140,7 +140,7 @@ class Copyable(HasLifecycle, Joinable):
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        if state["copy"]:
+        if state.get("copy"):
             nn.Module.__init__(self)
             self.module = state["module"]
             self._options = self._options_given = state["options"]

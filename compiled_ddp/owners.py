@@ -17,8 +17,11 @@ class Owner(Protocol):
     def make_way(self) -> None:
         """Take part in what other ranks may still wait for, before the module is wrapped once more."""
 
-    def be_replaced(self, successor: str) -> None:
-        """Close, for a `successor` that all ranks are about to make of the same module."""
+    def warn_of(self, successor: str) -> None:
+        """Warn that a `successor` is about to take this one's place."""
+
+    def be_replaced(self) -> None:
+        """Close, for another wrapper that all ranks are about to make of the same module."""
 
 
 # The wrappers that are in use, by what each looks after: they have been neither closed nor collected as garbage.

@@ -72,14 +72,19 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         name = type(self).__name__
         self._own: OwnState  # what this wrapper looks after
         before = owner_of(module)
-        if before is not None:
-            before.make_way()
-        agree_on_description(
-            ranks, lambda: self._check_and_describe(module, name, ranks), failure="the model was not wrapped"
-        )
+
+        def describe() -> Description:
+            if before is not None:
+                before.make_way()
+            description = self._check_and_describe(module, name, ranks)
+            if before is not None:
+                before.warn_of(name)  # which may be an error: then it is one on every rank
+            return description
+
+        agree_on_description(ranks, describe, failure="the model was not wrapped")
         self._mode: Mode = mode_from_environment()
         if before is not None:
-            before.be_replaced(name)
+            before.be_replaced()
         communicator = Communicator(ranks)
         self.module = module
         self._require_sync = True
@@ -206,8 +211,8 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         stale = self._buffers_stale and self._uneven.is_training  # put off, see _begin_forward
         self._buffers_stale = stale or (with_gradients and self._require_sync)
         args, kwargs = self._on_its_device(args, kwargs)
-        if transformed or look.stand_ins is not StandIns.NOTHING:
-            outputs = self._run_eagerly(args, kwargs)
+        if transformed or look.stand_ins is not StandIns.NOTHING:  # no graph that was captured, or is to be, would fit
+            outputs = self._run_eagerly(*args, **kwargs)
         else:
             outputs = self._run_module(*args, **kwargs)
         self._left = next(_moments)
@@ -220,18 +225,21 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
 
         Where its gradients may go on to the parameters, the next backward that reaches these is synchronised.
         """
-        if look.leads_back and torch.is_grad_enabled():
-            self._runtime.begin_forward(synchronise=self._require_sync, counted=False)
-        outputs = self._run_eagerly(*self._on_its_device(args, kwargs))
-        if look.leads_back and torch.is_grad_enabled() and not torch_private.transforms_are_active():
+        recomputing = torch_private.current_graph_task() != -1
+        leads_back = look.leads_back and torch.is_grad_enabled() and not recomputing
+        args, kwargs = self._on_its_device(args, kwargs)
+        if not leads_back:
+            return self.module(*args, **kwargs)
+        self._runtime.begin_forward(synchronise=self._require_sync, counted=False)
+        outputs = self._run_eagerly(*args, **kwargs)
+        if not torch_private.transforms_are_active():
             self._runtime.watch(tensors_in(outputs))
         return outputs
 
-    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module where no graph that was captured, or is to be, would fit."""
+    def _run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._runtime.end_forward(())
+            self._runtime.end_forward(())  # hooks watch what graphs would have reduced
         return outputs
 
     def _on_its_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -619,16 +627,19 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         if not self._runtime.communicator.has_failed:
             self._runtime.finish_broken_backward()
 
-    def be_replaced(self, successor: str) -> None:
-        """Close, for a `successor` that all ranks are about to make of the same module.
-
-        On this rank alone, as on others the wrapper may have been collected as garbage.
-        """
+    def warn_of(self, successor: str) -> None:
+        """Warn that a `successor` is about to take this one's place."""
         module = type(torch_private.without_compile_wrapper(self.module)).__name__
         warn_user(
-            f"the {module} was wrapped once more: its {type(self).__name__} is closed, as by unwrap(), and the new "
+            f"the {module} is wrapped once more: its {type(self).__name__} is closed, as by unwrap(), and the new "
             f"{successor} takes its place. Call unwrap() first if that is meant."
         )
+
+    def be_replaced(self) -> None:
+        """Close, for another wrapper that all ranks are about to make of the same module.
+
+        On this rank alone, as on others this one may have been collected as garbage.
+        """
         self._close(Lifecycle.REPLACED)
 
     def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:

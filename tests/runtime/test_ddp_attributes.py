@@ -148,6 +148,7 @@ def test_errors_name_the_wrapper_and_are_attribute_errors(ranks2: RankPool, wrap
 def _assigned(rank: int, wrapper: str) -> None:
     """As scripts assign them to DDP."""
     model = UsersModel()
+    model._ddp_params_and_buffers_to_ignore = []
     theirs, ours = DistributedDataParallel(copy.deepcopy(model)), wrap(wrapper, model)
     for ddp in (theirs, ours):
         ddp(row_batch(rank)).sum().backward()

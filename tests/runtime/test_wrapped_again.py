@@ -43,7 +43,7 @@ def warned(times: int = 1) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    found = [warning for warning in caught if "was wrapped once more" in str(warning.message)]
+    found = [warning for warning in caught if "is wrapped once more" in str(warning.message)]
     assert len(found) == times, [str(warning.message) for warning in found]
     assert all("models.py" in warning.filename or __file__ == warning.filename for warning in found)
 
@@ -57,7 +57,7 @@ def _takes_over(rank: int, first: str, second: str) -> None:
         warnings.simplefilter("always")
         new = wrap(second, model)
     (message,) = [str(warning.message) for warning in caught if "once more" in str(warning.message)]
-    assert message.startswith(f"the Mlp was wrapped once more: its {CLASSES[first]} is closed, as by unwrap(), and the")
+    assert message.startswith(f"the Mlp is wrapped once more: its {CLASSES[first]} is closed, as by unwrap(), and the")
     assert f"the new {CLASSES[second]} takes its place" in message
     gc.collect()
     uses = (
@@ -168,7 +168,7 @@ def _broken_off(rank: int, wrapper: str) -> None:
         assert_trains(new, rank)
 
 
-@pytest.mark.filterwarnings("ignore:gradients of", "ignore:the Mlp was wrapped")
+@pytest.mark.filterwarnings("ignore:gradients of", "ignore:the Mlp is wrapped")
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_after_a_backward_that_broke_off(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_broken_off, wrapper)
@@ -183,8 +183,12 @@ def _refused(rank: int, wrapper: str) -> None:
             wrap(wrapper, old)
         with pytest.raises(ValueError, match=r"parameter 0\.head\.weight belongs to a Mlp that \w+ wraps"):
             wrap(wrapper, nn.Sequential(model, nn.Linear(3, 3)))
-        with pytest.raises(RuntimeError, match="reduction"):
-            wrap(wrapper, model, reduction="sum" if rank else "mean")
+    with pytest.raises(RuntimeError, match="reduction"), warned():
+        wrap(wrapper, model, reduction="sum" if rank else "mean")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if rank == 1 else "ignore")  # a warning that is an error is one on every rank
+        with pytest.raises((UserWarning, RuntimeError), match="the Mlp is wrapped once more"):
+            wrap(wrapper, model)
     for _ in range(2):
         assert_trains(old, rank)
 

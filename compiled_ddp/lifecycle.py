@@ -28,8 +28,8 @@ class Lifecycle(enum.Enum):
     def why_no_backward(self, wrapper: str) -> str:
         """What is said in the backward of a forward that was called while it was in use."""
         return (
-            f"the forward of this backward was called on a {wrapper} that has been {self.value} since, and nothing "
-            "would reduce its gradients. Run the forward again, on the wrapper that is in use now."
+            f"the {wrapper} of this backward's forward has been {self.value} since, and nothing would reduce the "
+            "gradients. Run the forward again, on the wrapper that is in use now."
         )
 
 
@@ -40,7 +40,7 @@ _WHY = {
         "made then."
     ),
     Lifecycle.COPY: (
-        "this is a copy of a {wrapper}, which other ranks know nothing of: it evaluates, is saved, is averaged into, "
+        "this {wrapper} is a copy, which other ranks know nothing of: it evaluates, is saved, is averaged into, "
         "and runs backwards of forwards under no_sync(), but takes part in nothing that ranks do together, and has no "
         "plan. To train it, wrap its .module on every rank; to evaluate it, use torch.no_grad()."
     ),

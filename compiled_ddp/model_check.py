@@ -175,8 +175,8 @@ def check_not_inside_ddp(state: OwnState, wrapper: str) -> None:
     both = [name for name, parameter in state.trained().items() if id(parameter) in averaged]
     if both:
         raise RuntimeError(
-            f"torch's DistributedDataParallel around a {wrapper}: both average the gradients of "
+            f"torch's DistributedDataParallel around {wrapper}: both average the gradients of "
             f"{names_in_words(both)}. Leave one of them out: a trainer that wraps its model itself is given the bare "
-            f"one, and a {wrapper} is trained as it is. Or let DistributedDataParallel ignore what is wrapped inside, "
+            f"one, and {wrapper} is trained as it is. Or let DistributedDataParallel ignore what is wrapped inside, "
             "by its names in the _ddp_params_and_buffers_to_ignore of the module that it wraps."
         )

@@ -47,7 +47,7 @@ def test_it_is_an_error_on_every_rank_in_the_first_forward(ranks2: RankPool, wra
     for messages in ranks2.run(_refused, wrapper):
         for message in messages:
             assert message.startswith(
-                f"torch's DistributedDataParallel around a {name}: both average the gradients of head.weight, head.bias"
+                f"torch's DistributedDataParallel around {name}: both average the gradients of head.weight, head.bias"
             )
             assert "Leave one of them out" in message and "_ddp_params_and_buffers_to_ignore" in message
 

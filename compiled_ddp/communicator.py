@@ -89,26 +89,30 @@ class RankGroup:
         timeout = self.timeout * patience
         here, there = self.ranks[self.rank], self.ranks[writer]
         self.note_wait(f"rank {there}, through the store, {purpose}")
+        value: str | None = None
+        silence: Exception | None = None
         with self._reaching_store(f"to wait for rank {there} ({purpose})"):
             try:
                 self._store.wait([key], timeout)
+                value = self._store.get(key).decode()
             except dist.DistStoreError as error:
-                silence = RuntimeError(
-                    f"rank {here} waited {timeout.total_seconds():g} s for rank {there} ({purpose}), which "
-                    f"stayed silent: it has stopped, or does not take part in {self.name}. Every rank of the group "
-                    "must wrap the same models in the same order and run the same synchronised backwards."
-                )
-                raise self.failure(silence) from error
-            value = self._store.get(key).decode()
+                silence = error
+        if value is None:
+            silent = RuntimeError(
+                f"rank {here} waited {timeout.total_seconds():g} s for rank {there} ({purpose}), which "
+                f"stayed silent: it has stopped, or does not take part in {self.name}. Every rank of the group must "
+                "wrap the same models in the same order and run the same synchronised backwards."
+            )
+            raise self.failure(silent) from silence
         self.note_wait("")
         return value
 
     @contextlib.contextmanager
     def _reaching_store(self, what: str) -> Iterator[None]:
-        """Explain an error of the store in here that is no silence of a rank."""
+        """Explain what the store raises in here."""
         try:
             yield
-        except dist.DistError as error:
+        except RuntimeError as error:  # those of torch.distributed among them
             unreachable = RuntimeError(
                 f"rank {self.ranks[self.rank]} could not reach the store of torch.distributed {what}: {error} The "
                 "process that hosts the store (rank 0, or the agent of torchrun) has ended, or the connection to it "

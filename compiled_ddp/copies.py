@@ -7,6 +7,8 @@ module, its modes and the user's own attributes, and no runtime.
 
 import copy
 import copyreg
+import functools
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
@@ -49,9 +51,10 @@ class CopiedModule:
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         if self._expected:
             for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
-                node.register_prehook(self._reached)
+                node.register_prehook(functools.partial(_reached, weakref.ref(self)))
 
-    def _reached(self, _: object) -> None:
+    def refuse_gradients(self) -> None:
+        """Raise RuntimeError if the backward that this thread runs brings the copy's parameters a gradient."""
         trained = (parameter for parameter in self._own.trained().values() if not is_owned(parameter))
         if any(torch_private.fate_of_gradient(parameter) != "none" for parameter in trained):
             raise RuntimeError(self._why)
@@ -70,6 +73,12 @@ class CopiedModule:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(self._why)
+
+
+def _reached(copied: weakref.ref[CopiedModule], _: object) -> None:
+    alive = copied()
+    if alive is not None:  # else nobody holds the parameters either
+        alive.refuse_gradients()
 
 
 # Of a wrapper's own attributes, what a copy has too: it can be shared.

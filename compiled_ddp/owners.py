@@ -48,7 +48,7 @@ def _state_of(part: object) -> OwnState | None:
     """What the wrapper looks after that `part` belongs to, if it is in use."""
     reference = _owner_of.get(part)
     state: OwnState | None = None if reference is None else reference()
-    return None if state is None or state not in _in_use else state
+    return None if state is None or owner_of_state(state) is None else state
 
 
 def is_owned(part: object) -> bool:

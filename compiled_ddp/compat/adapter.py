@@ -49,6 +49,7 @@ class ApexAdapter(DataParallelWrapper):
 
     def _reduce_in_backward(self, *, wanted: bool) -> None:
         """Whether backwards that begin from now on reduce, also those of forwards that have been called already."""
+        self._check_in_use()
         self._runtime.local = not wanted
 
     @property

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
+from compiled_ddp.errors import NotInitialisedError, WrongKindError
 from compiled_ddp.hang_report import HangReporter
 from compiled_ddp.standing import Standing, frames_of_error
 
@@ -36,13 +37,13 @@ class RankGroup:
         TypeError if that is no process group.
         """
         if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError(
+            raise NotInitialisedError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group() before wrapping "
                 "the model, and start the script with torchrun (or set RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."
             )
         given: object = group
         if given is dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(
+            raise WrongKindError(
                 f"global rank {dist.get_rank()} is not a member of process_group: wrap the model only on the ranks "
                 "that belong to the group."
             )
@@ -64,7 +65,7 @@ class RankGroup:
         made[self.ranks] = ordinal + 1
         ranks_hash = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
         self.name = f"compiled_ddp/{ranks_hash}/{ordinal}"
-        self.store = dist.PrefixStore(self.name, torch_private.default_store())
+        self._store = dist.PrefixStore(self.name, torch_private.default_store())
         # A communicator puts its own here: then a wait that fails tells where every rank stands.
         self.note_wait: Callable[[str], None] = lambda _: None
         self.failure: Callable[[RuntimeError], RuntimeError] = lambda error: error
@@ -77,7 +78,8 @@ class RankGroup:
 
     def publish(self, key: str, value: str) -> None:
         """Make `value` readable by every rank under `key`."""
-        self.store.set(key, value)
+        with self._reaching_store(f"to publish {key!r} for the other ranks"):
+            self._store.set(key, value)
 
     def read(self, key: str, *, writer: int, purpose: str, patience: float = 1.0) -> str:
         """Wait for what the group's rank `writer` publishes under `key`.
@@ -87,17 +89,52 @@ class RankGroup:
         timeout = self.timeout * patience
         here, there = self.ranks[self.rank], self.ranks[writer]
         self.note_wait(f"rank {there}, through the store, {purpose}")
-        try:
-            self.store.wait([key], timeout)
-        except dist.DistStoreError as error:
-            silence = RuntimeError(
+        value: str | None = None
+        silence: Exception | None = None
+        with self._reaching_store(f"to wait for rank {there} ({purpose})"):
+            try:
+                self._store.wait([key], timeout)
+                value = self._store.get(key).decode()
+            except dist.DistStoreError as error:
+                silence = error
+        if value is None:
+            silent = RuntimeError(
                 f"rank {here} waited {timeout.total_seconds():g} s for rank {there} ({purpose}), which "
                 f"stayed silent: it has stopped, or does not take part in {self.name}. Every rank of the group must "
                 "wrap the same models in the same order and run the same synchronised backwards."
             )
-            raise self.failure(silence) from error
+            raise self.failure(silent) from silence
         self.note_wait("")
-        return self.store.get(key).decode()
+        return value
+
+    @contextlib.contextmanager
+    def _reaching_store(self, what: str) -> Iterator[None]:
+        """Explain what the store raises in here."""
+        try:
+            yield
+        except RuntimeError as error:  # those of torch.distributed among them
+            unreachable = RuntimeError(
+                f"rank {self.ranks[self.rank]} could not reach the store of torch.distributed {what}: {error} The "
+                "process that hosts the store (rank 0, or the agent of torchrun) has ended, or the connection to it "
+                "is lost. Look there for the first error, and start all ranks again."
+            )
+            raise self.failure(unreachable) from error
+
+    def new_process_group(self) -> tuple[dist.ProcessGroup, str]:
+        """A further process group of the same ranks, under `name`, and the name that graphs call it by."""
+        try:
+            return torch_private.new_group_named(self.name, self.ranks, parent=self.process_group, timeout=self.timeout)
+        except RuntimeError as error:
+            here, others = self.ranks[self.rank], list(self.ranks)
+            raise RuntimeError(
+                f"rank {here} could not make the process group of {self.name} with ranks {others}: {error} One of "
+                "them, or the process that hosts the store of torch.distributed (rank 0, or the agent of torchrun), "
+                "has ended or cannot be reached. Look there for the first error, and start all ranks again."
+            ) from error
+
+    def hang_reporter(self, standing: Standing) -> HangReporter:
+        """What explains failed waits of these ranks; it has the store too."""
+        return HangReporter(standing, self._store, rank=self.rank, ranks=self.ranks, timeout=self.timeout)
 
 
 class Communicator:
@@ -115,17 +152,13 @@ class Communicator:
         self.closed = False
         world = dist.group.WORLD
         assert world is not None
-        group, self.group_name = torch_private.new_group_named(
-            ranks.name, ranks.ranks, parent=ranks.process_group, timeout=ranks.timeout
-        )
+        group, self.group_name = ranks.new_process_group()
         # torch.distributed owns the groups: held here, their threads would live on after they are destroyed.
         self._group = weakref.ref(group)
         self._at_end = weakref.finalize(self, _abandoned.append, self._group)
         self._at_end.atexit = False
         self.standing = Standing(group)
-        self._hangs = HangReporter(
-            self.standing, ranks.store, rank=ranks.rank, ranks=ranks.ranks, timeout=ranks.timeout
-        )
+        self._hangs = ranks.hang_reporter(self.standing)
         ranks.note_wait, ranks.failure = self.standing.note_wait, self.failure
 
     @property
@@ -181,6 +214,11 @@ class Communicator:
         self._hangs.note_failure(why)
         return self._refusal()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether a wait has."""
+        return bool(self._hangs.failed_before)
+
     def refuse_if_failed(self) -> None:
         """Raise RuntimeError once a wait has failed: what other ranks have sent for it may meet a later collective."""
         if self._hangs.failed_before:
@@ -200,6 +238,12 @@ class Communicator:
         group = self._group()
         if _is_open(group):
             dist.destroy_process_group(group)
+        self.closed = True
+
+    def abandon(self) -> None:
+        """Leave the communicator to be destroyed when the next one is made: other ranks need not end it at once."""
+        self._hangs.close()
+        self._at_end()
         self.closed = True
 
 

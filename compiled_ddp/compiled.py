@@ -136,7 +136,13 @@ def compile_ddp(
             mode=mode,
             options=options,
         ),
-        {"device_ids": device_ids, "output_device": output_device, "dim": dim, **ddp_arguments},
+        {
+            "device_ids": device_ids,
+            "output_device": output_device,
+            "dim": dim,
+            "find_unused_parameters": find_unused_parameters,
+            **ddp_arguments,
+        },
     )
 
 
@@ -221,9 +227,9 @@ class CompiledDDP(DataParallelWrapper):
     # ---- compiling ahead ---------------------------------------------------------------------------------------------
 
     def warmup(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_unwrapped()
+        self._check_in_use()
         self._runtime.finish_broken_backward()
-        if self._watch.changed() and torch.is_grad_enabled():
+        if self._watch.look().changed and torch.is_grad_enabled():
             self._refresh()
         self._warmups += 1
         ranks = self._runtime.communicator.ranks

@@ -42,6 +42,9 @@ class Conducted(Protocol):
     def waits_to_send(self) -> str | None:
         """What `send_rest` waits for, if for anything."""
 
+    def begin_skipping(self) -> None:
+        """Send zeros in place of a backward."""
+
     def send_rest(self) -> None:
         """Send what is left of a backward that has ended."""
 
@@ -106,9 +109,9 @@ class Conductor:
         self._together(broken, send, lambda wrapper: wrapper.end_broken(told))
         return broken
 
-    def skip(self, skipping: Sequence[Conducted], send: Callable[[Conducted], None]) -> None:
-        """`send` for all, then wait for the results."""
-        self._together(skipping, send, lambda wrapper: wrapper.end())
+    def skip(self, skipping: Sequence[Conducted]) -> None:
+        """Take part with zeros in a backward of all these."""
+        self._together(skipping, lambda wrapper: wrapper.begin_skipping(), lambda wrapper: wrapper.end())
 
     def _together(
         self, wrappers: Sequence[Conducted], send: Callable[[Conducted], None], end: Callable[[Conducted], None]

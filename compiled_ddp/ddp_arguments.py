@@ -3,13 +3,15 @@
 Those of torch 2.13 (torch/nn/parallel/distributed.py). What the wrappers take themselves stands in their signatures.
 """
 
-from collections.abc import Sequence
-from typing import TypedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from compiled_ddp.errors import WrongKindError
 
 Device = int | str | torch.device
 
@@ -33,6 +35,7 @@ class DDPArguments(DDPKeywords, total=False):
     device_ids: Sequence[Device] | None  # the GPU of the model, where inputs are moved
     output_device: Device | None  # the same
     dim: int  # without effect: inputs are not split
+    find_unused_parameters: bool  # without effect: they need no flag
 
 
 def check_ddp_arguments(arguments: DDPArguments, module: nn.Module, wrapper: str) -> None:
@@ -54,8 +57,15 @@ def _check_delayed(arguments: DDPArguments, module: nn.Module) -> None:
         raise ValueError(
             "delay_all_reduce_named_params and param_to_hook_all_reduce belong together: pass both or neither."
         )
+    given: object = delayed or ()
+    named: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in named):
+        raise WrongKindError(
+            f"delay_all_reduce_named_params must be pairs of a name and a parameter, as model.named_parameters() has, "
+            f"found {delayed!r}."
+        )
     own = {id(parameter) for parameter in module.parameters()}
-    for name, parameter in [*(delayed or ()), *([] if trigger is None else [("param_to_hook_all_reduce", trigger)])]:
+    for name, parameter in [*named, *([] if trigger is None else [("param_to_hook_all_reduce", trigger)])]:
         if id(parameter) not in own:
             raise ValueError(f"{name} is not a parameter of the model: pass those that model.named_parameters() has.")
 
@@ -68,10 +78,12 @@ def input_device(arguments: DDPArguments, devices: Sequence[torch.device]) -> to
     Raises ValueError where it is not the model's.
     """
     ids, output = arguments.get("device_ids"), arguments.get("output_device")
-    if not ids and output is None:
-        return None
+    if ids is not None and (isinstance(ids, str) or not isinstance(ids, Sequence)):
+        raise WrongKindError(f"device_ids must be a list with one device, found {ids!r}: pass [{ids!r}].")
     if ids and len(ids) > 1:
         raise ValueError(f"device_ids may name one device, found {ids}: start one process for each GPU.")
+    if not ids and output is None:
+        return None
     if len(devices) > 1:
         raise ValueError(
             f"device_ids and output_device name the one device of a model, and this one is on {len(devices)}: leave "
@@ -89,6 +101,14 @@ def input_device(arguments: DDPArguments, devices: Sequence[torch.device]) -> to
 
 def _device(name: Device, kind: str) -> torch.device:
     return torch.device(kind, name) if isinstance(name, int) else torch.device(name)
+
+
+def without_group(arguments: DDPArguments) -> DDPArguments:
+    """The arguments for a copy of a wrapper, which has neither ranks nor these parameters."""
+    kept: DDPArguments = {**arguments}
+    for name in ("device_mesh", "delay_all_reduce_named_params", "param_to_hook_all_reduce"):
+        kept.pop(name, None)  # type: ignore[misc]
+    return kept
 
 
 def group_of(process_group: dist.ProcessGroup | None, arguments: DDPArguments) -> dist.ProcessGroup | None:

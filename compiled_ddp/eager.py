@@ -105,6 +105,7 @@ class EagerDDP(DataParallelWrapper):
             "device_ids": device_ids,
             "output_device": output_device,
             "dim": dim,
+            "find_unused_parameters": find_unused_parameters,
             **ddp_arguments,
         }
         super().__init__(module, process_group, options, others)

@@ -122,6 +122,10 @@ class SequenceBuffers:
         for buffer in self._buffers.values():
             buffer.renew_if_held(in_place[buffer.address])
 
+    def let_go(self) -> None:
+        """Leave all flat buffers to whoever holds views of them; what is filled next gets new ones."""
+        self._buffers.clear()
+
     def contain(self, gradient: torch.Tensor) -> bool:
         """Whether `gradient` lies in one of the flat buffers."""
         return _has_memory(gradient) and any(

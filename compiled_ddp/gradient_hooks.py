@@ -45,10 +45,12 @@ class GradientHooks:
             if index in self._handles:
                 continue
             hook = functools.partial(_gradient_accumulated, self._listener, index)
-            trained = parameter.requires_grad
-            parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
-            self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)
-            parameter.requires_grad_(trained)
+            if parameter.requires_grad:
+                self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)
+            else:
+                parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
+                self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)
+                parameter.requires_grad_(False)
         self.hold_back_users()
 
     def remove(self, keep: Set[int] = frozenset()) -> None:

@@ -1,160 +1,17 @@
 """What a model must be to be wrapped, and what must be equal on every rank."""
 
-import gc
-import operator
-import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description
+from compiled_ddp.errors import ModelError
 from compiled_ddp.options import Options
 from compiled_ddp.own_state import OwnState
-
-# What wrappers look after that are in use, and their names: they have neither been unwrapped nor collected as garbage.
-_in_use: "weakref.WeakKeyDictionary[OwnState, str]" = weakref.WeakKeyDictionary()
-
-# By a wrapped module, or a parameter in it, a weak reference to one of these. Not a mark on the module itself, which a
-# copy of the module, or a module loaded from a file, would carry too.
-_owner_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def mark_wrapped(state: OwnState, wrapper: str) -> None:
-    """Note that a wrapper looks after `state`, for as long as it lives and until `unmark_wrapped`."""
-    _in_use[state] = wrapper
-    for part in (torch_private.without_compile_wrapper(state.module), *state.parameters().values()):
-        if _owner(part) is None:  # a parameter that is frozen here may be trained by an earlier wrapper
-            _owner_of[part] = weakref.ref(state)
-
-
-def unmark_wrapped(state: OwnState) -> None:
-    _in_use.pop(state, None)
-
-
-def _owner(part: object) -> OwnState | None:
-    """What the wrapper looks after that `part` belongs to, if it is in use."""
-    reference = _owner_of.get(part)
-    state: OwnState | None = None if reference is None else reference()
-    return None if state is None or state not in _in_use else state
-
-
-def _other_owner(part: object, own: OwnState | None = None) -> OwnState | None:
-    """The same, unless it is `own`."""
-    if _owner(part) in (None, own):
-        return None
-    gc.collect()  # a wrapper is part of a cycle: one that was dropped may still be there, on some ranks alone
-    return _owner(part)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a trained parameter, or a module that holds some, stands in the model. A tied one has several."""
-
-    siblings: Mapping[str, object]  # of the module it belongs to
-    key: str
-    name: str
-    found: object
-
-
-def trained_places(state: OwnState) -> list[Place]:
-    """Every place of what requires a gradient, in the model as it is now, but for what is left alone."""
-    places = []
-    left_alone = {id(parameter) for parameter in state.left_alone().values()}
-    for prefix, owner in state.modules():
-        parts: Mapping[str, torch.Tensor | nn.Module | None]
-        for parts in (owner._parameters, owner._modules):
-            places += [
-                Place(parts, key, f"{prefix}.{key}".removeprefix("."), part)
-                for key, part in parts.items()
-                if _is_trained(part, left_alone)
-            ]
-    return places
-
-
-def _is_trained(part: torch.Tensor | nn.Module | None, left_alone: Set[int]) -> bool:
-    if isinstance(part, nn.Module):
-        return any(_is_trained(parameter, left_alone) for parameter in part.parameters())
-    return part is not None and part.requires_grad and id(part) not in left_alone
-
-
-def check_not_replaced(places: Sequence[Place]) -> None:
-    """Raise RuntimeError if something else, or nothing, stands in one of `places` now."""
-    for place in places:
-        if place.siblings.get(place.key) is not place.found:
-            raise RuntimeError(
-                f"{place.name} was replaced or removed after the model was wrapped: nothing would reduce the gradient "
-                "of what stands there now. Call unwrap() and wrap the model again."
-            )
-
-
-class ModelWatch:
-    """Notices between forwards that a model has changed in what its wrapper made its plan from.
-
-    Everything is compared by identity or by a few attributes, so that it costs microseconds in every forward.
-    """
-
-    def __init__(self, state: OwnState, *, follows: bool = False) -> None:
-        """With `follows`, what was replaced, removed or frozen is a change like any other, instead of an error."""
-        self._state, self._follows = state, follows
-        self._places = trained_places(state)
-        parameters = state.parameters().values()
-        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        self._trained = [(p, _memory(p)) for p in parameters if p.requires_grad]
-        self._contents = _contents(state)
-
-    def changed(self) -> bool:
-        """Whether something was added, unfrozen, or moved to another dtype, device, shape or memory format.
-
-        Raises RuntimeError if something was replaced or removed, ValueError if an optimizer would step in the backward.
-        """
-        if any(torch_private.has_optimizer_in_backward(parameter) for parameter, _ in self._trained):
-            _check_stepped_after_backward(self._state.trained())
-        if not self._follows:
-            check_not_replaced(self._places)
-        elif self._lacks_any():
-            return True
-        return (
-            any(parameter.requires_grad for parameter in self._frozen)
-            or self._has_additions()
-            or any(_memory(parameter) != memory for parameter, memory in self._trained)
-        )
-
-    def _lacks_any(self) -> bool:
-        """Whether a trained parameter is in no place of the model any more, or is frozen."""
-        now = {id(parameter) for parameter in self._state.trained().values()}
-        return any(id(parameter) not in now for parameter, _ in self._trained)
-
-    def _has_additions(self) -> bool:
-        if all(_are_the_same(now, before) for now, before in self._contents):
-            return False
-        known = {id(parameter) for parameter, _ in self._trained}
-        if any(id(p) not in known for p in self._state.trained().values()):
-            return True
-        self._contents = _contents(self._state)  # another module without trained parameters: no other rank need know
-        return False
-
-
-Part = nn.Module | torch.Tensor | None
-
-
-def _contents(state: OwnState) -> list[tuple[Mapping[str, Part], dict[str, Part]]]:
-    """What stands in each module, as it changes, beside a copy of it as it is now."""
-    found: list[tuple[Mapping[str, Part], dict[str, Part]]] = []
-    for _, part in state.modules():
-        found += [(part._modules, dict(part._modules)), (part._parameters, dict(part._parameters))]
-    return found
-
-
-def _are_the_same(now: Mapping[str, Part], before: Mapping[str, Part]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
-
-
-def _memory(parameter: torch.Tensor) -> tuple[object, ...]:
-    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+from compiled_ddp.owners import other_state_of, owner_of_state
+from compiled_ddp.standing import names_in_words
 
 
 def check_model(module: nn.Module, wrapper: str) -> OwnState:
@@ -163,28 +20,22 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
         raise TypeError(f"{wrapper} wraps a torch.nn.Module, found {type(module).__name__}.")
     bare = torch_private.without_compile_wrapper(module)
     if isinstance(bare, nn.parallel.DistributedDataParallel):
-        raise ValueError(
+        raise ModelError(
             f"the model is already wrapped by torch's DistributedDataParallel: pass its .module to {wrapper}."
         )
     if getattr(bare, "is_compiled_ddp_wrapper", False):
-        raise ValueError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
-    owner = _other_owner(bare)
-    if owner is not None:
-        raise ValueError(
-            f"the model is already wrapped by {_in_use[owner]}: call that wrapper's unwrap() first, or drop it and all "
-            "that it returned."
-        )
+        raise ModelError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
     state = OwnState(module)
     check_parts(state)
     parameters = state.trained()
     if parameters and len(parameters) == len(state.sparse()):
-        raise ValueError(
+        raise ModelError(
             "every trained parameter has a sparse gradient: at least one with a dense gradient must carry what ranks "
             "share. Pass sparse=False to one of the embeddings."
         )
     if not parameters:
         others = " besides those to ignore and those of wrappers inside" if state.left_alone() else ""
-        raise ValueError(
+        raise ModelError(
             f"the model ({type(module).__name__}) has no parameter that requires a gradient{others}: there is nothing "
             "to reduce. Use it unwrapped, or unfreeze parameters before wrapping it."
         )
@@ -199,7 +50,7 @@ def check_parts(state: OwnState) -> None:
     for name in state.sparse():
         device = state.trained()[name].device
         if device.type != "cpu":
-            raise ValueError(f"parameter {name} has sparse=True on {device}: sparse gradients are averaged on the CPU.")
+            raise ModelError(f"parameter {name} has sparse=True on {device}: sparse gradients are averaged on the CPU.")
 
 
 def check_writable(state: OwnState) -> None:
@@ -207,7 +58,7 @@ def check_writable(state: OwnState) -> None:
     for name, tensor in {**state.parameters(), **state.buffers()}.items():
         lengths_and_steps = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
         if any(length > 1 and not step for length, step in lengths_and_steps):
-            raise ValueError(
+            raise ModelError(
                 f"{name} is expanded, with several elements in one place of memory, so that rank 0's values cannot be "
                 "written to it: clone() it, or pass init_sync=False if all ranks have the same model."
             )
@@ -227,7 +78,7 @@ def check_layouts(state: OwnState, options: Options) -> None:
     """Raise ValueError, with what to do, if a tensor that rank 0's values are broadcast to cannot be sent."""
     for name, tensor in broadcast_tensors(state, options).items():
         if tensor.layout != torch.strided:
-            raise ValueError(
+            raise ModelError(
                 f"{name} has layout {tensor.layout}: only strided tensors are broadcast. If it is the same on all "
                 "ranks, name it in model._ddp_params_and_buffers_to_ignore; otherwise keep a dense one."
             )
@@ -235,13 +86,13 @@ def check_layouts(state: OwnState, options: Options) -> None:
 
 def _check_not_owned(state: OwnState) -> None:
     for name, parameter in state.trained().items():
-        owner = _other_owner(parameter, state)
-        if owner is not None:
-            module = torch_private.without_compile_wrapper(owner.module)
-            raise ValueError(
-                f"parameter {name} belongs to a {type(module).__name__} that {_in_use[owner]} wraps: two wrappers "
-                "would both scale its gradient. Wrap one module that contains both, unwrap() the other, or freeze the "
-                "parameter."
+        other = other_state_of(parameter, state)
+        if other is not None:
+            module = torch_private.without_compile_wrapper(other.module)
+            raise ModelError(
+                f"parameter {name} belongs to a {type(module).__name__} that {type(owner_of_state(other)).__name__} "
+                "wraps: two wrappers would both scale its gradient. Wrap one module that contains both, unwrap() the "
+                "other, or freeze the parameter."
             )
 
 
@@ -252,28 +103,28 @@ def _check_materialised(state: OwnState) -> None:
     tensors += [(f"buffer {name}", buffer) for name, buffer in state.buffers().items()]
     for name, tensor in tensors:
         if torch_private.is_distributed_tensor(tensor):
-            raise ValueError(
+            raise ModelError(
                 f"{name} is a DTensor, whose parts are not this wrapper's to average: wrap a model of plain tensors, "
                 "or have the DTensors ignored by their names in model._ddp_params_and_buffers_to_ignore and average "
                 "their gradients where they were distributed."
             )
         if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"{name} is uninitialised (lazy): run one forward before wrapping the model.")
+            raise ModelError(f"{name} is uninitialised (lazy): run one forward before wrapping the model.")
         if tensor.is_meta:
-            raise ValueError(f"{name} is on the meta device: materialise the model before wrapping it.")
+            raise ModelError(f"{name} is on the meta device: materialise the model before wrapping it.")
 
 
 def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.layout != torch.strided:
-            raise ValueError(f"parameter {name} has layout {parameter.layout}: only strided parameters are supported.")
-    _check_stepped_after_backward(parameters)
+            raise ModelError(f"parameter {name} has layout {parameter.layout}: only strided parameters are supported.")
+    check_stepped_after_backward(parameters)
 
 
-def _check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None:
+def check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if torch_private.has_optimizer_in_backward(parameter):
-            raise ValueError(
+            raise ModelError(
                 f"parameter {name} has an optimizer of torch.distributed.optim's _apply_optimizer_in_backward, which "
                 "steps as soon as this rank's own gradient is there. Make an optimizer for each parameter and let it "
                 "step in parameter.register_post_accumulate_grad_hook(...), which is given the reduced gradient, on a "
@@ -313,3 +164,19 @@ def _properties(tensor: torch.Tensor) -> list[object]:
         f"stride {tensor.stride() if tensor.layout == torch.strided else None}",
         f"dtype {tensor.dtype}",
     ]
+
+
+def check_not_inside_ddp(state: OwnState, wrapper: str) -> None:
+    """Raise RuntimeError if torch's DDP, whose forward runs this one, averages what `wrapper` averages too."""
+    ddp = torch_private.running_ddp()
+    if ddp is None:
+        return
+    averaged = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    both = [name for name, parameter in state.trained().items() if id(parameter) in averaged]
+    if both:
+        raise RuntimeError(
+            f"torch's DistributedDataParallel around {wrapper}: both average the gradients of "
+            f"{names_in_words(both)}. Leave one of them out: a trainer that wraps its model itself is given the bare "
+            f"one, and {wrapper} is trained as it is. Or let DistributedDataParallel ignore what is wrapped inside, "
+            "by its names in the _ddp_params_and_buffers_to_ignore of the module that it wraps."
+        )

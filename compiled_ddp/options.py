@@ -1,5 +1,6 @@
 """The options of both wrappers: their defaults, and what makes them valid."""
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any, Literal
 from compiled_ddp import torch_private
 from compiled_ddp.bucket_rule import BucketRule
 from compiled_ddp.comm_hooks import CommHook
+from compiled_ddp.errors import WrongKindError
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.scaling import Scaling
 
@@ -50,6 +52,8 @@ class Options:
 
     def check(self) -> None:
         """Raise ValueError, with what is allowed, for a value that is not."""
+        if not _is_listed(self.bucket_cap_mb_list or ()):
+            raise WrongKindError(f"bucket_cap_mb_list must be a list of sizes, found {self.bucket_cap_mb_list!r}.")
         sizes = [("first_bucket_mb", self.first_bucket_mb)]
         if self.bucket_cap_mb is not None:
             sizes.append(("bucket_cap_mb", self.bucket_cap_mb))
@@ -70,7 +74,8 @@ class Options:
             raise ValueError(f'a comm_hook returns the mean over ranks; leave out reduction="{self.reduction}".')
         if self.comm_hook is not None and not callable(self.comm_hook):
             raise TypeError(f"comm_hook must be a function (gradients, ranks), found {self.comm_hook!r}.")
-        if isinstance(self.piggyback, str) or len(set(self.piggyback)) != len(self.piggyback):
+        names = self.piggyback
+        if not _is_listed(names) or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
             raise ValueError(f"piggyback must be a sequence of different names, found {self.piggyback!r}.")
         if self.check_steps not in ("error", "warn", "off"):
             raise ValueError(f"check_steps must be 'error', 'warn' or 'off', found {self.check_steps!r}.")
@@ -91,6 +96,11 @@ class Options:
             return tuple(size * MEBIBYTE for size in self.bucket_cap_mb_list)
         assert self.bucket_cap_mb is not None, "no bucket size has been chosen"
         return min(self.first_bucket_mb, self.bucket_cap_mb) * MEBIBYTE, self.bucket_cap_mb * MEBIBYTE
+
+    @property
+    def largest_bucket_bytes(self) -> float:
+        """The capacity of further buckets than those that have one of their own; infinite where elements count."""
+        return math.inf if self.bucket_rule is not None else self.bucket_capacities_bytes[-1]
 
     @property
     def planned_reduction(self) -> ReductionKind:
@@ -125,6 +135,10 @@ class Options:
 
 
 _SWITCHES = ("broadcast_buffers", "init_sync", "static_graph", "gradient_as_bucket_view", "strict", "fullgraph")
+
+
+def _is_listed(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def _is_positive_number(value: object) -> bool:

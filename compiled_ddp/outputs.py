@@ -1,5 +1,6 @@
 """The tensors in what a module returns."""
 
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence, Set
 
@@ -7,15 +8,18 @@ import torch
 from torch import nn
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in a module's output: in lists, tuples, sets, mappings, dataclasses and other plain objects."""
+def tensors_in(value: object, *, most_parts: float = math.inf) -> Iterator[torch.Tensor]:
+    """The tensors in a module's output: in lists, tuples, sets, mappings, dataclasses and other plain objects.
+
+    At most `most_parts` of these are looked into.
+    """
     seen: dict[int, object] = {}  # keeps what it holds alive, so that no id comes up twice
     pending = [value]
     while pending:
         part = pending.pop()
         if isinstance(part, torch.Tensor):
             yield part
-        elif id(part) not in seen and not isinstance(part, _WITHOUT_TENSORS):
+        elif id(part) not in seen and len(seen) < most_parts and not isinstance(part, _WITHOUT_TENSORS):
             seen[id(part)] = part
             pending += _parts_of(part)
 

@@ -19,7 +19,8 @@ class OwnState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self._ignored = frozenset(map(_plain, torch_private.names_to_ignore(module)))
+        self.ignored = tuple(torch_private.names_to_ignore(module))
+        self._ignored = frozenset(map(_plain, self.ignored))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, each once, in registration order."""

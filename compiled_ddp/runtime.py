@@ -26,6 +26,7 @@ from compiled_ddp.hook_state import BucketHook
 from compiled_ddp.hooked_backward import HookedBackward
 from compiled_ddp.open_tasks import OpenTasks
 from compiled_ddp.options import Options
+from compiled_ddp.own_gradients import OwnGradients
 from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
 from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, returns_inputs_alone, watch_returned
@@ -49,8 +50,13 @@ class SegmentCall(Protocol):
     fingerprint: str
     synchronise: bool  # whether its forward was called outside of no_sync
 
+    until_backward: "UntilBackward"
+
     def will_run(self) -> bool:
         """Whether the backward that this thread runs will evaluate the call's node."""
+
+    def when_reached(self, do: Callable[[Any], None]) -> None:
+        """Let `do` run before a backward evaluates the call's node, even before its saved tensors are looked at."""
 
 
 class UntilBackward:
@@ -135,6 +141,9 @@ class Runtime:
         self._reaches: tuple[int, bool] = -1, False  # a task of autograd, and whether it reaches this wrapper
         self._is_due = False  # whether a backward that has reached another wrapper will reach this one
         conductor.add(self)
+        self._closed_because = ""
+        self._own_gradients: OwnGradients | None = None  # while this rank shadows others (`join`)
+        _runtimes.add(self)
         self._reported: set[str] = set()
         self._lock = threading.RLock()
         self.sparse = SparseGradients(sparse, communicator, self._synchronises)
@@ -238,6 +247,12 @@ class Runtime:
         if not self._is_local():
             self.enter_backward()
 
+    def leaves_local(self) -> bool:
+        """Whether the running backward brings parameters a gradient that nothing reduces, which nobody asked for."""
+        if self.local or not self._accumulates_locally:
+            return False
+        return any(torch_private.fate_of_gradient(p) != "none" for p in self.parameters.tensors)
+
     def _is_local(self) -> bool:
         """Whether the running backward is a torch.autograd.grad of inputs alone, of which other ranks need not know."""
         if self._is_under_way:
@@ -258,6 +273,8 @@ class Runtime:
 
     def enter_backward(self) -> SynchronisedBackward | None:
         """The synchronised backward that this thread is in, begun if need be; None where it is postponed."""
+        if self._closed_because:
+            raise RuntimeError(self._closed_because)
         with self._lock:
             if not self._tasks.has_current():  # asked for every gradient
                 self._enter_task()
@@ -352,15 +369,30 @@ class Runtime:
     def shadow_backward(self, forward_count: int) -> None:
         """Take part in the other ranks' backward with nothing but zeros: this rank's data has run out (`join`).
 
-        .grad becomes what it is on the others, who have begun `forward_count` forwards.
+        .grad becomes what it is on the others, who have begun `forward_count` forwards, until `end_shadowing`.
         """
         with self._lock:
-            for parameter in self.parameters.tensors:
-                parameter.grad = None
+            if self._own_gradients is None:
+                self.agreed.buffers.let_go()  # which hold what is put aside
+                self._own_gradients = OwnGradients(self.parameters.tensors, self._used, self._passengers)
+            self._own_gradients.take_away()
             self._used, self._passengers = set(), None
             self._forwards.follow(forward_count)
             self.begin_skipping()
             self.end()
+            self._own_gradients.note_shadowed()
+
+    def end_shadowing(self, *, if_untouched: bool = False) -> None:
+        """Let all that this rank had accumulated itself be as it was before the first `shadow_backward`.
+
+        A no-op without one. With `if_untouched`, a .grad that somebody has changed since stays as it is.
+        """
+        if self._own_gradients is None:
+            return
+        with self._lock:
+            own, self._own_gradients = self._own_gradients, None
+            own.give_back(if_untouched=if_untouched)
+            self._used, self._passengers = own.unsent, own.passengers
 
     def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
         """Hooks reduce what this backward's calls and the sequence's graph sections do not both have.
@@ -965,8 +997,18 @@ class Runtime:
     def fallback_reasons(self) -> Sequence[str]:
         return sorted(self._reported)
 
-    def close(self) -> None:
-        """Remove every hook and give the communicator back."""
+    def close(self, why: str, *, abandon: bool = False) -> None:
+        """Remove every hook and give the communicator back, or `abandon` it to the next one that is made.
+
+        `why` is the error of backwards that would still be synchronised.
+        """
+        self._closed_because = why
+        for call in self._live_calls():
+            if call.synchronise:
+                call.when_reached(functools.partial(_reached, call.until_backward))
         self._hooks.remove()
         self.sparse.close()
-        self.communicator.close()
+        if abandon:
+            self.communicator.abandon()
+        else:
+            self.communicator.close()

@@ -70,6 +70,12 @@ class SegmentCall:
         node = self._node()
         return node is not None and torch_private.backward_will_execute(node)
 
+    def when_reached(self, do: Callable[[Any], None]) -> None:
+        """Let `do` run before a backward evaluates the call's node, even before its saved tensors are looked at."""
+        node = self._node()
+        if node is not None:
+            node.register_prehook(do)
+
 
 class Segment:
     """What Dynamo calls in place of a captured graph, and keeps for as long as the model's class.

@@ -11,6 +11,12 @@ from torch import nn
 _WRAPPER_PREFIXES = ("module", "_orig_mod")
 
 
+def bare_keys_in_state(wrapper: nn.Module) -> None:
+    """Let `wrapper`, also as a part of a larger module, save the bare module's keys and load those of any wrapper."""
+    wrapper.register_load_state_dict_pre_hook(accept_wrapped_keys)
+    wrapper.register_state_dict_post_hook(strip_own_prefix)
+
+
 def strip_own_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
     """Take "module." off the wrapper's own keys in `state`: a post-hook of its state_dict()."""
     own = f"{prefix}module."

@@ -25,7 +25,7 @@ def training_stats(module: nn.Module, runtime: Runtime, options: Options) -> dic
         "dtypes": tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters.tensors})),
         "num_parameter_tensors": len(parameters.tensors),
         "total_parameter_size_bytes": _nbytes(parameters.tensors),
-        "bucket_cap_bytes": options.bucket_capacities_bytes[-1],
+        "bucket_cap_bytes": options.largest_bucket_bytes,
         "broadcast_buffers": options.synchronise_buffers_in_forward,
         "gradient_as_bucket_view": options.gradient_as_bucket_view,
         "has_sync_bn": any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),

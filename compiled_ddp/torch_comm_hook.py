@@ -14,6 +14,7 @@ from torch.futures import Future
 
 from compiled_ddp import torch_private
 from compiled_ddp.communicator import Communicator
+from compiled_ddp.errors import WrongKindError
 from compiled_ddp.plan import Bucket
 
 Hook = Callable[[Any, Any], Any]
@@ -181,7 +182,9 @@ def builtin_hook(kind: dist.BuiltinCommHookType) -> Hook:
         dist.BuiltinCommHookType.FP16_COMPRESS: fp16_compress_hook,
     }
     if kind not in hooks:
-        raise ValueError(f"the built-in communication hook must be one of {[str(k) for k in hooks]}, found {kind!r}.")
+        raise WrongKindError(
+            f"the built-in communication hook must be one of {[str(k) for k in hooks]}, found {kind!r}."
+        )
 
     @functools.wraps(hooks[kind])
     def reduce(communicator: Communicator, bucket: Any) -> Any:

@@ -45,6 +45,10 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch.distributed.autograd._current_context` | the same |
 | `Module._ddp_params_and_buffers_to_ignore` | which parameters and buffers DDP leaves alone |
 | `Tensor._in_backward_optimizers` | refusing optimizers that step in the backward |
+| `DistributedDataParallel._active_ddp_module` | refusing it around a wrapper |
+| `torch.nn.utils.stateless._functional_call` | parameters that others stand in for during a call |
+| `torch._C._functorch`, `torch._C._are_functorch_transforms_active` | a forward inside of torch.func's transforms |
+| `Tensor._version` | whether somebody has changed a gradient in place |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
 
@@ -73,6 +77,7 @@ from torch.distributed import distributed_c10d, rpc
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
 from torch.fx import GraphModule
+from torch.nn.utils import stateless
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Rewrites a backward graph in place, given its (fake) inputs; returns them with those it appended.
@@ -562,6 +567,11 @@ def storage_holders(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows with each change of `tensor` in place."""
+    return tensor._version
+
+
 def has_tensor_hooks(parameter: torch.Tensor) -> bool:
     """Whether Tensor.register_hook was called on `parameter`."""
     return bool(parameter._backward_hooks)
@@ -754,7 +764,7 @@ def collectives_launched(group: dist.ProcessGroup) -> int:
 
 
 def launch_counter(group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup], int]:
-    """`collectives_launched` for this group, as fast as it can be told: with one backend in a third of a microsecond."""
+    """`collectives_launched` for this group, as fast as it can be told: in a third of a microsecond."""
     one_backend = len(_backends(group)) == 1 and counts_collectives(group)
     if not one_backend:
         return collectives_launched
@@ -777,9 +787,12 @@ def _launched_on(backend: Any) -> int | None:
     return None
 
 
+BROADCAST_BYTES = 250 * 1024 * 1024  # as torch's DDP
+
+
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], *, source: int) -> None:
-    """Overwrite `tensors` with those of group rank `source`, in pieces of at most 250 MB, as torch's DDP does."""
-    dist._broadcast_coalesced(group, tensors, 250 * 1024 * 1024, source)
+    """Overwrite `tensors` with those of group rank `source`, in pieces of at most `BROADCAST_BYTES`."""
+    dist._broadcast_coalesced(group, tensors, BROADCAST_BYTES, source)
 
 
 AnyFuture = torch._C.Future  # what `then` and collectives return; torch.futures.Future is a subclass
@@ -849,6 +862,37 @@ def without_compile_wrapper(module: torch.nn.Module) -> torch.nn.Module:
 def without_compile_prefixes(name: str) -> str:
     """The name of a parameter or buffer without what torch.compile(module) adds to it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def given_by_functional_calls() -> list[object]:
+    """What the `torch.func.functional_call`s under way in this thread have put into their modules.
+
+    Each holds what it was given in a local variable of its frame.
+    """
+    given: list[object] = []
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            given += frame.f_locals["parameters_and_buffers"].values()
+        frame = frame.f_back
+    return given
+
+
+def transforms_are_active() -> bool:
+    """Whether this thread is inside of a transform of torch.func: grad, vmap, jvp or another."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms of torch.func have wrapped, once or several times; any other one as it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def running_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
+    """torch's DistributedDataParallel whose forward this process runs."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
 
 
 def names_to_ignore(module: torch.nn.Module) -> Sequence[str]:

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
 
+from compiled_ddp.agreement import Description, agree_on_description
+from compiled_ddp.communicator import RankGroup
 from compiled_ddp.compiled import compile_ddp
-from compiled_ddp.own_state import OwnState
+from compiled_ddp.own_state import OwnState, is_wrapper
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.wrapper import DataParallelWrapper
 
@@ -92,32 +94,97 @@ def verify_parity(
         The largest difference of each parameter's gradient over all ranks and steps.
 
     Raises:
-        RuntimeError: torch.distributed is not initialised; or what wrapper and backward raise.
-        TypeError: there is no loss; the message says what to pass.
-        ValueError: `steps` is not positive.
+        RuntimeError: torch.distributed is not initialised; what happened on another rank; what wrapper and backward
+            raise.
+        TypeError: an argument is none of these, or there is no loss; the message says what to pass.
+        ValueError: `steps` is not positive, or a wrapper is inside the model.
+        An error of an argument, of a batch or of the model on one rank is an error on every rank.
     """
+    ranks = RankGroup(None)
+
+    def check() -> Description:
+        nonlocal model
+        _check_arguments(model, steps, loss, wrap, optimizer)
+        model = copy.deepcopy(model)
+        return {"steps": [steps]}
+
+    agree_on_description(ranks, check, occasion="arguments", purpose=_PURPOSE, failure=_FAILURE)
+    wrapper = wrap(model)
+    try:
+        return _compare(ranks, wrapper, batch, steps, loss or _loss_in, optimizer)
+    finally:
+        if isinstance(wrapper, DataParallelWrapper):
+            wrapper.unwrap()
+
+
+_PURPOSE, _FAILURE = "to verify parity with it", "parity was not verified"
+
+
+def _check_arguments(model: object, steps: object, loss: object, wrap: object, optimizer: object) -> None:
+    """Raise TypeError or ValueError, with what to pass, for what `verify_parity` cannot take."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"verify_parity takes a torch.nn.Module, found {type(model).__name__}.")
+    wrapped = next((name for name, part in model.named_modules() if is_wrapper(part)), None)
+    if wrapped is not None:
+        where = f"has a wrapper inside, {wrapped}" if wrapped else f"is wrapped, by {type(model).__name__}"
+        raise ValueError(f"the model {where}: verify models, or parts of them, before wrapping them.")
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps must be a number of steps, found {steps!r}.")
     if steps < 1:
         raise ValueError(f"steps must be positive, found {steps}.")
-    loss = loss or _loss_in
-    wrapper = wrap(copy.deepcopy(model))
-    try:
+    takes = {"loss": "(output, inputs)", "wrap": "(model)", "optimizer": "(parameters)"}
+    for name, given in (("loss", loss), ("wrap", wrap), ("optimizer", optimizer)):
+        if not callable(given) and (given is not None or name == "wrap"):
+            raise TypeError(f"{name} must be a function of {takes[name]}, found {given!r}.")
+
+
+def _compare(
+    ranks: RankGroup,
+    wrapper: DataParallelWrapper,
+    batch: Any,
+    steps: int,
+    loss: Loss,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+) -> ParityReport:
+    reference: nn.Module
+    mover: torch.optim.Optimizer
+    inputs: Any = None
+
+    def set_up() -> Description:
+        nonlocal reference, mover
+        given: object = wrapper
+        if not isinstance(given, DataParallelWrapper):
+            raise TypeError(
+                f"wrap must return a wrapper, as compile_ddp and EagerDDP do, found {type(given).__name__}."
+            )
         reference = copy.deepcopy(wrapper.module)
         make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
         mover = make(parameter for parameter in wrapper.parameters() if parameter.requires_grad)
-        found = []
-        for step in range(steps):
-            inputs = batch(step) if callable(batch) else batch
-            _synchronise(reference, wrapper.module)
-            with torch.random.fork_rng():  # so that the wrapper draws the same numbers
-                expected = _reduced_by_hand(reference, loss(_call(reference, inputs), inputs), wrapper.reduction)
-            wrapper.zero_grad()
-            loss(_call(wrapper, inputs), inputs).backward()
-            found.append(_differences(wrapper.module, expected, step))
-            mover.step()
-        differences = [_largest(of_parameter) for of_parameter in zip(*found, strict=True)]
-        return ParityReport(tuple(differences), steps, dist.get_world_size())
-    finally:
-        wrapper.unwrap()
+        if not callable(getattr(mover, "step", None)):
+            raise TypeError(f"optimizer must return one with a step(), found {type(mover).__name__}.")
+        return {}
+
+    def backward_of_reference() -> Description:
+        """What a batch or a model may make fail on one rank alone: before the others wait in a collective."""
+        nonlocal inputs
+        inputs = batch(step) if callable(batch) else batch
+        reference.zero_grad(set_to_none=True)
+        with torch.random.fork_rng():  # so that the wrapper draws the same numbers
+            loss(_call(reference, inputs), inputs).backward()
+        return {}
+
+    agree_on_description(ranks, set_up, occasion="set-up", purpose=_PURPOSE, failure=_FAILURE)
+    found = []
+    for step in range(steps):
+        _synchronise(reference, wrapper.module)
+        agree_on_description(ranks, backward_of_reference, occasion=f"step {step}", purpose=_PURPOSE, failure=_FAILURE)
+        expected = _reduced_by_hand(reference, wrapper.reduction)
+        wrapper.zero_grad()
+        loss(_call(wrapper, inputs), inputs).backward()
+        found.append(_differences(wrapper.module, expected, step))
+        mover.step()
+    differences = [_largest(of_parameter) for of_parameter in zip(*found, strict=True)]
+    return ParityReport(tuple(differences), steps, dist.get_world_size())
 
 
 def _call(model: nn.Module, inputs: Any) -> Any:
@@ -146,12 +213,8 @@ def _synchronise(reference: nn.Module, module: nn.Module) -> None:
         dist.broadcast(buffer, src=0)
 
 
-def _reduced_by_hand(
-    reference: nn.Module, loss: torch.Tensor, reduction: ReductionKind
-) -> dict[str, torch.Tensor | None]:
-    """Each parameter's gradient averaged or summed over ranks, in float64; None where no rank has one."""
-    reference.zero_grad(set_to_none=True)
-    loss.backward()
+def _reduced_by_hand(reference: nn.Module, reduction: ReductionKind) -> dict[str, torch.Tensor | None]:
+    """Each parameter's .grad averaged or summed over ranks, in float64; None where no rank has one."""
     reduced = {}
     divisor = 1 if reduction == "sum" else dist.get_world_size()  # all weights are 1
     for name, parameter in OwnState(reference).trained().items():

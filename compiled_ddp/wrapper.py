@@ -1,12 +1,11 @@
 """What both wrappers share: the module, its state, its buffers, no_sync."""
 
 import contextlib
-import copyreg
 import dataclasses
 import itertools
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,40 +17,45 @@ from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description, agree_on_description
 from compiled_ddp.backward import TrainedParameters
 from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
+from compiled_ddp.comm_hook_registration import TakesCommHooks
 from compiled_ddp.communicator import Communicator, RankGroup
 from compiled_ddp.conductor import conductor
+from compiled_ddp.copies import Copyable
 from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device
+from compiled_ddp.ddp_attributes import DDPAttributes
 from compiled_ddp.explain import Explanation, explain_sequence
 from compiled_ddp.hook_program import check_hook
+from compiled_ddp.lifecycle import Lifecycle
+from compiled_ddp.local_methods import LocalMethods
 from compiled_ddp.model_check import (
-    ModelWatch,
     broadcast_tensors,
     check_layouts,
     check_model,
+    check_not_inside_ddp,
     check_parts,
     check_writable,
     describe_model,
-    mark_wrapped,
-    unmark_wrapped,
 )
+from compiled_ddp.model_watch import Look, ModelWatch, StandIns
 from compiled_ddp.options import Mode, Options, mode_from_environment
 from compiled_ddp.outputs import tensors_in
 from compiled_ddp.own_state import OwnState
+from compiled_ddp.owners import mark_wrapped, owner_of, unmark_wrapped
 from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.runtime import Runtime, SegmentCall
-from compiled_ddp.state_keys import accept_wrapped_keys, bare_state, strip_own_prefix
+from compiled_ddp.sent_numbers import as_passengers, as_weight
+from compiled_ddp.state_keys import bare_keys_in_state, bare_state
 from compiled_ddp.stats import training_stats
-from compiled_ddp.torch_comm_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook, check_takes_complex
 from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
+from compiled_ddp.users_code import warn_user
 
 _moments = itertools.count(1)
 
 
-class DataParallelWrapper(nn.Module, Joinable):
+class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
     """A module whose gradients are averaged over ranks. Base of `CompiledDDP` and `EagerDDP`."""
 
     is_compiled_ddp_wrapper = True
-    module: nn.Module
 
     def __init__(
         self,
@@ -60,7 +64,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         options: Options,
         ddp_arguments: DDPArguments,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         Joinable.__init__(self)
         self._options = self._options_given = options
         self._ddp_arguments = ddp_arguments
@@ -68,14 +72,24 @@ class DataParallelWrapper(nn.Module, Joinable):
         ranks = RankGroup(group_of(process_group, ddp_arguments))
         name = type(self).__name__
         self._own: OwnState  # what this wrapper looks after
-        agree_on_description(
-            ranks, lambda: self._check_and_describe(module, name, ranks), failure="the model was not wrapped"
-        )
+        before = owner_of(module)
+
+        def describe() -> Description:
+            if before is not None:
+                before.make_way()
+            description = self._check_and_describe(module, name, ranks)
+            if before is not None:
+                before.warn_of(name)  # which may be an error: then it is one on every rank
+            return description
+
+        agree_on_description(ranks, describe, failure="the model was not wrapped")
         self._mode: Mode = mode_from_environment()
+        if before is not None:
+            before.be_replaced()
         communicator = Communicator(ranks)
         self.module = module
         self._require_sync = True
-        self._buffers_stale = True  # whether the next forward broadcasts buffers, by DDP's rule
+        self._buffers_stale = True
         try:
             if options.init_sync:
                 self._synchronise_state(communicator)
@@ -92,14 +106,14 @@ class DataParallelWrapper(nn.Module, Joinable):
         except BaseException:
             communicator.close()
             raise
-        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator, self._runtime.drop_forwards)
-        self._unwrapped = False
+        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator, self._runtime)
+        self._lifecycle = Lifecycle.IN_USE
+        self._methods = LocalMethods(self, self._runtime)
         self._entered = self._left = 0  # when the last forward began and ended, among those of all wrappers
         self._watch = ModelWatch(self._own, follows=options.follows_model)
         self._refreshes = self._registrations = 0
-        mark_wrapped(self._own, name)
-        self.register_load_state_dict_pre_hook(accept_wrapped_keys)  # type: ignore[no-untyped-call]
-        self.register_state_dict_post_hook(strip_own_prefix)  # type: ignore[no-untyped-call]
+        mark_wrapped(self._own, self)
+        bare_keys_in_state(self)
 
     def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         torch_private.check_torch_version()
@@ -165,7 +179,10 @@ class DataParallelWrapper(nn.Module, Joinable):
     # Where a wrapper stands inside another's model, that one's graphs end before it and begin again behind it.
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_unwrapped()
+        if self._lifecycle is Lifecycle.COPY:
+            return self._forward_of_copy(*self._on_its_device(args, kwargs))
+        self._check_in_use()
+        check_not_inside_ddp(self._own, type(self).__name__)
         self._entered = next(_moments)
         with_gradients = torch.is_grad_enabled()
         if with_gradients and torch_private.in_distributed_autograd():
@@ -176,15 +193,19 @@ class DataParallelWrapper(nn.Module, Joinable):
         recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
         if not recomputing:
             self._runtime.finish_broken_backward()  # before other ranks, which may wait in it, are asked for anything
-        if self._watch.changed() and with_gradients:
+        look = self._watch.look()
+        if look.stand_ins is StandIns.ALL:
+            return self._run_on_stand_ins(args, kwargs, look)
+        if look.changed and with_gradients:
             if recomputing:
                 raise RuntimeError(
                     "the model has changed since the forward of this backward, which a checkpoint runs again now: the "
                     "buckets of a backward under way are fixed. Change the model between backward and forward."
                 )
             self._refresh()
+        transformed = torch_private.transforms_are_active()
         if not recomputing:
-            self._begin_forward(with_gradients=with_gradients)
+            self._begin_forward(with_gradients=with_gradients, counted=self.training and not transformed)
         elif with_gradients and torch_private.in_reentrant_checkpoint():
             self._runtime.begin_reentrant_forward(synchronise=self._require_sync)
         # Also if the module raises: as on other ranks.
@@ -192,35 +213,60 @@ class DataParallelWrapper(nn.Module, Joinable):
         self._buffers_stale = stale or (with_gradients and self._require_sync)
         args, kwargs = self._on_its_device(args, kwargs)
         try:
-            outputs = self._run_module(*args, **kwargs)
+            if (
+                transformed or look.stand_ins is not StandIns.NOTHING
+            ):  # no graph that was captured, or is to be, would fit
+                outputs = self._run_eagerly(*args, **kwargs)
+            else:
+                outputs = self._run_module(*args, **kwargs)
         except BaseException:
-            if with_gradients and not recomputing:
+            if with_gradients and not recomputing and not transformed:
                 self._runtime.forward_raised()
             raise
         self._left = next(_moments)
-        if with_gradients:
+        if with_gradients and not transformed:  # autograd cannot be asked about what runs inside of a transform
             self._runtime.watch(tensors_in(outputs))
+        return outputs
+
+    def _run_on_stand_ins(self, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look) -> Any:
+        """A forward on none of the trained parameters, in a functional_call: local, whatever other ranks do.
+
+        Where its gradients may go on to the parameters, the next backward that reaches these is synchronised.
+        """
+        recomputing = torch_private.current_graph_task() != -1
+        leads_back = look.leads_back and torch.is_grad_enabled() and not recomputing
+        args, kwargs = self._on_its_device(args, kwargs)
+        if not leads_back:
+            return self.module(*args, **kwargs)
+        self._runtime.begin_forward(synchronise=self._require_sync, counted=False)
+        outputs = self._run_eagerly(*args, **kwargs)
+        if not torch_private.transforms_are_active():
+            self._runtime.watch(tensors_in(outputs))
+        return outputs
+
+    def _run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._runtime.end_forward(())  # hooks watch what graphs would have reduced
         return outputs
 
     def _on_its_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward's arguments where `device_ids` wants them."""
         return (args, kwargs) if self._input_device is None else torch_private.moved(args, kwargs, self._input_device)
 
-    def _begin_forward(self, *, with_gradients: bool) -> None:
+    def _begin_forward(self, *, with_gradients: bool, counted: bool) -> None:
         if with_gradients:
-            self._runtime.begin_forward(synchronise=self._require_sync, counted=self.training)
-        if self._buffers_stale and self._options.synchronise_buffers_in_forward:
-            if not self._uneven.is_training:
+            self._runtime.end_shadowing(if_untouched=True)  # where torch's Join has ended without a word
+            self._runtime.begin_forward(synchronise=self._require_sync, counted=counted)
+        brings_buffers = self._buffers_stale and self._options.synchronise_buffers_in_forward
+        if not self._uneven.is_training:
+            if brings_buffers:
                 self._broadcast_buffers()
-            elif with_gradients and self._require_sync and self._own.buffers():
-                # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
-                self._broadcast_buffers(self._uneven.begin_broadcast())
-
-    def _refuse_unwrapped(self) -> None:
-        if self._unwrapped:
-            raise RuntimeError(
-                "this wrapper has been unwrapped: use the module that unwrap() returned, or wrap it again."
-            )
+        elif brings_buffers and with_gradients and self._require_sync and self._own.buffers():
+            # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
+            self._broadcast_buffers(self._uneven.begin_broadcast())
+        elif with_gradients and self.training:
+            self._uneven.begin_forward()
 
     def _refresh(self) -> None:
         """Take the model as it is now: on every rank before the same forward, or an error on every rank."""
@@ -243,7 +289,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         if self._options.init_sync:
             with torch.no_grad():
                 communicator.broadcast([parameter.detach() for parameter in added.values()])
-        mark_wrapped(self._own, type(self).__name__)
+        mark_wrapped(self._own, self)
         trained = [*kept, *added.items()]
         self._runtime.agreed.leave_to_hooks(self._hooks_reason())
         self._runtime.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
@@ -289,7 +335,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         Raises what forward or the compiler raises on this rank, RuntimeError if that happened on another rank or after
         unwrap().
         """
-        self._refuse_unwrapped()
+        self._check_in_use()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -303,20 +349,10 @@ class DataParallelWrapper(nn.Module, Joinable):
         finally:
             self._require_sync = before
 
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """DDP's switch: whether the backwards of forwards from here on are synchronised. May be assigned.
-
-        False is what `no_sync()` sets, which gives back at its end what it found.
-        """
-        return self._require_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._require_sync = bool(value)
-
     def _set_static_graph(self) -> None:
         """DDP's older name for `static_graph=True`."""
+        self._check_in_use()
+        self._options = dataclasses.replace(self._options, static_graph=True)
         self._options_given = dataclasses.replace(self._options_given, static_graph=True)
         self._runtime.static_graph = True
 
@@ -338,6 +374,11 @@ class DataParallelWrapper(nn.Module, Joinable):
 
         Raises RuntimeError when called inside a backward, or if torch's DistributedDataParallel is inside the model.
         """
+        self._check_in_use()
+        given: Sequence[object] = others
+        for other in given:
+            if not isinstance(other, DataParallelWrapper):
+                raise TypeError(f"skip_step() takes further wrappers of this package, found {other!r}.")
         if torch_private.current_graph_task() != -1:
             raise RuntimeError("skip_step() was called inside a backward: call it in place of backward.")
         if not self._require_sync:
@@ -349,12 +390,12 @@ class DataParallelWrapper(nn.Module, Joinable):
         skipping = [w for w in synchronised if w._runtime not in broken]
         for wrapper in sorted(skipping, key=lambda w: w._entered):
             if not wrapper._runtime.awaits_backward:
-                wrapper._begin_forward(with_gradients=True)
+                wrapper._begin_forward(with_gradients=True, counted=wrapper.training)
                 wrapper._buffers_stale = True
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside(last_first=True))]
         skipping = sorted((w for w in wrappers if w in skipping), key=lambda w: w._left, reverse=True)
-        conductor.skip([wrapper._runtime for wrapper in skipping], Runtime.begin_skipping)
+        conductor.skip([wrapper._runtime for wrapper in skipping])
 
     def _wrappers_inside(self, *, last_first: bool = False) -> Iterator["DataParallelWrapper"]:
         """All wrappers inside the model, each before those inside it, in registration order or in its reverse."""
@@ -408,6 +449,7 @@ class DataParallelWrapper(nn.Module, Joinable):
 
         In it buffers come from the first rank that still has data, in forwards that are synchronised.
         """
+        self._check_in_use()
         context: contextlib.AbstractContextManager[None] = JoinContext(
             self,
             self._uneven,
@@ -420,14 +462,14 @@ class DataParallelWrapper(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
         """What torch's `Join` calls. Takes `divide_by_initial_world_size`, as `join` does."""
-        self._refuse_unwrapped()
+        self._check_in_use()
         if self._runtime.sparse.names or self._own.wrappers_inside():
             raise RuntimeError(
                 "join() takes no model with sparse gradients, and none with wrapped modules inside: give every rank "
                 "the same number of batches, or call skip_step() on those that have run out."
             )
         self._uneven.divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
-        return WrapperJoinHook(self._follow, self._take_final_model)
+        return WrapperJoinHook(self._uneven, self._follow, self._take_final_model)
 
     @property
     def join_device(self) -> torch.device:
@@ -449,97 +491,13 @@ class DataParallelWrapper(nn.Module, Joinable):
             tensors += [buffer.data for buffer in self._own.buffers().values()]
         self._runtime.communicator.broadcast(tensors, source=self._uneven.last_of(is_last_joiner))
         self._buffers_stale = True
-        self._uneven.leave()
 
-    # ---- communication hooks -----------------------------------------------------------------------------------------
-
-    def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Let `hook(state, bucket)` reduce every bucket from the next backward on, as under torch's DDP.
-
-            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)  # on every rank, before training
-
-        Hooks written for DDP work as they are, torch's own in `torch.distributed.algorithms.ddp_comm_hooks` among
-        them. `bucket` has the methods of `dist.GradBucket`: `index()`, `is_last()`, `buffer()`, `set_buffer()`,
-        `gradients()` and `parameters()`. The gradients in it are not divided: the hook divides. It returns a
-        `torch.futures.Future` that holds the reduced tensor, as large as the buffer. Buckets come in one order on all
-        ranks, whatever a rank ran, and have the same sizes from the second backward on.
-
-        Gradient hooks then launch all buckets, also under `compile_ddp`, whose graphs stay without communication. The
-        proof is off (`verify`), because ranks need not agree after a hook of any kind.
-
-        A collective: every rank calls it, between the same two steps. The wrapper compares the hooks' names.
-
-        Raises TypeError or ValueError for what cannot be a hook; RuntimeError if one is registered already, if a rank
-        does not register or registers another one, inside a backward, under `strict=True`, which wants graphs, and
-        with a `reduction` other than the mean, whose place the hook takes. A hook that raises in a backward ends that
-        backward on every rank, and the wrapper cannot reduce any more.
-        """
-
-        def name() -> str:
-            checked = check_comm_hook(hook)
-            check_takes_complex(hook, self._own.trained())
-            return checked
-
-        self._register(state, hook, name)
-
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """Let the hook that DDP has built in reduce every bucket, on the wrapper's own communicator."""
-
-        def name() -> str:
-            check_takes_complex(builtin_hook(comm_hook_type), self._own.trained())
-            return str(comm_hook_type)
-
-        def reduce(state: Communicator, bucket: Any) -> Any:
-            return builtin_hook(comm_hook_type)(state, bucket)
-
-        self._register(self._runtime.communicator, reduce, name)
-
-    def _register(self, state: object, hook: Hook, checked_name: Callable[[], str]) -> None:
-        self._refuse_unwrapped()
-        if self._runtime.torch_hook is not None:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        if torch_private.current_graph_task() != -1:
-            raise RuntimeError("register_comm_hook() was called inside a backward: call it before or after one.")
-        self._runtime.finish_broken_backward()
-        self._registrations += 1
-        ranks, name = self._runtime.communicator.ranks, ""
-
-        def describe() -> dict[str, list[object]]:
-            nonlocal name
-            name = checked_name()
-            if self._options.strict and self._hooks_reason() is None:
-                raise RuntimeError("strict=True wants graphs to reduce, and under a communication hook none does.")
-            if self._runtime.sparse.names:
-                raise RuntimeError(
-                    f"parameter {self._runtime.sparse.names[0]} has a sparse gradient, which no communication hook "
-                    "reduces: pass sparse=False to its embedding."
-                )
-            if self._options.planned_reduction != "mean" or self._options.scaling is not None:
-                what = (
-                    f'reduction="{self._options.reduction}"' if self._options.reduction != "mean" else "other options"
-                )
-                raise RuntimeError(
-                    f"a communication hook takes the place of {what}, comm_hook= and scaling: drop them."
-                )
-            return {"communication hook": [name], "number of backwards before it": [self._runtime.backwards]}
-
-        agree_on_description(
-            ranks,
-            describe,
-            occasion=f"communication hook/{self._registrations}",
-            purpose="to compare the communication hooks of all ranks",
-            failure="the communication hook was not registered",
-        )
-        if self._options.verify == "always":
-            warnings.warn('verify="always" is ignored under a communication hook.', stacklevel=3)
-        self._runtime.register_comm_hook(TorchCommHook(state, hook, name=name, timeout=ranks.timeout))
+    # ---- what travels with the gradients -----------------------------------------------------------------------------
 
     @property
     def reduction(self) -> ReductionKind:
         """What a synchronised backward makes of the ranks' gradients."""
         return self._options.reduction
-
-    # ---- what travels with the gradients -----------------------------------------------------------------------------
 
     def set_weight(self, weight: float) -> None:
         """This rank's weight in the mean over ranks, from the next synchronised backward on; 1 before the first call.
@@ -554,16 +512,17 @@ class DataParallelWrapper(nn.Module, Joinable):
         reduces, also to what was accumulated under `no_sync()`. A rank in `skip_step()` that has accumulated nothing
         has the weight 0.
 
-        Raises ValueError for a weight that is negative or not finite, RuntimeError without `reduction="weighted"`.
+        Raises, on this rank, ValueError for a weight that is negative or that float32 cannot hold (one that is not
+        finite there, or that becomes zero; 0 itself is allowed), TypeError for what is no number, RuntimeError without
+        `reduction="weighted"`.
         """
         if self._options.reduction != "weighted":
             raise RuntimeError(
                 f'set_weight() has no effect on reduction="{self._options.reduction}": pass reduction="weighted" to '
                 "the wrapper."
             )
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"a weight must be finite and not negative, found {weight}.")
-        self._runtime.weight = float(weight)
+        ranks = self._runtime.communicator.ranks
+        self._runtime.weight = as_weight(weight, rank=ranks.ranks[ranks.rank], world_size=ranks.world_size)
 
     def piggyback(self, **values: float | torch.Tensor) -> None:
         """Send numbers along with the gradients of the next synchronised backward, to be summed over ranks.
@@ -576,17 +535,12 @@ class DataParallelWrapper(nn.Module, Joinable):
         Numbers or tensors of one element, which travel as float32, without a collective of their own; what is not
         given counts as zero. A rank that skips the step may send them too.
 
-        Raises ValueError for a name that the wrapper was not made with.
+        Raises, on this rank, ValueError for a name that the wrapper was not made with and for a number that float32
+        cannot hold, TypeError for what is no number.
         """
-        names = self._options.piggyback
-        unknown = [name for name in values if name not in names]
-        if unknown:
-            raise ValueError(
-                f"{unknown[0]!r} is not among the names that the wrapper was made with: piggyback={names}."
-            )
-        device = self._runtime.parameters.tensors[0].device
-        elements = [torch.as_tensor(values.get(name, 0.0), dtype=torch.float32, device=device) for name in names]
-        self._runtime.board(torch.stack([e.detach().to(device, non_blocking=True).reshape(()) for e in elements]))
+        ranks = self._runtime.communicator.ranks
+        passengers = as_passengers(values, self._options.piggyback, device=self.device, rank=ranks.ranks[ranks.rank])
+        self._runtime.board(passengers)
 
     @property
     def piggybacked(self) -> dict[str, torch.Tensor]:
@@ -596,30 +550,6 @@ class DataParallelWrapper(nn.Module, Joinable):
         """
         carried = self._runtime.carried
         return {} if carried is None else dict(zip(self._options.piggyback, carried.unbind(), strict=True))
-
-    def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
-        """What the `comm_hook` keeps on this rank, by the names of each bucket's parameters; another on every rank.
-
-        Copies, which later steps do not change.
-        """
-        hook = self._runtime.bucket_hook
-        return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
-
-    def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Take up what `comm_hook_state_dict` has returned, on the same rank, in place of all that there is.
-
-        The buckets, and the parameters' dtypes and devices, may be other ones than when it was saved: what is owed to a
-        parameter goes to where its gradients go. What the hook keeps for a bucket as a whole, such as PowerSGD's
-        factor, needs a bucket of the same parameters, else it begins anew.
-
-        Raises KeyError for a parameter that the model does not have, ValueError, which names the bucket, for tensors of
-        another number or shape than the hook's or owed values that are not finite, RuntimeError without a `comm_hook`.
-        Nothing is taken up then.
-        """
-        if self._runtime.bucket_hook is None:
-            raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
-        parameters = self._runtime.parameters
-        self._runtime.bucket_hook.load_state_dict(state, parameters.names, parameters.tensors)
 
     # ---- what users look at ------------------------------------------------------------------------------------------
 
@@ -631,7 +561,10 @@ class DataParallelWrapper(nn.Module, Joinable):
     @property
     def device(self) -> torch.device:
         """Where the trained parameters are."""
-        return self._runtime.parameters.tensors[0].device
+        trained = (
+            self._own.trained().values() if self._lifecycle is Lifecycle.COPY else self._runtime.parameters.tensors
+        )
+        return next(iter(trained)).device
 
     @property
     def plan(self) -> ReductionSequence | None:
@@ -665,7 +598,7 @@ class DataParallelWrapper(nn.Module, Joinable):
         arguments (`find_unused_parameters`, `static_graph`, `device_ids`). `torch.profiler` shows when each bucket is
         launched and awaited, `explain()` why hooks reduce what they do.
         """
-        self._refuse_unwrapped()
+        self._check_in_use()
         return training_stats(self.module, self._runtime, self._options)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -679,6 +612,8 @@ class DataParallelWrapper(nn.Module, Joinable):
                 "assign=True would replace the parameters whose gradients are reduced: load without it, or load into "
                 "the module before wrapping it."
             )
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"load_state_dict() takes what state_dict() has returned, found {state_dict!r}.")
         return self.module.load_state_dict(bare_state(state_dict, list(self.module.state_dict())), strict=strict)
 
     def unwrap(self) -> nn.Module:
@@ -686,58 +621,43 @@ class DataParallelWrapper(nn.Module, Joinable):
 
         A collective: every rank calls it. The wrapper itself cannot be used afterwards; a second call changes nothing.
         """
-        if not self._unwrapped:
-            self._unwrapped = True
-            self._runtime.close()
-            unmark_wrapped(self._own)
+        self._close(Lifecycle.UNWRAPPED)
         return self.module
 
-    # ---- saving the wrapper itself -----------------------------------------------------------------------------------
+    def _close(self, end: Lifecycle) -> None:
+        """A no-op for a wrapper that is closed already."""
+        before, name = self._lifecycle, type(self).__name__
+        if before is Lifecycle.COPY:
+            self._copied.close()
+        elif before is Lifecycle.IN_USE:
+            self._runtime.close(end.why_no_backward(name), abandon=end is Lifecycle.REPLACED)
+            unmark_wrapped(self._own)
+        else:
+            return
+        self._lifecycle = end
 
-    def __reduce_ex__(self, protocol: object) -> Any:
-        """For pickle and torch.save: the module with its modes, and the arguments of the constructor.
+    def make_way(self) -> None:
+        """Take part in what other ranks may still wait for, before the module is wrapped once more."""
+        if not self._runtime.communicator.has_failed:
+            self._runtime.finish_broken_backward()
 
-        Loading wraps the module again, on the default group: a collective, which every rank calls. The rest is not
-        kept: .grad, the plan, a hook of `register_comm_hook` and the state of a `comm_hook` (which has a state dict of
-        its own), the weight of `set_weight`, `no_sync`, hooks and attributes of the wrapper itself.
-
-        Raises TypeError for a wrapper with a process group or device mesh of its own, which no file can hold.
-        """
-        self._refuse_unwrapped()
-        if not self._on_default_group:
-            raise TypeError(
-                f"a {type(self).__name__} with a process_group or device_mesh of its own cannot be pickled: save its "
-                ".module (or its state_dict()), and wrap that on every rank."
-            )
-        state = {
-            "module": self.module,
-            "options": self._options_given,
-            "ddp_arguments": self._ddp_arguments,
-            "training": self.training,
-        }
-        return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self._wrap(state["module"], state["options"], state["ddp_arguments"])
-        self.training = state["training"]
-
-    def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
-        """Be constructed, on the default group."""
-        DataParallelWrapper.__init__(self, module, None, options, ddp_arguments)
-
-    def __deepcopy__(self, memo: object) -> Any:
-        raise TypeError(
-            f"a {type(self).__name__} cannot be copied, as a copy would be a further wrapper, which all ranks make "
-            "together: copy its .module, and wrap that on every rank if it is to be trained."
+    def warn_of(self, successor: str) -> None:
+        """Warn that a `successor` is about to take this one's place."""
+        module = type(torch_private.without_compile_wrapper(self.module)).__name__
+        warn_user(
+            f"the {module} is wrapped once more: its {type(self).__name__} is closed, as by unwrap(), and the new "
+            f"{successor} takes its place. Call unwrap() first if that is meant."
         )
 
-    def __copy__(self) -> Any:
-        return self.__deepcopy__({})
+    def be_replaced(self) -> None:
+        """Close, for another wrapper that all ranks are about to make of the same module.
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":
-                raise
-            return getattr(super().__getattr__("module"), name)
+        On this rank alone, as on others this one may have been collected as garbage.
+        """
+        self._close(Lifecycle.REPLACED)
+
+    def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
+        DataParallelWrapper.__init__(self, module, None, options, ddp_arguments)
+
+    def _handed_out(self, method: types.MethodType) -> types.MethodType:
+        return self._methods.watched(method) if self._lifecycle is Lifecycle.IN_USE else method

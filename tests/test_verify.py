@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,6 +170,62 @@ def _kinds_of_loss(rank: int) -> None:
 
 def test_the_loss_is_found_in_the_output_or_asked_for(ranks2: RankPool) -> None:
     ranks2.run(_kinds_of_loss)
+
+
+# What one rank passes wrongly, and what every rank's message says of it.
+WRONG = {
+    "model": ({"model": 3}, TypeError, "verify_parity takes a torch.nn.Module, found int"),
+    "steps in words": ({"steps": "3"}, TypeError, "steps must be a number of steps, found '3'"),
+    "a truth value": ({"steps": True}, TypeError, "steps must be a number of steps, found True"),
+    "no steps": ({"steps": 0}, ValueError, "steps must be positive, found 0"),
+    "more steps": ({"steps": 2}, RuntimeError, "steps is "),
+    "loss": ({"loss": 3}, TypeError, r"loss must be a function of (output, inputs), found 3"),
+    "wrap": ({"wrap": None}, TypeError, r"wrap must be a function of (model), found None"),
+    "optimizer": ({"optimizer": "SGD"}, TypeError, r"optimizer must be a function of (parameters), found 'SGD'"),
+    "no optimizer": ({"optimizer": lambda _: None}, TypeError, "optimizer must return one with a step(), found None"),
+    "batch": ({"batch": "rows"}, TypeError, "TypeError: "),
+    "a batch that raises": ({"batch": lambda step: {}[step]}, KeyError, "0"),
+    "no loss": ({"loss": None}, TypeError, "pass loss="),
+    "a loss that raises": ({"loss": lambda output, _: output.lost}, AttributeError, "no attribute 'lost'"),
+}
+
+
+def _wrong_on_one_rank(rank: int, name: str) -> str:
+    wrong, error, _ = WRONG[name]
+    arguments = {"model": Mlp(), "batch": row_batch(rank), "steps": 1, "loss": lambda y, _: y.sum(), "wrap": EagerDDP}
+    good = dict(arguments)
+    if rank == 1:
+        arguments.update(wrong)
+    begun = time.monotonic()
+    with pytest.raises(error if rank == 1 else RuntimeError) as caught:
+        verify_parity(**arguments)
+    assert time.monotonic() - begun < 10.0, "it waited for the group's timeout"
+    assert verify_parity(**good).within(1e-5)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_argument_on_one_rank_is_an_error_on_every_rank(ranks2: RankPool, name: str) -> None:
+    for message in ranks2.run(_wrong_on_one_rank, name):
+        assert WRONG[name][2].removeprefix("TypeError: ") in message
+
+
+class WithAWrapperInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part, self.head = EagerDDP(Mlp()), nn.Linear(3, 1)
+
+
+def _wrapped_already(rank: int) -> None:
+    model = WithAWrapperInside()
+    with pytest.raises(ValueError, match=r"the model has a wrapper inside, part: verify models, or parts of them, bef"):
+        verify_parity(model, row_batch(rank), 1)
+    with pytest.raises(ValueError, match=r"the model is wrapped, by EagerDDP: verify models"):
+        verify_parity(model.part, row_batch(rank), 1)
+
+
+def test_a_model_that_is_wrapped_or_has_a_wrapper_inside_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_wrapped_already)
 
 
 def _everything_given_back(rank: int) -> None:

@@ -9,6 +9,8 @@ from torch import nn
 from compiled_ddp.agreement import Description
 from compiled_ddp.communicator import RankGroup
 from compiled_ddp.compat.arguments import ApexArguments
+from compiled_ddp.errors import NotPicklableError
+from compiled_ddp.lifecycle import Lifecycle
 from compiled_ddp.wrapper import DataParallelWrapper
 
 
@@ -47,6 +49,7 @@ class ApexAdapter(DataParallelWrapper):
 
     def _reduce_in_backward(self, *, wanted: bool) -> None:
         """Whether backwards that begin from now on reduce, also those of forwards that have been called already."""
+        self._check_in_use()
         self._runtime.local = not wanted
 
     @property
@@ -60,7 +63,9 @@ class ApexAdapter(DataParallelWrapper):
         return self.module(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise TypeError(
+        if self._lifecycle is Lifecycle.COPY:
+            return super().__reduce_ex__(protocol)
+        raise NotPicklableError(
             f"apex's {type(self).__name__} cannot be pickled: save its .module (or its state_dict()), and wrap that on "
             "every rank."
         )

@@ -17,6 +17,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
+ENDED = ("Rank 0 exhausted all inputs", "at least one rank that exhausted inputs")  # on each rank
 
 
 class WithBuffers(nn.Module):
@@ -177,11 +178,9 @@ def _terminated(rank: int, wrapper: str, buffers: bool) -> None:
     ddp = wrappers([wrapper])[wrapper](WithBuffers() if buffers else Mlp(), verify="always")
     for join in (ddp.join, functools.partial(Join, [ddp])):
         noted: list[Any] = []
-        message = "at least one rank that exhausted inputs" if rank else "Rank 0 exhausted all inputs"
-        with pytest.raises(RuntimeError, match=message) as caught:
+        with pytest.raises(RuntimeError, match=ENDED[rank]) as caught:
             _train(ddp, rank, batches_of(rank), join(throw_on_early_termination=True), noted)
-        # In the third iteration, where it meets the others first: its forward if that brings buffers, or its backward.
-        assert len(noted) == 2 * 2 + (rank == 1 and not buffers)
+        assert len(noted) == 2 * 2  # before its forward of the third iteration
         for step in range(2):
             assert_step(ddp, lambda module: module(row_batch(rank, step)).sum())  # noqa: B023
         del caught  # until here: a traceback that is kept must not make a backward look as if it still ran
@@ -193,6 +192,149 @@ def test_early_termination_raises_on_every_rank_and_training_goes_on(
     ranks2: RankPool, wrapper: str, buffers: bool
 ) -> None:
     ranks2.run(_terminated, wrapper, buffers)
+
+
+class CentredOverRanks(nn.Module):
+    """Communicates in its forward, on the group of all ranks, as SyncBatchNorm does while it trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.forwards = Mlp(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.forwards += 1
+            total = self.sum_over_ranks(x.detach())
+            x = x - total / dist.get_world_size()
+        return self.mlp(x)
+
+    @torch.compiler.disable
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        total = x.sum(0)
+        dist.all_reduce(total)
+        return total
+
+
+def _plain(ddp: Any, rank: int, step: int) -> None:
+    ddp(row_batch(rank, step)).sum().backward()
+
+
+def _accumulates(ddp: Any, rank: int, step: int) -> None:
+    with ddp.no_sync():
+        for _ in range(2):
+            _plain(ddp, rank, step)
+    _plain(ddp, rank, step)
+
+
+def _two_forwards(ddp: Any, rank: int, step: int) -> None:
+    (ddp(row_batch(rank, step)) + ddp(row_batch(rank, step + 5))).sum().backward()
+
+
+def _drops_an_output(ddp: Any, rank: int, step: int) -> None:
+    ddp(row_batch(rank, step))
+    _plain(ddp, rank, step)
+
+
+def _evaluates(ddp: Any, rank: int, step: int) -> None:
+    ddp.eval()
+    for _ in range(rank):
+        ddp(row_batch(rank))
+        with torch.no_grad():
+            ddp(row_batch(rank))
+    ddp.train()
+    _plain(ddp, rank, step)
+
+
+def _leaves_some_behind(ddp: Any, rank: int, step: int) -> None:
+    """The last forwards of each rank, with gradients, are followed by no synchronised backward."""
+    _plain(ddp, rank, step)
+    with ddp.no_sync():
+        _plain(ddp, rank, step)
+    ddp(row_batch(rank, step))
+
+
+LOOPS = (_plain, _accumulates, _two_forwards, _drops_an_output, _evaluates, _leaves_some_behind)
+
+
+def _run(loop: Any, ddp: Any, rank: int, context: Any) -> None:
+    with context:
+        for step in range(batches_of(rank)):
+            loop(ddp, rank, step)
+
+
+def _communicates_in_forward(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](CentredOverRanks())
+    for context in (ddp.join, functools.partial(Join, [ddp])):
+        for loop in LOOPS:
+            before = ddp.module.forwards
+            with pytest.raises(RuntimeError, match=ENDED[rank]):
+                _run(loop, ddp, rank, context(throw_on_early_termination=True))
+            assert_equal_on_all_ranks(ddp.module.forwards - before)
+            assert_step(ddp, lambda module: module(row_batch(rank)).sum())
+    with ddp.join(throw_on_early_termination=True):  # as many on every rank: nothing is thrown
+        for step in range(3):
+            for loop in LOOPS:
+                loop(ddp, rank, step)
+    assert_step(ddp, lambda module: module(row_batch(rank)).sum())
+
+
+def _counts_nothing(rank: int, wrapper: str) -> None:
+    """A join that throws, a model that does not communicate, and another number of forwards on every rank."""
+    ddp = wrappers([wrapper])[wrapper](Mlp(), check_steps="off")
+    with ddp.join(throw_on_early_termination=True):
+        for step in range(2):
+            with ddp.no_sync():
+                for _ in range(2 * (1 - rank)):
+                    _plain(ddp, rank, step)
+            for _ in range(2 * rank):
+                ddp(row_batch(rank, step))
+            kept = [ddp(row_batch(rank, step)) for _ in range(2 * rank)]
+            sum([output.sum() for output in kept], ddp(row_batch(rank, step)).sum()).backward()
+    assert_step(ddp, lambda module: module(row_batch(rank)).sum())
+    for context in (ddp.join, functools.partial(Join, [ddp])):
+        with pytest.raises(RuntimeError, match=ENDED[rank]):
+            _leaves_before_its_backward(ddp, rank, context(throw_on_early_termination=True))
+        assert_step(ddp, lambda module: module(row_batch(rank)).sum())
+
+
+def _leaves_before_its_backward(ddp: Any, rank: int, context: Any) -> None:
+    with context:
+        output = ddp(row_batch(rank)).sum()
+        if rank == 1:
+            output.backward()
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_where_a_join_throws_forwards_are_not_counted_either(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_counts_nothing, wrapper)
+
+
+def _buffers_and_backward(rank: int) -> str:
+    """Rank 1 runs a second forward that brings buffers, where rank 0 is at its backward."""
+    ddp = wrappers(["EagerDDP"])["EagerDDP"](WithBuffers())
+
+    def train() -> None:
+        with ddp.join():
+            loss = ddp(row_batch(rank))
+            if rank == 1:
+                loss = loss + ddp(row_batch(rank))
+            loss.backward()
+
+    with pytest.raises(RuntimeError) as caught:
+        train()
+    return str(caught.value)
+
+
+def test_ranks_that_differ_in_forwards_that_bring_buffers_are_told_so(ranks2: RankPool) -> None:
+    for message in ranks2.run(_buffers_and_backward):
+        assert "some ranks are at a forward that brings rank 0's buffers, others at a backward" in message
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_the_end_of_a_rank_is_thrown_before_the_forward_of_a_model_that_communicates(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_communicates_in_forward, wrapper)
 
 
 def _with_other_options(rank: int, wrapper: str) -> None:

@@ -173,33 +173,6 @@ def test_parametrized_weights_are_averaged(ranks2: RankPool, wrapper: str) -> No
     ranks2.run(_parametrized, wrapper)
 
 
-# ---- functional_call -------------------------------------------------------------------------------------------------
-
-
-def _functional_call(rank: int, wrapper: str) -> None:
-    ddp = wrap(wrapper, Mlp())
-    x = row_batch(rank)
-    assert_step(ddp, lambda module: loss_of(module, x))
-    others = {name: parameter.detach() + 1 for name, parameter in ddp.named_parameters()}
-    with pytest.raises(RuntimeError, match="was replaced or removed after the model was wrapped"):
-        torch.func.functional_call(ddp, others, (x,))
-    bare = {name.removeprefix("module."): value for name, value in others.items()}
-    changed = torch.func.functional_call(ddp.module, bare, (x,))
-    reference = Mlp()
-    reference.load_state_dict(bare)
-    torch.testing.assert_close(changed, reference(x))
-    expected = expected_mean(copy.deepcopy(ddp.module), lambda module: loss_of(module, x))
-    ddp.zero_grad()
-    own = dict(ddp.named_parameters())
-    torch.func.functional_call(ddp, own, (x,)).abs().square().sum().backward()
-    assert_gradients(ddp.module, expected)
-
-
-@pytest.mark.parametrize("wrapper", BOTH)
-def test_functional_call_of_a_wrapper_takes_its_own_parameters_alone(ranks2: RankPool, wrapper: str) -> None:
-    ranks2.run(_functional_call, wrapper)
-
-
 # ---- memory layouts --------------------------------------------------------------------------------------------------
 
 

@@ -78,26 +78,6 @@ class WithAttributes(Mlp):
         return self.first.out_features
 
 
-# docs/migration.md says what to use instead.
-ONLY_DDPS = [
-    "device_ids",
-    "output_device",
-    "dim",
-    "find_unused_parameters",
-    "static_graph",
-    "broadcast_buffers",
-    "gradient_as_bucket_view",
-    "bucket_bytes_cap",
-    "will_sync_module_buffers",
-    "reducer",
-    "logger",
-    "parameters_to_ignore",
-    "_register_buffer_comm_hook",
-    "_register_fused_optim",
-    "_update_process_group",
-]
-
-
 def _attributes(rank: int, wrapper: str) -> None:
     model = WithAttributes()
     torch_ddp = DistributedDataParallel(copy.deepcopy(model))
@@ -112,8 +92,6 @@ def _attributes(rank: int, wrapper: str) -> None:
     assert ddp.process_group is torch_ddp.process_group
     assert ddp.device == torch_ddp.device
     ddp._set_static_graph()
-    for name in ONLY_DDPS:
-        assert hasattr(torch_ddp, name) and not hasattr(ddp, name), name
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         _ = ddp.nothing_of_that_name
     for own, theirs in (
@@ -339,9 +317,6 @@ def test_training_goes_on_after_loading(ranks2: RankPool, wrapper: str) -> None:
 def _wrap_a_copy(rank: int, wrapper: str) -> None:
     ddp = wrap(wrapper, Mlp())
     assert_trains(ddp, rank)
-    for copying in (copy.deepcopy, copy.copy):
-        with pytest.raises(TypeError, match=r"cannot be copied.*copy its \.module, and wrap that on every rank"):
-            copying(ddp)
     copied = copy.deepcopy(ddp.module)
     file = io.BytesIO()
     torch.save(ddp.module, file)
@@ -352,9 +327,7 @@ def _wrap_a_copy(rank: int, wrapper: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
-def test_a_copy_of_the_wrapped_module_can_be_wrapped_and_a_wrapper_cannot_be_copied(
-    ranks2: RankPool, wrapper: str
-) -> None:
+def test_a_copy_of_the_wrapped_module_can_be_wrapped(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_wrap_a_copy, wrapper)
 
 
@@ -398,8 +371,6 @@ def _reload_a_wrapper(rank: int, wrapper: str, saved_by: str) -> None:
     for _ in range(2):
         assert_trains(loaded, rank)  # with the weight of a new wrapper, 1
     assert loaded.piggybacked.keys() == {"tokens"}
-    with pytest.raises(ValueError, match="already wrapped"):
-        wrap(wrapper, loaded.module)
     larger = reloaded(Larger(loaded), saved_by)  # as a part, too
     assert_trains(larger.net, rank)
     assert_equal_on_all_ranks([p.sum().item() for p in larger.net.parameters()])

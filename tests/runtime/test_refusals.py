@@ -242,29 +242,6 @@ def test_a_post_accumulate_hook_that_comes_in_the_middle_of_a_backward_is_refuse
     ranks2.run(_late_hook)
 
 
-class WithLoss(Mlp):
-    def loss(self, x: Tensor) -> Tensor:
-        return self(x).square().sum()
-
-
-def _method_through_the_wrapper(rank: int, wrapper: str) -> None:
-    ddp = wrappers([wrapper])[wrapper](WithLoss())
-    step(ddp, rank, 0)
-    ddp.zero_grad()
-    x = row_batch(rank, 1)
-    twin = copy.deepcopy(ddp.module)
-    twin.loss(x).backward()
-    ddp.loss(x).backward()
-    for parameter, local in zip(ddp.module.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, local.grad)
-    step(ddp, rank, 2)
-
-
-@pytest.mark.parametrize("wrapper", BOTH)
-def test_the_backward_of_a_method_that_is_not_forward_stays_local(ranks2: RankPool, wrapper: str) -> None:
-    ranks2.run(_method_through_the_wrapper, wrapper)
-
-
 def _assigns(rank: int, wrapper: str) -> None:
     ddp = wrappers([wrapper])[wrapper](Mlp())
     with pytest.raises(ValueError, match="assign=True would replace the parameters"):

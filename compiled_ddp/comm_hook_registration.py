@@ -11,6 +11,7 @@ from compiled_ddp.agreement import agree_on_description
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.lifecycle import HasLifecycle
 from compiled_ddp.options import Options
+from compiled_ddp.own_state import OwnState
 from compiled_ddp.runtime import Runtime
 from compiled_ddp.torch_comm_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook, check_takes_complex
 from compiled_ddp.users_code import warn_user
@@ -20,6 +21,7 @@ class TakesCommHooks(HasLifecycle):
     """The part of a wrapper that is about communication hooks."""
 
     _options: Options
+    _own: OwnState
     _runtime: Runtime
     _registrations: int  # so far
 

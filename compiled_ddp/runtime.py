@@ -143,7 +143,6 @@ class Runtime:
         conductor.add(self)
         self._closed_because = ""
         self._own_gradients: OwnGradients | None = None  # while this rank shadows others (`join`)
-        _runtimes.add(self)
         self._reported: set[str] = set()
         self._lock = threading.RLock()
         self.sparse = SparseGradients(sparse, communicator, self._synchronises)

@@ -213,9 +213,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         self._buffers_stale = stale or (with_gradients and self._require_sync)
         args, kwargs = self._on_its_device(args, kwargs)
         try:
-            if (
-                transformed or look.stand_ins is not StandIns.NOTHING
-            ):  # no graph that was captured, or is to be, would fit
+            if transformed or look.stand_ins is not StandIns.NOTHING:  # no graph would fit, captured or to be
                 outputs = self._run_eagerly(*args, **kwargs)
             else:
                 outputs = self._run_module(*args, **kwargs)

@@ -18,7 +18,7 @@ from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
 from compiled_ddp.entry import entry_of
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionKind
-from compiled_ddp.program import VARIANTS, Program, quoted
+from compiled_ddp.program import VARIANTS, Program
 from compiled_ddp.segment import Segment, SegmentCall, calling
 from compiled_ddp.users_code import warn_user
 from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
@@ -158,6 +158,8 @@ class CompiledDDP(DataParallelWrapper):
     ) -> None:
         self._calls: list[weakref.ref[SegmentCall]] = []
         self._calls_of_forward: list[SegmentCall] = []
+        self._known_limits, self._given_up = 0, list[str]()  # what Dynamo captures no more
+        self._fallen_back: set[str] = set()  # why
         self._segments_of_forward: dict[Segment, Program | None] = {}
         self._warmups = 0
         super().__init__(torch_private.without_compile_wrapper(module), process_group, options, ddp_arguments)
@@ -225,16 +227,23 @@ class CompiledDDP(DataParallelWrapper):
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         self._calls_of_forward, self._segments_of_forward = [], {}
         (compiled,) = self._compiled
+        limits = torch_private.recompile_limits()
+        known = len(limits.notes)
         with calling(self):
             outputs = compiled(*args, **kwargs)
-        for limit in torch_private.recompile_limits().taken():
-            self._fall_back(f"a part of the model runs without graphs, as {limit}")
+        if known != self._known_limits:  # another wrapper may have met them
+            self._given_up = limits.given_up_in(self.module)
+            self._known_limits = known
+        for note in (*self._given_up, *limits.notes[known:]):
+            self._fall_back(f"a part of the model runs without graphs: {note}")
         return outputs
 
     def _fall_back(self, why: str) -> None:
         if self._options.strict and self._hooks_reason() is None:
             raise RuntimeError(f"{why}. compile_ddp(strict=True) does not fall back.")
-        warn_user(f"{why}; hooks reduce its gradients.")
+        if why not in self._fallen_back:
+            self._fallen_back.add(why)
+            warn_user(f"{why}; hooks reduce its gradients.")
 
     # ---- compiling ahead ---------------------------------------------------------------------------------------------
 
@@ -276,8 +285,8 @@ class CompiledDDP(DataParallelWrapper):
     def segment_captured(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
         return self._bindings.program(segment, inputs) if self._hooks_reason() is None else None
 
-    def segment_not_compiled(self, error: BaseException | None) -> None:
-        self._fall_back(f"a graph of the model runs uncompiled, as {self._options.backend} failed: {quoted(error)}")
+    def segment_not_compiled(self, failure: str) -> None:
+        self._fall_back(f"a graph of the model runs uncompiled, as {self._options.backend} failed: {failure}")
 
     def segment_called(self, segment: Segment, inputs: Sequence[Any], node: Any) -> None:
         call = self._bindings.call(segment, inputs, node) if self._hooks_reason() is None else None

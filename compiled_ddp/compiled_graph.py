@@ -24,7 +24,7 @@ class CompilerFailed(Exception):
 # sizes, as what is known of symbolic sizes has changed since. Where AOTAutograd had the graph in its cache there is no
 # trace, and sizes are not symbolic; then it is traced again when a second backward is asked for.
 class CompiledGraph:
-    """A captured graph's forward and backwards. What the compiler raises for a backward is raised when that is needed."""
+    """A captured graph's forward and backwards. What the compiler raises for a backward is raised when it is needed."""
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.compiled_graph import CompilerFailed
+from compiled_ddp.program import quoted
 from compiled_ddp.segment import Segment, caller_of_this_thread
 
 # [Note: shared captures] To Dynamo a backend of another wrapper is another backend, whose graphs it captures anew, and
@@ -68,5 +69,15 @@ def _compile_graph(
     try:
         return Segment(graph_module, example_inputs, backend=backend, compiler_options=compiler_options)
     except CompilerFailed as failed:
-        caller_of_this_thread().segment_not_compiled(failed.__cause__)
-        return uncompiled.forward
+        return Uncompiled(uncompiled, failed.__cause__)
+
+
+class Uncompiled:
+    """A captured graph that the compiler has failed for: autograd sees its operators, and hooks reduce."""
+
+    def __init__(self, graph_module: GraphModule, error: BaseException | None) -> None:
+        self._graph_module, self._failure = graph_module, quoted(error)
+
+    def __call__(self, *inputs: Any) -> Any:
+        caller_of_this_thread().segment_not_compiled(self._failure)
+        return self._graph_module(*inputs)

@@ -342,9 +342,10 @@ class Runtime:
         self._hooks.hold_back_users()
         forwards = self._forwards.backward_began()
         self.proof.begin_backward()
-        sequence = self.agreed.propose(
-            lambda: [call.plan for call in self._live_calls() if takes_part(call) and self._compiles(call)]
-        )
+        plans: list[BucketPlan] = []
+        if self.agreed.must_agree:  # compiled before any rank waits for another
+            plans = [call.plan for call in self._live_calls() if takes_part(call) and self._compiles(call)]
+        sequence = self.agreed.propose(plans)
         self._announced = set()
         if returned is None:
             self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(i)}

@@ -28,8 +28,8 @@ class Caller(Protocol):
     def segment_captured(self, segment: "Segment", inputs: Sequence[Any]) -> Program | None:
         """The caller's program in a segment that is about to be compiled."""
 
-    def segment_not_compiled(self, error: BaseException | None) -> None:
-        """The compiler has failed; the graph will run as it is. Raises where the caller wants graphs."""
+    def segment_not_compiled(self, failure: str) -> None:
+        """The compiler has failed, and a graph runs as it is. Raises where the caller wants graphs."""
 
     def segment_called(self, segment: "Segment", inputs: Sequence[Any], node: Any) -> None:
         """A call with gradients has made `node`."""

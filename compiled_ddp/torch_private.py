@@ -511,6 +511,9 @@ def _run_without_its_graph(implementation: Any) -> None:
         compile_alone(context, [])
 
 
+_ANOTHER_BACKWARD = "compiled_ddp.another_backward"  # the name of a phase, in what Dynamo notes of its times
+
+
 class TracedBackward:
     """The backward graph that AOTAutograd has traced for a compiled function, to be compiled in several ways."""
 
@@ -537,8 +540,11 @@ class TracedBackward:
 
     def compile(self) -> BackwardImplementation:
         """Compile it as AOTAutograd would, whatever autocast and tracing is under way."""
+        from torch._dynamo.utils import dynamo_timed
+
         traced = self._traced
         with contextlib.ExitStack() as stack:
+            stack.enter_context(dynamo_timed(_ANOTHER_BACKWARD))
             stack.enter_context(torch._guards.tracing(traced.saved_context))
             stack.enter_context(torch._guards.compile_context(traced.saved_compile_context))
             if self._without_autocast:
@@ -1041,29 +1047,34 @@ def _captured_whole(run: Callable[..., Any], module: torch.nn.Module) -> Callabl
     return call
 
 
-@functools.cache
-def recompile_limits() -> "RecompileLimits":
-    return RecompileLimits()
-
-
 class RecompileLimits(logging.Handler):
-    """Notes what Dynamo has given up capturing, because it had been captured too often, since `taken` was called."""
+    """Notes what Dynamo has given up capturing in this process, because it had been captured too often.
 
-    _LOGGER = "torch._dynamo.convert_frame"
+    It does so for code, whoever runs it: also for a model of the same class that was not captured so far.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._notes: list[str] = []
-        logging.getLogger(self._LOGGER).addHandler(self)
+        self.notes: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record.msg, str) and record.msg.startswith("torch._dynamo hit config.%s"):
             limit, value, function, *_ = record.args if isinstance(record.args, tuple) else ("?", "?", "?")
-            self._notes.append(f"{function} was captured torch._dynamo.config.{limit} ({value}) times")
+            self.notes.append(f"{function} has been captured as often as torch._dynamo.config.{limit} ({value}) allows")
 
-    def taken(self) -> list[str]:
-        notes, self._notes = self._notes, []
-        return notes
+    def given_up_in(self, module: torch.nn.Module) -> list[str]:
+        """Those of the notes that are about the forward of `module` or of a part of it."""
+        forwards = {type(part).forward for part in module.modules()}
+        codes = [forward.__code__ for forward in forwards if isinstance(forward, types.FunctionType)]
+        places = [f"({code.co_filename}:{code.co_firstlineno})" for code in codes]
+        return [note for note in self.notes if any(place in note for place in places)]
+
+
+@functools.cache
+def recompile_limits() -> RecompileLimits:
+    limits = RecompileLimits()
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(limits)
+    return limits
 
 
 # ---- for tests -------------------------------------------------------------------------------------------------------
@@ -1081,7 +1092,7 @@ def compilations() -> int:
     """How often this process has compiled so far: captures, forwards, and backwards that were left for later."""
     from torch._dynamo.utils import compilation_time_metrics
 
-    phases = ("_compile.compile_inner", "create_aot_dispatcher_function", "backward._backward_impl")
+    phases = ("_compile.compile_inner", "create_aot_dispatcher_function", "backward._backward_impl", _ANOTHER_BACKWARD)
     return sum(len(compilation_time_metrics.get(phase, ())) for phase in phases)
 
 

@@ -135,10 +135,12 @@ class SynchronisedBackward:
         self._existing = dict(self._take_existing())
         self._sharing = _with_equal_memory(self._existing)
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that the running graph fills
+        self._sent_in_part = -1, 0  # the bucket of which only the first collectives are out, and how many these are
         self._standing = communicator.standing
         self._launches_before = self._standing.launches
         origins = [section.origin for section in sections]
-        self._standing.backward_began(message.forwards.begun, buffers.buckets, origins, parameters.names)
+        collectives = [1 if bucket_hook is None else bucket_hook.launches(p) for p in range(len(self._progress))]
+        self._standing.backward_began(message.forwards.begun, buffers.buckets, origins, parameters.names, collectives)
 
     def _take_existing(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The .grad tensors that are not views of their own place in a flat buffer."""
@@ -447,7 +449,9 @@ class SynchronisedBackward:
         if self._bucket_hook is None or not self._bucket_hook.reduces(position):
             return self._communicator.all_reduce(flat)
         indices = self._progress[position].bucket.indices
-        return self._bucket_hook.launch(position, flat, {index for index in indices if not self._is_used(index)})
+        unused = {index for index in indices if not self._is_used(index)}
+        begun, collectives = self._sent_in_part
+        return self._bucket_hook.launch(position, flat, unused, collectives if position == begun else 0)
 
     def _is_used(self, index: int) -> bool:
         """Whether this rank has a gradient to reduce, produced since the last synchronised backward."""
@@ -479,12 +483,12 @@ class SynchronisedBackward:
             return True
         if not self._standing.counts_launches:
             return not broken
-        left = self._standing.launches - self._launches_before
-        self._cursor = 0
-        while self._cursor < len(self._progress) and left >= 1:
-            left -= 1
-            self._note_launched(self._cursor)
-            self._cursor += 1
+        self._cursor, collectives = self._standing.first_not_launched(0, self._launches_before)
+        for position in range(self._cursor):
+            self._note_launched(position)
+        if collectives:
+            self._sent_in_part = self._cursor, collectives
+            self._buffers[self._cursor].leave_memory()
         return all(
             progress.bucket.riders is None or progress.section in self._in_graph or self._riders_at(p) is not None
             for p, progress in enumerate(self._progress[: self._cursor])

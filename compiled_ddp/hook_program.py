@@ -1,6 +1,7 @@
 """A communication hook, traced: the program that graphs take in and that hooks of gradients run."""
 
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -120,6 +121,7 @@ class HookProgram:
                 waited.add(node)
         # Where a collective needs another one's result, the others would have to be launched in between.
         several_rounds = any(node.target in LAUNCHES for node in waited)
+        self.launches = sum(node.target in LAUNCHES for node in nodes)  # collectives for one bucket
         self.first = nodes if several_rounds else [node for node in nodes if node not in waited]
         self.then = [] if several_rounds else [node for node in nodes if node in waited]
         text = [str(self.graph), *(_words(node.meta["val"]) for node in self.graph.find_nodes(op="placeholder"))]
@@ -146,6 +148,18 @@ class HookProgram:
     def results(self, values: Mapping[Node, Any]) -> list[torch.Tensor]:
         """The mean, and the new state."""
         return [values[node] for node in output_values(self.graph) if node is not None]
+
+    def run_but_for(self, sent: int, values: dict[Node, Any]) -> None:
+        """Run `first` without the collectives that come first, of which a graph has `sent` so many already.
+
+        Other ranks get what they wait for; the results are of no use.
+        """
+        to_come = itertools.repeat(None, sent)
+
+        def unless_sent(operator: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args: (_ALONE[operator] if next(to_come, self) is None else operator)(*args)
+
+        self.run(self.first, values, {operator: unless_sent(operator) for operator in (all_reduce, all_gather)})
 
     def run_alone(self, flat: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results where every rank has what this one has. No collective is started."""

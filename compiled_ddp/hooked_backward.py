@@ -22,11 +22,12 @@ class HookedWork:
         flat: torch.Tensor,
         state: Sequence[torch.Tensor],
         keep: Callable[[Sequence[torch.Tensor]], None],
+        sent: int = 0,
     ) -> None:
-        """`keep` is given the new state."""
+        """`keep` is given the new state. `sent` collectives have gone out, from a graph that an exception ended."""
         self._program, self._flat, self._keep = program, flat, keep
         self._values = program.inputs(flat, state)
-        program.run(program.first, self._values)
+        program.run_but_for(sent, self._values)
 
     def wait(self) -> None:
         """Leave the mean in the flat buffer; a no-op the second time."""
@@ -61,6 +62,11 @@ class HookedBackward:
         """Whether the hook reduces this bucket."""
         return self._hook.program(self._places[position].bucket) is not None
 
+    def launches(self, position: int) -> int:
+        """How many collectives this bucket takes."""
+        program = self._hook.program(self._places[position].bucket)
+        return 1 if program is None else program.launches
+
     def state(self, positions: Iterable[int]) -> list[torch.Tensor]:
         """What the hook keeps for these buckets, one after the other, for the graph that launches them."""
         return [tensor for position in positions for tensor in self._hook.state(self._places[position])]
@@ -73,8 +79,8 @@ class HookedBackward:
             self._note(position, _Change(state, left_out))
         assert next(rest, None) is None
 
-    def launch(self, position: int, flat: torch.Tensor, unused: Set[int]) -> HookedWork:
-        """Reduce a bucket by hand: launch now; `wait` leaves the mean in `flat`.
+    def launch(self, position: int, flat: torch.Tensor, unused: Set[int], sent: int) -> HookedWork:
+        """Reduce a bucket by hand: launch now, but for `sent` collectives; `wait` leaves the mean in `flat`.
 
         What is owed to the parameters that this rank leaves `unused` is held back. Else it would be sent, and could be
         thrown away: other ranks may not use them either, which nobody knows before the bucket has come back.
@@ -92,7 +98,7 @@ class HookedBackward:
         def keep(new: Sequence[torch.Tensor]) -> None:
             self._note(position, _Change(list(new), None, held_back))
 
-        return HookedWork(program, flat, state, keep)
+        return HookedWork(program, flat, state, keep, sent)
 
     def _note(self, position: int, change: _Change) -> None:
         for new, old in zip(change.new, self._hook.state(self._places[position]), strict=True):

@@ -869,7 +869,7 @@ class Runtime:
             self.proof.postpone()
             self._forget_unless_refined()
             raise self._broke_off_elsewhere(findings.aborted_on)
-        if 0 < findings.lost_on < self.communicator.world_size:
+        if self._is_dropped(findings):
             self.proof.postpone()
             self._forget_unless_refined()
             raise self._lost_elsewhere(findings.lost_on)
@@ -951,24 +951,34 @@ class Runtime:
         self._current = None
         others_know = self._rest_was_launched and self._rider_reader.was_at_once
         with self._giving_up_after_surprises():
-            if others_know or findings.aborted_on:
-                self.proof.postpone()  # every rank has dropped it
+            if others_know or self._is_dropped(findings):
+                self.proof.postpone()
                 self._forget_unless_refined()
             else:
-                self._lost = not set(self.communicator.ranks.ranks).issubset(told)
-                self._end_as_the_others(backward, findings)
+                knows_alone = not set(self.communicator.ranks.ranks).issubset(told)
+                every_rank_raises = self._end_as_the_others(backward, findings)
+                self._lost = knows_alone and not every_rank_raises
         self._used = set()
         self.sparse.forget_use()
 
-    def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> None:
-        """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end."""
+    def _is_dropped(self, findings: Findings) -> bool:
+        """Whether every rank raises on what the riders say before anything else is reduced: see `_heed`."""
+        lost_on_some = 0 < findings.lost_on < self.communicator.world_size
+        return findings.aborted_on > 0 or lost_on_some
+
+    def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> bool:
+        """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end.
+
+        Returns whether this lets all of them raise, so that none steps with the mean that is dropped here.
+        """
         backward.settle_hook_state()
         if findings.counts_differ:
             self._report_different_steps()
-        if self.sparse.average(lambda: 0.0, aborted=True) is not None or backward.returned is not None:
+        every_rank_raises = self.sparse.average(lambda: 0.0, aborted=True) is not None
+        if every_rank_raises or backward.returned is not None:
             self.proof.postpone()
             self._forget_unless_refined()
-            return
+            return every_rank_raises
         if findings.announced:
             self._admit(backward.message, [])
         if not self.agreed.refined:
@@ -976,6 +986,7 @@ class Runtime:
             self._remove_needless_hooks()
         self.proof.postpone()
         self._forget_if_outgrown(findings)
+        return False
 
     # ---- the first backward of a sequence ----------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ class _Backward:
     buckets: Sequence[tuple[int, Bucket]] = ()  # section, bucket, in launch order
     origins: Sequence[str] = ()  # of the sections
     parameter_names: Sequence[str] = ()
+    collectives: Sequence[int] = ()  # how many each bucket takes: one, unless a communication hook reduces it
     launched: int = -1  # position of the last bucket launched by hooks, or by a graph that has ended
     awaits: int | None = None  # position of the bucket that is waited for outside of a graph
     graph: _GraphRun | None = None
@@ -84,7 +85,16 @@ class _Backward:
         graph = self.graph
         if graph is None:
             return self.launched
-        return min(graph.first + launches - graph.launches_before, len(self.buckets)) - 1
+        position, collectives = self.first_not_launched(graph.first, launches - graph.launches_before)
+        return position if collectives else position - 1
+
+    def first_not_launched(self, first: int, launches: int) -> tuple[int, int]:
+        """The first bucket that `launches` from bucket `first` on leave out, and how many are a part of its own."""
+        position = first
+        while position < len(self.buckets) and launches >= self.collectives[position]:
+            launches -= self.collectives[position]
+            position += 1
+        return position, launches if position < len(self.buckets) else 0
 
     def section_in_words(self, position: int) -> str:
         section, _ = self.buckets[position]
@@ -140,9 +150,10 @@ class Standing:
         buckets: Sequence[tuple[int, Bucket]],
         origins: Sequence[str],
         parameter_names: Sequence[str],
+        collectives: Sequence[int],
     ) -> None:
-        """`buckets` come with their sections, in launch order."""
-        self._backward = _Backward(buckets, origins, parameter_names)
+        """`buckets` come with their sections, in launch order, and with how many `collectives` each takes."""
+        self._backward = _Backward(buckets, origins, parameter_names, collectives)
         self._step, self._stage, self._awaits = step, _IN, ""
         self._thread = threading.get_ident()
 
@@ -178,6 +189,13 @@ class Standing:
         """Collectives launched on the communicator since it was made."""
         group = self._group()
         return 0 if group is None else self._count_launches(group)
+
+    def first_not_launched(self, first: int, launches_before: int) -> tuple[int, int]:
+        """The first bucket from `first` on that is not launched, and how many of its collectives are.
+
+        `launches_before` is `launches` before bucket `first` was.
+        """
+        return self._backward.first_not_launched(first, self.launches - launches_before)
 
     @property
     def first_of_graph(self) -> int:

@@ -77,6 +77,7 @@ class UntilBackward:
         return self._runtime()
 
 
+@torch_private.untraced
 def _reached(graph: UntilBackward, _: object) -> None:
     runtime = graph.take()
     if runtime is not None:
@@ -547,6 +548,7 @@ class Runtime:
 
     # ---- the end of backward -----------------------------------------------------------------------------------------
 
+    @torch_private.untraced
     def _task_ended(self, task: int) -> None:
         with self._lock:
             outer = torch_private.evaluating_node()
@@ -566,6 +568,7 @@ class Runtime:
                     self._enter_before(following)
 
     def _enter_before(self, node: Any) -> None:
+        @torch_private.untraced
         def enter(*_: object) -> None:
             handle.remove()
             self.enter_backward()

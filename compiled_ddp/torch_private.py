@@ -68,7 +68,7 @@ import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,6 +102,46 @@ def check_torch_version(version: str = torch.__version__) -> None:
 def _minor_version(version: str = torch.__version__) -> tuple[int, int]:
     major, minor = (int(part) for part in version.split(".")[:2])
     return major, minor
+
+
+# ---- inside of the user's torch.compile ------------------------------------------------------------------------------
+
+_UNTRACED = (
+    "compiled_ddp looks at the backward that autograd runs and talks to other ranks, which no graph can hold. Let the "
+    "graph end here: compile the step without fullgraph=True, or only what is around the wrapper; compile_ddp compiles "
+    "the model by itself, and takes fullgraph=True for that"
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def leave_out_of_traces(*packages: str) -> None:
+    """Let Dynamo trace no frame of these packages, whoever has compiled what has led there."""
+    from torch._dynamo import trace_rules
+
+    for package in packages:
+        trace_rules.add(package)
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, where Dynamo traces nothing of what it calls either: what torch, and compiled code, may call.
+
+    [Note: never traced] Dynamo looks at every frame that runs below compiled code, also at the hooks that autograd
+    calls in a backward below it. Those of this package it leaves alone (`leave_out_of_traces`), but not what they call:
+    torch's own library, other ones, users' hooks. So what is called from outside of the package switches Dynamo off,
+    if it is on.
+    """
+    switched_off: Callable[P, T] = torch.compiler.disable(function, reason=_UNTRACED)
+    dynamo_of_this_thread = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    @functools.wraps(switched_off)  # with the marks by which Dynamo, where it traces a call, knows what is disabled
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if dynamo_of_this_thread() is None:
+            return function(*args, **kwargs)  # ten times as fast
+        return switched_off(*args, **kwargs)
+
+    return call
 
 
 # ---- where a backward stands -----------------------------------------------------------------------------------------
@@ -474,7 +514,7 @@ def replace_backward_implementation(
     compiled_function: type[torch.autograd.Function], implementation: BackwardImplementation
 ) -> None:
     """Run `implementation` as the backward of `compiled_function`, between AOTAutograd's prologue and epilogue."""
-    compiled_function._backward_impl = staticmethod(implementation)  # type: ignore[attr-defined]
+    compiled_function._backward_impl = staticmethod(untraced(implementation))  # type: ignore[attr-defined]
 
 
 def compile_backward_now(implementation: BackwardImplementation) -> bool:

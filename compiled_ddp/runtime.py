@@ -297,6 +297,8 @@ class Runtime:
             return self._current
 
     def _enter_task(self) -> None:
+        if torch_private.in_compiled_autograd():
+            raise RuntimeError(torch_private.COMPILED_AUTOGRAD)
         if torch_private.in_distributed_backward():
             warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=3)  # a hook's error becomes "python_error" there
             raise RuntimeError(_DISTRIBUTED_AUTOGRAD)

@@ -177,7 +177,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     # Where a wrapper stands inside another's model, that one's graphs end before it and begin again behind it.
-    @torch_private.untraced
+    @torch_private.untraced_forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._lifecycle is Lifecycle.COPY:
             return self._forward_of_copy(*self._on_its_device(args, kwargs))

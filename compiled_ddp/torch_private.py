@@ -54,6 +54,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._dynamo.trace_rules.add` | keeping this package out of all traces |
 | `torch._dynamo.config.trace_autograd_ops` | refusing a backward that Dynamo would drop |
 | `torch._dynamo.compiled_autograd`, `CompiledFunction._compiled_autograd_key` | refusing compiled autograd |
+| `torch._dynamo.symbolic_convert` | tests: what Dynamo traces |
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
 
 Where versions differ: gloo's constructor has an argument more from 2.14 on, `compile_fx_inner` from 2.12 on. Inductor
@@ -1053,6 +1054,29 @@ def compilations() -> int:
 
     phases = ("_compile.compile_inner", "create_aot_dispatcher_function", "backward._backward_impl")
     return sum(len(compilation_time_metrics.get(phase, ())) for phase in phases)
+
+
+@contextlib.contextmanager
+def noting_traced_code() -> Iterator[list[types.CodeType]]:
+    """Yields the list of all code that Dynamo begins to trace in here: frames that run, and what it inlines in them."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    traced: list[types.CodeType] = []
+    begin = InstructionTranslatorBase.__init__
+
+    def note_and_begin(translator: Any, *args: Any, **kwargs: Any) -> None:
+        begin(translator, *args, **kwargs)
+        traced.append(translator.f_code)
+
+    with unittest.mock.patch.object(InstructionTranslatorBase, "__init__", note_and_begin):
+        yield traced
+
+
+@contextlib.contextmanager
+def compiled_autograd(backend: str) -> Iterator[None]:
+    """Backwards in here are traced as a whole, and compiled by `backend`."""
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+        yield
 
 
 def compiler_counters() -> dict[str, dict[str, int]]:

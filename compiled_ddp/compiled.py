@@ -247,6 +247,7 @@ class CompiledDDP(DataParallelWrapper):
 
     # ---- compiling ahead ---------------------------------------------------------------------------------------------
 
+    @torch_private.untraced
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         self._check_in_use()
         self._runtime.finish_broken_backward()

@@ -84,6 +84,7 @@ class UntilBackward:
         return self._runtime()
 
 
+@torch_private.untraced
 def _reached(graph: UntilBackward, _: object) -> None:
     runtime = graph.take()
     if runtime is not None:
@@ -304,6 +305,8 @@ class Runtime:
             return self._current
 
     def _enter_task(self) -> None:
+        if torch_private.in_compiled_autograd():
+            raise RuntimeError(torch_private.COMPILED_AUTOGRAD)
         if torch_private.in_distributed_backward():
             warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=3)  # a hook's error becomes "python_error" there
             raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
@@ -567,6 +570,7 @@ class Runtime:
 
     # ---- the end of backward -----------------------------------------------------------------------------------------
 
+    @torch_private.untraced
     def _task_ended(self, task: int) -> None:
         with self._lock:
             outer = torch_private.evaluating_node()
@@ -586,6 +590,7 @@ class Runtime:
                     self._enter_before(following)
 
     def _enter_before(self, node: Any) -> None:
+        @torch_private.untraced
         def enter(*_: object) -> None:
             handle.remove()
             self.enter_backward()

@@ -50,6 +50,11 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._C._functorch`, `torch._C._are_functorch_transforms_active` | a forward inside of torch.func's transforms |
 | `Tensor._version` | whether somebody has changed a gradient in place |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
+| `torch._C._dynamo.eval_frame.get_eval_frame_callback` | whether Dynamo looks at what runs here |
+| `torch._dynamo.trace_rules.add` | keeping this package out of all traces |
+| `torch._dynamo.config.trace_autograd_ops` | refusing a backward that Dynamo would drop |
+| `torch._dynamo.compiled_autograd`, `CompiledFunction._compiled_autograd_key` | refusing compiled autograd |
+| `torch._dynamo.symbolic_convert` | tests: what Dynamo traces |
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
 
 Where versions differ: gloo's constructor has an argument more from 2.14 on, `compile_fx_inner` from 2.12 on. Inductor
@@ -73,7 +78,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -107,6 +112,80 @@ def check_torch_version(version: str = torch.__version__) -> None:
 def _minor_version(version: str = torch.__version__) -> tuple[int, int]:
     major, minor = (int(part) for part in version.split(".")[:2])
     return major, minor
+
+
+# ---- inside of the user's torch.compile ------------------------------------------------------------------------------
+
+_WHY_UNTRACED = (
+    "compiled_ddp looks at the backward that autograd runs and talks to other ranks, which no graph can hold. Compile "
+    "the step without fullgraph=True: its graph ends before the wrapper and begins again behind it, and compile_ddp "
+    "makes graphs of the model by itself (compile_ddp(model, fullgraph=True) if they are to be one)"
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_dynamo_of_this_thread = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None where it does not trace
+
+
+def leave_out_of_traces(*packages: str) -> None:
+    """Let Dynamo trace no frame of these packages, whoever has compiled what has led there."""
+    for package in packages:
+        torch._dynamo.trace_rules.add(package)
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, where Dynamo traces nothing of what it calls either: for all that torch, or compiled code, may call.
+
+    [Note: never traced] Dynamo looks at every frame that runs below compiled code, also at the hooks that autograd
+    calls in a backward below it. Those of this package it leaves alone (`leave_out_of_traces`), but not what they call:
+    torch's own library, others, users' hooks. So what is called from outside of the package switches Dynamo off, if it
+    is on.
+    """
+    switched_off: Callable[P, T] = torch.compiler.disable(function, reason=_WHY_UNTRACED)
+
+    @functools.wraps(switched_off)  # with the marks by which Dynamo, where it traces a call, knows what is disabled
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _dynamo_of_this_thread() is None:
+            return function(*args, **kwargs)  # in a quarter of a microsecond more, where switching takes 1.3
+        return switched_off(*args, **kwargs)
+
+    return call
+
+
+def untraced_forward(forward: Callable[P, T]) -> Callable[P, T]:
+    """`untraced`, of a wrapper's forward. Raises RuntimeError where Dynamo would drop the backward that follows it.
+
+    That is so with `torch._dynamo.config.trace_autograd_ops` (torch 2.11 to 2.14): of a loss.backward() it makes the
+    gradients of those leaves that its graph holds. Where there is none, as the graph has begun behind the wrapper, it
+    makes nothing at all.
+    """
+    without_dynamo = untraced(forward)
+
+    @functools.wraps(without_dynamo)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        traced = _dynamo_of_this_thread() is not None
+        if traced and torch._dynamo.config.trace_autograd_ops and torch.is_grad_enabled():
+            raise RuntimeError(
+                "torch.compile is around this forward with torch._dynamo.config.trace_autograd_ops, with which a "
+                "loss.backward() in there would compute nothing. Set it to False, or compile what is around the "
+                "wrapper only."
+            )
+        return without_dynamo(*args, **kwargs)
+
+    return call
+
+
+COMPILED_AUTOGRAD = (
+    "compiled autograd (torch._dynamo.config.compiled_autograd) runs this backward. It takes backward graphs apart and "
+    "calls hooks at other times than autograd does, so the gradients would not be averaged: turn it off around the "
+    "backwards of compile_ddp and EagerDDP."
+)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether what runs here has been called by compiled autograd, in place of a node or hook."""
+    return torch._dynamo.compiled_autograd.in_compiled_autograd_region
 
 
 # ---- where a backward stands -----------------------------------------------------------------------------------------
@@ -479,8 +558,17 @@ def backward_implementation(compiled_function: type[torch.autograd.Function]) ->
 def replace_backward_implementation(
     compiled_function: type[torch.autograd.Function], implementation: BackwardImplementation
 ) -> None:
-    """Run `implementation` as the backward of `compiled_function`, between AOTAutograd's prologue and epilogue."""
-    compiled_function._backward_impl = staticmethod(implementation)  # type: ignore[attr-defined]
+    """Run `implementation` as the backward of `compiled_function`, between AOTAutograd's prologue and epilogue.
+
+    Compiled autograd, which would run AOTAutograd's own one without it, is refused.
+    """
+    compiled_function._backward_impl = staticmethod(untraced(implementation))  # type: ignore[attr-defined]
+    compiled_function._compiled_autograd_key = staticmethod(_refuse_compiled_autograd)  # type: ignore[attr-defined]
+
+
+def _refuse_compiled_autograd(_: object) -> NoReturn:
+    """Compiled autograd asks every node for its key before it traces any."""
+    raise RuntimeError(COMPILED_AUTOGRAD)
 
 
 def compile_backward_now(implementation: BackwardImplementation) -> bool:
@@ -1094,6 +1182,29 @@ def compilations() -> int:
 
     phases = ("_compile.compile_inner", "create_aot_dispatcher_function", "backward._backward_impl", _ANOTHER_BACKWARD)
     return sum(len(compilation_time_metrics.get(phase, ())) for phase in phases)
+
+
+@contextlib.contextmanager
+def noting_traced_code() -> Iterator[list[types.CodeType]]:
+    """Yields the list of all code that Dynamo begins to trace in here: frames that run, and what it inlines in them."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    traced: list[types.CodeType] = []
+    begin = InstructionTranslatorBase.__init__
+
+    def note_and_begin(translator: Any, *args: Any, **kwargs: Any) -> None:
+        begin(translator, *args, **kwargs)
+        traced.append(translator.f_code)
+
+    with unittest.mock.patch.object(InstructionTranslatorBase, "__init__", note_and_begin):
+        yield traced
+
+
+@contextlib.contextmanager
+def compiled_autograd(backend: str) -> Iterator[None]:
+    """Backwards in here are traced as a whole, and compiled by `backend`."""
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+        yield
 
 
 def compiler_counters() -> dict[str, dict[str, int]]:

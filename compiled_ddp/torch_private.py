@@ -563,7 +563,8 @@ def replace_backward_implementation(
     Compiled autograd, which would run AOTAutograd's own one without it, is refused.
     """
     compiled_function._backward_impl = staticmethod(untraced(implementation))  # type: ignore[attr-defined]
-    compiled_function._compiled_autograd_key = staticmethod(_refuse_compiled_autograd)  # type: ignore[attr-defined]
+    with_key: Any = compiled_function
+    with_key._compiled_autograd_key = staticmethod(_refuse_compiled_autograd)
 
 
 def _refuse_compiled_autograd(_: object) -> NoReturn:

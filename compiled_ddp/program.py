@@ -1,6 +1,7 @@
 """A wrapper's program in a captured segment: the plan over the graph's inputs, and the backwards that reduce by it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch.fx import GraphModule
@@ -124,6 +125,16 @@ class Program:
             backward.graph_broke(call.plan)
             raise
         return tuple(gradients)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A program, bound to the parameters that a call runs it with."""
+
+    program: Program
+    plan: BucketPlan  # over parameters
+    fingerprint: str
+    index_of: dict[int, int]  # graph input -> parameter
 
 
 def _rewriting(pipeline: Pipeline) -> Rewriting:

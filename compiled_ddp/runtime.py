@@ -348,7 +348,8 @@ class Runtime:
         self.proof.begin_backward()
         plans: list[BucketPlan] = []
         if self.agreed.must_agree:  # compiled before any rank waits for another
-            plans = [call.plan for call in self._live_calls() if takes_part(call) and self._compiles(call)]
+            calls = [call for call in self._live_calls() if takes_part(call) and call.plan.indices]
+            plans = [call.plan for call in calls if self._compiles(call)]
         sequence = self.agreed.propose(plans)
         self._announced = set()
         if returned is None:
@@ -475,7 +476,7 @@ class Runtime:
             if backward is None:
                 self._run_postponed(call)
                 return None
-            if self.agreed.hooks_reason is not None or backward.has_no_weight:
+            if self.agreed.hooks_reason is not None or backward.has_no_weight or not call.plan.indices:
                 return None
             section = self._claim_for(backward, call) if self._compiles(call) else None
             if section is None:

@@ -11,15 +11,21 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
-from compiled_ddp.capture import gradient_order, without_gradient
+from compiled_ddp.capture import gradient_order, outputs_reached, without_gradient
 from compiled_ddp.compiled_graph import LOCAL, CompiledGraph
-from compiled_ddp.plan import BucketPlan
-from compiled_ddp.program import Program, quoted
+from compiled_ddp.program import Bound, Program, quoted
 from compiled_ddp.runtime import Runtime, UntilBackward
 from compiled_ddp.users_code import warn_user
 
 # [Note: whose segment] Dynamo runs one graph for all modules of a shape, of whichever wrapper. So a segment knows no
 # wrapper: each has programs of its own in it (`Bindings`), and says in each call who it is.
+
+
+# [Note: undefined gradients] A parameter that only feeds outputs which the loss does not use has no gradient in eager
+# mode. AOTAutograd has zeros come to the graph for such outputs, and so zeros for the parameter. Which outputs are not
+# used is seen where their gradients come in; which inputs feed no other one is read from the graph. Inputs that get no
+# gradient are left out of the wrapper's program from the next call on, as frozen ones would be, and in the first
+# backward at once: hooks reduce them if they get one after all.
 
 
 class Caller(Protocol):
@@ -62,22 +68,21 @@ class SegmentCall:
     """One call of a segment in a forward: the graph, bound to the parameters that it was called with."""
 
     def __init__(
-        self,
-        program: Program,
-        plan: BucketPlan,
-        fingerprint: str,
-        *,
-        index_of: dict[int, int],
-        node: Any,
-        runtime: Runtime,
+        self, bound_without: Callable[[frozenset[int]], Bound], left_out: frozenset[int], *, node: Any, runtime: Runtime
     ) -> None:
-        self.program = program
-        self.plan, self.fingerprint = plan, fingerprint  # over parameters
+        """`bound_without` binds the call's parameters but for some graph inputs, which are `left_out` at first."""
+        self._bound_without = bound_without
+        self.leave_out(left_out)
         self.synchronise = runtime.synchronise
-        self.index_of = index_of  # graph input -> parameter
         self.serial = next(_serial_numbers)
         self.until_backward = UntilBackward(runtime)
         self._node = weakref.ref(node)
+
+    def leave_out(self, inputs: frozenset[int]) -> None:
+        """The backward brings these graph inputs no gradient; all others of the call it does."""
+        bound = self._bound_without(inputs)
+        self.program, self.index_of = bound.program, bound.index_of
+        self.plan, self.fingerprint = bound.plan, bound.fingerprint  # over parameters
 
     def will_run(self) -> bool:
         node = self._node()
@@ -118,6 +123,9 @@ class Segment:
         ]
         # The inputs that may get a gradient, in the order in which backward completes them.
         self.gradient_order = gradient_order(graph_module.graph, with_gradient) if torch.is_grad_enabled() else []
+        # [Note: undefined gradients]
+        self._outputs_of = outputs_reached(graph_module.graph, self.gradient_order)
+        self._slots: list[int | None] | None = None  # of the outputs, among what comes to a call's node
         self._local_failed = False
         first = caller_of_this_thread().segment_captured(self, example_inputs)
         self.graph = CompiledGraph(
@@ -135,6 +143,9 @@ class Segment:
         if self.graph.function is not None and torch.is_grad_enabled():
             node = torch_private.node_of(self.graph.function, outputs)
             if node is not None:
+                if self._outputs_of:
+                    self._slots = self._slots or torch_private.slots_of(node, outputs)
+                    torch_private.note_undefined(node)
                 caller_of_this_thread().segment_called(self, inputs, node)
         return outputs
 
@@ -155,9 +166,26 @@ class Segment:
         """The backward of every call, between AOTAutograd's prologue and epilogue."""
         if torch_private.keeps_graph():
             self.graph.spare_saved_tensors()
+        undefined = self._undefined(node)
+        gradients = self._gradients(node, saved_and_tangents, undefined)
+        if undefined:
+            gradients = tuple(None if place in undefined else gradient for place, gradient in enumerate(gradients))
+        return gradients
+
+    def _undefined(self, node: Any) -> frozenset[int]:
+        """The inputs that the running backward brings no gradient: [Note: undefined gradients]"""
+        slots = torch_private.undefined_at(node)
+        if not slots or self._slots is None:
+            return frozenset()
+        used = {number for number, slot in enumerate(self._slots) if slot not in slots}
+        return frozenset(place for place, outputs in self._outputs_of.items() if used.isdisjoint(outputs))
+
+    def _gradients(self, node: Any, saved_and_tangents: list[Any], undefined: frozenset[int]) -> Any:
         call: SegmentCall | None = torch_private.attached(node)
         runtime = call.until_backward.take() if call is not None else None
         if call is not None and runtime is not None:
+            if self._outputs_of:
+                call.leave_out(undefined)
             with runtime.launching_alone():
                 claimed = runtime.claim(call)
                 if claimed is not None:

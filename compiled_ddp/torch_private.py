@@ -705,6 +705,44 @@ def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[
     return None
 
 
+def slots_of(node: Any, outputs: Sequence[Any]) -> list[int | None]:
+    """Which of the gradients that come to `node` is that of each output; None where this cannot be told.
+
+    An output that is a view of what the node has made hangs on it through the nodes of its views.
+    """
+    return [_slot_of(node, output) for output in outputs]
+
+
+def _slot_of(node: Any, output: Any) -> int | None:
+    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+        return None
+    above: Any = output.grad_fn
+    slot = output.output_nr
+    while above is not None and above is not node:
+        if len(above.next_functions) != 1:
+            return None
+        ((above, slot),) = above.next_functions
+    return None if above is None else slot
+
+
+def note_undefined(node: Any) -> None:
+    """Let `undefined_at` tell, in each backward, which of the gradients that come to `node` are undefined.
+
+    A node of a Python function is itself given zeros in their place.
+    """
+    undefined: list[int] = []
+
+    def note(gradients: Sequence[torch.Tensor | None]) -> None:
+        undefined[:] = [slot for slot, gradient in enumerate(gradients) if gradient is None]
+
+    node.register_prehook(note)
+    node._compiled_ddp_undefined = undefined
+
+
+def undefined_at(node: Any) -> Sequence[int]:
+    return getattr(node, "_compiled_ddp_undefined", ())
+
+
 def attach(node: Any, call: object) -> None:
     """Keep `call` with an autograd node of a Python function, for its backward."""
     node._compiled_ddp_call = call

@@ -1,11 +1,14 @@
 """Data-parallel training in which the gradients' all-reduces are part of the compiled graph."""
 
 import compiled_ddp.passes.ops  # noqa: F401  (defines compiled_ddp::pack, which cached graphs call)
+from compiled_ddp import torch_private
 from compiled_ddp.compiled import CompiledDDP, compile_ddp
 from compiled_ddp.eager import EagerDDP
 from compiled_ddp.explain import Explanation
 from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence, Riders
 from compiled_ddp.verify import ParameterDifference, ParityReport, verify_parity
+
+torch_private.leave_out_of_traces("compiled_ddp", "compiled_ddp.passes")
 
 __all__ = [
     "Bucket",

@@ -75,6 +75,7 @@ class CopiedModule:
         raise RuntimeError(self._why)
 
 
+@torch_private.untraced
 def _reached(copied: weakref.ref[CopiedModule], _: object) -> None:
     alive = copied()
     if alive is not None:  # else nobody holds the parameters either

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from compiled_ddp import users_hooks
+from compiled_ddp import torch_private, users_hooks
 
 
 class Listener(Protocol):
@@ -83,6 +83,7 @@ def _remove(handle: Any, parameter: torch.nn.Parameter) -> None:
     users_hooks.give_back(parameter)
 
 
+@torch_private.untraced
 def _gradient_accumulated(listener: weakref.ref[Listener], index: int, _: torch.Tensor) -> None:
     alive = listener()
     if alive is not None:

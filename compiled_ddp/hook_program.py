@@ -1,7 +1,6 @@
 """A communication hook, traced: the program that graphs take in and that hooks of gradients run."""
 
 import hashlib
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -115,13 +114,13 @@ class HookProgram:
         _leave_inputs_alone(self.graph)
         _set_result_apart(self.graph)
         nodes = list(self.graph.nodes)
+        self.launches = [node for node in nodes if node.target in LAUNCHES]  # the same on every rank, in this order
         waited = {node for node in nodes if node.target is wait_tensor}
         for node in nodes:
             if not waited.isdisjoint(node.all_input_nodes):
                 waited.add(node)
         # Where a collective needs another one's result, the others would have to be launched in between.
         several_rounds = any(node.target in LAUNCHES for node in waited)
-        self.launches = sum(node.target in LAUNCHES for node in nodes)  # collectives for one bucket
         self.first = nodes if several_rounds else [node for node in nodes if node not in waited]
         self.then = [] if several_rounds else [node for node in nodes if node in waited]
         text = [str(self.graph), *(_words(node.meta["val"]) for node in self.graph.find_nodes(op="placeholder"))]
@@ -145,21 +144,30 @@ class HookProgram:
                     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                     values[node] = (instead or {}).get(node.target, node.target)(*args, **kwargs)
 
+    def wait(self, values: Mapping[Node, Any]) -> None:
+        """Wait for the collectives among `values`, whatever has become of their results; a no-op the second time."""
+        for node in self.launches:
+            if node in values:
+                wait_tensor(values[node])
+
+    @torch.no_grad()
+    def launch_zeros(self, launched: int) -> list[torch.Tensor]:
+        """Launch, with zeros, what a run that broke off after `launched` collectives has left; returns their results.
+
+        None waits for another one's result, so that this rank need not compute anything.
+        """
+        results = []
+        for node in self.launches[launched:]:
+            assert callable(node.target)
+            sent, *others = node.args
+            assert isinstance(sent, Node)
+            like = sent.meta["val"]
+            results.append(node.target(torch.zeros(like.shape, dtype=like.dtype, device=like.device), *others))
+        return results
+
     def results(self, values: Mapping[Node, Any]) -> list[torch.Tensor]:
         """The mean, and the new state."""
         return [values[node] for node in output_values(self.graph) if node is not None]
-
-    def run_but_for(self, sent: int, values: dict[Node, Any]) -> None:
-        """Run `first` without the collectives that come first, of which a graph has `sent` so many already.
-
-        Other ranks get what they wait for; the results are of no use.
-        """
-        to_come = itertools.repeat(None, sent)
-
-        def unless_sent(operator: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args: (_ALONE[operator] if next(to_come, self) is None else operator)(*args)
-
-        self.run(self.first, values, {operator: unless_sent(operator) for operator in (all_reduce, all_gather)})
 
     def run_alone(self, flat: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The results where every rank has what this one has. No collective is started."""

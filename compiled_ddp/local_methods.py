@@ -76,6 +76,7 @@ class LocalMethods:
             )
 
 
+@torch_private.untraced
 def _reached(methods: "weakref.ref[LocalMethods]", name: str, _: object) -> None:
     alive = methods()
     if alive is not None:

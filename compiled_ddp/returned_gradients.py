@@ -28,6 +28,7 @@ class ReturnedGradients:
         for handle in self._handles:
             handle.remove()
 
+    @torch_private.untraced
     def _returned(self, index: int, gradient: torch.Tensor) -> None:
         self._addresses[index] = gradient.data_ptr()
 

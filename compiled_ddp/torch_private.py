@@ -50,6 +50,11 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._C._functorch`, `torch._C._are_functorch_transforms_active` | a forward inside of torch.func's transforms |
 | `Tensor._version` | whether somebody has changed a gradient in place |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
+| `torch._C._dynamo.eval_frame.get_eval_frame_callback` | whether Dynamo looks at what runs here |
+| `torch._dynamo.trace_rules.add` | keeping this package out of all traces |
+| `torch._dynamo.config.trace_autograd_ops` | refusing a backward that Dynamo would drop |
+| `torch._dynamo.compiled_autograd`, `CompiledFunction._compiled_autograd_key` | refusing compiled autograd |
+| `torch._dynamo.symbolic_convert` | tests: what Dynamo traces |
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
 
 Where versions differ: gloo's constructor has an argument more from 2.14 on, `compile_fx_inner` from 2.12 on. Inductor
@@ -62,13 +67,18 @@ import contextlib
 import copy
 import functools
 import hashlib
+import inspect
+import itertools
+import linecache
+import logging
 import sys
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -102,6 +112,80 @@ def check_torch_version(version: str = torch.__version__) -> None:
 def _minor_version(version: str = torch.__version__) -> tuple[int, int]:
     major, minor = (int(part) for part in version.split(".")[:2])
     return major, minor
+
+
+# ---- inside of the user's torch.compile ------------------------------------------------------------------------------
+
+_WHY_UNTRACED = (
+    "compiled_ddp looks at the backward that autograd runs and talks to other ranks, which no graph can hold. Compile "
+    "the step without fullgraph=True: its graph ends before the wrapper and begins again behind it, and compile_ddp "
+    "makes graphs of the model by itself (compile_ddp(model, fullgraph=True) if they are to be one)"
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_dynamo_of_this_thread = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None where it does not trace
+
+
+def leave_out_of_traces(*packages: str) -> None:
+    """Let Dynamo trace no frame of these packages, whoever has compiled what has led there."""
+    for package in packages:
+        torch._dynamo.trace_rules.add(package)
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, where Dynamo traces nothing of what it calls either: for all that torch, or compiled code, may call.
+
+    [Note: never traced] Dynamo looks at every frame that runs below compiled code, also at the hooks that autograd
+    calls in a backward below it. Those of this package it leaves alone (`leave_out_of_traces`), but not what they call:
+    torch's own library, others, users' hooks. So what is called from outside of the package switches Dynamo off, if it
+    is on.
+    """
+    switched_off: Callable[P, T] = torch.compiler.disable(function, reason=_WHY_UNTRACED)
+
+    @functools.wraps(switched_off)  # with the marks by which Dynamo, where it traces a call, knows what is disabled
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _dynamo_of_this_thread() is None:
+            return function(*args, **kwargs)  # in a quarter of a microsecond more, where switching takes 1.3
+        return switched_off(*args, **kwargs)
+
+    return call
+
+
+def untraced_forward(forward: Callable[P, T]) -> Callable[P, T]:
+    """`untraced`, of a wrapper's forward. Raises RuntimeError where Dynamo would drop the backward that follows it.
+
+    That is so with `torch._dynamo.config.trace_autograd_ops` (torch 2.11 to 2.14): of a loss.backward() it makes the
+    gradients of those leaves that its graph holds. Where there is none, as the graph has begun behind the wrapper, it
+    makes nothing at all.
+    """
+    without_dynamo = untraced(forward)
+
+    @functools.wraps(without_dynamo)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        traced = _dynamo_of_this_thread() is not None
+        if traced and torch._dynamo.config.trace_autograd_ops and torch.is_grad_enabled():
+            raise RuntimeError(
+                "torch.compile is around this forward with torch._dynamo.config.trace_autograd_ops, with which a "
+                "loss.backward() in there would compute nothing. Set it to False, or compile what is around the "
+                "wrapper only."
+            )
+        return without_dynamo(*args, **kwargs)
+
+    return call
+
+
+COMPILED_AUTOGRAD = (
+    "compiled autograd (torch._dynamo.config.compiled_autograd) runs this backward. It takes backward graphs apart and "
+    "calls hooks at other times than autograd does, so the gradients would not be averaged: turn it off around the "
+    "backwards of compile_ddp and EagerDDP."
+)
+
+
+def in_compiled_autograd() -> bool:
+    """Whether what runs here has been called by compiled autograd, in place of a node or hook."""
+    return torch._dynamo.compiled_autograd.in_compiled_autograd_region
 
 
 # ---- where a backward stands -----------------------------------------------------------------------------------------
@@ -188,50 +272,51 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 # ---- compiling a captured graph --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Rewriting:
+    """How a backward graph is changed before it is compiled.
+
+    `identity` enters the caches' keys: it must change whenever `rewrite` would rewrite otherwise, or the backward is
+    compiled otherwise than by plain torch.compile.
+    """
+
+    identity: str = ""
+    rewrite: RewriteBackward | None = None
+
+
 def compile_captured(
     graph_module: GraphModule,
     example_inputs: Sequence[Any],
     *,
     backend: str,
-    rewrite_backward: RewriteBackward | None,
-    cache_identity: str,
     options: Mapping[str, Any],
+    rewriting: Callable[[], Rewriting],
+    cached: bool,
 ) -> Callable[..., Any]:
-    """Compile a graph captured by Dynamo; its backward graph passes through `rewrite_backward` first.
+    """Compile a graph captured by Dynamo. `graph_module` is consumed.
 
-    `graph_module` is consumed. `cache_identity` must change whenever `rewrite_backward` would rewrite otherwise, or
-    the backward is compiled otherwise than by plain torch.compile: it enters the caches' keys. The forward graph is
-    compiled exactly as plain torch.compile does, and shares its cache entry.
+    `rewriting` is asked whenever a backward is compiled, and now, for what the first one will be. The forward graph is
+    compiled exactly as plain torch.compile does, and shares its cache entry. Without `cached`, or where sizes are
+    symbolic, AOTAutograd traces the graph even if it has an entry for it.
     """
-    may_be_replaced = any(isinstance(value, torch.SymInt) for value in example_inputs)
-    kept = copy_captured(graph_module) if may_be_replaced else graph_module
-    names = _replaced_sizes()
-    with _recurrent_layers_in_ops(graph_module):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_recurrent_layers_in_ops(graph_module))
+        # An entry has no graph to compile other backwards from.
+        if not cached or any(map(_is_symbolic, captured_inputs(graph_module))):
+            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         if backend == "aot_eager":
-            compiled = _compile_aot_eager(graph_module, example_inputs, rewrite_backward)
-        else:
-            compiled = _compile_inductor(graph_module, example_inputs, rewrite_backward, cache_identity, dict(options))
-    if names == _replaced_sizes():
-        return compiled
-    return compile_captured(  # [Note: compiled under settled names]
-        kept,
-        example_inputs,
-        backend=backend,
-        rewrite_backward=rewrite_backward,
-        cache_identity=cache_identity,
-        options=options,
-    )
+            return _compile_aot_eager(graph_module, example_inputs, rewriting)
+        return _compile_inductor(graph_module, example_inputs, rewriting, dict(options))
 
 
-# [Note: compiled under settled names] While a graph is traced, a symbolic size or stride may turn out to equal a number
-# or another one, which replaces it from then on. In what is compiled of the same graph later it never was a symbol, and
-# the partitioner saves other values for backward (torch 2.14): one variant's backward would be given what another's
-# forward has saved. So the first one too is compiled under the names that its own trace has left.
-def _replaced_sizes() -> dict[Any, Any]:
-    """Which symbolic sizes of the capture under way stand for something else."""
-    context = torch._guards.TracingContext.try_get()
-    shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
-    return {} if shapes is None else dict(shapes.replacements)
+def _is_symbolic(value: object) -> bool:
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) for size in sizes)
+
+
+def asks_for_another_capture(error: BaseException) -> bool:
+    """Whether Dynamo is to act on what a backend has raised, as nothing has failed."""
+    return isinstance(error, torch._dynamo.exc.RestartAnalysis | torch._dynamo.exc.SkipFrame)
 
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -252,15 +337,16 @@ def _recurrent_layers_in_ops(graph_module: GraphModule) -> Iterator[None]:
 
 
 def _compile_aot_eager(
-    graph_module: GraphModule, example_inputs: Sequence[Any], rewrite_backward: RewriteBackward | None
+    graph_module: GraphModule, example_inputs: Sequence[Any], rewriting: Callable[[], Rewriting]
 ) -> Callable[..., Any]:
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
     def compile_backward(backward: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        if rewrite_backward is not None:
-            inputs = rewrite_backward(backward, inputs)
+        rewrite = rewriting().rewrite
+        if rewrite is not None:
+            inputs = rewrite(backward, inputs)
         return boxed_nop(backward, list(inputs), *args, **kwargs)
 
     compiler = aot_autograd(
@@ -281,29 +367,28 @@ _OVERLAP = {
 def _compile_inductor(
     graph_module: GraphModule,
     example_inputs: Sequence[Any],
-    rewrite_backward: RewriteBackward | None,
-    cache_identity: str,
+    rewriting: Callable[[], Rewriting],
     options: dict[str, Any],
 ) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    if not cache_identity:
-        return _callable(compile_fx(graph_module, example_inputs, config_patches=options))
-
     users_pass = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    users_own = {"post_grad_custom_pre_pass": users_pass}
+
+    def identified(identity: str) -> dict[str, Any]:
+        return {"post_grad_custom_pre_pass": _with_cache_identity(users_pass, identity)} if identity else users_own
 
     def compile_inner(inner: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("is_backward"):
-            with config.patch(post_grad_custom_pre_pass=users_pass):
-                return compile_fx_inner(inner, inputs, *args, **kwargs)
-        if rewrite_backward is not None:
-            inputs = rewrite_backward(inner, inputs)
-        with config.patch(_OVERLAP if rewrite_backward is not None else {}):
+        now = rewriting() if kwargs.get("is_backward") else Rewriting()
+        if now.rewrite is not None:
+            inputs = now.rewrite(inner, inputs)
+        with config.patch(identified(now.identity) | (_OVERLAP if now.rewrite is not None else {})):
             return compile_fx_inner(inner, inputs, *args, **kwargs)
 
     _register_pack_lowering()
-    patches = options | {"post_grad_custom_pre_pass": _with_cache_identity(users_pass, cache_identity)}
+    first = rewriting().identity
+    patches = options | identified(first) if first else options
     return _callable(compile_fx(graph_module, example_inputs, inner_compile=compile_inner, config_patches=patches))
 
 
@@ -451,15 +536,15 @@ def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Fu
 
 
 def _closure_of(function: types.FunctionType) -> list[Any]:
-    return [content for content in _cells_of(function) if callable(content)]
+    return [content for content in _named_cells_of(function).values() if callable(content)]
 
 
-def _cells_of(function: Any) -> list[Any]:
-    cells = function.__closure__ or ()
-    contents = []
-    for cell in cells:
-        with contextlib.suppress(ValueError):  # an empty cell
-            contents.append(cell.cell_contents)
+def _named_cells_of(function: Any) -> dict[str, Any]:
+    """What a function's closure holds, but for empty cells."""
+    contents = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            contents[name] = cell.cell_contents
     return contents
 
 
@@ -473,8 +558,18 @@ def backward_implementation(compiled_function: type[torch.autograd.Function]) ->
 def replace_backward_implementation(
     compiled_function: type[torch.autograd.Function], implementation: BackwardImplementation
 ) -> None:
-    """Run `implementation` as the backward of `compiled_function`, between AOTAutograd's prologue and epilogue."""
-    compiled_function._backward_impl = staticmethod(implementation)  # type: ignore[attr-defined]
+    """Run `implementation` as the backward of `compiled_function`, between AOTAutograd's prologue and epilogue.
+
+    Compiled autograd, which would run AOTAutograd's own one without it, is refused.
+    """
+    compiled_function._backward_impl = staticmethod(untraced(implementation))  # type: ignore[attr-defined]
+    with_key: Any = compiled_function
+    with_key._compiled_autograd_key = staticmethod(_refuse_compiled_autograd)
+
+
+def _refuse_compiled_autograd(_: object) -> NoReturn:
+    """Compiled autograd asks every node for its key before it traces any."""
+    raise RuntimeError(COMPILED_AUTOGRAD)
 
 
 def compile_backward_now(implementation: BackwardImplementation) -> bool:
@@ -482,7 +577,7 @@ def compile_backward_now(implementation: BackwardImplementation) -> bool:
 
     It does so for static shapes; where sizes are symbolic it compiles the backward along with the forward.
     """
-    parts = _cells_of(implementation)
+    parts = _named_cells_of(implementation).values()
     compilers = [part for part in parts if hasattr(part, "get_or_compile")]
     (has_compiled,) = compilers or [part for part in parts if hasattr(part, "compiled_bw")]
     if has_compiled.compiled_bw is not None:
@@ -505,6 +600,72 @@ def _run_without_its_graph(implementation: Any) -> None:
         compile_alone(context, [])
 
 
+_ANOTHER_BACKWARD = "compiled_ddp.another_backward"  # the name of a phase, in what Dynamo notes of its times
+
+
+class TracedBackward:
+    """The backward graph that AOTAutograd has traced for a compiled function, to be compiled in several ways."""
+
+    def __init__(
+        self, compiled_function: type[torch.autograd.Function], implementation: BackwardImplementation
+    ) -> None:
+        """`implementation` is AOTAutograd's own one.
+
+        Raises LookupError where AOTAutograd took the function from its cache, and so has no graph.
+        """
+        from torch._functorch._aot_autograd.runtime_wrappers import AutogradLazyBackwardCompileInfo
+
+        traced: Any = compiled_function._lazy_backward_info  # type: ignore[attr-defined]
+        if not isinstance(traced, AutogradLazyBackwardCompileInfo):
+            raise LookupError("the backward graph is in AOTAutograd's cache, compiled")
+        cells = _named_cells_of(implementation)
+        holder = cells.get("backward_compiler", types.SimpleNamespace(**cells))  # torch 2.11 has none
+        with_compiler = holder if hasattr(holder, "bw_compiler") else holder.aot_config  # the latter up to torch 2.12
+        self._compiler: Callable[..., Any] = with_compiler.bw_compiler
+        self._without_autocast: bool = cells["disable_amp"]
+        self._traced = traced
+        self._graph_module = copy.deepcopy(traced.bw_module)  # which loses its meta data when it is cached
+        self.inputs = len(traced.placeholder_list)
+
+    def compile(self) -> BackwardImplementation:
+        """Compile it as AOTAutograd would, whatever autocast and tracing is under way."""
+        from torch._dynamo.utils import dynamo_timed
+
+        traced = self._traced
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(dynamo_timed(_ANOTHER_BACKWARD))
+            stack.enter_context(torch._guards.tracing(traced.saved_context))
+            stack.enter_context(torch._guards.compile_context(traced.saved_compile_context))
+            if self._without_autocast:
+                stack.enter_context(without_autocast())
+            stack.enter_context(torch.no_grad())
+            compiled = self._compiler(copy.deepcopy(self._graph_module), traced.placeholder_list)
+        return self._implementation(compiled)
+
+    def uncompiled(self) -> BackwardImplementation:
+        """The graph itself, run operator by operator."""
+        from functorch.compile import make_boxed_func
+
+        return self._implementation(make_boxed_func(copy.deepcopy(self._graph_module)))
+
+    def spare_saved_tensors(self) -> None:
+        """What is compiled from now on leaves saved tensors as they are."""
+        metadata = getattr(self._traced.saved_context, "fw_metadata", None)
+        if metadata is not None:
+            metadata.bw_donated_idxs = []
+
+    def _implementation(self, compiled: Callable[..., Any]) -> BackwardImplementation:
+        from torch._functorch._aot_autograd.utils import call_func_at_runtime_with_args
+
+        def run(context: Any, saved_and_tangents: list[Any]) -> Any:
+            context.maybe_clear_saved_tensors()
+            return call_func_at_runtime_with_args(
+                compiled, saved_and_tangents, steal_args=True, disable_amp=self._without_autocast
+            )
+
+        return run
+
+
 def keeps_graph() -> bool:
     """Whether the backward that this thread runs was asked for with retain_graph or create_graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
@@ -515,22 +676,15 @@ def overwrites_saved_tensors(compiled_function: type[torch.autograd.Function]) -
     return bool(compiled_function.metadata.bw_donated_idxs)  # type: ignore[attr-defined]
 
 
-# Belongs into the cache identity of what is compiled under `sparing_saved_tensors`: the key of Inductor's cache leaves
-# out what a backward may overwrite (torch 2.13), so that it would be served code that overwrites.
+# Belongs into the cache identity of what is compiled to leave saved tensors as they are: the key of Inductor's cache
+# leaves out what a backward may overwrite (torch 2.13), so that it would be served code that overwrites.
 SPARING = "spares saved tensors"
 
 
-@contextlib.contextmanager
-def sparing_saved_tensors() -> Iterator[None]:
-    """Compile backwards that leave saved tensors as they are."""
-    with torch._functorch.config.patch(donated_buffer=False):
-        yield
-
-
 def allow_several_backwards(compiled_function: type[torch.autograd.Function]) -> None:
-    """Tell AOTAutograd's check about a backward that was compiled under `sparing_saved_tensors`.
+    """Tell AOTAutograd that the function's backwards leave saved tensors as they are, and its compilers to see to it.
 
-    It then finds None where it expects an empty list (torch 2.13), and refuses retain_graph.
+    Where nothing may be overwritten it finds None instead of an empty list (torch 2.13), and refuses retain_graph.
     """
     compiled_function.metadata.bw_donated_idxs = []  # type: ignore[attr-defined]
 
@@ -594,18 +748,8 @@ def copy_captured(graph_module: GraphModule) -> GraphModule:
 
 
 def captured_inputs(graph_module: GraphModule) -> list[Any]:
-    """The fake inputs of a graph captured by Dynamo, for compiling it once more.
-
-    Symbolic sizes among them are objects of their own: where one is the very object in a tensor's shape, AOTAutograd's
-    trace writes it by another name than Dynamo's first inputs make it, and other sizes are saved for backward.
-    """
-    values = (node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder"))
-    return [_own_size(value) if isinstance(value, torch.SymInt) else value for value in values]
-
-
-def _own_size(size: torch.SymInt) -> torch.SymInt | int:
-    size_of_symbol: torch.SymInt | int = size.node.shape_env.create_symintnode(size.node._expr, hint=size.node.hint)
-    return size_of_symbol
+    """The fake inputs of a graph captured by Dynamo."""
+    return [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
 
 
 def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
@@ -928,8 +1072,51 @@ def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def captured_as_it_is(compiled: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    """`compiled` under the settings by which Dynamo captures all of `module`, in the state that it is in at each call.
+class Capture:
+    """A way for Dynamo to run modules: those that share one share what it captures, and compiles by `backend`."""
+
+    def __init__(
+        self,
+        backend: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+        *,
+        fullgraph: bool,
+        dynamic: bool | None,
+    ) -> None:
+        """`fullgraph` and `dynamic` as in torch.compile."""
+        # From torch 2.13 on, graphs of other ways through the same code do not count for Dynamo's recompile limit.
+        knows_isolation = "isolate_recompiles" in inspect.signature(torch._dynamo.optimize).parameters
+        apart: dict[str, Any] = {"isolate_recompiles": True} if knows_isolation else {}
+        self._context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **apart)
+        self._entry: Callable[..., Any] = self._context(_entry_function())
+
+    def of(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """`module`, run in this way, in the state that it is in at each call."""
+        if not isinstance(module.forward, types.MethodType) or torch._dynamo.trace_rules.check(module.forward):
+            run: Callable[..., Any] = functools.partial(self._entry, module)  # [Note: an entry's own code]
+        else:
+            run = self._context(module)
+        return _captured_whole(run, module)
+
+
+# [Note: an entry's own code] Dynamo does not capture the forward of torch's own modules when that is called from the
+# outside; torch.compile then puts one function around each, the same for all. What Dynamo knows of sizes that change
+# goes by code: two such models of other sizes are one model of dynamic sizes to it. A function of its own, with code of
+# its own, for all modules that may share graphs keeps them apart.
+_ENTRY = "def forward(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
+_entries = itertools.count()
+
+
+def _entry_function() -> Callable[..., Any]:
+    filename = f"<entry {next(_entries)} of compiled_ddp>"
+    linecache.cache[filename] = len(_ENTRY), None, _ENTRY.splitlines(keepends=True), filename  # Dynamo looks for it
+    names: dict[str, Any] = {}
+    exec(compile(_ENTRY, filename, "exec"), names)
+    entry: Callable[..., Any] = names["forward"]
+    return entry
+
+
+def _captured_whole(run: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """`run` under the settings by which Dynamo captures all of `module`.
 
     It leaves nn.LSTM, nn.GRU and nn.RNN to eager by default. torch 2.11 also takes a parameter for unchanged as long as
     it is in the same place: an unfrozen one would get no gradient, and one of other strides would go into an old graph.
@@ -940,13 +1127,43 @@ def captured_as_it_is(compiled: Callable[..., Any], module: torch.nn.Module) -> 
     if _minor_version() == (2, 11):
         settings["skip_tensor_guards_with_matching_dict_tags"] = False
     if not settings:
-        return compiled
+        return run
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(settings):
-            return compiled(*args, **kwargs)
+            return run(*args, **kwargs)
 
     return call
+
+
+class RecompileLimits(logging.Handler):
+    """Notes what Dynamo has given up capturing in this process, because it had been captured too often.
+
+    It does so for code, whoever runs it: also for a model of the same class that was not captured so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.notes: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.msg, str) and record.msg.startswith("torch._dynamo hit config.%s"):
+            limit, value, function, *_ = record.args if isinstance(record.args, tuple) else ("?", "?", "?")
+            self.notes.append(f"{function} has been captured as often as torch._dynamo.config.{limit} ({value}) allows")
+
+    def given_up_in(self, module: torch.nn.Module) -> list[str]:
+        """Those of the notes that are about the forward of `module` or of a part of it."""
+        forwards = {type(part).forward for part in module.modules()}
+        codes = [forward.__code__ for forward in forwards if isinstance(forward, types.FunctionType)]
+        places = [f"({code.co_filename}:{code.co_firstlineno})" for code in codes]
+        return [note for note in self.notes if any(place in note for place in places)]
+
+
+@functools.cache
+def recompile_limits() -> RecompileLimits:
+    limits = RecompileLimits()
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(limits)
+    return limits
 
 
 # ---- for tests -------------------------------------------------------------------------------------------------------
@@ -964,8 +1181,31 @@ def compilations() -> int:
     """How often this process has compiled so far: captures, forwards, and backwards that were left for later."""
     from torch._dynamo.utils import compilation_time_metrics
 
-    phases = ("_compile.compile_inner", "create_aot_dispatcher_function", "backward._backward_impl")
+    phases = ("_compile.compile_inner", "create_aot_dispatcher_function", "backward._backward_impl", _ANOTHER_BACKWARD)
     return sum(len(compilation_time_metrics.get(phase, ())) for phase in phases)
+
+
+@contextlib.contextmanager
+def noting_traced_code() -> Iterator[list[types.CodeType]]:
+    """Yields the list of all code that Dynamo begins to trace in here: frames that run, and what it inlines in them."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    traced: list[types.CodeType] = []
+    begin = InstructionTranslatorBase.__init__
+
+    def note_and_begin(translator: Any, *args: Any, **kwargs: Any) -> None:
+        begin(translator, *args, **kwargs)
+        traced.append(translator.f_code)
+
+    with unittest.mock.patch.object(InstructionTranslatorBase, "__init__", note_and_begin):
+        yield traced
+
+
+@contextlib.contextmanager
+def compiled_autograd(backend: str) -> Iterator[None]:
+    """Backwards in here are traced as a whole, and compiled by `backend`."""
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+        yield
 
 
 def compiler_counters() -> dict[str, dict[str, int]]:

@@ -199,6 +199,7 @@ class WrapperJoinHook(JoinHook):
         super().__init__()
         self._uneven, self._follow, self._finish = uneven, follow, finish
 
+    @torch_private.untraced
     def main_hook(self) -> None:
         try:
             self._follow()
@@ -206,6 +207,7 @@ class WrapperJoinHook(JoinHook):
             self._uneven.end_shadowing()
             raise
 
+    @torch_private.untraced
     def post_hook(self, is_last_joiner: bool) -> None:
         try:
             self._finish(is_last_joiner)
@@ -222,6 +224,7 @@ class JoinContext(Join):
         super().__init__([joinable], enable, **kwargs)
         self._uneven, self._follow, self._is_enabled = uneven, follow, enable
 
+    @torch_private.untraced
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self._uneven.leave)

@@ -22,6 +22,7 @@ class HeldBack:
     hook: Hook
     holds: Callable[[], bool]
 
+    @torch_private.untraced
     def __call__(self, parameter: torch.Tensor) -> None:
         if not self.holds():
             self.hook(parameter)

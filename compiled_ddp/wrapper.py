@@ -177,7 +177,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     # Where a wrapper stands inside another's model, that one's graphs end before it and begin again behind it.
-    @torch.compiler.disable
+    @torch_private.untraced_forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._lifecycle is Lifecycle.COPY:
             return self._forward_of_copy(*self._on_its_device(args, kwargs))
@@ -313,6 +313,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         own = [buffer.data for buffer in self._own.buffers().values()]
         self._runtime.communicator.broadcast(own, source=source)
 
+    @torch_private.untraced
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Compile what a step with this batch needs, on every rank, before the first step: pass what forward takes.
 
@@ -354,6 +355,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         self._options_given = dataclasses.replace(self._options_given, static_graph=True)
         self._runtime.static_graph = True
 
+    @torch_private.untraced
     def skip_step(self, *others: "DataParallelWrapper") -> None:
         """Take part in this step's backward with zeros: what a rank that drops a step calls in place of backward.
 
@@ -405,6 +407,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
             yield bare
             yield from bare._wrappers_inside(last_first=last_first)
 
+    @torch_private.untraced
     def abandon_backward(self, *others: "DataParallelWrapper") -> None:
         """Take part in what is left of a backward that an exception broke off on this rank.
 
@@ -497,6 +500,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         """What a synchronised backward makes of the ranks' gradients."""
         return self._options.reduction
 
+    @torch_private.untraced
     def set_weight(self, weight: float) -> None:
         """This rank's weight in the mean over ranks, from the next synchronised backward on; 1 before the first call.
 
@@ -522,6 +526,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         ranks = self._runtime.communicator.ranks
         self._runtime.weight = as_weight(weight, rank=ranks.ranks[ranks.rank], world_size=ranks.world_size)
 
+    @torch_private.untraced
     def piggyback(self, **values: float | torch.Tensor) -> None:
         """Send numbers along with the gradients of the next synchronised backward, to be summed over ranks.
 
@@ -572,6 +577,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         """
         return self._runtime.agreed.sequence
 
+    @torch_private.untraced
     def explain(self) -> Explanation:
         """What is reduced where, and why; `print` it for a table."""
         return explain_sequence(
@@ -584,6 +590,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
             tuple(self._own.left_alone()),
         )
 
+    @torch_private.untraced
     def stats(self) -> dict[str, Any]:
         """What torch's DDP tells in `_get_ddp_logging_data()`, under the same names, as plain values. No collective.
 
@@ -599,6 +606,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         self._check_in_use()
         return training_stats(self.module, self._runtime, self._options)
 
+    @torch_private.untraced
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what the bare module, or any wrapper of it, has saved: keys may carry `module.` and `_orig_mod.`.
 
@@ -614,6 +622,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
             raise TypeError(f"load_state_dict() takes what state_dict() has returned, found {state_dict!r}.")
         return self.module.load_state_dict(bare_state(state_dict, list(self.module.state_dict())), strict=strict)
 
+    @torch_private.untraced
     def unwrap(self) -> nn.Module:
         """Remove every hook, give the communicator back, and return the module, ready to be wrapped again.
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description, agree_on_description
 from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.communicator import Communicator, RankGroup
@@ -49,6 +50,7 @@ class Reducer:
         with torch.no_grad():
             self._communicator.broadcast([parameter.detach() for parameter in parameters.values()])
 
+    @torch_private.untraced
     @torch.no_grad()
     def reduce(self) -> None:
         """Average over ranks. A collective: every rank calls it, as often as all others.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
 
+from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description, agree_on_description
 from compiled_ddp.communicator import RankGroup
 from compiled_ddp.compiled import compile_ddp

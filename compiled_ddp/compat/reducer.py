@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description, agree_on_description
 from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.communicator import Communicator, RankGroup

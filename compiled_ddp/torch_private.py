@@ -45,7 +45,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch.distributed.autograd._current_context` | the same |
 | `Module._ddp_params_and_buffers_to_ignore` | which parameters and buffers DDP leaves alone |
 | `Tensor._in_backward_optimizers` | refusing optimizers that step in the backward |
-| `DistributedDataParallel._active_ddp_module` | refusing it around a wrapper |
+| `torch.nn.parallel.DistributedDataParallel._active_ddp_module` | refusing it around a wrapper |
 | `torch.nn.utils.stateless._functional_call` | parameters that others stand in for during a call |
 | `torch._C._functorch`, `torch._C._are_functorch_transforms_active` | a forward inside of torch.func's transforms |
 | `Tensor._version` | whether somebody has changed a gradient in place |
@@ -557,7 +557,7 @@ def replace_backward_implementation(
     Compiled autograd, which would run AOTAutograd's own one without it, is refused.
     """
     compiled_function._backward_impl = staticmethod(untraced(implementation))  # type: ignore[attr-defined]
-    compiled_function._compiled_autograd_key = staticmethod(_refuse_compiled_autograd)  # type: ignore[attr-defined]
+    compiled_function._compiled_autograd_key = staticmethod(_refuse_compiled_autograd)  # type: ignore[method-assign]
 
 
 def _refuse_compiled_autograd(_: object) -> NoReturn:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from compiled_ddp import torch_private
 from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
@@ -77,8 +78,7 @@ _IN_PLACE_OPERATORS = frozenset(
 def _overwrites_differentiable(node: Node) -> bool:
     """Whether a node writes to a tensor that then requires a gradient, through whatever alias."""
     in_place = node.op == "call_function" and node.target in _IN_PLACE_OPERATORS
-    of_schema = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-    if not (in_place or of_schema or _mutates(node)):
+    if not (in_place or torch_private.overwrites_an_argument(node.target) or _mutates(node)):
         return False
     written = node.kwargs.get("out", node.args[0] if node.args else None)
     return not isinstance(written, Node) or _differentiable(written) or _differentiable(node)
@@ -86,7 +86,7 @@ def _overwrites_differentiable(node: Node) -> bool:
 
 def _is_opaque(node: Node) -> bool:
     return (
-        isinstance(node.target, torch._ops.HigherOrderOperator)
+        torch_private.is_higher_order(node.target)
         and node.target is not torch.ops.higher_order.tag_activation_checkpoint
         and node.target is not torch.ops.higher_order.autograd_function_apply
     )

@@ -21,15 +21,23 @@ with what torch gives: an argument that it does not know is passed on.
 | `CompiledFunction._backward_impl` of AOTAutograd | choosing a backward when it starts |
 | `get_or_compile` of the backward's compiler, in the closure of `_backward_impl` | compiling a backward ahead |
 | `torch._C._autograd._get_current_graph_task_keep_graph` | several backwards of one forward |
-| `torch._functorch.config` (`donated_buffer`), `CompiledFunction.metadata.bw_donated_idxs` | the same |
+| `CompiledFunction.metadata.bw_donated_idxs` | the same |
+| `torch._functorch._aot_autograd.runtime_wrappers.AutogradLazyBackwardCompileInfo` | the traced backward graph |
+| `CompiledFunction._lazy_backward_info`, `bw_compiler` and `disable_amp` in that closure | compiling it again |
+| `torch._functorch._aot_autograd.utils.call_func_at_runtime_with_args` | running what that makes |
+| `torch._functorch.config` (`enable_autograd_cache`) | a graph that is not in AOTAutograd's cache |
 | `torch._guards`, `GraphModule._param_name_to_source`, `Node._dynamo_source` | compiling a captured graph again |
-| `ShapeEnv.replacements`, `SymNode._expr`, `torch._dynamo.symbolic_convert.TensorifyState` | the same, of any sizes |
+| `torch._dynamo.symbolic_convert.TensorifyState` | the same, where floats are dynamic |
 | `torch._inductor.decomposition`, `torch._subclasses.FakeTensorMode` | tracing a communication hook |
 | `torch._C._DisableAutocast` | tracing and running one in the dtypes that it names |
 | `UntypedStorage._cdata` | which results of a communication hook share memory with its arguments |
 | `torch._inductor`: `ir`, `lowering`, `virtualized` | producing gradients inside their bucket |
 | `torch._C`: `_get_mkldnn_enabled`, `_set_mkldnn_enabled` | capturing recurrent layers |
 | `torch._dynamo.config` | capturing a model as it is |
+| `torch._dynamo.optimize`, `torch._dynamo.trace_rules.check` | captures that several wrappers share |
+| `torch._dynamo.exc.RestartAnalysis`, `torch._dynamo.exc.SkipFrame` | what a backend hands on to Dynamo |
+| the warning `torch._dynamo hit config.…` of the logger `torch._dynamo.convert_frame` | naming a recompile limit |
+| `torch._ops.HigherOrderOperator`, `torch._ops.OpOverload` | which inputs reach which outputs of a captured graph |
 | `torch._dynamo.OptimizedModule`, `Module._compiled_call_impl` | models that are compiled already |
 | `torch.distributed.distributed_c10d`: `_new_process_group_helper`, `_world` | a communicator's name, on every rank |
 | `torch.distributed.distributed_c10d`: `_get_default_group`, `_get_default_store` | the same |
@@ -59,8 +67,8 @@ with what torch gives: an argument that it does not know is passed on.
 
 Where versions differ: gloo's constructor has an argument more from 2.14 on, `compile_fx_inner` from 2.12 on. Inductor
 takes several custom passes from 2.13 on, and passes that are told of inference from 2.12 on. In 2.11 `_backward_impl`
-itself compiles, and Dynamo does not look at a parameter again that is in its old place. 2.14 saves a size for backward
-that another one, or a number, has replaced.
+itself compiles, and Dynamo does not look at a parameter again that is in its old place. Its backward's compiler is in
+`aot_config` up to 2.12. Captures are told apart (`isolate_recompiles`) from 2.13 on.
 """
 
 import contextlib
@@ -487,6 +495,16 @@ def without_autocast() -> contextlib.AbstractContextManager[None]:
     """In here no operator converts what it is given, on any kind of device."""
     context: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
     return context
+
+
+def overwrites_an_argument(operator: object) -> bool:
+    """Whether the schema of an operator says so."""
+    return isinstance(operator, torch._ops.OpOverload) and operator._schema.is_mutable
+
+
+def is_higher_order(operator: object) -> bool:
+    """Whether an operator of a captured graph has graphs among its arguments."""
+    return isinstance(operator, torch._ops.HigherOrderOperator)
 
 
 def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:
@@ -1243,6 +1261,16 @@ def noting_traced_code() -> Iterator[list[types.CodeType]]:
 def compiled_autograd(backend: str) -> Iterator[None]:
     """Backwards in here are traced as a whole, and compiled by `backend`."""
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+        yield
+
+
+@contextlib.contextmanager
+def inner_compiler_replaced(compile_inner: Callable[..., Any]) -> Iterator[None]:
+    """`compile_inner` is called in place of Inductor's compiler of a forward or backward graph, given that first."""
+    from torch._inductor import compile_fx
+
+    replaced = functools.partial(compile_inner, compile_fx.compile_fx_inner)
+    with unittest.mock.patch.object(compile_fx, "compile_fx_inner", replaced):
         yield
 
 

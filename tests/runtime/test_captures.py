@@ -178,25 +178,18 @@ def test_sparse_embeddings_are_captured_without_a_break_as_by_plain_torch_compil
 @contextlib.contextmanager
 def _compiler_fails(where: str) -> Iterator[None]:
     """In "forward", "backward" (of any variant), or "passes" alone."""
-    from torch._inductor import compile_fx
 
-    inner, run = compile_fx.compile_fx_inner, Pipeline.run
-
-    def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
+    def compile_inner(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if bool(kwargs.get("is_backward")) == (where == "backward"):
             raise ZeroDivisionError("Cannot convert expression to float")
         return inner(*args, **kwargs)
 
-    def fails(*args: Any, **kwargs: Any) -> None:
+    def run(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("Cannot convert expression to float")
 
-    if where == "passes":
-        with unittest.mock.patch.object(Pipeline, "run", fails):
-            yield
-    else:
-        with unittest.mock.patch.object(compile_fx, "compile_fx_inner", compile_fx_inner):
-            yield
-    assert run is Pipeline.run
+    passes = unittest.mock.patch.object(Pipeline, "run", run)
+    with passes if where == "passes" else torch_private.inner_compiler_replaced(compile_inner):
+        yield
 
 
 def _not_compiled(rank: int, where: str, on: str, width: int) -> None:

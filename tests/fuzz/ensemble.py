@@ -1,4 +1,4 @@
-"""The wrapped models of a program beside their twins: forwards in an order of the rank's own, one loss of all of them."""
+"""The wrapped models of a program beside their twins: forwards in an order of the rank's own, one loss of all."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

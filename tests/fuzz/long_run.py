@@ -13,21 +13,17 @@ crashes or hangs is one too, and new ranks take over. The exit status is 1 if th
 """
 
 import argparse
-import contextlib
-import itertools
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from random import Random
 from typing import Any
 
 import torch
-from hypothesis.control import BuildContext
-from hypothesis.internal.conjecture.data import ConjectureData, StopTest
 from hypothesis.strategies import SearchStrategy
 
 from fuzz.compressed import compressed_programs, conserve
+from fuzz.drawing import drawn_with
 from fuzz.legality import is_legal, tamed
 from fuzz.shrink import shrink
 from fuzz.strategy import disturbed, disturbed_programs, kinds_of, programs
@@ -81,15 +77,6 @@ STRATEGIES: dict[str, SearchStrategy[Any]] = {
     "models": programs(),
     "hooks": compressed_programs(),
 }
-
-
-def drawn_with(strategy: SearchStrategy[Any], label: str) -> Any:
-    """The same program for the same label, and independent of all others: hypothesis' own runs vary one another."""
-    for attempt in itertools.count():
-        data = ConjectureData(random=Random(f"{label} {attempt}"))
-        with contextlib.suppress(StopTest), BuildContext(data, is_final=False, wrapped_test=lambda: None):
-            return data.draw(strategy)
-    raise AssertionError
 
 
 def program_of(label: str, what: str, inductor_every: int) -> Drawn:

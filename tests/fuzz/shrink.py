@@ -31,7 +31,7 @@ def simpler(value: Any) -> Iterator[Any]:
             yield value[:index] + value[index + 1 :]
         for index, part in enumerate(value):
             for smaller in simpler(part):
-                yield value[:index] + (smaller,) + value[index + 1 :]
+                yield (*value[:index], smaller, *value[index + 1 :])
             inner = getattr(part, "inner", ())
             if inner:
                 yield value[:index] + inner + value[index + 1 :]

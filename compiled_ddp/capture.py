@@ -1,6 +1,6 @@
 """What a captured forward graph tells before anything is compiled: its parameters and the order of their gradients."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -64,10 +64,13 @@ def _mutates(node: Node) -> bool:
     return node.op.startswith("call_") and (name.endswith("_") or "out" in node.kwargs)
 
 
-def plan_segment(graph: Graph, gradients: Mapping[int, GradientSpec], options: Options, world_size: int) -> BucketPlan:
-    """The buckets of a captured graph: a function of the graph and of inputs that are equal on every rank."""
+def plan_segment(gradients: Iterable[GradientSpec], options: Options, world_size: int) -> BucketPlan:
+    """The buckets of a captured graph whose backward completes `gradients` in this order.
+
+    A function of the graph and of inputs that are equal on every rank.
+    """
     return assign_buckets(
-        [gradients[index] for index in gradient_order(graph, list(gradients))],
+        list(gradients),
         capacities_bytes=options.bucket_capacities_bytes,
         world_size=world_size,
         reduction=options.planned_reduction,

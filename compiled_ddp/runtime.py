@@ -49,11 +49,18 @@ class SegmentCall(Protocol):
     plan: BucketPlan  # over parameters
     fingerprint: str
     synchronise: bool  # whether its forward was called outside of no_sync
+    index_of: dict[int, int]  # graph input -> parameter
 
     until_backward: "UntilBackward"
 
     def will_run(self) -> bool:
         """Whether the backward that this thread runs will evaluate the call's node."""
+
+    def compile(self, *, folds: bool) -> str | None:
+        """Compile the backward that reduces in the graph; returns how the compiler has failed, if it has.
+
+        `folds` tells whether gradients of earlier backwards are to go into it.
+        """
 
     def when_reached(self, do: Callable[[Any], None]) -> None:
         """Let `do` run before a backward evaluates the call's node, even before its saved tensors are looked at."""
@@ -335,7 +342,9 @@ class Runtime:
         self._hooks.hold_back_users()
         forwards = self._forwards.backward_began()
         self.proof.begin_backward()
-        sequence = self.agreed.propose(lambda: [call.plan for call in self._live_calls() if takes_part(call)])
+        sequence = self.agreed.propose(
+            lambda: [call.plan for call in self._live_calls() if takes_part(call) and self._compiles(call)]
+        )
         self._announced = set()
         if returned is None:
             self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(i)}
@@ -402,7 +411,7 @@ class Runtime:
         unmatched: set[int] = set()
         for call in self._live_calls():
             if call.will_run():
-                if free.get(call.fingerprint) and not self._with_tensor_hooks(call):
+                if free.get(call.fingerprint) and not self._with_tensor_hooks(call) and self._compiles(call):
                     free[call.fingerprint].pop()
                 else:
                     unmatched.update(call.plan.indices)
@@ -415,6 +424,14 @@ class Runtime:
             self._used.update(i for i in not_called if self.parameters.tensors[i].grad is not None)
         if not_called and not unmatched:  # calls that do not match are reported one by one
             self.report(NOT_CALLED, sorted(not_called))
+
+    def _compiles(self, call: SegmentCall) -> bool:
+        """Whether the backward that reduces in the graph has been compiled, or can be, before anything is sent."""
+        folds = any(self.parameters.tensors[index].grad is not None for index in call.plan.indices)
+        failure = call.compile(folds=folds)
+        if failure is not None:
+            self.report(f"the compiler failed for the backward of their graph: {failure}", call.plan.indices)
+        return failure is None
 
     def _with_tensor_hooks(self, call: SegmentCall) -> list[int]:
         return [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
@@ -454,7 +471,7 @@ class Runtime:
                 return None
             if self.agreed.hooks_reason is not None or backward.has_no_weight:
                 return None
-            section = self._claim_for(backward, call)
+            section = self._claim_for(backward, call) if self._compiles(call) else None
             if section is None:
                 self._report_not_claimed(backward, call)
                 self._hooks.install()

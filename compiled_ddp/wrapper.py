@@ -388,6 +388,8 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         skipping = [w for w in synchronised if w._runtime not in broken]
         for wrapper in sorted(skipping, key=lambda w: w._entered):
             if not wrapper._runtime.awaits_backward:
+                if wrapper._watch.look().changed:  # in the forward, on the other ranks
+                    wrapper._refresh()
                 wrapper._begin_forward(with_gradients=True, counted=wrapper.training)
                 wrapper._buffers_stale = True
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.

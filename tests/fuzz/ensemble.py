@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from models import wrappers
 from torch import Tensor, nn
 
@@ -130,5 +131,6 @@ def wrap(name: str, module: nn.Module, setting: Setting) -> Any:
         options["comm_hook"] = TRACED[setting.hook]
     ddp: Any = wrappers([kind])[kind](module, **options)
     if setting.hook in TORCH:
-        ddp.register_comm_hook(None, TORCH[setting.hook])
+        # Hooks of two wrappers on one group would pair up in the order of each rank's forwards, as under torch's DDP.
+        ddp.register_comm_hook(dist.new_group(), TORCH[setting.hook])
     return ddp

@@ -67,7 +67,7 @@ def _tamed_step(step: Step | Join) -> Step | Join:
 
 
 def is_legal(program: Program) -> bool:
-    return all(_model_is_legal(model, program) for model in program.models)
+    return bool(program.steps) and all(_model_is_legal(model, program) for model in program.models)
 
 
 def _model_is_legal(model: Model, program: Program) -> bool:

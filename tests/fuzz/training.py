@@ -141,8 +141,7 @@ class Run:
         if skips:
             run_here = batches if step.skip_after_forward else []  # kept: a forward whose graph is dead does not count
             losses = [ensemble.loss(ensemble.wrapped(), inputs, **how) for inputs in run_here]
-            for member in self.members:
-                member.ddp.skip_step()
+            ensemble.first.skip_step(*(member.ddp for member in self.members[1:]))
             del losses
         else:
             run = torch.compile(_forwards_and_backward, backend="eager") if step.compiled_around else None

@@ -87,4 +87,5 @@ def _flatten(parameters: list[nn.Parameter]) -> None:
         alike = [parameter for parameter in parameters if parameter.dtype == dtype]
         flat = torch.cat([p.grad.reshape(-1) for p in alike if p.grad is not None])
         for parameter, part in zip(alike, flat.split([p.numel() for p in alike]), strict=True):
-            parameter.grad = part.view(parameter.shape)
+            # Not as autograd's view: Dynamo cannot take in a view that is converted (`module.double()`) without its base.
+            parameter.grad = part.view(parameter.shape).data

@@ -1,12 +1,14 @@
 """Models that are not in every step what they were when they were wrapped: unused parts, frozen parts, other dtypes."""
 
+import copy
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, expected_mean, row_batch, wrappers
+from models import Mlp, assert_gradients, expected_mean, mean_over_ranks, row_batch, wrappers
+from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -303,6 +305,30 @@ def test_a_model_that_is_converted_between_steps_is_reduced(ranks2: RankPool, wr
     by = "graph" if wrapper == "compile_ddp" else "hooks"
     for found in ranks2.run(_converted, wrapper, kind):
         assert {origin for origin, _ in found} == {by}
+
+
+def _skips_when_converted(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    assert_steps_to_the_mean(ddp, mlp_loss(rank, 0))
+    ddp.module.double()
+    ddp.zero_grad()
+
+    def loss_of(module: nn.Module) -> Tensor:
+        return module(row_batch(rank, 1).double()).square().sum()
+
+    here = {} if rank == 0 else gradients_here(copy.deepcopy(ddp.module), loss_of)
+    if rank == 0:
+        ddp.skip_step()
+    else:
+        loss_of(ddp).backward()
+    assert_gradients(ddp.module, mean_over_ranks(here, ddp.module))
+    assert_steps_to_the_mean(ddp, loss_of)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_rank_may_skip_the_first_step_of_a_changed_model_without_a_forward(ranks2: RankPool, wrapper: str) -> None:
+    """The others compared their models with its own, which it did not tell of."""
+    ranks2.run(_skips_when_converted, wrapper)
 
 
 def _gradients_carried_over(rank: int, wrapper: str) -> None:

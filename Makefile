@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SHAPE := .typecheck
-WHAT ?= models
+WHAT ?= disturbed
 MODELS ?= 2000
 SEED ?= 1
 WORKERS ?= 2
@@ -39,9 +39,9 @@ versions: check-compiler ## Run the quick round of tests on each admitted torch 
 	@echo "==> make versions: the quick round on torch $(VERSIONS), environments in $(VERSIONS_FOLDER)"
 	PYTHON="$(PYTHON)" WORKERS="$(WORKERS)" .ci/versions "$(VERSIONS_FOLDER)" "$(VERSIONS)" $(ARGS)
 
-fuzz: $(STAMP) ## Train random models and compare with autograd averaged by hand (WHAT=models or hooks, MODELS=2000 SEED=1)
-	@echo "==> make fuzz: python -m fuzz.long_run --what $(WHAT) --models $(MODELS) --seed $(SEED)"
-	PYTHONPATH=tests $(BIN)/python -m fuzz.long_run --what $(WHAT) --models $(MODELS) --seed $(SEED)
+fuzz: $(STAMP) ## Train random models and compare with autograd averaged by hand (WHAT=disturbed, models or hooks, MODELS=2000 SEED=1, ARGS="--help" for more)
+	@echo "==> make fuzz: python -m fuzz.long_run --what $(WHAT) --models $(MODELS) --seed $(SEED) $(ARGS)"
+	PYTHONPATH=tests $(BIN)/python -m fuzz.long_run --what $(WHAT) --models $(MODELS) --seed $(SEED) $(ARGS)
 
 lint: $(STAMP) ## Check the sources with ruff
 	@echo "==> make lint: ruff check"

@@ -22,7 +22,7 @@ from compiled_ddp.program import VARIANTS, Program
 from compiled_ddp.segment import Segment, SegmentCall, calling
 from compiled_ddp.users_code import warn_user
 from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
-from compiled_ddp.wrapper import DataParallelWrapper
+from compiled_ddp.wrapper import DataParallelWrapper, refresh_changed
 
 # Graphs would come in the order of the threads, another one in every step.
 _SEVERAL_DEVICES = "the model is on several devices, whose backwards autograd runs in threads of their own"
@@ -252,7 +252,7 @@ class CompiledDDP(DataParallelWrapper):
         self._check_in_use()
         self._runtime.finish_broken_backward()
         if self._watch.look().changed and torch.is_grad_enabled():
-            self._refresh()
+            refresh_changed()
         self._warmups += 1
         ranks = self._runtime.communicator.ranks
         args, kwargs = self._on_its_device(args, kwargs)

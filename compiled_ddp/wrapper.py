@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import math
 import types
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,17 @@ from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHoo
 from compiled_ddp.users_code import warn_user
 
 _moments = itertools.count(1)
+_all: "weakref.WeakSet[DataParallelWrapper]" = weakref.WeakSet()
+
+
+def refresh_changed() -> None:
+    """Let every wrapper of this process whose model has changed take it as it is now: a collective of all ranks.
+
+    All at once, in an order that ranks share: each one waits for all ranks, whose forwards may come in other orders.
+    """
+    changed = [w for w in _all if w._lifecycle is Lifecycle.IN_USE and w._watch.look().changed]
+    for wrapper in sorted(changed, key=lambda w: w._runtime.communicator.group_name):
+        wrapper._refresh()
 
 
 class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
@@ -114,6 +126,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         self._refreshes = self._registrations = 0
         mark_wrapped(self._own, self)
         bare_keys_in_state(self)
+        _all.add(self)
 
     def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         torch_private.check_torch_version()
@@ -202,7 +215,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
                     "the model has changed since the forward of this backward, which a checkpoint runs again now: the "
                     "buckets of a backward under way are fixed. Change the model between backward and forward."
                 )
-            self._refresh()
+            refresh_changed()
         transformed = torch_private.transforms_are_active()
         if not recomputing:
             self._begin_forward(with_gradients=with_gradients, counted=self.training and not transformed)
@@ -390,6 +403,8 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         skipping = [w for w in synchronised if w._runtime not in broken]
         for wrapper in sorted(skipping, key=lambda w: w._entered):
             if not wrapper._runtime.awaits_backward:
+                if wrapper._watch.look().changed:  # in the forward, on the other ranks
+                    refresh_changed()
                 wrapper._begin_forward(with_gradients=True, counted=wrapper.training)
                 wrapper._buffers_stale = True
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.

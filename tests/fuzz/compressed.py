@@ -18,9 +18,10 @@ from torch import Tensor
 
 from compiled_ddp.comm_hooks import PowerSGD, Ranks, StatefulHook, TopK
 from fuzz.description import Model, Program, Step, parameters_of, walk
+from fuzz.ensemble import batch, loss_of_output
 from fuzz.source import build, source_of
 from fuzz.strategy import programs
-from fuzz.training import BFLOAT16_TOLERANCE, ROUNDED_TOLERANCE, batch, change_parameters, loss_of
+from fuzz.training import BFLOAT16_TOLERANCE, ROUNDED_TOLERANCE, change_parameters
 from ranks import RankError, RankPool
 
 POWER_TOLERANCE = 1e-4  # of factors in float32
@@ -180,10 +181,10 @@ class Run:
             for x in local:
                 used.update(name for name, gradient in self._of_twin([x]).items() if gradient is not None)
                 with self.ddp.no_sync():
-                    loss_of(self.ddp, x).backward()
+                    loss_of_output(self.ddp(x)).backward()
             before, owed = gradient_copies(self.ddp.module), owed_here(self.ddp)
             skips, here = self.rank in step.skipped_on, {}
-            losses = [loss_of(self.ddp, x) for x in synchronised] if not skips or step.skip_after_forward else []
+            losses = [loss_of_output(self.ddp(x)) for x in synchronised] if not skips or step.skip_after_forward else []
             if skips:
                 self.ddp.skip_step()
             else:
@@ -194,7 +195,7 @@ class Run:
     def _of_twin(self, batches: list[Tensor]) -> dict[str, Tensor | None]:
         """This rank's gradients of one backward."""
         self.twin.zero_grad()
-        torch.stack([loss_of(self.twin, x.detach().clone().requires_grad_()) for x in batches]).sum().backward()
+        torch.stack([loss_of_output(self.twin(x.detach().clone().requires_grad_())) for x in batches]).sum().backward()
         return gradient_copies(self.twin)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fuzz.readable import Readable
+
 Kind = Literal[
     "linear",  # a Linear layer
     "scale",  # a vector times the activation
@@ -23,14 +25,22 @@ Kind = Literal[
     "sometimes",  # `inner`, on the ranks that a step names
     "checkpoint",  # `inner`, recomputed in backward; `variant` 1 is reentrant
     "eager",  # `inner`, outside of any graph
+    "all_reduce",  # a sum over ranks, which all-reduces in backward too: `variant` names how, see operators.py
+    "trap",  # an operator that raises where a step's failure says so
+    "aside",  # what `inner` makes of the activation is a further output, which only some losses read
 ]
-WITH_INNER = ("branch", "sometimes", "checkpoint", "eager")
+WITH_INNER = ("branch", "sometimes", "checkpoint", "eager")  # anywhere; "aside" stands in no other operation
 WITH_LAYER = ("linear", "transposed", "select", "detached")
 WITH_VECTOR = ("scale", "in_place")
 
 
-@dataclass(frozen=True)
-class Op:
+OTHER_WRAPPER = {"EagerDDP": "compile_ddp", "compile_ddp": "EagerDDP", "inductor": "EagerDDP"}
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class Op(Readable):
     """One operation on the activation, of shape (rows, 3)."""
 
     kind: Kind
@@ -40,8 +50,8 @@ class Op:
     inner: "tuple[Op, ...]" = ()
 
 
-@dataclass(frozen=True)
-class Model:
+@dataclass(frozen=True, repr=False)
+class Model(Readable):
     ops: tuple[Op, ...]
     dtypes: tuple[str, ...] = ()  # of layer `key`; float32 beyond the end
     unused: int = 0  # parameters that nothing reads
@@ -53,24 +63,103 @@ class Model:
         return self.dtypes[key] if key < len(self.dtypes) else "float32"
 
 
-@dataclass(frozen=True)
-class Step:
+@dataclass(frozen=True, repr=False)
+class Change(Readable):
+    """What the user does to the module or to `.grad` at some moment of a step."""
+
+    kind: str  # a key of conversion.CONVERSIONS or users_gradients.CHANGES
+    every: int = 1  # every how many-th parameter
+    on: Ranks = (0, 1, 2)  # ranks that do it; conversions are everyone's
+
+
+@dataclass(frozen=True, repr=False)
+class Failure(Readable):
+    """An exception on one rank."""
+
+    place: Literal[
+        "forward",  # at a trap of the model
+        "backward",  # at a trap of the model
+        "loss hook",  # before the backward has reached the wrapper's outputs
+        "weight hook",  # a tensor hook of a parameter
+        "accumulate hook",  # a post-accumulate hook of a parameter: an optimizer in backward
+        "input hook",  # when all parameters have got their gradients
+        "optimizer",  # after the backward
+    ]
+    rank: int = 0
+    error: str = "ValueError"
+    then: Literal["abandon", "zero_grad", "evaluate"] = "abandon"  # what the rank does where it is caught
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Readable):
     """From one zero_grad to the next, with one synchronised backward. Tuples over ranks are repeated to the world."""
 
     zero: Literal["none", "zeros", "keep"] = "none"  # what becomes of .grad before it
     local: tuple[int, ...] = (0,)  # per rank: backwards under no_sync
     forwards: int = 1  # of the synchronised backward
     rows: tuple[int, ...] = (2,)  # per rank: batch size
-    eager_on: tuple[int, ...] = ()  # ranks under torch.compiler.set_stance("force_eager")
-    skipped_on: tuple[int, ...] = ()  # ranks that call skip_step() in place of backward
+    eager_on: Ranks = ()  # ranks under torch.compiler.set_stance("force_eager")
+    skipped_on: Ranks = ()  # ranks that call skip_step() in place of backward
     skip_after_forward: bool = True  # whether these run their forwards
-    active_on: tuple[int, ...] = (0, 1, 2)  # ranks on which the "sometimes" with variant 0 run, the others elsewhere
+    active_on: Ranks = (0, 1, 2)  # ranks on which the "sometimes" with variant 0 run, the others elsewhere
+    weights: tuple[float, ...] = (1.0,)  # per rank, where the reduction is weighted
+    nan_on: Ranks = ()  # ranks whose weight is 0 and whose loss is NaN
+    unread_on: Ranks = ()  # ranks whose loss reads no "aside"
+    keeps: str = ""  # what the user keeps of each gradient afterwards: a key of kept.WAYS
+    before: tuple[Change, ...] = ()  # the first forward
+    between: tuple[Change, ...] = ()  # the local backwards and the synchronised one
+    failure: Failure | None = None
+    compiled_around: bool = False  # whether torch.compile(backend="eager") is around forward and backward
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, repr=False)
+class Join(Readable):
+    """`with ddp.join():`, each rank with batches of its own. Tuples over ranks are repeated to the world."""
+
+    batches: tuple[int, ...] = (1, 2)  # per rank
+    by_all: bool = True  # divide_by_initial_world_size
+    throws: bool = False  # throw_on_early_termination
+    zero: Literal["none", "zeros", "keep"] = "none"  # before each batch
+    weights: tuple[float, ...] = (1.0,)
+
+
+@dataclass(frozen=True, repr=False)
+class Setting(Readable):
+    """What holds for all steps of a program."""
+
+    reduction: Literal["mean", "sum", "weighted"] = "mean"
+    hook: str = ""  # a key of reducing_hooks.TRACED or reducing_hooks.TORCH
+    bucket_cap_mb: float = 1e-4
+    bucket_view: bool = True  # gradient_as_bucket_view
+    verify: str = "first"
+    default_dtype: str = "float32"
+    default_device: str = ""
+
+
+@dataclass(frozen=True, repr=False)
+class Other(Readable):
+    """A further model, wrapped by itself, in the same backward."""
+
     model: Model
-    steps: tuple[Step, ...] = field(default=(Step(),))
+    swapped: bool = False  # wrapped by the other of the two wrappers
+    chained: bool = False  # reads what the model before it returns, and not the batch
+
+
+@dataclass(frozen=True, repr=False)
+class Program(Readable):
+    model: Model
+    steps: tuple[Step | Join, ...] = field(default=(Step(),))
+    setting: Setting = Setting()
+    others: tuple[Other, ...] = ()
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        return (self.model, *(other.model for other in self.others))
+
+    @property
+    def plain_steps(self) -> tuple[Step, ...]:
+        """Without the joins."""
+        return tuple(step for step in self.steps if isinstance(step, Step))
 
 
 def walk(ops: tuple[Op, ...], within: tuple[Op, ...] = ()) -> Iterator[tuple[Op, tuple[Op, ...]]]:
@@ -86,35 +175,3 @@ def parameters_of(op: Op) -> tuple[str, int] | None:
         if op.kind in kinds:
             return name, op.key
     return None
-
-
-def is_legal(program: Program) -> bool:
-    """Whether the program stays clear of what docs/limits.md lists as refused or as not detected."""
-    uses: dict[tuple[str, int], list[tuple[str, ...]]] = {}
-    for op, within in walk(program.model.ops):
-        if op.kind == "checkpoint" and op.variant == 1 and any(step.forwards > 1 for step in program.steps):
-            return False  # a second gradient after its bucket has gone out
-        read = parameters_of(op)
-        if read is not None and _in_some_steps_only_and_reentrant(within):
-            return False  # a first gradient from inside a reentrant checkpoint
-        if read is not None:
-            uses.setdefault(read, []).append(tuple(outer.kind for outer in within))
-    trained = [read for read in uses if read[0] != "linear" or read[1] not in program.model.frozen]
-    return bool(trained) and all(_may_be_shared(places) for places in uses.values())
-
-
-def _in_some_steps_only_and_reentrant(within: tuple[Op, ...]) -> bool:
-    reentrant = any(op.kind == "checkpoint" and op.variant == 1 for op in within)
-    return reentrant and any(op.kind == "sometimes" for op in within)
-
-
-def _may_be_shared(places: list[tuple[str, ...]]) -> bool:
-    """`places` holds, for each reader of a parameter, the kinds of the operations that it stands in."""
-    if len(places) == 1:
-        return True
-    in_eager_code = [place for place in places if "eager" in place]
-    if any("checkpoint" in place for place in places):
-        return False  # a second gradient after its bucket has gone out
-    if not in_eager_code or len(in_eager_code) == len(places):
-        return True
-    return not any("sometimes" in place for place in places)

@@ -13,39 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fuzz.description import Model, Op, parameters_of, walk
+from fuzz.operators import EVERY, FUNCTIONS, SUMS, clamp_gradient
 
 WIDTH = 3
+FLOAT: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults are
 _numbers = itertools.count()
-
-
-# Constants are multiples of three, so that gradients stay divisible by both world sizes.
-
-
-class AddsConstant(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient + 6
-
-
-class Clamps(AddsConstant):
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.clamp(-12, 12)
-
-
-class TakesAbsolute(AddsConstant):
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.abs()
-
-
-def clamp_gradient(gradient: Tensor | None) -> Tensor | None:
-    """None where a compiled graph leaves a gradient undefined: autograd runs a parameter's hooks even so."""
-    return None if gradient is None else gradient.clamp(-18, 18)
 
 
 class BreakingBlock(nn.Module):
@@ -53,15 +25,12 @@ class BreakingBlock(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.into, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.into, self.out = nn.Linear(WIDTH, WIDTH, **FLOAT), nn.Linear(WIDTH, WIDTH, **FLOAT)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.into(x)).clamp(-3, 3)
+        x = torch.relu(self.into(x.to(self.into.weight.dtype))).clamp(-3, 3)
         torch._dynamo.graph_break()
-        return (x + self.out(x)).clamp(-3, 3)
-
-
-FUNCTIONS = (AddsConstant, Clamps, TakesAbsolute)
+        return (x + self.out(x)).float().clamp(-3, 3)
 
 
 class _Writer:
@@ -69,11 +38,13 @@ class _Writer:
         self._model = model
         self._methods: list[str] = []
         self._temporaries = itertools.count()
+        self._asides = 0
 
     def write(self) -> str:
         body = self._body(self._model.ops)
         # An output that is the input itself has no node, and so no backward that could begin a synchronised one.
-        forward = ["def forward(self, x):", "    x = x * 1", *body, "    return x"]
+        results = ", ".join(["x", *(f"aside{n}" for n in range(self._asides))])
+        forward = ["def forward(self, x):", "    x = x * 1", *body, f"    return {results}"]
         lines = ["class Generated(Base):", *(f"    {line}" for line in [*self._methods, *forward])]
         return "\n".join(lines) + "\n"
 
@@ -107,6 +78,10 @@ class _Writer:
                 return [f"if self.rank in {op.ranks!r}:", f"    {here[0]}"] if op.ranks else here
             case "block":
                 return [f"x = self.block{op.key}(x)"]
+            case "all_reduce":  # over rows first, as ranks may have different numbers of them
+                return [f"x = (x + {SUMS[op.variant % 3].__name__}(x.sum(0))).clamp(-3, 3)"]
+            case "trap":
+                return ["x = trap(x)"]
             case _:
                 return self._lines_with_inner(op)
 
@@ -122,6 +97,11 @@ class _Writer:
                 return [f"x = checkpoint({self._method(op, [])}, x, use_reentrant={op.variant == 1})"]
             case "eager":
                 return [f"x = {self._method(op, ['@torch.compiler.disable'])}(x)"]
+            case "aside":
+                kept, aside = f"kept{next(self._temporaries)}", f"aside{self._asides}"
+                self._asides += 1
+                inner = [line.removeprefix("    ") for line in self._body(op.inner)]
+                return [f"{kept} = x", *inner, f"{aside} = x", f"x = {kept}"]
         raise ValueError(op.kind)
 
     def _method(self, op: Op, decorators: list[str]) -> str:
@@ -141,20 +121,22 @@ class Base(nn.Module):
     def __init__(self, model: Model, rank: int) -> None:
         super().__init__()
         self.rank, self.active = rank, True
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         for name, key in sorted({read for op, _ in walk(model.ops) if (read := parameters_of(op))}):
             if name == "linear":
                 dtype = getattr(torch, model.dtype_of(key))
-                self.add_module(f"linear{key}", nn.Linear(WIDTH, WIDTH, dtype=dtype))
+                self.add_module(f"linear{key}", nn.Linear(WIDTH, WIDTH, dtype=dtype, device="cpu"))
             elif name == "block":
                 self.add_module(f"block{key}", BreakingBlock())
             else:
-                self.register_parameter(f"vector{key}", nn.Parameter(torch.empty(WIDTH)))
+                self.register_parameter(f"vector{key}", nn.Parameter(torch.empty(WIDTH, **FLOAT)))
         for number in range(model.unused):
-            self.register_parameter(f"unused{number}", nn.Parameter(torch.empty(WIDTH, 2)))
+            self.register_parameter(f"unused{number}", nn.Parameter(torch.empty(WIDTH, 2, **FLOAT)))
         with torch.no_grad():
             for parameter in self.parameters():
-                parameter.copy_(torch.randint(-1, 2, parameter.shape, generator=generator))
+                parameter.copy_(
+                    torch.randint(-1, 2, parameter.shape, generator=generator, dtype=torch.int64, device="cpu")
+                )
         for key in model.frozen:
             if f"linear{key}" in dict(self.named_children()):
                 self.get_submodule(f"linear{key}").requires_grad_(False)
@@ -173,8 +155,7 @@ def build(model: Model, rank: int) -> Base:
     source = source_of(model)
     file = f"<random model {next(_numbers)}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    functions = {function.__name__: function for function in FUNCTIONS}
-    names = {"torch": torch, "checkpoint": checkpoint, "Base": Base, "clamp_gradient": clamp_gradient, **functions}
+    names = {"torch": torch, "checkpoint": checkpoint, "Base": Base, **EVERY}
     exec(compile(source, file, "exec"), names)
     generated = names["Generated"]
     assert isinstance(generated, type) and issubclass(generated, Base)

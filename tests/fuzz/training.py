@@ -2,161 +2,264 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import wrappers
-from torch import Tensor
+from torch import Tensor, nn
 
-from fuzz.description import Program, Step
-from fuzz.source import WIDTH, Base, build
+from fuzz import failures
+from fuzz.by_hand import is_close, words
+from fuzz.conversion import CONVERSIONS, convert
+from fuzz.defaults import changed_defaults
+from fuzz.description import Change, Join, Program, Step
+from fuzz.ensemble import Ensemble
+from fuzz.joins import Joined
+from fuzz.legality import permitted
+from fuzz.reducing_hooks import TOLERANCES
+from fuzz.users_gradients import change_gradients
 
 # Tolerances relative to the largest gradient of the model; none on two ranks, where every value is exact.
 ROUNDED_TOLERANCE = 1e-6  # thirds of thirds, where something is reduced twice or .grad is kept on three ranks
 BFLOAT16_TOLERANCE = 0.04  # 8 bits
 
 
-@dataclass
-class ByHand:
-    """A twin of the model whose gradients are kept in float64 and averaged by one all-reduce each."""
-
-    module: Base
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)  # since the last synchronised backward
-    inputs: list[Tensor] = field(default_factory=list)  # of this step
-
-    def backward(self, batches: list[Tensor]) -> None:
-        """One backward of the sum of the losses of these batches."""
-        self.module.zero_grad()
-        inputs = [x.detach().clone().requires_grad_() for x in batches]
-        torch.stack([loss_of(self.module, x) for x in inputs]).sum().backward()
-        self.inputs += inputs
-        for name, parameter in self.module.named_parameters():
-            if parameter.grad is not None:
-                before = self.gradients.get(name)
-                self.gradients[name] = parameter.grad.double() + (0 if before is None else before)
-                self.used.add(name)
-
-    def average(self) -> None:
-        """As a synchronised backward must: what no rank has used stays as it was."""
-        for name, parameter in self.module.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            gradient = self.gradients.get(name)
-            total = torch.zeros(parameter.shape, dtype=torch.float64) if gradient is None else gradient.clone()
-            total = total.contiguous()
-            used = torch.tensor(float(name in self.used))
-            dist.all_reduce(total)
-            dist.all_reduce(used)
-            if used > 0:
-                self.gradients[name] = total / dist.get_world_size()
-        self.used.clear()
-
-    def differences_of_inputs(self, batches: list[Tensor], *, tolerance: float) -> Iterator[str]:
-        """The gradients of a rank's own inputs are its own: nothing averages or scales them."""
-        for number, (x, twin) in enumerate(zip(batches, self.inputs, strict=True)):
-            assert x.grad is not None and twin.grad is not None
-            if not (x.grad - twin.grad).abs().max().item() <= tolerance * twin.grad.abs().max().item():
-                yield f"gradient of input {number} is {_words(x.grad)}, expected {_words(twin.grad)}"
-
-    def zero(self, how: str) -> None:
-        self.inputs.clear()
-        if how == "none":
-            self.gradients.clear()
-        elif how == "zeros":
-            self.gradients = {n: None if g is None else torch.zeros_like(g) for n, g in self.gradients.items()}
-
-
-def batch(seed: int, rank: int, rows: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randint(-2, 3, (rows, WIDTH), generator=generator).float().requires_grad_()
-
-
-def loss_of(module: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    return (module(x) * torch.tensor([6.0, -6.0, 12.0])).sum()
-
-
 def train(rank: int, program: Program, names: tuple[str, ...]) -> list[str]:
     """Run the program under each of these wrappers; returns what differs from the averages by hand, in words."""
-    return [f"{name}, {difference}" for name in names for difference in _train_under(name, program, rank)]
+    found = []
+    for name in names:
+        allowed = permitted(program, name, dist.get_world_size())
+        with warnings.catch_warnings(), changed_defaults(allowed.setting):
+            warnings.simplefilter("ignore")
+            run = Run(allowed, name, rank)
+            found += [f"{name}, {difference}" for difference in run.all_steps()]
+    return found
 
 
-def _train_under(name: str, program: Program, rank: int) -> list[str]:
-    model, by_hand = build(program.model, rank), ByHand(build(program.model, rank))
-    world_size = dist.get_world_size()
-    differences: list[str] = []
-    tolerance = ROUNDED_TOLERANCE if world_size > 2 else 0.0
-    if "bfloat16" in program.model.dtypes:
-        tolerance = BFLOAT16_TOLERANCE
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        ddp = wrappers([name])[name](model, bucket_cap_mb=1e-4, first_bucket_mb=5e-5)
-        for number, step in enumerate(program.steps):
-            found = [*_run_step(ddp, by_hand, step, number, rank, tolerance=tolerance)]
-            differences += [f"step {number}, {difference}" for difference in found]
-            for module in (model, by_hand.module):
+def tolerance_of(program: Program, world_size: int) -> float:
+    exact = world_size == 2 and program.setting.reduction != "weighted"
+    low = any("bfloat16" in model.dtypes for model in program.models)
+    tolerance = BFLOAT16_TOLERANCE if low else 0.0 if exact else ROUNDED_TOLERANCE
+    return max(tolerance, TOLERANCES.get(program.setting.hook, 0.0))
+
+
+class Run:
+    """A program under one wrapper, on this rank."""
+
+    def __init__(self, program: Program, name: str, rank: int) -> None:
+        self.program, self.rank, self.world_size = program, rank, dist.get_world_size()
+        self.tolerance = tolerance_of(program, self.world_size)
+        self.ensemble = Ensemble(program, name, rank)
+        self.members = self.ensemble.members
+
+    def all_steps(self) -> list[str]:
+        found = []
+        for number, step in enumerate(self.program.steps):
+            run = self._join if isinstance(step, Join) else self._step
+            found += [f"step {number}, {difference}" for difference in run(step, number)]  # type: ignore[operator]
+            self._change_parameters()
+        plans: list[Any] = [None] * self.world_size
+        dist.all_gather_object(plans, [member.ddp.plan.fingerprint for member in self.members])
+        if any(plan != plans[0] for plan in plans):
+            found.append(f"the plans differ: {plans}")
+        for member in self.members:
+            member.ddp.unwrap()  # Dynamo never forgets what it compiled around a graph break, nor its group
+        return found
+
+    def _change_parameters(self) -> None:
+        for member in self.members:
+            for module in (member.module, member.by_hand.module):
                 change_parameters(module)
-    plans: list[str] = [""] * world_size
-    dist.all_gather_object(plans, ddp.plan.fingerprint)
-    if len(set(plans)) > 1:
-        differences.append(f"the plans differ: {plans}")
-    ddp.unwrap()  # Dynamo never forgets what it compiled around a graph break, and so neither the wrapper nor its group
-    return differences
 
+    def of_rank(self, values: tuple[Any, ...]) -> Any:
+        return values[self.rank % len(values)]
 
-def _run_step(
-    ddp: torch.nn.Module, by_hand: ByHand, step: Step, number: int, rank: int, *, tolerance: float
-) -> Iterator[str]:
-    def of_rank(values: tuple[int, ...]) -> int:
-        return values[rank % len(values)]
+    # ---- a step ------------------------------------------------------------------------------------------------------
 
-    batches = [batch(10 * number + n, rank, of_rank(step.rows)) for n in range(of_rank(step.local) + step.forwards)]
-    local, synchronised = batches[: of_rank(step.local)], batches[of_rank(step.local) :]
-    ddp.module.active = by_hand.module.active = rank in step.active_on
-    by_hand.zero(step.zero)
-    if step.zero != "keep":
-        ddp.zero_grad(set_to_none=step.zero == "none")
-    stance = torch.compiler.set_stance("force_eager") if rank in step.eager_on else contextlib.nullcontext()
-    skips = rank in step.skipped_on
-    with stance:
-        for x in local:
-            by_hand.backward([x])
-            with ddp.no_sync():
-                loss_of(ddp, x).backward()
-        yield from _differences("under no_sync", ddp.module, by_hand, tolerance=tolerance)
-        losses = [loss_of(ddp, x) for x in synchronised] if not skips or step.skip_after_forward else []
+    def _step(self, step: Step, number: int) -> Iterator[str]:
+        rows, local_count = self.of_rank(step.rows), self.of_rank(step.local)
+        seeds = [10 * number + n for n in range(local_count + step.forwards)]
+        batches = [self.ensemble.inputs(seed, rows) for seed in seeds]
+        how = {"reads_asides": self.rank not in step.unread_on}
+        self.ensemble.set_active(self.rank in step.active_on)
+        self._zero(step.zero)
+        yield from self._changed(step.before)
+        stance = torch.compiler.set_stance("force_eager") if self.rank in step.eager_on else contextlib.nullcontext()
+        with stance:
+            twins = yield from self._local_backwards(batches[:local_count], how)
+            yield from self._changed(step.between)
+            if step.failure is not None:
+                yield from self._failing(step, batches[local_count:], how)
+            else:
+                twins += self._synchronised(step, batches[local_count:], how)
+                if self.rank not in step.skipped_on:
+                    yield from self._differences_of_inputs(batches, twins)
+        yield from self._differences("synchronised")
+        for member in self.members:
+            member.kept.keep(member.module, step.keeps, f"in step {number}")
+
+    def _zero(self, how: str) -> None:
+        for member in self.members:
+            member.by_hand.zero(how)
+            if how != "none":
+                member.kept.let_go(member.module)
+            if how != "keep":
+                member.ddp.zero_grad(set_to_none=how == "none")
+
+    def _changed(self, changes: tuple[Change, ...]) -> Iterator[str]:
+        for change in changes:
+            for member in self.members:
+                if change.kind in CONVERSIONS:
+                    member.kept.let_go(member.module)
+                    yield from convert(member.module, member.by_hand, change.kind)
+                elif self.rank in change.on:
+                    member.kept.let_go(member.module)
+                    change_gradients(member.module, member.by_hand, change.kind, change.every)
+
+    def _local_backwards(self, batches: list[list[Tensor]], how: Any) -> Iterator[str]:  # returns inputs of twins
+        twins: list[Tensor] = []
+        for inputs in batches:
+            twins += self.ensemble.backward_by_hand([inputs], **how)
+            with contextlib.ExitStack() as contexts:
+                for member in self.members:
+                    contexts.enter_context(member.ddp.no_sync())
+                    member.kept.let_go(member.module)
+                self.ensemble.loss(self.ensemble.wrapped(), inputs, **how).backward()
+        if batches:
+            yield from self._differences("under no_sync")
+        return twins
+
+    def _synchronised(self, step: Step, batches: list[list[Tensor]], how: dict[str, Any]) -> list[Tensor]:
+        """The backward that reduces; returns the inputs of the twins."""
+        skips, ensemble, twins = self.rank in step.skipped_on, self.ensemble, []
+        if self.rank in step.nan_on:
+            how = {**how, "factor": float("nan")}
+        weight = self._set_weight(step, skips=skips)
+        for member in self.members:
+            member.kept.let_go(member.module)
         if skips:
-            ddp.skip_step()
+            run_here = batches if step.skip_after_forward else []  # kept: a forward whose graph is dead does not count
+            losses = [ensemble.loss(ensemble.wrapped(), inputs, **how) for inputs in run_here]
+            ensemble.first.skip_step(*(member.ddp for member in self.members[1:]))
+            del losses
         else:
-            torch.stack(losses).sum().backward()
-            by_hand.backward(synchronised)
-    by_hand.average()
-    if not skips:
-        yield from by_hand.differences_of_inputs(batches, tolerance=tolerance)
-    yield from _differences("synchronised", ddp.module, by_hand, tolerance=tolerance)
+            run = torch.compile(_forwards_and_backward, backend="eager") if step.compiled_around else None
+            (run or _forwards_and_backward)(ensemble, batches, how)
+            twins = ensemble.backward_by_hand(batches, **how)
+        for member in self.members:
+            member.by_hand.reduce(self.program.setting.reduction, weight)
+        return twins
+
+    def _set_weight(self, step: Step | Join, *, skips: bool = False) -> float:
+        if self.program.setting.reduction != "weighted":
+            return 1.0
+        nan_on = () if isinstance(step, Join) else step.nan_on
+        weight = 0.0 if self.rank in nan_on else float(self.of_rank(step.weights))
+        for member in self.members:
+            member.ddp.set_weight(weight)
+        # Without anything accumulated, a rank that skips has no weight.
+        return 0.0 if skips and not any(member.by_hand.used for member in self.members) else weight
+
+    def _differences(self, when: str) -> Iterator[str]:
+        for index, member in enumerate(self.members):
+            of = f"{when}: " + (f"model {index}: " if index else "")
+            for difference in member.by_hand.differences(member.module, tolerance=self.tolerance):
+                yield of + difference
+            for difference in member.kept.differences():
+                yield of + difference
+
+    def _differences_of_inputs(self, batches: list[list[Tensor]], twins: list[Tensor]) -> Iterator[str]:
+        """The gradients of a rank's own inputs are its own: nothing averages or scales them."""
+        inputs = [x for inputs in batches for x in inputs]
+        for number, (x, twin) in enumerate(zip(inputs, twins, strict=True)):
+            assert twin.grad is not None
+            largest = twin.grad.abs().nan_to_num(0.0).max().item()
+            if x.grad is None or not is_close(x.grad, twin.grad, self.tolerance * largest):
+                yield f"gradient of input {number} is {words(x.grad)}, expected {words(twin.grad)}"
+
+    # ---- a step in which one rank fails ------------------------------------------------------------------------------
+
+    def _failing(self, step: Step, batches: list[list[Tensor]], how: dict[str, Any]) -> Iterator[str]:
+        """Ends with a step that is right."""
+        assert step.failure is not None
+        plant = failures.Plant(step.failure, self.rank == step.failure.rank % self.world_size)
+        weight = self._set_weight(step)
+        for member in self.members:
+            member.kept.let_go(member.module)
+        here = failures.Outcome()
+        yield from self._fail(plant, here, batches, how)
+        if not (yield from self._recover(here, batches, how, weight)):
+            yield "the step after the one that was refused is not right either"
+
+    def _fail(
+        self, plant: failures.Plant, here: failures.Outcome, batches: list[list[Tensor]], how: Any
+    ) -> Iterator[str]:
+        failure, ensemble = plant.failure, self.ensemble
+        losses: list[Tensor] = []
+        with failures.recorded(here):
+            plant.in_forward()
+            losses += [ensemble.loss(ensemble.wrapped(), inputs, **how) for inputs in batches]
+        plant.remove()
+        if failure.place == "forward":  # ranks tell each other, and all drop the step
+            if all(outcome.kind == failures.RIGHT for outcome in failures.everyones(here)):
+                torch.stack(losses).sum().backward()
+            return
+        with failures.recorded(here):
+            loss = torch.stack(losses).sum()
+            plant.in_backward(loss, batches[0], self.members[0].module)
+            loss.backward()
+            plant.in_optimizer()
+        plant.remove()
+        if here.kind == failures.PLANTED_HERE and failure.place != "optimizer":
+            again = failures.Outcome()
+            with failures.recorded(again):
+                failures.after(failure, ensemble.first, lambda: ensemble.loss(ensemble.wrapped(), batches[0], **how))
+            if again.kind != failures.RIGHT:
+                yield f"{failure.then}: {again.words}"
+
+    def _recover(
+        self, here: failures.Outcome, batches: list[list[Tensor]], how: dict[str, Any], weight: float
+    ) -> Iterator[str]:  # returns whether a step went right
+        allowed = {failures.RIGHT, failures.PLANTED_HERE, failures.REFUSED}
+        for attempt in range(3):
+            self._zero("none")
+            now = failures.Outcome()
+            with failures.recorded(now):
+                losses = [self.ensemble.loss(self.ensemble.wrapped(), inputs, **how) for inputs in batches]
+            if attempt == 0:  # not before this forward, by which a rank whose backward broke off lets others go on
+                yield from failures.differences(failures.everyones(here), allowed, "the failing step")
+            if now.kind == failures.RIGHT:
+                with failures.recorded(now):
+                    torch.stack(losses).sum().backward()
+            outcomes = failures.everyones(now)
+            yield from failures.differences(outcomes, allowed, f"attempt {attempt}")
+            if len({outcome.kind for outcome in outcomes}) > 1:
+                yield f"attempt {attempt}: ranks differ: {outcomes}"
+                return False
+            if now.kind == failures.RIGHT:
+                self.ensemble.backward_by_hand(batches, **how)
+                for member in self.members:
+                    member.by_hand.reduce(self.program.setting.reduction, weight)
+                return True
+        return False
+
+    # ---- uneven numbers of batches -----------------------------------------------------------------------------------
+
+    def _join(self, join: Join, number: int) -> Iterator[str]:
+        weight = self._set_weight(join)
+        joined = Joined(join, self.ensemble, self.program.setting.reduction, weight, self.tolerance)
+        yield from joined.run(self.of_rank(join.batches), number, change_parameters)
+        yield from self._differences("after the join")
 
 
-def _differences(when: str, module: torch.nn.Module, by_hand: ByHand, *, tolerance: float) -> Iterator[str]:
-    largest = max((g.abs().max().item() for g in by_hand.gradients.values() if g is not None), default=0.0)
-    for name, parameter in module.named_parameters():
-        expected, found = by_hand.gradients.get(name), parameter.grad
-        if found is None or expected is None:
-            if found is not expected:
-                yield f"{when}: {name}.grad is {_words(found)}, expected {_words(expected)}"
-        elif found.dtype != parameter.dtype:
-            yield f"{when}: {name}.grad is {found.dtype}, expected {parameter.dtype}"
-        elif not (found.double() - expected).abs().max().item() <= tolerance * largest:
-            yield f"{when}: {name}.grad is {_words(found)}, expected {_words(expected)}"
-
-
-def _words(gradient: Tensor | None) -> str:
-    return str(None if gradient is None else gradient.tolist())
+def _forwards_and_backward(ensemble: Ensemble, batches: list[list[Tensor]], how: dict[str, Any]) -> None:
+    losses = [ensemble.loss(ensemble.wrapped(), inputs, **how) for inputs in batches]
+    torch.stack(losses).sum().backward()
 
 
 @torch.no_grad()
-def change_parameters(module: torch.nn.Module) -> None:
+def change_parameters(module: nn.Module) -> None:
     """In place of an optimizer's step: other values, which stay small integers."""
     for parameter in module.parameters():
         if parameter.requires_grad:

@@ -6,8 +6,10 @@ from fuzz.training import train
 from ranks import RankError, RankPool
 
 # A collective that nobody joins fails first and names itself; what hangs otherwise is ended with every rank's stacks.
-COLLECTIVE_TIMEOUT_SECONDS = 20.0
-TIMEOUT_SECONDS = 90.0
+# Long enough for a machine with other work, where one rank compiles for tens of seconds while another one waits for it.
+COLLECTIVE_TIMEOUT_SECONDS = 60.0
+TIMEOUT_SECONDS = 240.0
+INDUCTOR_TIMEOUT_SECONDS = 600.0  # g++ runs for every kernel
 
 
 def compare(pool: RankPool, program: Program, wrappers: tuple[str, ...]) -> None:
@@ -16,13 +18,14 @@ def compare(pool: RankPool, program: Program, wrappers: tuple[str, ...]) -> None
     The pool resets Dynamo after every run, so that no program finds another's graphs or uses up its recompile limit,
     and spawns new ranks after one that failed or hung.
     """
+    slow = "inductor" in wrappers
     try:
         differences = pool.run(
             train,
             program,
             wrappers,
-            timeout_seconds=TIMEOUT_SECONDS,
-            collective_timeout_seconds=COLLECTIVE_TIMEOUT_SECONDS,
+            timeout_seconds=INDUCTOR_TIMEOUT_SECONDS if slow else TIMEOUT_SECONDS,
+            collective_timeout_seconds=COLLECTIVE_TIMEOUT_SECONDS * (3 if slow else 1),
         )
     except RankError as error:
         raise AssertionError(f"failed on {pool.world_size} ranks\n{_describe(program)}\n{error}") from None
@@ -32,4 +35,4 @@ def compare(pool: RankPool, program: Program, wrappers: tuple[str, ...]) -> None
 
 
 def _describe(program: Program) -> str:
-    return f"{program!r}\n{source_of(program.model)}"
+    return "\n".join([repr(program), *(source_of(model) for model in program.models)])

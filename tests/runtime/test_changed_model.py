@@ -1,12 +1,14 @@
 """Models that are not in every step what they were when they were wrapped: unused parts, frozen parts, other dtypes."""
 
+import copy
 import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, expected_mean, row_batch, wrappers
+from models import Mlp, assert_gradients, expected_mean, mean_by_hand, mean_over_ranks, row_batch, wrappers
+from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -306,6 +308,30 @@ def test_a_model_that_is_converted_between_steps_is_reduced(ranks2: RankPool, wr
         assert {origin for origin, _ in found} == {by}
 
 
+def _skips_when_converted(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    assert_steps_to_the_mean(ddp, mlp_loss(rank, 0))
+    ddp.module.double()
+    ddp.zero_grad()
+
+    def loss_of(module: nn.Module) -> Tensor:
+        return module(row_batch(rank, 1).double()).square().sum()
+
+    here = {} if rank == 0 else gradients_here(copy.deepcopy(ddp.module), loss_of)
+    if rank == 0:
+        ddp.skip_step()
+    else:
+        loss_of(ddp).backward()
+    assert_gradients(ddp.module, mean_over_ranks(here, ddp.module))
+    assert_steps_to_the_mean(ddp, loss_of)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_rank_may_skip_the_first_step_of_a_changed_model_without_a_forward(ranks2: RankPool, wrapper: str) -> None:
+    """The others compared their models with its own, which it did not tell of."""
+    ranks2.run(_skips_when_converted, wrapper)
+
+
 def _gradients_carried_over(rank: int, wrapper: str) -> None:
     """A .grad from before the change is part of the next mean."""
     ddp = wrappers([wrapper])[wrapper](Mlp())
@@ -365,3 +391,22 @@ def _changed_under_way(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_a_change_that_a_recomputation_meets_is_an_error(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_changed_under_way, wrapper)
+
+
+def _two_change(rank: int, wrapper: str) -> None:
+    """The same in each of two wrappers, whose forwards the ranks call in other orders."""
+    wrapped = [wrappers([wrapper])[wrapper](Mlp()) for _ in range(2)]
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        for ddp in wrapped:
+            ddp.module.to(dtype)
+            ddp.zero_grad()
+        x = row_batch(rank).to(dtype)
+        expected = [mean_by_hand(ddp, lambda module: module(x).square().sum()) for ddp in wrapped]  # noqa: B023
+        torch.stack([ddp(x).square().sum() for ddp in (wrapped if rank == 0 else wrapped[::-1])]).sum().backward()
+        for ddp, mean in zip(wrapped, expected, strict=True):
+            assert_gradients(ddp.module, mean)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_two_models_that_change_may_be_called_in_another_order_on_each_rank(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_two_change, wrapper)

@@ -1,0 +1,102 @@
+"""Which programs stay clear of what docs/limits.md lists as refused or as not detected."""
+
+from dataclasses import replace
+
+from fuzz.description import OTHER_WRAPPER, Join, Model, Op, Program, Step, parameters_of, walk
+
+# What is drawn, and taken out again for wrappers for which it is not mended yet: issue 13, numbers 15 and 11.
+PENDING = {"unread": ("compile_ddp", "inductor"), "compiled around": ("EagerDDP", "compile_ddp", "inductor")}
+
+
+def permitted(program: Program, wrapper: str, world_size: int) -> Program:
+    """Without what is pending for this wrapper."""
+    wrappers = {wrapper, *(OTHER_WRAPPER[wrapper] for other in program.others if other.swapped)}
+    steps = program.steps
+    if wrappers.intersection(PENDING["unread"]):
+        steps = tuple(replace(step, unread_on=()) if isinstance(step, Step) else step for step in steps)
+    if wrappers.intersection(PENDING["compiled around"]):
+        steps = tuple(replace(step, compiled_around=False) if isinstance(step, Step) else step for step in steps)
+    return replace(program, steps=steps)
+
+
+# ---- what does not go together ---------------------------------------------------------------------------------------
+
+
+def tamed(program: Program) -> Program:
+    """The program without what docs/limits.md refuses beside the rest of it, or what nobody could average by hand."""
+    setting = program.setting
+    if setting.hook:
+        setting = replace(setting, reduction="mean")
+    steps = tuple(_tamed_join(s, setting.hook) if isinstance(s, Join) else s for s in program.steps)
+    if program.others:  # ddp.join() is for one wrapper; an error of one wrapper keeps another from its end
+        steps = tuple(replace(s, failure=None) if isinstance(s, Step) else Step() for s in steps)
+    if any(_has(model, "all_reduce") for model in program.models):
+        steps = tuple(map(_alike_on_all_ranks, steps))
+    if setting.reduction != "weighted":
+        steps = tuple(replace(s, nan_on=()) if isinstance(s, Step) else s for s in steps)
+    return replace(program, setting=setting, steps=tuple(map(_tamed_step, steps)))
+
+
+def _has(model: Model, kind: str) -> bool:
+    return any(op.kind == kind for op, _ in walk(model.ops))
+
+
+def _tamed_join(join: Join, hook: str) -> Join:
+    """A communication hook divides as it does."""
+    return replace(join, by_all=True) if hook else join
+
+
+def _alike_on_all_ranks(step: Step | Join) -> Step | Join:
+    """Every rank runs the model's collectives equally often, and what one of them makes of NaN is everyone's."""
+    if isinstance(step, Join):
+        return replace(step, throws=True)
+    return replace(step, local=step.local[:1], skipped_on=(), nan_on=(), failure=None)
+
+
+def _tamed_step(step: Step | Join) -> Step | Join:
+    if isinstance(step, Join):
+        return step
+    if step.failure is not None:
+        step = replace(step, skipped_on=(), nan_on=())
+    if step.nan_on:
+        step = replace(step, skipped_on=())
+    return step
+
+
+# ---- programs that are not drawn at all ------------------------------------------------------------------------------
+
+
+def is_legal(program: Program) -> bool:
+    return bool(program.steps) and all(_model_is_legal(model, program) for model in program.models)
+
+
+def _model_is_legal(model: Model, program: Program) -> bool:
+    two_forwards = any(step.forwards > 1 for step in program.plain_steps)
+    uses: dict[tuple[str, int], list[tuple[str, ...]]] = {}
+    for op, within in walk(model.ops):
+        if op.kind == "checkpoint" and op.variant == 1 and two_forwards:
+            return False  # a second gradient after its bucket has gone out
+        read = parameters_of(op)
+        if read is not None and _in_some_steps_only_and_reentrant(within):
+            return False  # a first gradient from inside a reentrant checkpoint
+        if read is not None:
+            uses.setdefault(read, []).append(tuple(outer.kind for outer in within))
+    trained = [read for read in uses if read[0] != "linear" or read[1] not in model.frozen]
+    return bool(trained) and all(_may_be_shared(places) for places in uses.values())
+
+
+def _in_some_steps_only_and_reentrant(within: tuple[Op, ...]) -> bool:
+    reentrant = any(op.kind == "checkpoint" and op.variant == 1 for op in within)
+    return reentrant and any(op.kind == "sometimes" for op in within)
+
+
+def _may_be_shared(places: list[tuple[str, ...]]) -> bool:
+    """`places` holds, for each reader of a parameter, the kinds of the operations that it stands in."""
+    if len(places) == 1:
+        return True
+    in_eager_code = [place for place in places if "eager" in place]
+    if any("checkpoint" in place for place in places):
+        return False  # a second gradient after its bucket has gone out
+    if not in_eager_code or len(in_eager_code) == len(places):
+        return True
+    return not any("sometimes" in place for place in places)

@@ -76,12 +76,12 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 def _overwrites_differentiable(node: Node) -> bool:
-    """Whether a node writes to a tensor that then requires a gradient, through whatever alias."""
+    """Whether a node writes to a tensor, through whatever alias, and gradients take part in that."""
     in_place = node.op == "call_function" and node.target in _IN_PLACE_OPERATORS
     if not (in_place or torch_private.overwrites_an_argument(node.target) or _mutates(node)):
         return False
-    written = node.kwargs.get("out", node.args[0] if node.args else None)
-    return not isinstance(written, Node) or _differentiable(written) or _differentiable(node)
+    values = (operand.meta.get("example_value") for operand in (node, *node.all_input_nodes))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
 def _is_opaque(node: Node) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
-from compiled_ddp.capture import gradient_order, plan_segment, without_gradient
+from compiled_ddp.capture import gradient_order, outputs_reached, plan_segment, without_gradient
 from compiled_ddp.options import MEBIBYTE, NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
 
@@ -221,3 +221,64 @@ def test_an_input_without_a_reader_counts_as_having_a_gradient() -> None:
     graph.placeholder("unused")
     graph.output((graph.placeholder("used"),))
     assert without_gradient(graph) == set()
+
+
+# ---- which outputs an input reaches ----------------------------------------------------------------------------------
+
+
+def reached(function: Callable[..., Any], count: int) -> dict[int, set[int]]:
+    return {
+        place: set(outputs)
+        for place, outputs in outputs_reached(captured(function, *weights(count)), range(count)).items()
+    }
+
+
+def test_inputs_that_feed_some_outputs_alone_are_told_with_these() -> None:
+    assert reached(lambda a, b, c: (a * c, b.exp() * c), 3) == {0: {0}, 2: {1}}  # a, c, b
+    assert reached(lambda a, b: (a * b, b.sum()), 2) == {0: {0}}
+    assert reached(lambda a, b: a * b, 2) == {}, "one output is reached by all or by none"
+
+
+def test_an_output_without_a_gradient_is_reached_by_none() -> None:
+    assert reached(lambda a, b: (a * b, b.detach() * 2), 2) == {}
+    assert reached(lambda a, b, c: (a * b.detach(), b * 2, c.argmax()), 3) == {0: {1}, 1: {0}}  # b, a, c
+
+
+def test_operators_with_several_results_bind_their_inputs_together() -> None:
+    assert reached(lambda a, b: ((a * b).split(2)[0], (a * b).split(2)[1]), 2) == {}
+
+
+def test_what_a_checkpoint_detaches_reaches_nothing_through_it() -> None:
+    def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return checkpoint(lambda x, y: x.exp() * y.detach(), a, b, use_reentrant=False), b * 2
+
+    assert reached(function, 2) == {0: {0}, 1: {1}}
+
+
+@pytest.mark.parametrize("how", ["setitem", "method", "out", "iadd", "view"])
+def test_nothing_is_told_where_memory_with_a_gradient_is_overwritten(how: str) -> None:
+    def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = a * 2, b * 2
+        if how == "setitem":
+            left[0] = right[0]
+        elif how == "method":
+            left.add_(right)
+        elif how == "out":
+            left = left + torch.add(right.detach(), 1, out=torch.empty(3)).mul_(b)
+        elif how == "iadd":
+            left += right
+        else:
+            left[0].add_(right[0])
+        return left, right
+
+    assert reached(function, 2) == {}
+
+
+def test_overwriting_what_has_no_gradient_hides_nothing() -> None:
+    def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        counted = torch.zeros(3)
+        counted.add_(1)
+        counted[0] = 2
+        return a * counted, b * 2
+
+    assert reached(function, 2) == {0: {0}, 1: {1}}

@@ -431,6 +431,9 @@ class Runtime:
             self._used.update(i for i in not_called if self.parameters.tensors[i].grad is not None)
         if not_called and not unmatched:  # calls that do not match are reported one by one
             self.report(NOT_CALLED, sorted(not_called))
+        if not_called and not torch_private.may_reach_reentrant_checkpoints():
+            # Other ranks wait for these in their graphs, perhaps before they come to a collective of the model's own.
+            backward.launch_what_never_comes(self._will_accumulate)
 
     def _compiles(self, call: SegmentCall) -> bool:
         """Whether the backward that reduces in the graph has been compiled, or can be, before anything is sent."""

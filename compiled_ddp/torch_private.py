@@ -243,19 +243,30 @@ def backward_accumulates_nothing() -> bool:
 
     A backward evaluates all that it can reach, down to a leaf that it accumulates into.
     """
-    leaves = []
+    leaves = [node.variable for node in _nodes_from_here() if hasattr(node, "variable")]  # AccumulateGrad
+    return bool(leaves) and not any(backward_will_accumulate(leaf) for leaf in leaves)
+
+
+def may_reach_reentrant_checkpoints() -> bool:
+    """Whether behind the node that this thread evaluates there are any: what they accumulate nobody knows. Walks it."""
+    return any(_is_reentrant_checkpoint(node) for node in _nodes_from_here())
+
+
+def _nodes_from_here() -> Iterator[Any]:
     open_nodes = [evaluating_node()]
     seen = set(open_nodes)
     while open_nodes:
         node = open_nodes.pop()
         if node is None:
             continue
-        if hasattr(node, "variable"):  # AccumulateGrad
-            leaves.append(node.variable)
+        yield node
         following = {next_node for next_node, _ in node.next_functions} - seen
         seen |= following
         open_nodes += following
-    return bool(leaves) and not any(backward_will_accumulate(leaf) for leaf in leaves)
+
+
+def _is_reentrant_checkpoint(node: Any) -> bool:
+    return "CheckpointFunction" in node.name()
 
 
 def in_distributed_backward() -> bool:
@@ -269,7 +280,7 @@ def in_distributed_backward() -> bool:
 def in_reentrant_checkpoint() -> bool:
     """Whether the running backward has reached a checkpoint(..., use_reentrant=True), which runs its forward again."""
     node = evaluating_node()
-    return node is not None and "CheckpointFunction" in node.name()
+    return node is not None and _is_reentrant_checkpoint(node)
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -1,5 +1,6 @@
 """Fixtures that every test may use: the pools of rank processes and the session's own compile cache."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,12 @@ from ranks import RankPool
 
 @pytest.fixture(scope="session", autouse=True)
 def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Directory of Inductor's and AOTAutograd's caches: the session's own, shared by all tests and ranks."""
-    directory = tmp_path_factory.mktemp("inductor")
+    """Directory of Inductor's and AOTAutograd's caches: the session's own, shared by all tests, ranks and workers."""
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
+    directory = directory / "inductor"
+    directory.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
         yield directory

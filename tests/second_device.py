@@ -4,6 +4,7 @@ Autograd runs backwards in a thread for each of them. A process that has registe
 that do are no other tests' ranks.
 """
 
+import fcntl
 import importlib.util
 import subprocess
 import sysconfig
@@ -20,8 +21,16 @@ KIND = "twins"
 
 
 def build(directory: Path) -> Path:
-    """Compile the extension into `directory`, which takes about 20 s."""
+    """Compile the extension into `directory`, which takes about 20 s; of several processes one does."""
     library = directory / "second_device.so"
+    with (directory / "second_device.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            _compile(library)
+    return library
+
+
+def _compile(library: Path) -> None:
     include = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     python = f"-I{sysconfig.get_paths()['include']}"
     link = [f"-L{path}" for path in cpp_extension.library_paths()]
@@ -30,7 +39,6 @@ def build(directory: Path) -> Path:
         [*command, str(SOURCE), *link, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-o", str(library)],
         check=True,
     )
-    return library
 
 
 def register(library: Path) -> None:

@@ -28,8 +28,8 @@ MIXED = ("twins:1", "cpu")
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return second_device.build(tmp_path_factory.mktemp("second_device"))
+def library(inductor_cache: Path) -> Path:
+    return second_device.build(inductor_cache.parent)
 
 
 @pytest.fixture(scope="module")

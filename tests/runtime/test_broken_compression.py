@@ -1,11 +1,12 @@
 """An exception on one rank in a backward whose buckets are reduced by several collectives each, before any of them.
 
-Then the rank issues, with zeros, what is left of the bucket and of the others: no other rank waits for ever or is given
-one collective's numbers for another's.
+Then the rank issues, with zeros, what is left of the bucket and of the others: no other rank waits for ever, or is
+given one collective's numbers for another's.
 """
 
 import contextlib
 import copy
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -259,3 +260,135 @@ def test_the_same_on_the_rank_that_the_sequence_comes_from(ranks2: RankPool, wra
 @pytest.mark.inductor
 def test_the_same_in_graphs_of_inductor(ranks2: RankPool) -> None:
     ranks2.run(_breaks_everywhere, "inductor", "PowerSGD", 1, {}, timeout_seconds=300.0)
+
+
+def _both_break(rank: int, wrapper: str) -> None:
+    """Each rank in another place of another bucket: none waits for a collective that the other does not issue."""
+    steps = Steps(wrapper, "Threshold", broken=rank)
+    for calls in itertools.product((0, 1, 4), (0, 2, 3)):
+        steps.right()
+        steps.breaks(calls[rank], ValueError, others=None)
+        steps.ledger.assert_as_before(steps.ddp, f"after exceptions at calls {calls}")
+    steps.right()
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_ranks_that_break_off_in_different_collectives_all_drop_the_step(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_both_break, wrapper)
+
+
+def _mixed(rank: int) -> None:
+    """One rank's graphs go by hooks: both launch alike, and what one of them leaves, too."""
+    eager = rank == 0
+    for broken in (0, 1):
+        steps = Steps("compile_ddp", "PowerSGD", broken)
+        steps.right()
+        with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
+            for call in range(5):
+                steps.right()
+                steps.breaks(call, ERRORS[call % 4], others="broke off on 1 other rank")
+                steps.ledger.assert_as_before(steps.ddp, f"after an exception at call {call}")
+        steps.right()
+        steps.ddp.unwrap()
+
+
+def test_a_rank_by_hooks_and_one_in_a_graph_leave_each_other_what_is_left(ranks2: RankPool) -> None:
+    ranks2.run(_mixed)
+
+
+def _three(rank: int) -> None:
+    steps = Steps("compile_ddp", "PowerSGD", 2)
+    steps.right()
+    for call in (0, 1, 3):
+        steps.breaks(call, KeyboardInterrupt, others="broke off on 1 other rank")
+        steps.ledger.assert_as_before(steps.ddp, f"after an exception at call {call}")
+        steps.right()
+
+
+def test_the_same_on_three_ranks(ranks3: RankPool) -> None:
+    ranks3.run(_three)
+
+
+def _lost_and_broken(rank: int) -> None:
+    """The step that is to tell of a lost one breaks off itself: the next one tells it."""
+    steps = Steps("EagerDDP", "TopK", 1)
+    steps.right()
+    last = 2 * sum(bool(b.gradients) for section in steps.ddp.plan.sections for b in section.plan.buckets)
+    steps.breaks(last, ValueError, others=None)
+    steps.breaks(1, ValueError, others="broke off on 1 other rank")
+    steps.refused("when all of it had been sent")
+    steps.ledger.open(steps.ddp)
+    steps.right()
+
+
+def test_a_lost_step_is_told_when_the_next_one_breaks_off(ranks2: RankPool) -> None:
+    ranks2.run(_lost_and_broken)
+
+
+def _raises_again(rank: int) -> None:
+    """What a hook computes of the results raises, and again when the rank follows the others."""
+    steps = Steps("EagerDDP", "TopK", 1, verify="off")  # a step that verifies would wait for this rank, too
+    steps.right()
+    steps.ddp.zero_grad()
+    loss = loss_of(steps.ddp, batch(1))
+    if rank == 0:
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"was launched but not reduced|has stopped|stayed silent"):
+            loss_of(steps.ddp, batch(2)).backward()
+        return
+    last = 2 * sum(bool(b.gradients) for section in steps.ddp.plan.sections for b in section.plan.buckets)
+    PLANS.append(Plan(last, ValueError, repeats=2))
+    with pytest.raises(ValueError, match="planted"):
+        loss.backward()
+    with pytest.raises(ValueError, match="planted"):
+        steps.ddp(batch(2))
+    assert not PLANS
+    with pytest.raises(RuntimeError, match="ValueError ended this rank's part in the end of a backward"):
+        steps.ddp(batch(2)).sum().backward()
+
+
+def test_a_hook_that_cannot_follow_the_other_ranks_gives_its_rank_up(ranks2: RankPool) -> None:
+    ranks2.run(_raises_again, collective_timeout_seconds=4.0)
+
+
+def _counts_otherwise(rank: int) -> None:
+    """A backend whose count of collectives tells something else: a graph that breaks off cannot be followed."""
+    steps = Steps("compile_ddp", "Threshold", 1)
+    standing = steps.ddp._runtime.communicator.standing
+    count = standing._count_launches
+    standing._count_launches = lambda group: 2 * count(group)
+    steps.right()
+    assert not standing.counts_launches
+    steps.ddp.zero_grad()
+    loss = loss_of(steps.ddp, batch(1))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="collective"):
+            loss.backward()
+        return
+    PLANS.append(Plan(1, ValueError))
+    with pytest.raises(ValueError, match="planted"):
+        loss.backward()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="what it had reduced is lost"):
+            loss_of(steps.ddp, batch(1)).backward()
+
+
+def test_where_the_count_tells_nothing_a_graph_that_breaks_off_is_given_up(ranks2: RankPool) -> None:
+    ranks2.run(_counts_otherwise, collective_timeout_seconds=4.0)
+
+
+def _counts(rank: int) -> None:
+    """What `break_off` relies on: the group counts each collective of a hook's program as one."""
+    communicator = wrap("EagerDDP", "bf16")._runtime.communicator
+    ranks = Ranks(2, communicator.group_name)
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for numel in (0, 1, 5):
+            tensor = torch.zeros(numel, dtype=dtype)
+            for collective in (ranks.all_reduce, ranks.all_gather):
+                before = communicator.standing.launches
+                collective(tensor)
+                assert communicator.standing.launches == before + 1, (collective, tensor)
+
+
+def test_each_collective_of_a_hook_counts_as_one(ranks2: RankPool) -> None:
+    ranks2.run(_counts)

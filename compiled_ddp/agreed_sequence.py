@@ -64,10 +64,10 @@ class AgreedSequence:
         """From the next `begin_anew` on, plan buckets for a communication hook."""
         self.hooks_reason, self._reduction = reason, "hook"
 
-    def propose(self, plans: Callable[[], Sequence[BucketPlan]]) -> ReductionSequence:
-        """The sequence for the backward that begins; `plans`, asked for if need be, are of the calls it will run."""
+    def propose(self, plans: Sequence[BucketPlan]) -> ReductionSequence:
+        """The sequence for the backward that begins; where `must_agree`, `plans` are of the calls it will run."""
         if not self._holds:
-            self._adopt(self._agree("proposal", lambda: self._planner.propose(plans())))
+            self._adopt(self._agree("proposal", lambda: self._planner.propose(plans)))
         assert self.sequence is not None
         return self.sequence
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from compiled_ddp import torch_private, users_hooks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.flat_buffers import SequenceBuffers
-from compiled_ddp.hooked_backward import HookedBackward, HookedWork
+from compiled_ddp.hooked_backward import HookedBackward, HookedWork, LaunchedInPart
 from compiled_ddp.launch_observer import profiled
 from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, WEIGHT, Bucket, BucketPlan, Section
 from compiled_ddp.returned_gradients import ReturnedGradients
 from compiled_ddp.riders import Message, write_riders
 from compiled_ddp.scaling import Scaling
-from compiled_ddp.standing import names_in_words
+from compiled_ddp.standing import failed_in_collective, names_in_words
 from compiled_ddp.torch_comm_hook import HookBucket, HookedReduction, TorchCommHook
 
 
@@ -59,7 +59,7 @@ class _Progress:
     section: int
     bucket: Bucket
     missing: set[int]
-    work: dist.Work | HookedReduction | HookedWork | LaunchedByGraph | None = None
+    work: dist.Work | HookedReduction | HookedWork | LaunchedByGraph | LaunchedInPart | None = None
     summed: torch.Tensor | None = None  # what was launched, where `Scaling` is still to bring it back
     normalised: bool = False  # whether a weighted sum has been divided by the sum of the weights
 
@@ -137,8 +137,15 @@ class SynchronisedBackward:
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that the running graph fills
         self._standing = communicator.standing
         self._launches_before = self._standing.launches
+        self._broke_in_launch = False  # whether an exception has ended a launch by hooks
+        # How many reduce each bucket.
+        self._collectives = [
+            1 if bucket_hook is None else bucket_hook.collectives(position) for position in range(len(self._progress))
+        ]
         origins = [section.origin for section in sections]
-        self._standing.backward_began(message.forwards.begun, buffers.buckets, origins, parameters.names)
+        self._standing.backward_began(
+            message.forwards.begun, buffers.buckets, origins, parameters.names, self._collectives
+        )
 
     def _take_existing(self) -> Iterator[tuple[int, torch.Tensor]]:
         """The .grad tensors that are not views of their own place in a flat buffer."""
@@ -414,9 +421,19 @@ class SynchronisedBackward:
         try:
             with profiled("launch", self._standing.bucket, position):
                 progress.work = self._reduce(position, progress.summed)
-        except RuntimeError as error:
-            raise self._communicator.failure(error, f"{self._words(position)} could not be launched") from error
+        except BaseException as error:
+            self._broke_in_launch = True
+            self._explain(error, position, "could not be launched")
+            raise
         self._standing.hooks_launched(position)
+
+    def _explain(self, error: BaseException, position: int, what: str) -> None:
+        """Raise a failure of a bucket's collective, in words; note where any other exception came from."""
+        hooked = self._bucket_hook is not None and self._bucket_hook.reduces(position)
+        if isinstance(error, RuntimeError) and (not hooked or failed_in_collective(error)):
+            raise self._communicator.failure(error, f"{self._words(position)} {what}") from error
+        if hooked:
+            error.add_note(f"in the communication hook, for {self._words(position)}")
 
     def _hand_to(self, torch_hook: TorchCommHook, position: int) -> None:
         """Let the hook reduce a bucket. If it raises, only the riders go out, to tell the other ranks."""
@@ -466,8 +483,9 @@ class SynchronisedBackward:
     def break_off(self) -> bool:
         """Find out what has been launched when an exception ended this backward, so that the rest can follow.
 
-        The process group's own count of collectives tells it, however far a graph or a line of ours had come. Returns
-        whether the riders of all that was launched can be read; where not, nobody knows what the other ranks do next.
+        The process group's own count of collectives tells it, however far a graph or a line of ours had come. What is
+        left of a bucket that a communication hook reduces by several is launched here. Returns whether the riders of
+        all that was launched can be read; where not, nobody knows what the other ranks do next.
         """
         self.pending.clear()  # the user may have cleared .grad since
         self.message.aborted = True
@@ -478,16 +496,27 @@ class SynchronisedBackward:
         if self._torch_hook is not None:  # which launches what it likes, and no graph launches anything
             return True
         if not self._standing.counts_launches:
-            return not broken
+            return not broken and not self._broke_in_launch
         left = self._standing.launches - self._launches_before
         self._cursor = 0
-        while self._cursor < len(self._progress) and left >= 1:
-            left -= 1
+        while self._cursor < len(self._progress) and left > 0:
+            collectives = self._collectives[self._cursor]
             self._note_launched(self._cursor)
+            if left < collectives:
+                assert self._bucket_hook is not None
+                self._progress[self._cursor].work = self._bucket_hook.launch_zeros(self._cursor, left)
+            left = max(left - collectives, 0)
             self._cursor += 1
         return all(
             progress.bucket.riders is None or progress.section in self._in_graph or self._riders_at(p) is not None
             for p, progress in enumerate(self._progress[: self._cursor])
+        )
+
+    def lost_hook_state(self) -> bool:
+        """Whether a graph broke off after a bucket's launch, and nothing tells the hook's new state for it."""
+        return self._bucket_hook is not None and any(
+            isinstance(progress.work, LaunchedByGraph) and self._bucket_hook.has_state(position)
+            for position, progress in enumerate(self._progress)
         )
 
     def _note_launched(self, position: int) -> None:
@@ -562,9 +591,10 @@ class SynchronisedBackward:
     def _sum(self, index: int, positions: Sequence[int]) -> torch.Tensor:
         return _sum_in_order([self._buffers[position].views[index] for position in positions])
 
-    def wait(self) -> None:
+    def wait(self, *, results: bool = True) -> None:
         """Wait for every bucket that hooks launched; a graph waits for its own.
 
+        Without `results`, a communication hook computes nothing of them, which may raise: the riders alone can be read.
         Not for a communication hook that has failed on some rank: what the others launched may never end.
         """
         if self._torch_hook is not None:
@@ -574,19 +604,24 @@ class SynchronisedBackward:
                 self._torch_hook.broken = True
             if self._torch_hook.broken:
                 return
-        self._wait(*range(len(self._progress)))
+        self._wait(*range(len(self._progress)), results=results)
+        if self._torch_hook is None:
+            self._standing.all_launched(self._launches_before + sum(self._collectives))
 
-    def _wait(self, *positions: int) -> None:
+    def _wait(self, *positions: int, results: bool = True) -> None:
         for position in positions:
             work = self._progress[position].work
             if work is not None:
                 self._standing.hooks_await(position)
                 try:
                     with profiled("wait for", self._standing.bucket, position):
-                        work.wait()
-                except RuntimeError as error:
-                    what = f"{self._words(position)} was launched but not reduced"
-                    raise self._communicator.failure(error, what) from error
+                        if isinstance(work, HookedWork) and not results:
+                            work.wait_for_collectives()
+                        else:
+                            work.wait()
+                except BaseException as error:
+                    self._explain(error, position, "was launched but not reduced")
+                    raise
         self._standing.hooks_await(None)
         for position in positions:
             if self._scaling is not None:
@@ -626,7 +661,9 @@ class SynchronisedBackward:
         return self._buffers.first_position[section] + len(self.sections[section].plan.buckets) - 1
 
     def _riders_of(self, section: int) -> torch.Tensor:
-        riders = self._buffers[self._position_of_riders(section)].riders
+        position = self._position_of_riders(section)
+        of_graph = isinstance(self._progress[position].work, LaunchedByGraph)
+        riders = self._riders_at(position) if of_graph else self._buffers[position].riders
         assert riders is not None
         return riders
 

@@ -1,6 +1,7 @@
 """What a captured forward graph tells before anything is compiled: its parameters and the order of their gradients."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -42,6 +43,55 @@ def without_gradient(graph: Graph) -> set[int]:
     return {place for place, node in enumerate(graph.find_nodes(op="placeholder")) if node not in reaching}
 
 
+def outputs_reached(graph: Graph, inputs: Iterable[int]) -> dict[int, frozenset[int]]:
+    """Of these inputs, those that reach some of the graph's outputs and not others, with the outputs that they reach.
+
+    A loss that uses none of them leaves the input without a gradient, as in eager mode. Empty where this cannot be
+    told: where something that requires a gradient is overwritten, or an operator has code of its own in it.
+    """
+    if any(_overwrites_differentiable(node) or _is_opaque(node) for node in graph.nodes):
+        return {}
+    reached: dict[Node, set[int]] = {}
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            outputs = node.args[0]
+            assert isinstance(outputs, Sequence)
+            for number, output in enumerate(outputs):
+                if isinstance(output, Node) and _differentiable(output):
+                    reached.setdefault(output, set()).add(number)
+            every = {number for numbers in reached.values() for number in numbers}
+        elif node in reached and _differentiable(node):
+            for source in _sources(node):
+                reached.setdefault(source, set()).update(reached[node])
+    placeholders = graph.find_nodes(op="placeholder")
+    found = {place: frozenset(reached.get(placeholders[place], ())) for place in inputs}
+    return {place: numbers for place, numbers in found.items() if numbers and numbers != every}
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, name)
+    for name in ("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior")
+)
+
+
+def _overwrites_differentiable(node: Node) -> bool:
+    """Whether a node writes to a tensor that then requires a gradient, through whatever alias."""
+    in_place = node.op == "call_function" and node.target in _IN_PLACE_OPERATORS
+    of_schema = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    if not (in_place or of_schema or _mutates(node)):
+        return False
+    written = node.kwargs.get("out", node.args[0] if node.args else None)
+    return not isinstance(written, Node) or _differentiable(written) or _differentiable(node)
+
+
+def _is_opaque(node: Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.HigherOrderOperator)
+        and node.target is not torch.ops.higher_order.tag_activation_checkpoint
+        and node.target is not torch.ops.higher_order.autograd_function_apply
+    )
+
+
 def _sources(node: Node) -> Iterable[Node]:
     """The operands that a gradient of `node` may reach."""
     if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
@@ -64,10 +114,13 @@ def _mutates(node: Node) -> bool:
     return node.op.startswith("call_") and (name.endswith("_") or "out" in node.kwargs)
 
 
-def plan_segment(graph: Graph, gradients: Mapping[int, GradientSpec], options: Options, world_size: int) -> BucketPlan:
-    """The buckets of a captured graph: a function of the graph and of inputs that are equal on every rank."""
+def plan_segment(gradients: Iterable[GradientSpec], options: Options, world_size: int) -> BucketPlan:
+    """The buckets of a captured graph whose backward completes `gradients` in this order.
+
+    A function of the graph and of inputs that are equal on every rank.
+    """
     return assign_buckets(
-        [gradients[index] for index in gradient_order(graph, list(gradients))],
+        list(gradients),
         capacities_bytes=options.bucket_capacities_bytes,
         world_size=world_size,
         reduction=options.planned_reduction,

@@ -8,19 +8,19 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.agreement import Description
-from compiled_ddp.capture import plan_segment, without_gradient
+from compiled_ddp.bindings import Bindings
 from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.communicator import RankGroup
 from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
+from compiled_ddp.entry import entry_of
 from compiled_ddp.options import Options
-from compiled_ddp.plain_graph import PlainGraph
-from compiled_ddp.plan import GradientSpec, ReductionKind
-from compiled_ddp.segment import VARIANTS, Segment, SegmentCall, weakly
-from compiled_ddp.sparse_gradients import leaving_out
+from compiled_ddp.plan import ReductionKind
+from compiled_ddp.program import VARIANTS, Program
+from compiled_ddp.segment import Segment, SegmentCall, calling
+from compiled_ddp.users_code import warn_user
 from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.wrapper import DataParallelWrapper
 
@@ -158,11 +158,13 @@ class CompiledDDP(DataParallelWrapper):
     ) -> None:
         self._calls: list[weakref.ref[SegmentCall]] = []
         self._calls_of_forward: list[SegmentCall] = []
-        self._plain_graphs: list[weakref.ref[PlainGraph]] = []
+        self._known_limits, self._given_up = 0, list[str]()  # what Dynamo captures no more
+        self._fallen_back: set[str] = set()  # why
+        self._segments_of_forward: dict[Segment, Program | None] = {}
         self._warmups = 0
         super().__init__(torch_private.without_compile_wrapper(module), process_group, options, ddp_arguments)
         try:
-            self._prepare_to_compile(options)
+            self._prepare_to_compile(self._options)
         except BaseException:
             self.unwrap()
             raise
@@ -187,22 +189,22 @@ class CompiledDDP(DataParallelWrapper):
 
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}
+        self._bindings = Bindings(self._runtime, self._own, options, self._index_of_parameter)
         self._index_parameters()
-        self._compiler_options = torch_private.inductor_options(options.mode, options.compiler_options, options.dynamic)
-        compiled = torch.compile(
+        compiled = entry_of(
             torch_private.without_own_compilation(self.module),
-            backend=weakly(self._compile_graph),  # Dynamo keeps it for good
+            backend=options.backend,
+            compiler_options=torch_private.inductor_options(options.mode, options.compiler_options, options.dynamic),
             fullgraph=options.fullgraph,
             dynamic=options.dynamic,
         )
         # In a tuple, so that it is no submodule: the model has one place in this wrapper, `module`.
-        self._compiled: tuple[Callable[..., Any]] = (
-            leaving_out(self._own.sparse_modules(), torch_private.captured_as_it_is(compiled, self.module)),
-        )
+        self._compiled: tuple[Callable[..., Any]] = (compiled,)
 
     def _index_parameters(self) -> None:
-        for index, tensor in enumerate(self._runtime.parameters.tensors):
-            self._index_of_parameter[id(tensor)] = index  # in place: captured segments hold on to it
+        self._index_of_parameter.clear()
+        self._index_of_parameter |= {id(t): index for index, t in enumerate(self._runtime.parameters.tensors)}
+        self._bindings.forget()
 
     def _refresh(self) -> None:
         super()._refresh()
@@ -216,13 +218,32 @@ class CompiledDDP(DataParallelWrapper):
         return None
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls_of_forward = []
-        (compiled,) = self._compiled
-        outputs = compiled(*args, **kwargs)
+        outputs = self._run_compiled(*args, **kwargs)
         if torch.is_grad_enabled():
             self._runtime.end_forward(self._calls_of_forward)
         self._calls_of_forward = []
         return outputs
+
+    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls_of_forward, self._segments_of_forward = [], {}
+        (compiled,) = self._compiled
+        limits = torch_private.recompile_limits()
+        known = len(limits.notes)
+        with calling(self):
+            outputs = compiled(*args, **kwargs)
+        if known != self._known_limits:  # another wrapper may have met them
+            self._given_up = limits.given_up_in(self.module)
+            self._known_limits = known
+        for note in (*self._given_up, *limits.notes[known:]):
+            self._fall_back(f"a part of the model runs without graphs: {note}")
+        return outputs
+
+    def _fall_back(self, why: str) -> None:
+        if self._options.strict and self._hooks_reason() is None:
+            raise RuntimeError(f"{why}. compile_ddp(strict=True) does not fall back.")
+        if why not in self._fallen_back:
+            self._fallen_back.add(why)
+            warn_user(f"{why}; hooks reduce its gradients.")
 
     # ---- compiling ahead ---------------------------------------------------------------------------------------------
 
@@ -240,71 +261,43 @@ class CompiledDDP(DataParallelWrapper):
 
     def _compile_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Compiled]:
         """Run the module, outside of any step, and compile the backwards of what it calls."""
-        live, self._calls_of_forward = self._calls, []
-        (compiled,) = self._compiled
+        live = self._calls
 
         def run_forward() -> bool:
-            compiled(*args, **kwargs)  # its graph goes with its outputs: no backward will ever reach it
+            self._run_compiled(*args, **kwargs)  # its graph goes with its outputs: no backward will ever reach it
             return True
 
         try:
             yield from timed("the forward", run_forward)
-            segments = list(dict.fromkeys(call.segment for call in self._calls_of_forward))
+            called = self._segments_of_forward
         finally:
-            self._calls, self._calls_of_forward = live, []
-        for number, segment in enumerate(segments, start=1):
-            graph = f"graph {number} of {len(segments)} ({len(segment.plan.indices)} gradients)"
+            self._calls, self._calls_of_forward, self._segments_of_forward = live, [], {}
+        reducing = {segment: program for segment, program in called.items() if program is not None}
+        for number, (segment, program) in enumerate(reducing.items(), start=1):
+            graph = f"graph {number} of {len(reducing)} ({len(program.plan.indices)} gradients)"
+            yield from timed(f"{graph}, local backward", segment.compile_local_ahead)
             for variant in VARIANTS:
-                compile_variant = functools.partial(segment.compile_ahead, variant)
-                yield from timed(f"{graph}, {variant} backward", compile_variant)
-        for reference in self._plain_graphs:
-            plain = reference()
-            if plain is not None:
-                yield from timed("backward of a graph without trained parameters", plain.compile_ahead)
+                yield from timed(f"{graph}, {variant} backward", functools.partial(program.compile_ahead, variant))
+        for segment in called.keys() - reducing.keys():
+            yield from timed("backward of a graph without trained parameters", segment.compile_local_ahead)
 
-    def _called(self, call: SegmentCall) -> None:
-        self._calls_of_forward.append(call)
-        self._calls = [reference for reference in self._calls if reference() is not None]
-        self._calls.append(weakref.ref(call))
+    # ---- told by segments --------------------------------------------------------------------------------------------
+
+    def segment_captured(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
+        return self._bindings.program(segment, inputs) if self._hooks_reason() is None else None
+
+    def segment_not_compiled(self, failure: str) -> None:
+        self._fall_back(f"a graph of the model runs uncompiled, as {self._options.backend} failed: {failure}")
+
+    def segment_called(self, segment: Segment, inputs: Sequence[Any], node: Any) -> None:
+        call = self._bindings.call(segment, inputs, node) if self._hooks_reason() is None else None
+        self._segments_of_forward[segment] = None if call is None else call.program
+        if call is not None:
+            torch_private.attach(node, call)
+            self._calls_of_forward.append(call)
+            self._calls = [reference for reference in self._calls if reference() is not None]
+            self._calls.append(weakref.ref(call))
 
     def _live_calls(self) -> Sequence[SegmentCall]:
         calls = [call for reference in self._calls if (call := reference()) is not None]
         return sorted(calls, key=lambda call: -call.serial)
-
-    def _refuse_replaced(self, inputs: Sequence[Any]) -> None:
-        sparse = self._own.sparse()
-        names = {id(parameter): name for name, parameter in self._own.parameters().items() if name not in sparse}
-        for value in inputs:
-            if id(value) in names and value.requires_grad and id(value) not in self._index_of_parameter:
-                raise RuntimeError(
-                    f"parameter {names[id(value)]} was replaced or unfrozen after compile_ddp: nothing would reduce "
-                    "its gradient. Call unwrap() and wrap the model again."
-                )
-
-    def _compile_graph(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """The torch.compile backend: called by Dynamo once for every graph it captures."""
-        self._refuse_replaced(example_inputs)
-        without = without_gradient(graph_module.graph)
-        gradients = {
-            position: GradientSpec.of(position, value)
-            for position, value in enumerate(example_inputs)
-            if id(value) in self._index_of_parameter and value.requires_grad and position not in without
-        }
-        if self._hooks_reason() is not None or not gradients or not torch.is_grad_enabled():
-            plain = PlainGraph(
-                graph_module, example_inputs, backend=self._options.backend, compiler_options=self._compiler_options
-            )
-            self._plain_graphs.append(weakref.ref(plain))
-            return plain
-        return Segment(
-            graph_module,
-            example_inputs,
-            plan_segment(graph_module.graph, gradients, self._options, self._runtime.communicator.world_size),
-            self._runtime,
-            index_of_parameter=self._index_of_parameter,
-            leaves_alone=self._own.leaves_alone,
-            backend=self._options.backend,
-            compiler_options=self._compiler_options,
-            naive=self._options.naive,
-            called=self._called,
-        )

@@ -114,6 +114,7 @@ class HookProgram:
         _leave_inputs_alone(self.graph)
         _set_result_apart(self.graph)
         nodes = list(self.graph.nodes)
+        self.launches = [node for node in nodes if node.target in LAUNCHES]  # the same on every rank, in this order
         waited = {node for node in nodes if node.target is wait_tensor}
         for node in nodes:
             if not waited.isdisjoint(node.all_input_nodes):
@@ -142,6 +143,27 @@ class HookProgram:
                     assert callable(node.target)
                     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
                     values[node] = (instead or {}).get(node.target, node.target)(*args, **kwargs)
+
+    def wait(self, values: Mapping[Node, Any]) -> None:
+        """Wait for the collectives among `values`, whatever has become of their results; a no-op the second time."""
+        for node in self.launches:
+            if node in values:
+                wait_tensor(values[node])
+
+    @torch.no_grad()
+    def launch_zeros(self, launched: int) -> list[torch.Tensor]:
+        """Launch, with zeros, what a run that broke off after `launched` collectives has left; returns their results.
+
+        None waits for another one's result, so that this rank need not compute anything.
+        """
+        results = []
+        for node in self.launches[launched:]:
+            assert callable(node.target)
+            sent, *others = node.args
+            assert isinstance(sent, Node)
+            like = sent.meta["val"]
+            results.append(node.target(torch.zeros(like.shape, dtype=like.dtype, device=like.device), *others))
+        return results
 
     def results(self, values: Mapping[Node, Any]) -> list[torch.Tensor]:
         """The mean, and the new state."""

@@ -71,6 +71,12 @@ class BucketHook:
         self._places: dict[int, list[Place]] = {}  # by id of a section of the sequence
         self._former: list[_Former] = []
 
+    def begin_anew(self) -> None:
+        """Drop all state, and what is owed. On all ranks before the same backward."""
+        for place in self._all():
+            place.state = None
+        self._former = []
+
     def program(self, bucket: Bucket) -> HookProgram | None:
         """None for a bucket of riders alone, or of nothing, which is reduced as it is."""
         if not bucket.gradients or not bucket.numel:

@@ -7,13 +7,14 @@ import torch
 
 from compiled_ddp.hook_program import HookProgram, as_real
 from compiled_ddp.hook_state import BucketHook
+from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.plan import Section
 
 
 class HookedWork:
     """What stands for the Work of an all-reduce where a hook has launched it: one run of its program by hand.
 
-    In two parts: up to its collectives at once, and what comes after them in `wait`.
+    In two parts: up to its collectives in `launch`, and what comes after them in `wait`.
     """
 
     def __init__(
@@ -26,18 +27,41 @@ class HookedWork:
         """`keep` is given the new state."""
         self._program, self._flat, self._keep = program, flat, keep
         self._values = program.inputs(flat, state)
-        program.run(program.first, self._values)
+
+    def launch(self) -> None:
+        self._program.run(self._program.first, self._values)
 
     def wait(self) -> None:
-        """Leave the mean in the flat buffer; a no-op the second time."""
+        """Leave the mean in the flat buffer; a no-op the second time.
+
+        The hook's own code may raise in here. Then this can be called again.
+        """
         if not self._values:
             return
         self._program.run(self._program.then, self._values)
         reduced, *state = self._program.results(self._values)
-        self._values.clear()
         with torch.no_grad():
             as_real(self._flat).copy_(reduced)
         self._keep(state)
+        self._values.clear()
+
+    def wait_for_collectives(self) -> None:
+        """Compute nothing of what comes after them, which `wait` may still do."""
+        self._program.wait(self._values)
+
+
+class LaunchedInPart:
+    """What stands for the Work of a bucket of which an exception had left some collectives unlaunched."""
+
+    def __init__(self, rest: Sequence[torch.Tensor], begun: HookedWork | None) -> None:
+        """`rest` are the results of these, `begun` is what had launched the others, None for a graph."""
+        self._rest, self._begun = rest, begun
+
+    def wait(self) -> None:
+        if self._begun is not None:
+            self._begun.wait_for_collectives()
+        for result in self._rest:
+            wait_tensor(result)  # nobody reads it
 
 
 @dataclass
@@ -56,10 +80,20 @@ class HookedBackward:
         """`sections`, of the sequence that the hook has adopted, are what this backward launches."""
         self._hook, self._places = hook, hook.places(sections)
         self._changes: dict[int, _Change] = {}
+        self._begun: dict[int, HookedWork] = {}  # what an exception may have ended before all of it was launched
 
     def reduces(self, position: int) -> bool:
         """Whether the hook reduces this bucket."""
         return self._hook.program(self._places[position].bucket) is not None
+
+    def collectives(self, position: int) -> int:
+        """How many reduce this bucket, on every rank and in a graph, too."""
+        program = self._hook.program(self._places[position].bucket)
+        return 1 if program is None else len(program.launches)
+
+    def has_state(self, position: int) -> bool:
+        """Whether the hook keeps something for this bucket."""
+        return bool(self._hook.state(self._places[position]))
 
     def state(self, positions: Iterable[int]) -> list[torch.Tensor]:
         """What the hook keeps for these buckets, one after the other, for the graph that launches them."""
@@ -92,7 +126,16 @@ class HookedBackward:
         def keep(new: Sequence[torch.Tensor]) -> None:
             self._note(position, _Change(list(new), None, held_back))
 
-        return HookedWork(program, flat, state, keep)
+        work = self._begun[position] = HookedWork(program, flat, state, keep)
+        work.launch()
+        del self._begun[position]
+        return work
+
+    def launch_zeros(self, position: int, launched: int) -> LaunchedInPart:
+        """Launch what is left of a bucket, after `launched` of its collectives: nobody uses what becomes of it."""
+        program = self._hook.program(self._places[position].bucket)
+        assert program is not None
+        return LaunchedInPart(program.launch_zeros(launched), self._begun.pop(position, None))
 
     def _note(self, position: int, change: _Change) -> None:
         for new, old in zip(change.new, self._hook.state(self._places[position]), strict=True):

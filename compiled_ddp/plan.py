@@ -100,7 +100,8 @@ ANNOUNCED = 9
 MISFIT = 10
 WEIGHT = 11
 HOOK_FAILED = 12
-FIRST_USED = 13
+STATE_LOST = 13
+FIRST_USED = 14
 
 COUNT_MODULUS = 64  # sums of squares stay exact in float32 up to 4096 ranks
 
@@ -117,6 +118,7 @@ class Riders:
     | `GIVEN_UP_COUNT`, `..._SQUARED` | forwards since the last backward that raised, or whose output was thrown away |
     | `ABORTED` | 1 where the backward broke off and the rest of it goes out as zeros |
     | `LOST` | 1 where the backward before broke off when everything of it had been sent |
+    | `STATE_LOST` | 1 where that one has left no state of a traced communication hook that fits the other ranks' |
     | `VERIFY` | 1 where a rank wishes to prove the reduction |
     | `ANNOUNCED` | how many parameters of "unused" sections this rank has used after all |
     | `MISFIT` | 1 where the graphs of the backward do not fit the sequence |

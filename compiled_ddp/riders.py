@@ -20,6 +20,7 @@ from compiled_ddp.plan import (
     MISFIT,
     RETURNED_COUNT,
     RETURNED_COUNT_SQUARED,
+    STATE_LOST,
     VERIFY,
     WEIGHT,
     Riders,
@@ -40,6 +41,7 @@ class Message:
     misfit: bool = False
     aborted: bool = False
     lost: bool = False
+    state_lost: bool = False
     verify: bool = False
     hook_failed: bool = False
     weight: float = 1.0
@@ -74,8 +76,8 @@ def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) 
     ):
         values[count] = float(number % COUNT_MODULUS)
         values[squared] = values[count] ** 2
-    values[ABORTED], values[LOST], values[HOOK_FAILED] = map(
-        float, (message.aborted, message.lost, message.hook_failed)
+    values[ABORTED], values[LOST], values[STATE_LOST], values[HOOK_FAILED] = map(
+        float, (message.aborted, message.lost, message.state_lost, message.hook_failed)
     )
     values[ANNOUNCED], values[MISFIT], values[VERIFY] = map(float, (message.announced, message.misfit, message.verify))
     values[WEIGHT] = message.weight
@@ -90,6 +92,7 @@ class Findings:
     backwards: int = 0  # how many they are of: none, this one, the one before it, or both
     aborted_on: int = 0  # ranks on which the backward broke off
     lost_on: int = 0  # ranks on which the backward before broke off when everything of it had been sent
+    state_lost_on: int = 0  # those of them that have no state of the traced communication hook from it
     counts_differ: bool = False  # whether the ranks average different steps: [Note: forwards that are no step]
     forgiven: bool = False  # whether they do not, because all have dropped the step in which some rank's forward raised
     announced: bool = False  # whether a rank has used a parameter of an "unused" section
@@ -146,6 +149,7 @@ class RiderReader:
             backwards=backwards,
             aborted_on=int(max(sums[ABORTED] for sums in sections)),
             lost_on=int(max(sums[LOST] for sums in sections)),
+            state_lost_on=int(max(sums[STATE_LOST] for sums in sections)),
             counts_differ=not same_begun and not all_dropped,
             forgiven=not same_begun and all_dropped,
             announced=any(sums[ANNOUNCED] > 0 for sums in sections),

@@ -49,11 +49,18 @@ class SegmentCall(Protocol):
     plan: BucketPlan  # over parameters
     fingerprint: str
     synchronise: bool  # whether its forward was called outside of no_sync
+    index_of: dict[int, int]  # graph input -> parameter
 
     until_backward: "UntilBackward"
 
     def will_run(self) -> bool:
         """Whether the backward that this thread runs will evaluate the call's node."""
+
+    def compile(self, *, folds: bool) -> str | None:
+        """Compile the backward that reduces in the graph; returns how the compiler has failed, if it has.
+
+        `folds` tells whether gradients of earlier backwards are to go into it.
+        """
 
     def when_reached(self, do: Callable[[Any], None]) -> None:
         """Let `do` run before a backward evaluates the call's node, even before its saved tensors are looked at."""
@@ -131,6 +138,7 @@ class Runtime:
         self._current: SynchronisedBackward | None = None
         self._rest_was_launched = False  # whether something was left to launch when an exception had ended a backward
         self._lost = False  # whether the latest backward broke off here when everything of it had been sent
+        self._state_lost = False  # whether with it the new state of `bucket_hook`
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
         self._announced: set[int] = set()  # parameters of unused sections that the current backward uses here
         self._tasks = OpenTasks()  # of the running backward
@@ -338,7 +346,11 @@ class Runtime:
         self._hooks.hold_back_users()
         forwards = self._forwards.backward_began()
         self.proof.begin_backward()
-        sequence = self.agreed.propose(lambda: [call.plan for call in self._live_calls() if takes_part(call)])
+        plans: list[BucketPlan] = []
+        if self.agreed.must_agree:  # compiled before any rank waits for another
+            calls = [call for call in self._live_calls() if takes_part(call) and call.plan.indices]
+            plans = [call.plan for call in calls if self._compiles(call)]
+        sequence = self.agreed.propose(plans)
         self._announced = set()
         if returned is None:
             self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(i)}
@@ -346,10 +358,11 @@ class Runtime:
             forwards,
             announced=len(self._announced),
             lost=self._lost,
+            state_lost=self._state_lost,
             weight=self.weight if weight is None else weight,
             passengers=self._passengers,
         )
-        self._lost = False
+        self._lost = self._state_lost = False
         self.reduced([])  # those of the backward before are about to be filled again
         backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
         backward.returned = returned
@@ -405,7 +418,7 @@ class Runtime:
         unmatched: set[int] = set()
         for call in self._live_calls():
             if call.will_run():
-                if free.get(call.fingerprint) and not self._with_tensor_hooks(call):
+                if free.get(call.fingerprint) and not self._with_tensor_hooks(call) and self._compiles(call):
                     free[call.fingerprint].pop()
                 else:
                     unmatched.update(call.plan.indices)
@@ -418,6 +431,14 @@ class Runtime:
             self._used.update(i for i in not_called if self.parameters.tensors[i].grad is not None)
         if not_called and not unmatched:  # calls that do not match are reported one by one
             self.report(NOT_CALLED, sorted(not_called))
+
+    def _compiles(self, call: SegmentCall) -> bool:
+        """Whether the backward that reduces in the graph has been compiled, or can be, before anything is sent."""
+        folds = any(self.parameters.tensors[index].grad is not None for index in call.plan.indices)
+        failure = call.compile(folds=folds)
+        if failure is not None:
+            self.report(f"the compiler failed for the backward of their graph: {failure}", call.plan.indices)
+        return failure is None
 
     def _with_tensor_hooks(self, call: SegmentCall) -> list[int]:
         return [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
@@ -455,9 +476,9 @@ class Runtime:
             if backward is None:
                 self._run_postponed(call)
                 return None
-            if self.agreed.hooks_reason is not None or backward.has_no_weight:
+            if self.agreed.hooks_reason is not None or backward.has_no_weight or not call.plan.indices:
                 return None
-            section = self._claim_for(backward, call)
+            section = self._claim_for(backward, call) if self._compiles(call) else None
             if section is None:
                 self._report_not_claimed(backward, call)
                 self._hooks.install()
@@ -719,6 +740,16 @@ class Runtime:
                 self.communicator.give_up(f"{type(error).__name__} ended this rank's part in the end of a backward")
             raise
 
+    @contextlib.contextmanager
+    def _giving_up_after_any_exception(self) -> Iterator[None]:
+        """The same where the code of a communication hook runs in here, whose RuntimeErrors are none of ours."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.communicator.has_failed:
+                self.communicator.give_up(f"{type(error).__name__} ended this rank's part in the end of a backward")
+            raise
+
     def _conclude(self, backward: SynchronisedBackward, findings: Findings, local: Sequence[int]) -> Set[int]:
         """What follows when everything has been reduced; returns the parameters whose users' hooks may see .grad."""
         reduced = backward.write_back()
@@ -835,8 +866,9 @@ class Runtime:
         unused = self.agreed.sequence.unused
         used_here = {index for index in self._announced if self.parameters.tensors[index].grad is not None}
         late = self._new_backward(unused, SequenceBuffers(unused), self._used | used_here, message.of_the_same_step())
-        late.launch_rest()
-        late.wait()
+        with self._giving_up_after_any_exception():
+            late.launch_rest()
+            late.wait()
         used = late.write_back()
         flat_buckets += late.reduced_buckets()
         self.agreed.admit(used)
@@ -856,19 +888,22 @@ class Runtime:
             self.proof.postpone()
             self._forget_unless_refined()
             raise self._broke_off_elsewhere(findings.aborted_on)
-        if 0 < findings.lost_on < self.communicator.world_size:
+        if self._is_dropped(findings):
             self.proof.postpone()
             self._forget_unless_refined()
-            raise self._lost_elsewhere(findings.lost_on)
+            raise self._lost_elsewhere(findings)
         if findings.counts_differ:
             self._report_different_steps()
 
-    def _lost_elsewhere(self, ranks: int) -> RuntimeError:
+    def _lost_elsewhere(self, findings: Findings) -> RuntimeError:
+        state = ""
+        if findings.state_lost_on:
+            state = " What the communication hook kept begins anew on every rank: load it from the checkpoint, too."
         return RuntimeError(
             f"rank {self.communicator.rank}: the backward of forward {self._forwards.value} finds that an exception "
-            f"ended the one before it on {ranks} rank(s) when all of it had been sent: the other ranks have stepped "
-            "with its mean, and these perhaps not, so that parameters may differ between ranks. Look for the "
-            "exception there, and load a checkpoint on every rank."
+            f"ended the one before it on {findings.lost_on} rank(s) when all of it had been sent: the other ranks have "
+            "stepped with its mean, and these perhaps not, so that parameters may differ between ranks. Look for the "
+            f"exception there, and load a checkpoint on every rank.{state}"
         )
 
     def _broke_off_elsewhere(self, ranks: int) -> RuntimeError:
@@ -896,6 +931,10 @@ class Runtime:
         findings = self._rider_reader.read(riders, at_once=not self.agreed.refined)
         self._forwards.settle(backwards=findings.backwards, forgiven=findings.forgiven)
         self.proof.heed_wish(findings.verify)
+        if findings.state_lost_on and self.bucket_hook is not None:
+            self.bucket_hook.begin_anew()
+        if findings.aborted_on and self._rider_reader.was_at_once:
+            self._lost = backward.message.lost  # to be told in the next one: the error of this one hides it
         return findings
 
     def _unload(self, riders: Sequence[torch.Tensor]) -> None:
@@ -933,29 +972,44 @@ class Runtime:
         return self._expected and (self._forwards.waits_alive or sys.exc_info()[0] is not None)
 
     def _finish_broken(self, backward: SynchronisedBackward, told: Collection[int]) -> None:
-        backward.wait()
+        backward.wait(results=False)
         findings = self._read_riders(backward)
         self._current = None
         others_know = self._rest_was_launched and self._rider_reader.was_at_once
-        with self._giving_up_after_surprises():
-            if others_know or findings.aborted_on:
-                self.proof.postpone()  # every rank has dropped it
-                self._forget_unless_refined()
-            else:
-                self._lost = not set(self.communicator.ranks.ranks).issubset(told)
-                self._end_as_the_others(backward, findings)
-        self._used = set()
-        self.sparse.forget_use()
+        try:
+            with self._giving_up_after_surprises():
+                if others_know or self._is_dropped(findings):
+                    self.proof.postpone()
+                    self._forget_unless_refined()
+                else:
+                    knows_alone = not set(self.communicator.ranks.ranks).issubset(told)
+                    self._state_lost = backward.lost_hook_state()
+                    every_rank_raises = self._end_as_the_others(backward, findings)
+                    self._lost = knows_alone and not every_rank_raises
+        finally:
+            self._used = set()
+            self.sparse.forget_use()
 
-    def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> None:
-        """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end."""
-        backward.settle_hook_state()
+    def _is_dropped(self, findings: Findings) -> bool:
+        """Whether every rank raises on what the riders say before anything else is reduced: see `_heed`."""
+        lost_on_some = 0 < findings.lost_on < self.communicator.world_size
+        return findings.aborted_on > 0 or lost_on_some or findings.state_lost_on > 0
+
+    def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> bool:
+        """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end.
+
+        Returns whether this lets all of them raise, so that none steps with the mean that is dropped here.
+        """
+        with self._giving_up_after_any_exception():
+            backward.wait()
+            backward.settle_hook_state()
         if findings.counts_differ:
             self._report_different_steps()
-        if self.sparse.average(lambda: 0.0, aborted=True) is not None or backward.returned is not None:
+        every_rank_raises = self.sparse.average(lambda: 0.0, aborted=True) is not None
+        if every_rank_raises or backward.returned is not None:
             self.proof.postpone()
             self._forget_unless_refined()
-            return
+            return every_rank_raises
         if findings.announced:
             self._admit(backward.message, [])
         if not self.agreed.refined:
@@ -963,6 +1017,7 @@ class Runtime:
             self._remove_needless_hooks()
         self.proof.postpone()
         self._forget_if_outgrown(findings)
+        return False
 
     # ---- the first backward of a sequence ----------------------------------------------------------------------------
 
@@ -978,8 +1033,9 @@ class Runtime:
             used = {index for section in mixed for index in section.plan.indices}
             again = self._new_backward(mixed, SequenceBuffers(mixed), used, backward.message.of_the_same_step())
             again.before = backward
-            again.launch_rest()
-            again.wait()
+            with self._giving_up_after_any_exception():
+                again.launch_rest()
+                again.wait()
             reduced = again.write_back()
         if self.agreed.hooks_reason is None:
             for section in self.agreed.by_hooks:

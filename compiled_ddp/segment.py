@@ -1,74 +1,99 @@
-"""A captured segment: one graph, its plan, and the variants of its backward."""
+"""A captured segment: what Dynamo calls in place of a graph, whichever wrapper runs it."""
 
 import contextlib
 import itertools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward import SynchronisedBackward
-from compiled_ddp.graph_run import watched_graph
-from compiled_ddp.passes.pipeline import Pipeline
-from compiled_ddp.plan import BucketPlan
+from compiled_ddp.capture import gradient_order, outputs_reached, without_gradient
+from compiled_ddp.compiled_graph import LOCAL, CompiledGraph
+from compiled_ddp.program import Bound, Program, quoted
 from compiled_ddp.runtime import Runtime, UntilBackward
+from compiled_ddp.users_code import warn_user
 
-# [Note: backward variants] A graph has one forward and up to three backwards, each compiled when it is first needed:
-# local          no collective, no scaling: what plain torch.compile produces, and shares its cache entry
-# synchronised   the passes' program
-# folding        the same, with gradients of earlier local backwards as further inputs
-# Which one runs is decided when the backward starts.
-# Inductor lets a backward overwrite the tensors saved for it (donated buffers). From the first backward with
-# retain_graph on, the variants are compiled anew without that, on the rank that asks for it alone.
-Variant = Literal["local", "synchronised", "folding"]
-VARIANTS: tuple[Variant, ...] = ("local", "synchronised", "folding")
+# [Note: whose segment] Dynamo runs one graph for all modules of a shape, of whichever wrapper. So a segment knows no
+# wrapper: each has programs of its own in it (`Bindings`), and says in each call who it is.
+
+
+# [Note: undefined gradients] A parameter that only feeds outputs which the loss does not use has no gradient in eager
+# mode. AOTAutograd has zeros come to the graph for such outputs, and so zeros for the parameter. Which outputs are not
+# used is seen where their gradients come in; which inputs feed no other one is read from the graph. Inputs that get no
+# gradient are left out of the wrapper's program from the next call on, as frozen ones would be, and in the first
+# backward at once: hooks reduce them if they get one after all.
+
+
+class Caller(Protocol):
+    """A wrapper that runs its module."""
+
+    def segment_captured(self, segment: "Segment", inputs: Sequence[Any]) -> Program | None:
+        """The caller's program in a segment that is about to be compiled."""
+
+    def segment_not_compiled(self, failure: str) -> None:
+        """The compiler has failed, and a graph runs as it is. Raises where the caller wants graphs."""
+
+    def segment_called(self, segment: "Segment", inputs: Sequence[Any], node: Any) -> None:
+        """A call with gradients has made `node`."""
+
+
+_of_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def calling(caller: Caller) -> Iterator[None]:
+    """Segments that this thread runs here are called by `caller`."""
+    before = getattr(_of_this_thread, "caller", None)
+    _of_this_thread.caller = caller
+    try:
+        yield
+    finally:
+        _of_this_thread.caller = before
+
+
+def caller_of_this_thread() -> Caller:
+    """Dynamo runs what it has captured nowhere else than in `calling`."""
+    caller: Caller = _of_this_thread.caller
+    return caller
+
 
 _serial_numbers = itertools.count()
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def weakly(method: Callable[P, T]) -> Callable[P, T]:
-    """A bound method, for what may outlive its object without keeping that alive."""
-    reference, method_name = weakref.WeakMethod(method), getattr(method, "__qualname__", "a method")
-
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        alive = reference()
-        assert alive is not None, f"{method_name} of an object that is gone"
-        return alive(*args, **kwargs)
-
-    return call
 
 
 class SegmentCall:
     """One call of a segment in a forward: the graph, bound to the parameters that it was called with."""
 
     def __init__(
-        self,
-        segment: "Segment",
-        plan: BucketPlan,
-        fingerprint: str,
-        *,
-        index_of: dict[int, int],
-        node: Any,
-        synchronise: bool,
+        self, bound_without: Callable[[frozenset[int]], Bound], left_out: frozenset[int], *, node: Any, runtime: Runtime
     ) -> None:
-        self.segment = segment
-        self.plan, self.fingerprint = plan, fingerprint  # over parameters
-        self.synchronise = synchronise
-        self.index_of = index_of  # graph input -> parameter
+        """`bound_without` binds the call's parameters but for some graph inputs, which are `left_out` at first."""
+        self._bound_without = bound_without
+        self.leave_out(left_out)
+        self.synchronise = runtime.synchronise
         self.serial = next(_serial_numbers)
-        self.until_backward = UntilBackward(segment.runtime)
+        self.until_backward = UntilBackward(runtime)
         self._node = weakref.ref(node)
+
+    def leave_out(self, inputs: frozenset[int]) -> None:
+        """The backward brings these graph inputs no gradient; all others of the call it does."""
+        bound = self._bound_without(inputs)
+        self.program, self.index_of = bound.program, bound.index_of
+        self.plan, self.fingerprint = bound.plan, bound.fingerprint  # over parameters
 
     def will_run(self) -> bool:
         node = self._node()
         return node is not None and torch_private.backward_will_execute(node)
+
+    def compile(self, *, folds: bool) -> str | None:
+        """Compile the backward that reduces in the graph; returns how the compiler has failed, if it has.
+
+        `folds` tells whether gradients of earlier backwards are to go into it.
+        """
+        return self.program.compile("folding" if folds else "synchronised")
 
     def when_reached(self, do: Callable[[Any], None]) -> None:
         """Let `do` run before a backward evaluates the call's node, even before its saved tensors are looked at."""
@@ -78,228 +103,93 @@ class SegmentCall:
 
 
 class Segment:
-    """What Dynamo calls in place of a captured graph, and keeps for as long as the model's class.
-
-    `plan` is over graph inputs. Which parameters these are is read from the real inputs at every call: one graph
-    serves every module of the same shape.
-    """
+    """[Note: whose segment]"""
 
     def __init__(
         self,
         graph_module: GraphModule,
         example_inputs: Sequence[Any],
-        plan: BucketPlan,
-        runtime: Runtime,
         *,
-        index_of_parameter: dict[int, int],
-        leaves_alone: Callable[[object], bool],
         backend: str,
         compiler_options: dict[str, Any],
-        naive: bool,
-        called: Callable[[SegmentCall], None],
     ) -> None:
-        """`index_of_parameter` maps id(parameter) to its index; `called` is told of every call with gradients.
-
-        `leaves_alone` tells of a parameter whether it is the model's, but not the wrapper's to reduce. Neither these
-        two nor `runtime` are kept alive.
-        """
-        self.plan = plan
-        self._weak_runtime = weakref.ref(runtime)
-        self._index_of_parameter, self._leaves_alone = index_of_parameter, weakly(leaves_alone)
-        self._backend, self._compiler_options, self._naive = backend, compiler_options, naive
-        self._in_cuda_graphs = backend == "inductor" and any(
-            torch_private.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
-        )
-        self._called = weakly(called)
-        self._graph_module = torch_private.copy_captured(graph_module)
-        self._fake_inputs = torch_private.captured_inputs(graph_module)
-        self._state = torch_private.CaptureState(sorted({bucket.device.type for bucket in plan.buckets}))
-        self._bound: dict[tuple[int, ...], tuple[BucketPlan, str]] = {}
-        self._backwards: dict[Variant, torch_private.BackwardImplementation] = {}
-        self._function: type[torch.autograd.Function] | None = None  # whose node the outputs hang on
-        self._spares_saved_tensors = False  # from the first backward with retain_graph on
-        self._lent_buckets = self._pipeline("synchronised").lent_buckets
-        self._forward = self._compile("synchronised", graph_module, example_inputs)
-
-    @property
-    def runtime(self) -> Runtime:
-        runtime = self._weak_runtime()
-        assert runtime is not None, "a graph runs for a wrapper that is gone"
-        return runtime
-
-    # ---- compiling ---------------------------------------------------------------------------------------------------
-
-    def _pipeline(self, variant: Variant) -> Pipeline:
-        name = self.runtime.communicator.group_name
-        hook = self.runtime.bucket_hook
-        hooks = () if hook is None else tuple(hook.program(bucket) for bucket in self.plan.buckets)
-        return Pipeline(
-            self.plan,
-            name,
-            fold=variant == "folding",
-            naive=self._naive,
-            hooks=hooks,
-            in_place=self._backend == "aot_eager",
-            replayed=self._in_cuda_graphs,
-        )
-
-    def _compile(self, variant: Variant, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one variant, register its backward, and return its forward."""
-        pipeline = None if variant == "local" else self._pipeline(variant)
-
-        def rewrite(backward: GraphModule, backward_inputs: Sequence[Any]) -> Sequence[Any]:
-            assert pipeline is not None
-            positions = torch_private.gradient_output_positions(backward.graph)
-            pipeline.run(backward.graph, output_positions=positions)
-            backward.recompile()
-            placeholders = backward.graph.find_nodes(op="placeholder")
-            return [*backward_inputs, *(node.meta["val"] for node in placeholders[len(backward_inputs) :])]
-
-        identity = pipeline.cache_identity if pipeline else ""
-        compiled = torch_private.compile_captured(
+        """`graph_module` is consumed. Raises CompilerFailed."""
+        self.backend, self.compiler_options = backend, compiler_options
+        without = without_gradient(graph_module.graph)
+        with_gradient = [
+            position
+            for position, value in enumerate(example_inputs)
+            if isinstance(value, torch.Tensor) and value.requires_grad and position not in without
+        ]
+        # The inputs that may get a gradient, in the order in which backward completes them.
+        self.gradient_order = gradient_order(graph_module.graph, with_gradient) if torch.is_grad_enabled() else []
+        # [Note: undefined gradients]
+        self._outputs_of = outputs_reached(graph_module.graph, self.gradient_order)
+        self._slots: list[int | None] | None = None  # of the outputs, among what comes to a call's node
+        self._local_failed = False
+        first = caller_of_this_thread().segment_captured(self, example_inputs)
+        self.graph = CompiledGraph(
             graph_module,
-            inputs,
-            backend=self._backend,
-            rewrite_backward=rewrite if pipeline else None,
-            cache_identity=identity + (torch_private.SPARING if self._spares_saved_tensors else ""),
-            options=self._compiler_options,
+            example_inputs,
+            backend=backend,
+            options=compiler_options,
+            first=LOCAL if first is None else first.rewriting("synchronised"),
         )
-        function = torch_private.compiled_function_of(compiled)
-        if function is not None:  # None without gradients: an inference graph has no backward
-            self._backwards[variant] = torch_private.backward_implementation(function)
-            if self._spares_saved_tensors:
-                torch_private.allow_several_backwards(function)
-            if self._function is None:
-                self._function = function
-                torch_private.replace_backward_implementation(function, self._run_backward)
-        return compiled
-
-    def _backward(self, variant: Variant) -> torch_private.BackwardImplementation:
-        if variant not in self._backwards:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self._state.restored())
-                if self._spares_saved_tensors:
-                    stack.enter_context(torch_private.sparing_saved_tensors())
-                self._compile(variant, torch_private.copy_captured(self._graph_module), self._fake_inputs)
-        return self._backwards[variant]
-
-    def compile_ahead(self, variant: Variant) -> bool:
-        """Compile a variant before it is needed; returns False if it was compiled already."""
-        is_new = variant not in self._backwards
-        return torch_private.compile_backward_now(self._backward(variant)) or is_new
-
-    def _spare_saved_tensors(self) -> None:
-        """Compile every variant anew, when next needed, so that it may run several times after one forward."""
-        assert self._function is not None
-        if not self._spares_saved_tensors and torch_private.overwrites_saved_tensors(self._function):
-            self._spares_saved_tensors = True
-            self._backwards.clear()
-
-    # ---- running -----------------------------------------------------------------------------------------------------
+        if self.graph.function is not None:  # None without gradients: an inference graph has no backward
+            torch_private.replace_backward_implementation(self.graph.function, self._run_backward)
 
     def __call__(self, *inputs: Any) -> Any:
-        outputs = self._forward(*inputs)
-        if self._function is not None and torch.is_grad_enabled():
-            node = torch_private.node_of(self._function, outputs)
+        outputs = self.graph.forward(*inputs)
+        if self.graph.function is not None and torch.is_grad_enabled():
+            node = torch_private.node_of(self.graph.function, outputs)
             if node is not None:
-                call = self._bind(inputs, node)
-                if call is not None:
-                    torch_private.attach(node, call)
-                    self._called(call)
+                if self._outputs_of:
+                    self._slots = self._slots or torch_private.slots_of(node, outputs)
+                    torch_private.note_undefined(node)
+                caller_of_this_thread().segment_called(self, inputs, node)
         return outputs
 
-    def _bind(self, inputs: Sequence[Any], node: Any) -> SegmentCall | None:
-        """The call's plan over parameters; None where some of them are left alone: its backward runs locally.
+    def compile_local_ahead(self) -> bool:
+        """Compile the local backward before it is needed; returns False if it was compiled already."""
+        return self._local_backward()[1]
 
-        Dynamo runs one graph for all modules of a shape, also for one with such parameters; hooks reduce its others.
-
-        Raises RuntimeError if an input that was a parameter of the wrapper at capture is another tensor now.
-        """
-        index_of = {}
-        for position in self.plan.indices:
-            index = self._index_of_parameter.get(id(inputs[position]))
-            if index is None and self._leaves_alone(inputs[position]):
-                return None
-            if index is None:
-                raise RuntimeError(
-                    f"a parameter of shape {tuple(inputs[position].shape)} is not one of those that were wrapped: it "
-                    "was replaced after compile_ddp. Call unwrap() and wrap the model again."
-                )
-            index_of[position] = index
-        key = tuple(index_of.values())
-        if key not in self._bound:
-            plan = self.plan.renumbered(index_of)
-            self._bound[key] = plan, plan.fingerprint
-        return SegmentCall(self, *self._bound[key], index_of=index_of, node=node, synchronise=self.runtime.synchronise)
+    def _local_backward(self) -> tuple[torch_private.BackwardImplementation, bool]:
+        if not self._local_failed:
+            try:
+                return self.graph.backward(LOCAL)
+            except Exception as error:
+                self._local_failed = True
+                warn_user(f"the backward of a graph runs operator by operator, as its compiler failed: {quoted(error)}")
+        return self.graph.uncompiled_backward(), False
 
     def _run_backward(self, node: Any, saved_and_tangents: list[Any]) -> Any:
-        """The backward of every variant's forward, between AOTAutograd's prologue and epilogue."""
+        """The backward of every call, between AOTAutograd's prologue and epilogue."""
         if torch_private.keeps_graph():
-            self._spare_saved_tensors()
+            self.graph.spare_saved_tensors()
+        undefined = self._undefined(node)
+        gradients = self._gradients(node, saved_and_tangents, undefined)
+        if undefined:
+            gradients = tuple(None if place in undefined else gradient for place, gradient in enumerate(gradients))
+        return gradients
+
+    def _undefined(self, node: Any) -> frozenset[int]:
+        """The inputs that the running backward brings no gradient: [Note: undefined gradients]"""
+        slots = torch_private.undefined_at(node)
+        if not slots or self._slots is None:
+            return frozenset()
+        used = {number for number, slot in enumerate(self._slots) if slot not in slots}
+        return frozenset(place for place, outputs in self._outputs_of.items() if used.isdisjoint(outputs))
+
+    def _gradients(self, node: Any, saved_and_tangents: list[Any], undefined: frozenset[int]) -> Any:
         call: SegmentCall | None = torch_private.attached(node)
         runtime = call.until_backward.take() if call is not None else None
-        if call is None or runtime is None:
-            return self._backward("local")(node, saved_and_tangents)
-        with runtime.launching_alone():
-            claimed = runtime.claim(call)
-            if claimed is not None:
-                return self._run_synchronised(runtime, call, *claimed, node, saved_and_tangents)
-        return self._backward("local")(node, saved_and_tangents)
-
-    def _run_synchronised(
-        self,
-        runtime: Runtime,
-        call: SegmentCall,
-        backward: SynchronisedBackward,
-        section: int,
-        node: Any,
-        saved_and_tangents: list[Any],
-    ) -> Any:
-        try:
-            pending = backward.take_pending(call.plan)
-            implementation = self._backward("folding" if pending else "synchronised")
-            if runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
-                backward.message.verify = True
-            flat_buffers = backward.lend_buffers(section, self._lent_buckets)
-            state = backward.hook_state(section)
-            saved_and_tangents += [backward.rider_values(call.plan), *pending, *state, *flat_buffers]
-        except BaseException:
-            backward.graph_broke(call.plan)
-            backward.give_back(section)  # nothing has been launched: others get zeros
-            raise
-        try:
-            gradients, riders, new_state = self._run_graph(
-                runtime, call, implementation, node, saved_and_tangents, len(state)
-            )
-            backward.keep_hook_state(section, new_state)
-            positions = call.index_of
-            reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
-            backward.segment_ran(section, riders, reduced)
-        except BaseException:
-            backward.graph_broke(call.plan)
-            raise
-        return tuple(gradients)
-
-    def _run_graph(
-        self,
-        runtime: Runtime,
-        call: SegmentCall,
-        implementation: torch_private.BackwardImplementation,
-        node: Any,
-        inputs: list[Any],
-        state_tensors: int,
-    ) -> tuple[list[Any], torch.Tensor, list[torch.Tensor]]:
-        """The gradients of the graph's inputs, the reduced riders, and the new state of a communication hook."""
-        watching = runtime.proof.watching(call.plan, sees_values=not self._in_cuda_graphs)
-        with watched_graph(runtime.communicator), watching:
-            *gradients, riders = implementation(node, inputs)
-        new_state: list[torch.Tensor] = []
-        if state_tensors:
-            gradients, new_state = gradients[:-state_tensors], gradients[-state_tensors:]
-            if self._in_cuda_graphs:  # the next replay writes over what this one returned
-                new_state = [tensor.clone() for tensor in new_state]
-        for bucket in self.plan.buckets:
-            if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
-                (alone,) = bucket.indices
-                gradients[alone] = gradients[alone].detach()  # autograd would copy what anyone else holds
-        return gradients, riders, new_state
+        if call is not None and runtime is not None:
+            if self._outputs_of:
+                call.leave_out(undefined)
+            with runtime.launching_alone():
+                claimed = runtime.claim(call)
+                if claimed is not None:
+                    return call.program.run(runtime, call, *claimed, node, saved_and_tangents)
+        backward, _ = self._local_backward()
+        self.graph.check_fits(saved_and_tangents)
+        return backward(node, saved_and_tangents)

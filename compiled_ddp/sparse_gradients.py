@@ -5,12 +5,9 @@ tensor, as by c10d's Reducer (torch/csrc/distributed/c10d/reducer.cpp, `mark_var
 ranks tell each other, in one small collective, which have been used, and which are not sparse: then all raise.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.backward import TrainedParameters
@@ -135,45 +132,3 @@ def _ready_to_send(parameter: torch.Tensor, gradient: torch.Tensor | None, facto
         is_coalesced=True,
         check_invariants=False,
     )
-
-
-def leaving_out(modules: Sequence[nn.Module], compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """`compiled`, with graphs that end before each of `modules` and begin again behind it.
-
-    AOTAutograd cannot trace a sparse gradient. The modules are as they were outside of the call.
-    """
-    if not modules:
-        return compiled
-    left_out = [_LeftOut(module) for module in modules]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as stack:
-            for module in left_out:
-                stack.enter_context(module.now())
-            return compiled(*args, **kwargs)
-
-    return call
-
-
-class _LeftOut:
-    """A module that Dynamo is not to look into, while it is told so."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._replaced: object = self  # what `_eager` was made from; nothing so far
-        self._eager: Callable[..., Any] | None = None
-
-    @contextlib.contextmanager
-    def now(self) -> Iterator[None]:
-        own = self._module.__dict__
-        before = own.get("forward")  # None unless someone has put a function in the place of the class's
-        if before is not self._replaced:  # the same function every time, as Dynamo compiles anew for another one
-            self._replaced, self._eager = before, torch.compiler.disable(self._module.forward)
-        own["forward"] = self._eager
-        try:
-            yield
-        finally:
-            if before is None:
-                del own["forward"]
-            else:
-                own["forward"] = before

@@ -69,6 +69,7 @@ class _Backward:
     buckets: Sequence[tuple[int, Bucket]] = ()  # section, bucket, in launch order
     origins: Sequence[str] = ()  # of the sections
     parameter_names: Sequence[str] = ()
+    collectives: Sequence[int] = ()  # how many reduce each bucket
     launched: int = -1  # position of the last bucket launched by hooks, or by a graph that has ended
     awaits: int | None = None  # position of the bucket that is waited for outside of a graph
     graph: _GraphRun | None = None
@@ -80,11 +81,15 @@ class _Backward:
         return bucket_in_words(position, bucket, self.parameter_names)
 
     def last_launched(self, launches: int) -> int:
-        """Position of the last bucket launched, when there have been `launches` in all; -1 for none."""
+        """Position of the last bucket launched, or begun to be, when there have been `launches` in all; -1 for none."""
         graph = self.graph
         if graph is None:
             return self.launched
-        return min(graph.first + launches - graph.launches_before, len(self.buckets)) - 1
+        position, left = graph.first, launches - graph.launches_before
+        while left > 0 and position < len(self.buckets):
+            left -= self.collectives[position]
+            position += 1
+        return position - 1
 
     def section_in_words(self, position: int) -> str:
         section, _ = self.buckets[position]
@@ -140,9 +145,10 @@ class Standing:
         buckets: Sequence[tuple[int, Bucket]],
         origins: Sequence[str],
         parameter_names: Sequence[str],
+        collectives: Sequence[int],
     ) -> None:
-        """`buckets` come with their sections, in launch order."""
-        self._backward = _Backward(buckets, origins, parameter_names)
+        """`buckets` come with their sections, in launch order; `collectives` tells how many reduce each of them."""
+        self._backward = _Backward(buckets, origins, parameter_names, collectives)
         self._step, self._stage, self._awaits = step, _IN, ""
         self._thread = threading.get_ident()
 
@@ -151,6 +157,11 @@ class Standing:
 
     def hooks_launched(self, position: int) -> None:
         self._backward.launched = position
+
+    def all_launched(self, launches: int) -> None:
+        """A backward has launched all that it has, which should make it `launches`. Else the count tells nothing."""
+        if self.launches != launches:
+            self.counts_launches = False
 
     def hooks_await(self, position: int | None) -> None:
         """The bucket that is waited for from here on; None for none."""

@@ -67,10 +67,15 @@ import contextlib
 import copy
 import functools
 import hashlib
+import inspect
+import itertools
+import linecache
+import logging
 import sys
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar
@@ -267,50 +272,51 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 # ---- compiling a captured graph --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Rewriting:
+    """How a backward graph is changed before it is compiled.
+
+    `identity` enters the caches' keys: it must change whenever `rewrite` would rewrite otherwise, or the backward is
+    compiled otherwise than by plain torch.compile.
+    """
+
+    identity: str = ""
+    rewrite: RewriteBackward | None = None
+
+
 def compile_captured(
     graph_module: GraphModule,
     example_inputs: Sequence[Any],
     *,
     backend: str,
-    rewrite_backward: RewriteBackward | None,
-    cache_identity: str,
     options: Mapping[str, Any],
+    rewriting: Callable[[], Rewriting],
+    cached: bool,
 ) -> Callable[..., Any]:
-    """Compile a graph captured by Dynamo; its backward graph passes through `rewrite_backward` first.
+    """Compile a graph captured by Dynamo. `graph_module` is consumed.
 
-    `graph_module` is consumed. `cache_identity` must change whenever `rewrite_backward` would rewrite otherwise, or
-    the backward is compiled otherwise than by plain torch.compile: it enters the caches' keys. The forward graph is
-    compiled exactly as plain torch.compile does, and shares its cache entry.
+    `rewriting` is asked whenever a backward is compiled, and now, for what the first one will be. The forward graph is
+    compiled exactly as plain torch.compile does, and shares its cache entry. Without `cached`, or where sizes are
+    symbolic, AOTAutograd traces the graph even if it has an entry for it.
     """
-    may_be_replaced = any(isinstance(value, torch.SymInt) for value in example_inputs)
-    kept = copy_captured(graph_module) if may_be_replaced else graph_module
-    names = _replaced_sizes()
-    with _recurrent_layers_in_ops(graph_module):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_recurrent_layers_in_ops(graph_module))
+        # An entry has no graph to compile other backwards from.
+        if not cached or any(map(_is_symbolic, captured_inputs(graph_module))):
+            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         if backend == "aot_eager":
-            compiled = _compile_aot_eager(graph_module, example_inputs, rewrite_backward)
-        else:
-            compiled = _compile_inductor(graph_module, example_inputs, rewrite_backward, cache_identity, dict(options))
-    if names == _replaced_sizes():
-        return compiled
-    return compile_captured(  # [Note: compiled under settled names]
-        kept,
-        example_inputs,
-        backend=backend,
-        rewrite_backward=rewrite_backward,
-        cache_identity=cache_identity,
-        options=options,
-    )
+            return _compile_aot_eager(graph_module, example_inputs, rewriting)
+        return _compile_inductor(graph_module, example_inputs, rewriting, dict(options))
 
 
-# [Note: compiled under settled names] While a graph is traced, a symbolic size or stride may turn out to equal a number
-# or another one, which replaces it from then on. In what is compiled of the same graph later it never was a symbol, and
-# the partitioner saves other values for backward (torch 2.14): one variant's backward would be given what another's
-# forward has saved. So the first one too is compiled under the names that its own trace has left.
-def _replaced_sizes() -> dict[Any, Any]:
-    """Which symbolic sizes of the capture under way stand for something else."""
-    context = torch._guards.TracingContext.try_get()
-    shapes = None if context is None or context.fake_mode is None else context.fake_mode.shape_env
-    return {} if shapes is None else dict(shapes.replacements)
+def _is_symbolic(value: object) -> bool:
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) for size in sizes)
+
+
+def asks_for_another_capture(error: BaseException) -> bool:
+    """Whether Dynamo is to act on what a backend has raised, as nothing has failed."""
+    return isinstance(error, torch._dynamo.exc.RestartAnalysis | torch._dynamo.exc.SkipFrame)
 
 
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -331,15 +337,16 @@ def _recurrent_layers_in_ops(graph_module: GraphModule) -> Iterator[None]:
 
 
 def _compile_aot_eager(
-    graph_module: GraphModule, example_inputs: Sequence[Any], rewrite_backward: RewriteBackward | None
+    graph_module: GraphModule, example_inputs: Sequence[Any], rewriting: Callable[[], Rewriting]
 ) -> Callable[..., Any]:
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
     def compile_backward(backward: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        if rewrite_backward is not None:
-            inputs = rewrite_backward(backward, inputs)
+        rewrite = rewriting().rewrite
+        if rewrite is not None:
+            inputs = rewrite(backward, inputs)
         return boxed_nop(backward, list(inputs), *args, **kwargs)
 
     compiler = aot_autograd(
@@ -360,29 +367,28 @@ _OVERLAP = {
 def _compile_inductor(
     graph_module: GraphModule,
     example_inputs: Sequence[Any],
-    rewrite_backward: RewriteBackward | None,
-    cache_identity: str,
+    rewriting: Callable[[], Rewriting],
     options: dict[str, Any],
 ) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    if not cache_identity:
-        return _callable(compile_fx(graph_module, example_inputs, config_patches=options))
-
     users_pass = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    users_own = {"post_grad_custom_pre_pass": users_pass}
+
+    def identified(identity: str) -> dict[str, Any]:
+        return {"post_grad_custom_pre_pass": _with_cache_identity(users_pass, identity)} if identity else users_own
 
     def compile_inner(inner: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        if not kwargs.get("is_backward"):
-            with config.patch(post_grad_custom_pre_pass=users_pass):
-                return compile_fx_inner(inner, inputs, *args, **kwargs)
-        if rewrite_backward is not None:
-            inputs = rewrite_backward(inner, inputs)
-        with config.patch(_OVERLAP if rewrite_backward is not None else {}):
+        now = rewriting() if kwargs.get("is_backward") else Rewriting()
+        if now.rewrite is not None:
+            inputs = now.rewrite(inner, inputs)
+        with config.patch(identified(now.identity) | (_OVERLAP if now.rewrite is not None else {})):
             return compile_fx_inner(inner, inputs, *args, **kwargs)
 
     _register_pack_lowering()
-    patches = options | {"post_grad_custom_pre_pass": _with_cache_identity(users_pass, cache_identity)}
+    first = rewriting().identity
+    patches = options | identified(first) if first else options
     return _callable(compile_fx(graph_module, example_inputs, inner_compile=compile_inner, config_patches=patches))
 
 
@@ -530,15 +536,15 @@ def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Fu
 
 
 def _closure_of(function: types.FunctionType) -> list[Any]:
-    return [content for content in _cells_of(function) if callable(content)]
+    return [content for content in _named_cells_of(function).values() if callable(content)]
 
 
-def _cells_of(function: Any) -> list[Any]:
-    cells = function.__closure__ or ()
-    contents = []
-    for cell in cells:
-        with contextlib.suppress(ValueError):  # an empty cell
-            contents.append(cell.cell_contents)
+def _named_cells_of(function: Any) -> dict[str, Any]:
+    """What a function's closure holds, but for empty cells."""
+    contents = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            contents[name] = cell.cell_contents
     return contents
 
 
@@ -557,7 +563,8 @@ def replace_backward_implementation(
     Compiled autograd, which would run AOTAutograd's own one without it, is refused.
     """
     compiled_function._backward_impl = staticmethod(untraced(implementation))  # type: ignore[attr-defined]
-    compiled_function._compiled_autograd_key = staticmethod(_refuse_compiled_autograd)  # type: ignore[method-assign]
+    with_key: Any = compiled_function
+    with_key._compiled_autograd_key = staticmethod(_refuse_compiled_autograd)
 
 
 def _refuse_compiled_autograd(_: object) -> NoReturn:
@@ -570,7 +577,7 @@ def compile_backward_now(implementation: BackwardImplementation) -> bool:
 
     It does so for static shapes; where sizes are symbolic it compiles the backward along with the forward.
     """
-    parts = _cells_of(implementation)
+    parts = _named_cells_of(implementation).values()
     compilers = [part for part in parts if hasattr(part, "get_or_compile")]
     (has_compiled,) = compilers or [part for part in parts if hasattr(part, "compiled_bw")]
     if has_compiled.compiled_bw is not None:
@@ -593,6 +600,72 @@ def _run_without_its_graph(implementation: Any) -> None:
         compile_alone(context, [])
 
 
+_ANOTHER_BACKWARD = "compiled_ddp.another_backward"  # the name of a phase, in what Dynamo notes of its times
+
+
+class TracedBackward:
+    """The backward graph that AOTAutograd has traced for a compiled function, to be compiled in several ways."""
+
+    def __init__(
+        self, compiled_function: type[torch.autograd.Function], implementation: BackwardImplementation
+    ) -> None:
+        """`implementation` is AOTAutograd's own one.
+
+        Raises LookupError where AOTAutograd took the function from its cache, and so has no graph.
+        """
+        from torch._functorch._aot_autograd.runtime_wrappers import AutogradLazyBackwardCompileInfo
+
+        traced: Any = compiled_function._lazy_backward_info  # type: ignore[attr-defined]
+        if not isinstance(traced, AutogradLazyBackwardCompileInfo):
+            raise LookupError("the backward graph is in AOTAutograd's cache, compiled")
+        cells = _named_cells_of(implementation)
+        holder = cells.get("backward_compiler", types.SimpleNamespace(**cells))  # torch 2.11 has none
+        with_compiler = holder if hasattr(holder, "bw_compiler") else holder.aot_config  # the latter up to torch 2.12
+        self._compiler: Callable[..., Any] = with_compiler.bw_compiler
+        self._without_autocast: bool = cells["disable_amp"]
+        self._traced = traced
+        self._graph_module = copy.deepcopy(traced.bw_module)  # which loses its meta data when it is cached
+        self.inputs = len(traced.placeholder_list)
+
+    def compile(self) -> BackwardImplementation:
+        """Compile it as AOTAutograd would, whatever autocast and tracing is under way."""
+        from torch._dynamo.utils import dynamo_timed
+
+        traced = self._traced
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(dynamo_timed(_ANOTHER_BACKWARD))
+            stack.enter_context(torch._guards.tracing(traced.saved_context))
+            stack.enter_context(torch._guards.compile_context(traced.saved_compile_context))
+            if self._without_autocast:
+                stack.enter_context(without_autocast())
+            stack.enter_context(torch.no_grad())
+            compiled = self._compiler(copy.deepcopy(self._graph_module), traced.placeholder_list)
+        return self._implementation(compiled)
+
+    def uncompiled(self) -> BackwardImplementation:
+        """The graph itself, run operator by operator."""
+        from functorch.compile import make_boxed_func
+
+        return self._implementation(make_boxed_func(copy.deepcopy(self._graph_module)))
+
+    def spare_saved_tensors(self) -> None:
+        """What is compiled from now on leaves saved tensors as they are."""
+        metadata = getattr(self._traced.saved_context, "fw_metadata", None)
+        if metadata is not None:
+            metadata.bw_donated_idxs = []
+
+    def _implementation(self, compiled: Callable[..., Any]) -> BackwardImplementation:
+        from torch._functorch._aot_autograd.utils import call_func_at_runtime_with_args
+
+        def run(context: Any, saved_and_tangents: list[Any]) -> Any:
+            context.maybe_clear_saved_tensors()
+            return call_func_at_runtime_with_args(
+                compiled, saved_and_tangents, steal_args=True, disable_amp=self._without_autocast
+            )
+
+        return run
+
+
 def keeps_graph() -> bool:
     """Whether the backward that this thread runs was asked for with retain_graph or create_graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
@@ -603,22 +676,15 @@ def overwrites_saved_tensors(compiled_function: type[torch.autograd.Function]) -
     return bool(compiled_function.metadata.bw_donated_idxs)  # type: ignore[attr-defined]
 
 
-# Belongs into the cache identity of what is compiled under `sparing_saved_tensors`: the key of Inductor's cache leaves
-# out what a backward may overwrite (torch 2.13), so that it would be served code that overwrites.
+# Belongs into the cache identity of what is compiled to leave saved tensors as they are: the key of Inductor's cache
+# leaves out what a backward may overwrite (torch 2.13), so that it would be served code that overwrites.
 SPARING = "spares saved tensors"
 
 
-@contextlib.contextmanager
-def sparing_saved_tensors() -> Iterator[None]:
-    """Compile backwards that leave saved tensors as they are."""
-    with torch._functorch.config.patch(donated_buffer=False):
-        yield
-
-
 def allow_several_backwards(compiled_function: type[torch.autograd.Function]) -> None:
-    """Tell AOTAutograd's check about a backward that was compiled under `sparing_saved_tensors`.
+    """Tell AOTAutograd that the function's backwards leave saved tensors as they are, and its compilers to see to it.
 
-    It then finds None where it expects an empty list (torch 2.13), and refuses retain_graph.
+    Where nothing may be overwritten it finds None instead of an empty list (torch 2.13), and refuses retain_graph.
     """
     compiled_function.metadata.bw_donated_idxs = []  # type: ignore[attr-defined]
 
@@ -637,6 +703,44 @@ def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[
             return node
         pending += [following for following, _ in node.next_functions if following is not None]
     return None
+
+
+def slots_of(node: Any, outputs: Sequence[Any]) -> list[int | None]:
+    """Which of the gradients that come to `node` is that of each output; None where this cannot be told.
+
+    An output that is a view of what the node has made hangs on it through the nodes of its views.
+    """
+    return [_slot_of(node, output) for output in outputs]
+
+
+def _slot_of(node: Any, output: Any) -> int | None:
+    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+        return None
+    above: Any = output.grad_fn
+    slot = output.output_nr
+    while above is not None and above is not node:
+        if len(above.next_functions) != 1:
+            return None
+        ((above, slot),) = above.next_functions
+    return None if above is None else slot
+
+
+def note_undefined(node: Any) -> None:
+    """Let `undefined_at` tell, in each backward, which of the gradients that come to `node` are undefined.
+
+    A node of a Python function is itself given zeros in their place.
+    """
+    undefined: list[int] = []
+
+    def note(gradients: Sequence[torch.Tensor | None]) -> None:
+        undefined[:] = [slot for slot, gradient in enumerate(gradients) if gradient is None]
+
+    node.register_prehook(note)
+    node._compiled_ddp_undefined = undefined
+
+
+def undefined_at(node: Any) -> Sequence[int]:
+    return getattr(node, "_compiled_ddp_undefined", ())
 
 
 def attach(node: Any, call: object) -> None:
@@ -682,18 +786,8 @@ def copy_captured(graph_module: GraphModule) -> GraphModule:
 
 
 def captured_inputs(graph_module: GraphModule) -> list[Any]:
-    """The fake inputs of a graph captured by Dynamo, for compiling it once more.
-
-    Symbolic sizes among them are objects of their own: where one is the very object in a tensor's shape, AOTAutograd's
-    trace writes it by another name than Dynamo's first inputs make it, and other sizes are saved for backward.
-    """
-    values = (node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder"))
-    return [_own_size(value) if isinstance(value, torch.SymInt) else value for value in values]
-
-
-def _own_size(size: torch.SymInt) -> torch.SymInt | int:
-    size_of_symbol: torch.SymInt | int = size.node.shape_env.create_symintnode(size.node._expr, hint=size.node.hint)
-    return size_of_symbol
+    """The fake inputs of a graph captured by Dynamo."""
+    return [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]
 
 
 def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
@@ -1016,8 +1110,51 @@ def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def captured_as_it_is(compiled: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    """`compiled` under the settings by which Dynamo captures all of `module`, in the state that it is in at each call.
+class Capture:
+    """A way for Dynamo to run modules: those that share one share what it captures, and compiles by `backend`."""
+
+    def __init__(
+        self,
+        backend: Callable[[GraphModule, Sequence[Any]], Callable[..., Any]],
+        *,
+        fullgraph: bool,
+        dynamic: bool | None,
+    ) -> None:
+        """`fullgraph` and `dynamic` as in torch.compile."""
+        # From torch 2.13 on, graphs of other ways through the same code do not count for Dynamo's recompile limit.
+        knows_isolation = "isolate_recompiles" in inspect.signature(torch._dynamo.optimize).parameters
+        apart: dict[str, Any] = {"isolate_recompiles": True} if knows_isolation else {}
+        self._context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **apart)
+        self._entry: Callable[..., Any] = self._context(_entry_function())
+
+    def of(self, module: torch.nn.Module) -> Callable[..., Any]:
+        """`module`, run in this way, in the state that it is in at each call."""
+        if not isinstance(module.forward, types.MethodType) or torch._dynamo.trace_rules.check(module.forward):
+            run: Callable[..., Any] = functools.partial(self._entry, module)  # [Note: an entry's own code]
+        else:
+            run = self._context(module)
+        return _captured_whole(run, module)
+
+
+# [Note: an entry's own code] Dynamo does not capture the forward of torch's own modules when that is called from the
+# outside; torch.compile then puts one function around each, the same for all. What Dynamo knows of sizes that change
+# goes by code: two such models of other sizes are one model of dynamic sizes to it. A function of its own, with code of
+# its own, for all modules that may share graphs keeps them apart.
+_ENTRY = "def forward(module, /, *args, **kwargs):\n    return module(*args, **kwargs)\n"
+_entries = itertools.count()
+
+
+def _entry_function() -> Callable[..., Any]:
+    filename = f"<entry {next(_entries)} of compiled_ddp>"
+    linecache.cache[filename] = len(_ENTRY), None, _ENTRY.splitlines(keepends=True), filename  # Dynamo looks for it
+    names: dict[str, Any] = {}
+    exec(compile(_ENTRY, filename, "exec"), names)
+    entry: Callable[..., Any] = names["forward"]
+    return entry
+
+
+def _captured_whole(run: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """`run` under the settings by which Dynamo captures all of `module`.
 
     It leaves nn.LSTM, nn.GRU and nn.RNN to eager by default. torch 2.11 also takes a parameter for unchanged as long as
     it is in the same place: an unfrozen one would get no gradient, and one of other strides would go into an old graph.
@@ -1028,13 +1165,43 @@ def captured_as_it_is(compiled: Callable[..., Any], module: torch.nn.Module) -> 
     if _minor_version() == (2, 11):
         settings["skip_tensor_guards_with_matching_dict_tags"] = False
     if not settings:
-        return compiled
+        return run
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch._dynamo.config.patch(settings):
-            return compiled(*args, **kwargs)
+            return run(*args, **kwargs)
 
     return call
+
+
+class RecompileLimits(logging.Handler):
+    """Notes what Dynamo has given up capturing in this process, because it had been captured too often.
+
+    It does so for code, whoever runs it: also for a model of the same class that was not captured so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.notes: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.msg, str) and record.msg.startswith("torch._dynamo hit config.%s"):
+            limit, value, function, *_ = record.args if isinstance(record.args, tuple) else ("?", "?", "?")
+            self.notes.append(f"{function} has been captured as often as torch._dynamo.config.{limit} ({value}) allows")
+
+    def given_up_in(self, module: torch.nn.Module) -> list[str]:
+        """Those of the notes that are about the forward of `module` or of a part of it."""
+        forwards = {type(part).forward for part in module.modules()}
+        codes = [forward.__code__ for forward in forwards if isinstance(forward, types.FunctionType)]
+        places = [f"({code.co_filename}:{code.co_firstlineno})" for code in codes]
+        return [note for note in self.notes if any(place in note for place in places)]
+
+
+@functools.cache
+def recompile_limits() -> RecompileLimits:
+    limits = RecompileLimits()
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(limits)
+    return limits
 
 
 # ---- for tests -------------------------------------------------------------------------------------------------------
@@ -1052,7 +1219,7 @@ def compilations() -> int:
     """How often this process has compiled so far: captures, forwards, and backwards that were left for later."""
     from torch._dynamo.utils import compilation_time_metrics
 
-    phases = ("_compile.compile_inner", "create_aot_dispatcher_function", "backward._backward_impl")
+    phases = ("_compile.compile_inner", "create_aot_dispatcher_function", "backward._backward_impl", _ANOTHER_BACKWARD)
     return sum(len(compilation_time_metrics.get(phase, ())) for phase in phases)
 
 

@@ -1,8 +1,10 @@
-"""Spawned rank processes that many tests share: `pool.run(function, *args)` calls `function(rank, *args)` on each rank.
+"""Rank processes that many tests share: `pool.run(function, *args)` calls `function(rank, *args)` on each rank.
 
-Spawning a rank costs seconds, nearly all of them `import torch`, so a pool lives for the whole test session. Every run
-gets a gloo process group of its own, made before the function and destroyed after it. After a run that failed or took
-too long the ranks are in an unknown state: they are killed, and the next run spawns new ones.
+A new process costs seconds, nearly all of them `import torch`, so a pool lives for the whole test session, and where
+that is safe its ranks are forked from processes that have imported it and done nothing else: one for each rank number,
+as what strings hash to, and so the order of a set, should differ between ranks. Every run gets a gloo process group of
+its own, made before the function and destroyed after it. After a run that failed or took too long the ranks are in an
+unknown state: they are killed, and the next run starts new ones.
 """
 
 import contextlib
@@ -23,10 +25,12 @@ import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,6 +40,8 @@ RANK_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank itself: no helper processes that outlive a killed rank
 }
+START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS's frameworks do not outlive a fork
+IMPORTED_BEFORE_FORK = ["torch", "torch.distributed", "torch._inductor.compile_fx", "compiled_ddp"]
 STARTUP_SECONDS = 180.0
 GRACE_SECONDS = 3.0  # how long the other ranks may go on after the first one failed
 CLEAN_UP_SECONDS = 60.0
@@ -77,7 +83,7 @@ class _Rank:
 
 
 class RankPool:
-    """`world_size` rank processes, spawned by the first run and used by all that follow."""
+    """`world_size` rank processes, started by the first run and used by all that follow."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -114,7 +120,7 @@ class RankPool:
         name = f"{function.__module__}.{function.__qualname__}"
         try:
             if not self._ranks:
-                self._spawn()
+                self._start()
             results = self._ask(pickle.dumps(job), name, timeout_seconds)
             # No rank takes its process group down before all have returned.
             self._ask(b"clean up", f"cleaning up after {name}", CLEAN_UP_SECONDS)
@@ -124,7 +130,7 @@ class RankPool:
         return [pickle.loads(result) for result in results]
 
     def kill(self) -> None:
-        """End the rank processes at once. The next run spawns new ones."""
+        """End the rank processes at once. The next run starts new ones."""
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
@@ -143,21 +149,23 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _spawn(self) -> None:
+    def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(START_METHOD)
         with _environment(RANK_ENVIRONMENT):
+            _import_before_fork(self.world_size)
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 stacks_path = Path(self._stacks_directory.name) / f"run{self._runs}-rank{rank}"
                 stacks_path.touch()
                 process = context.Process(
                     target=_serve,
-                    args=(rank, self.world_size, self._store.port, theirs, stacks_path),
+                    args=(rank, self.world_size, self._store.port, theirs, stacks_path, dict(os.environ)),
                     name=f"rank {rank} of {self.world_size}",
                     daemon=True,
                 )
-                process.start()
+                with _started_by_server_of(rank):
+                    process.start()
                 theirs.close()
                 self._ranks.append(_Rank(process, ours, stacks_path))
         self._gather(f"starting {self.world_size} ranks", STARTUP_SECONDS)
@@ -203,9 +211,28 @@ class RankPool:
         return f"the process ended with exit code {rank.process.exitcode}\n{rank.stacks()}"
 
 
+_servers: dict[int, forkserver.ForkServer] = {}  # by rank; this process's, whatever pools it has
+
+
+def _import_before_fork(ranks: int) -> None:
+    """Have the processes that the ranks of these numbers are forked from."""
+    for rank in range(ranks) if START_METHOD == "forkserver" else ():
+        if rank not in _servers:
+            _servers[rank] = forkserver.ForkServer()
+            _servers[rank].set_forkserver_preload(IMPORTED_BEFORE_FORK)
+        _servers[rank].ensure_running()  # does not wait for the imports
+
+
+def _started_by_server_of(rank: int) -> contextlib.AbstractContextManager[object]:
+    """Let a process be forked from the one for `rank`; multiprocessing itself has one for all."""
+    if START_METHOD != "forkserver":
+        return contextlib.nullcontext()
+    return mock.patch.object(forkserver, "connect_to_new_process", _servers[rank].connect_to_new_process)
+
+
 @contextlib.contextmanager
 def _environment(variables: dict[str, str]) -> Any:
-    """The environment that spawned processes inherit; it must be there before they import torch."""
+    """The environment that new processes inherit; it must be there before they import torch."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -218,8 +245,17 @@ def _environment(variables: dict[str, str]) -> Any:
                 os.environ[name] = value
 
 
-def _serve(rank: int, world_size: int, store_port: int, connection: Connection, stacks_path: Path) -> None:
+def _serve(
+    rank: int,
+    world_size: int,
+    store_port: int,
+    connection: Connection,
+    stacks_path: Path,
+    environment: dict[str, str],
+) -> None:
     """A rank process's whole life: take a job, reply, clean up when told to, reply."""
+    os.environ.clear()  # a forked process has what there was when its server was started
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills its ranks
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     with stacks_path.open("w") as stacks, contextlib.suppress(EOFError):

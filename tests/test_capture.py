@@ -49,6 +49,11 @@ def options(*, first_bytes: int, cap_bytes: int) -> Options:
     return Options(first_bucket_mb=first_bytes / MEBIBYTE, bucket_cap_mb=cap_bytes / MEBIBYTE)
 
 
+def planned(gradients: dict[int, GradientSpec], options: Options, world_size: int) -> BucketPlan:
+    order = gradient_order(forward_graph(), list(gradients))
+    return plan_segment([gradients[index] for index in order], options, world_size)
+
+
 def indices(plan: BucketPlan) -> list[tuple[int, ...]]:
     return [bucket.indices for bucket in plan.buckets]
 
@@ -97,7 +102,7 @@ def test_parameter_that_is_an_output_itself_comes_first() -> None:
 
 
 def test_buckets_follow_the_reverse_topological_order() -> None:
-    plan = plan_segment(forward_graph(), specs(), options(first_bytes=8, cap_bytes=16), world_size=2)
+    plan = planned(specs(), options(first_bytes=8, cap_bytes=16), world_size=2)
     assert indices(plan) == [(HEAD,), (NORM, BIAS), (WEIGHT, SCALE), (EMBEDDING,)]
     assert plan.riders.indices == (HEAD, NORM, BIAS, WEIGHT, SCALE, EMBEDDING)
     assert plan.world_size == 2
@@ -105,7 +110,7 @@ def test_buckets_follow_the_reverse_topological_order() -> None:
 
 def test_first_bucket_size_and_cap_hold_for_each_dtype() -> None:
     dtypes = {NORM: torch.float16, WEIGHT: torch.float16, SCALE: torch.float16, HEAD: torch.float64}
-    plan = plan_segment(forward_graph(), specs(dtypes), options(first_bytes=4, cap_bytes=8), world_size=2)
+    plan = planned(specs(dtypes), options(first_bytes=4, cap_bytes=8), world_size=2)
     assert indices(plan) == [(HEAD,), (NORM,), (BIAS,), (WEIGHT, SCALE), (EMBEDDING,)]
     assert [bucket.dtype for bucket in plan.buckets] == [
         torch.float64,
@@ -118,7 +123,7 @@ def test_first_bucket_size_and_cap_hold_for_each_dtype() -> None:
 
 def test_riders_have_a_bucket_of_their_own_where_the_last_gradient_is_not_float32() -> None:
     dtypes = {EMBEDDING: torch.float16, BIAS: torch.float16}
-    plan = plan_segment(forward_graph(), specs(dtypes), options(first_bytes=64, cap_bytes=64), world_size=2)
+    plan = planned(specs(dtypes), options(first_bytes=64, cap_bytes=64), world_size=2)
     assert indices(plan) == [(HEAD, NORM, WEIGHT, SCALE), (BIAS, EMBEDDING), ()]
 
 
@@ -126,30 +131,30 @@ def test_each_device_has_buckets_of_its_own() -> None:
     gradients = specs()
     for index in (NORM, SCALE):
         gradients[index] = GradientSpec.of(index, torch.empty(2, device="meta"))
-    plan = plan_segment(forward_graph(), gradients, options(first_bytes=8, cap_bytes=16), world_size=2)
+    plan = planned(gradients, options(first_bytes=8, cap_bytes=16), world_size=2)
     assert indices(plan) == [(HEAD,), (NORM,), (BIAS, WEIGHT), (SCALE,), (EMBEDDING,)]
 
 
 def test_first_bucket_is_never_larger_than_the_cap() -> None:
-    plan = plan_segment(forward_graph(), specs(), options(first_bytes=1000, cap_bytes=16), world_size=2)
+    plan = planned(specs(), options(first_bytes=1000, cap_bytes=16), world_size=2)
     assert indices(plan) == [(HEAD, NORM), (BIAS, WEIGHT), (SCALE, EMBEDDING)]
 
 
 def test_naive_option_gives_every_gradient_a_bucket() -> None:
-    plan = plan_segment(forward_graph(), specs(), Options(options={NAIVE: True}), world_size=2)
+    plan = planned(specs(), Options(options={NAIVE: True}), world_size=2)
     assert indices(plan) == [(HEAD,), (NORM,), (BIAS,), (WEIGHT,), (SCALE,), (EMBEDDING,), ()]
 
 
 def test_same_graph_and_options_give_the_same_plan() -> None:
     def plan(world_size: int) -> BucketPlan:
-        return plan_segment(forward_graph(), specs(), options(first_bytes=8, cap_bytes=16), world_size)
+        return planned(specs(), options(first_bytes=8, cap_bytes=16), world_size)
 
     assert plan(2) == plan(2)
     assert plan(2).fingerprint != plan(3).fingerprint
 
 
 def test_graph_without_parameters_has_an_empty_plan() -> None:
-    assert plan_segment(forward_graph(), {}, Options(bucket_cap_mb=1.0), world_size=2) == BucketPlan((), 2)
+    assert planned({}, Options(bucket_cap_mb=1.0), world_size=2) == BucketPlan((), 2)
 
 
 # ---- inputs without a gradient ---------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Every Python snippet of the README and of docs/ runs, and every test that a table names exists.
 
-The blocks of a page run in order, in one namespace, in one spawned process that is rank 0 of 1 by its environment. A
+The blocks of a page run in order, in one namespace, in one process of its own that is rank 0 of 1 by its environment. A
 block opened by ```{.python notest} does not run, and an HTML comment directly above it says why. (The README may also
 write ```python notest, which MkDocs does not render.)
 """
@@ -8,12 +8,12 @@ write ```python notest, which MkDocs does not render.)
 import inspect
 import os
 import re
-import socket
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torchrun
 from torch.nn.parallel import DistributedDataParallel
 
 from ranks import RankError, RankPool
@@ -61,28 +61,15 @@ def snippets(text: str) -> list[Snippet]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_page(rank: int, page: str, blocks: list[Snippet], directory: str) -> None:
     """Run `blocks` one after the other, as torchrun would run them with one process."""
     os.chdir(directory)  # what a snippet saves goes there
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-    }
     namespace: dict[str, object] = {"__name__": "__main__"}
-    for block in blocks:
-        # Blank lines in front: a traceback then names the line of the page, and shows it.
-        code = "\n" * (block.first_line - 1) + block.code
-        exec(compile(code, page, "exec"), namespace)
+    with torchrun.environment(rank, 1, torchrun.free_port()):
+        for block in blocks:
+            # Blank lines in front: a traceback then names the line of the page, and shows it.
+            code = "\n" * (block.first_line - 1) + block.code
+            exec(compile(code, page, "exec"), namespace)
 
 
 def relative(path: Path) -> str:

@@ -1,10 +1,6 @@
 """The plan's nouns: what a gradient's view looks like, what the constructors assert, what identifies a plan."""
 
-import os
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +16,7 @@ from compiled_ddp.plan import (
     Riders,
     Section,
 )
+from ranks import RankPool
 
 CPU = torch.device("cpu")
 
@@ -199,16 +196,12 @@ def test_fingerprint_of_equal_plans_is_equal() -> None:
     assert two_buckets().fingerprint == two_buckets().fingerprint
 
 
-def test_fingerprint_is_the_same_in_another_process() -> None:
-    script = "import test_plan; print(test_plan.two_buckets().fingerprint)"
-    other = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent), "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert other.stdout.strip() == two_buckets().fingerprint
+def _fingerprint(rank: int) -> str:
+    return two_buckets().fingerprint
+
+
+def test_fingerprint_is_the_same_in_other_processes(ranks2: RankPool) -> None:
+    assert ranks2.run(_fingerprint, process_group=False) == [two_buckets().fingerprint] * 2
 
 
 def test_fingerprint_changes_with_everything_in_the_plan() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import RankError, RankPool
+from ranks import START_METHOD, RankError, RankPool
 
 
 def describe_rank(rank: int, word: str) -> tuple[int, int, int, str]:
@@ -23,6 +23,14 @@ def reduce_own_rank(rank: int) -> torch.Tensor:
 
 def process_id(rank: int) -> int:
     return os.getpid()
+
+
+def hash_of_a_string(rank: int) -> int:
+    return hash("a string")
+
+
+def variable_of_tests(rank: int) -> str:
+    return os.environ["COMPILED_DDP_TESTS"]
 
 
 def has_process_group(rank: int) -> bool:
@@ -71,6 +79,19 @@ def test_ranks_reduce_together(ranks3: RankPool) -> None:
 
 def test_ranks_are_reused_after_success(ranks2: RankPool) -> None:
     assert ranks2.run(process_id) == ranks2.run(process_id)
+
+
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="strings hash alike everywhere")
+def test_what_strings_hash_to_differs_between_ranks(ranks2: RankPool, ranks3: RankPool) -> None:
+    assert len(set(ranks3.run(hash_of_a_string))) == 3
+    assert ranks2.run(hash_of_a_string) == ranks3.run(hash_of_a_string)[:2] or START_METHOD == "spawn"
+
+
+def test_new_ranks_have_the_environment_of_their_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("one", "other"):
+        monkeypatch.setenv("COMPILED_DDP_TESTS", value)
+        with RankPool(1) as pool:
+            assert pool.run(variable_of_tests) == [value]
 
 
 def test_a_run_may_go_without_process_group(ranks2: RankPool) -> None:

@@ -1,6 +1,8 @@
 """verify_parity and `python -m compiled_ddp verify`: they see what is right, and what is wrong."""
 
+import contextlib
 import functools
+import io
 import math
 import os
 import subprocess
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import torchrun
 from models import Mlp, TokenModel, assert_equal_on_all_ranks, row_batch, token_batch
 from torch import Tensor, nn
 
@@ -263,33 +266,38 @@ def make():
 """
 
 
-def _run(*arguments: str, under: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *under, "compiled_ddp", "verify", *arguments, "--wrapper", "EagerDDP"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    environment["OMP_NUM_THREADS"] = "1"
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
-
-
 @pytest.mark.slow
 def test_the_command_starts_its_own_ranks_and_exits_by_the_tolerance(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    good = _run(f"{script}:make", "--ranks", "3", "--steps", "2")
-    assert good.returncode == 0, good.stderr
-    assert "0.weight" in good.stdout and "(steps: 2, ranks: 3)" in good.stdout
-    bad = _run(f"{script}:make", "--tolerance", "-1")
-    assert bad.returncode == 1
-    assert "(steps: 3, ranks: 2)" in bad.stdout
+    options = ["--ranks", "3", "--steps", "2", "--tolerance", "-1", "--wrapper", "EagerDDP"]
+    command = [sys.executable, "-m", "compiled_ddp", "verify", f"{script}:make", *options]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=ROOT)
+    assert "0.weight" in done.stdout and "(steps: 2, ranks: 3)" in done.stdout, done.stderr
+    assert done.returncode == 1, "the largest difference is above the tolerance"
 
 
-@pytest.mark.slow
-def test_the_command_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
+def _main(rank: int, arguments: list[str], port: int) -> tuple[int, str]:
+    """The exit status and the output of the command on a rank that torchrun has started."""
+    output = io.StringIO()
+    with torchrun.environment(rank, 2, port), contextlib.redirect_stdout(output):
+        return main(arguments), output.getvalue()
+
+
+def test_the_command_joins_the_ranks_of_torchrun(ranks2: RankPool, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    done = _run(f"{script}:make", "--steps", "1", under=launcher)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("(steps: 1, ranks: 2)") == 1, "one rank prints"
+
+    def run(*options: str) -> list[tuple[int, str]]:
+        arguments = ["verify", f"{script}:make", "--wrapper", "EagerDDP", *options]
+        return ranks2.run(_main, arguments, torchrun.free_port(), process_group=False)
+
+    (status, printed), other = run("--steps", "1")
+    assert status == 0 and "(steps: 1, ranks: 2)" in printed
+    assert other == (0, ""), "one rank prints"
+    assert [status for status, _ in run("--tolerance", "-1")] == [1, 1]
 
 
 def test_the_command_says_how_to_name_the_function(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from models import assert_equal_on_all_ranks, assert_gradients, expected_mean, wrappers
 from torch import Tensor, nn
 
+from compiled_ddp.comm_hooks import Ranks
 from ranks import RankPool
 
 ARMED: list[type[BaseException]] = []  # what the planted operator raises next, where it runs
@@ -31,7 +32,7 @@ identity.register_autograd(lambda ctx, gradient: identity_backward(gradient))
 
 
 class Net(nn.Module):
-    """Four layers, a bucket each; the operator that may raise stands behind `place` of them."""
+    """Four layers, a bucket each; the operator that may raise stands behind `place` of them, if anywhere."""
 
     def __init__(self, place: int) -> None:
         super().__init__()
@@ -75,12 +76,14 @@ def finish(ddp: nn.Module, step: int) -> None:
             ddp(batch(step))
 
 
-def _breaks(rank: int, wrapper: str, place: int, error: type[BaseException], broken: int, options: dict) -> None:
+def _breaks(rank: int, wrapper: str, place: int, error: type[BaseException], first: int, options: dict) -> None:
+    """One rank breaks off the first backward of all, another one a later one, and the first one that after it."""
     ddp = wrap(wrapper, Net(place), **options)
     for step in range(8):
         if step not in (0, 3, 4):
             right_step(ddp, step)
             continue
+        broken = (first + step) % dist.get_world_size()
         ddp.zero_grad()
         loss = ddp(batch(step))
         if rank == broken:
@@ -102,13 +105,12 @@ ERRORS = [ValueError, KeyboardInterrupt, torch.OutOfMemoryError]
 
 
 # Where the operator stands, the last layers' buckets have been launched when it raises in backward.
-@pytest.mark.parametrize("place", [1, 2, 4])
-@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize(("place", "first"), [(1, 0), (1, 1), (2, 1), (4, 0)])
 @pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
 def test_after_an_exception_inside_a_backward_the_next_step_is_right(
-    ranks2: RankPool, wrapper: str, broken: int, place: int
+    ranks2: RankPool, wrapper: str, place: int, first: int
 ) -> None:
-    ranks2.run(_breaks, wrapper, place, ERRORS[place % 3], broken, {})
+    ranks2.run(_breaks, wrapper, place, ERRORS[place % 3], first, {})
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -125,43 +127,70 @@ def test_after_an_exception_inside_a_graph_of_inductor_the_next_step_is_right(ra
     ranks2.run(_breaks, "inductor", place, KeyboardInterrupt, 1, {}, timeout_seconds=300.0)
 
 
+def two_rounds(gradients: Tensor, ranks: Ranks) -> Tensor:
+    """A communication hook of two collectives."""
+    return ranks.all_reduce(ranks.all_reduce(gradients / ranks.size) / ranks.size)
+
+
+def two_rounds_that_may_raise(gradients: Tensor, ranks: Ranks) -> Tensor:
+    return ranks.all_reduce(identity_backward(ranks.all_reduce(gradients / ranks.size)) / ranks.size)
+
+
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_where_a_bucket_takes_several_collectives_the_rest_of_them_follows(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_breaks, wrapper, 2, ValueError, 1, {"comm_hook": two_rounds})
+    nowhere = -1  # but in the hook, between a bucket's collectives
+    ranks2.run(_breaks, wrapper, nowhere, ValueError, 0, {"comm_hook": two_rounds_that_may_raise})
+
+
 def test_the_same_on_three_ranks_with_another_reduction(ranks3: RankPool) -> None:
     ranks3.run(_breaks, "compile_ddp", 2, ValueError, 2, {})
 
 
-def _loses(rank: int, wrapper: str, everywhere: bool) -> None:
-    """The exception comes when everything has been sent: the others have stepped with the mean."""
-    ddp = wrap(wrapper, Net(4))
-    right_step(ddp, 0)
-    ddp.zero_grad()
-    leaf = batch(1).requires_grad_()
+def loses(ddp: nn.Module, step: int) -> None:
+    """A backward that an exception ends when everything has been sent."""
+    leaf = batch(step).requires_grad_()
     x = leaf * 1.0  # its backward runs when all parameters have got their gradients
 
     def planted(_: Tensor) -> None:
         raise ValueError("planted")
 
-    if rank == 1 or everywhere:
-        leaf.register_hook(planted)
-        with pytest.raises(ValueError, match="planted"):
-            ddp(x).backward()
-    else:
+    leaf.register_hook(planted)
+    with pytest.raises(ValueError, match="planted"):
         ddp(x).backward()
+    ddp.abandon_backward()
     ddp.zero_grad()
-    if everywhere:
-        right_step(ddp, 2)
+
+
+def _loses(rank: int, wrapper: str) -> None:
+    """The others have stepped with the mean, which all are told in the next step; what all drop, none has lost."""
+    ddp = wrap(wrapper, Net(4))
+    right_step(ddp, 0)
+    told = r"ended the one before it on 1 rank\(s\) when all of it had been sent"
+    if rank == 1:
+        loses(ddp, 1)
     else:
-        with pytest.raises(RuntimeError, match=r"ended the one before it on 1 rank\(s\) when all of it had been sent"):
-            ddp(batch(2)).backward()
+        ddp(batch(1)).backward()
+    with pytest.raises(RuntimeError, match=told):
+        ddp(batch(2)).backward()
     right_step(ddp, 3)
+    for step in (4, 5):  # rank 1 loses two of them, one after the other, and the second is dropped on every rank
+        if rank == 1:
+            loses(ddp, step)
+        elif step == 4:
+            ddp(batch(step)).backward()
+        else:
+            with pytest.raises(RuntimeError, match=told):
+                ddp(batch(step)).backward()
+    right_step(ddp, 6)
+    loses(ddp, 7)  # on every rank
+    right_step(ddp, 8)
     ddp.unwrap()
 
 
-@pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_a_mean_that_one_rank_has_lost_is_told_to_every_rank_in_the_next_step(
-    ranks2: RankPool, wrapper: str, everywhere: bool
-) -> None:
-    ranks2.run(_loses, wrapper, everywhere)
+def test_a_mean_that_one_rank_has_lost_is_told_to_every_rank_in_the_next_step(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_loses, wrapper)
 
 
 def _gives_back(rank: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import EagerDDP, compile_ddp
+from compiled_ddp.plan import FIRST_USED
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -117,13 +118,13 @@ def never_used(explained: str) -> list[str]:
 
 
 def test_parameters_that_are_never_used_cost_no_bandwidth_and_are_named(ranks2: RankPool) -> None:
+    gradients = (5 * 5 + 5) + (5 * 1 + 1)  # elements of expert 1 and of the head
     for sent, planned, explained in ranks2.run(_unused_costs_nothing, "EagerDDP"):
-        gradients = 4 * (2 * 5 * 6 // 2 + 6)
-        assert gradients < planned < gradients + 4 * 16, "riders take a few elements"
+        assert planned == 4 * (gradients + FIRST_USED + 4), "more than these four gradients and their riders"
         assert sent == planned
         assert set(never_used(explained)) == parameters_of(0, 2, 3)
     for _, planned, explained in ranks2.run(_unused_costs_nothing, "compile_ddp"):
-        assert planned < gradients + 4 * 16
+        assert planned == 4 * (gradients + FIRST_USED + 4)
         assert set(never_used(explained)) == parameters_of(0, 2, 3)
 
 

@@ -105,7 +105,7 @@ def _all(rank: int, wrapper: str) -> None:
             expected, _ = by_hand(ddp.module, given, x)
             with torch.no_grad():
                 torch.testing.assert_close(functional_call(ddp, given, (x,)), expected)
-            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            with pytest.raises(RuntimeError, match="running_mean should contain 2 elements not 5"):
                 functional_call(ddp, others_of(ddp), (x[:, :2],))
         assert_step(ddp, lambda module: loss_of(module, x), unused=["scale"])
         ddp.module.scale.grad = None
@@ -423,8 +423,8 @@ def _through_a_transform(rank: int, wrapper: str) -> None:
     theirs, ddp = DistributedDataParallel(copy.deepcopy(model)), wrap(wrapper, model)
     x = row_batch(rank) / 4
     expected = mean_by_hand(ddp, lambda module: penalised(module, "", x))
-    for wrapped in (theirs, ddp):
-        for _ in range(2):
+    for wrapped, steps in ((theirs, 1), (ddp, 2)):  # DDP's second one fails: it rebuilds its buckets in the transform
+        for _ in range(steps):
             wrapped.zero_grad()
             penalised(wrapped, "module.", x).backward()
             assert_gradients(wrapped.module, expected, rtol=1e-4, atol=1e-4)

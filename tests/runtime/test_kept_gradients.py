@@ -180,8 +180,19 @@ def _accumulated(ddp: nn.Module, step: int) -> dict[str, Tensor]:
     return {name: mean[name] if before[name] is None else before[name].double() + mean[name] for name in mean}
 
 
-def _changes(rank: int, wrapper: str, change: Callable[[nn.Module], None], only_on: int | None) -> None:
+def _changes(rank: int, wrapper: str, only_on: int | None) -> None:
+    """One change after the other, to the gradients of one wrapper."""
     ddp = wrap(wrapper, net())
+    for change in CHANGES:
+        try:
+            _change(ddp, rank, change, only_on)
+        except BaseException as error:
+            error.add_note(f"{wrapper}, {change.__name__}")
+            raise
+    ddp.unwrap()
+
+
+def _change(ddp: nn.Module, rank: int, change: Callable[[nn.Module], None], only_on: int | None) -> None:
     for step in range(12):
         zero = ("none", "zeros", "keep")[step % 3]
         by_hooks = torch.compiler.set_stance("force_eager") if step // 3 % 2 else contextlib.nullcontext()
@@ -196,7 +207,6 @@ def _changes(rank: int, wrapper: str, change: Callable[[nn.Module], None], only_
         with by_hooks:
             loss_of(step)(ddp).backward()
         assert_gradients(ddp.module, expected, rtol=1e-3, atol=1e-4)
-    ddp.unwrap()
 
 
 def _mean_of_accumulated(ddp: nn.Module, step: int) -> dict[str, Tensor]:
@@ -213,18 +223,12 @@ def _mean_of_accumulated(ddp: nn.Module, step: int) -> dict[str, Tensor]:
     return means
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("only_on", [None, 1], ids=["on all ranks", "on one rank alone"])
 @pytest.mark.parametrize("wrapper", ALL)
 def test_what_is_done_to_gradients_between_steps_reaches_no_later_step(
-    ranks2: RankPool, wrapper: str, change: Callable[[nn.Module], None]
+    ranks2: RankPool, wrapper: str, only_on: int | None
 ) -> None:
-    ranks2.run(_changes, wrapper, change, None)
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_it_may_be_done_on_one_rank_alone(ranks2: RankPool, change: Callable[[nn.Module], None]) -> None:
-    ranks2.run(_changes, "EagerDDP", change, 1)
-    ranks2.run(_changes, "compile_ddp", change, 1)
+    ranks2.run(_changes, wrapper, only_on)
 
 
 # ---- gradients that the user keeps -----------------------------------------------------------------------------------

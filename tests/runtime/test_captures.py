@@ -1,0 +1,306 @@
+"""What wrappers share of what Dynamo captures, and what becomes of what cannot be captured or compiled."""
+
+import contextlib
+import copy
+import unittest.mock
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Mlp, assert_gradients, assert_step, expected_mean, row_batch
+from torch import Tensor, nn
+
+from compiled_ddp import compile_ddp, torch_private
+from compiled_ddp.passes.pipeline import Pipeline
+from ranks import RankPool
+
+LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}  # ranks wait for each other's compiler
+
+
+def bare(width: int = 4) -> nn.Module:
+    """A model of torch's own class, whose forward Dynamo does not capture by itself."""
+    return nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def graphs_captured() -> int:
+    return torch_private.compiler_counters().get("stats", {}).get("unique_graphs", 0)
+
+
+def loss_at(x: Tensor) -> Callable[[nn.Module], Tensor]:
+    return lambda module: module(x).square().sum()
+
+
+def all_by_graphs(ddp: Any) -> bool:
+    return {section.origin for section in ddp.plan.sections} == {"graph"}
+
+
+# ---- many wrappers ---------------------------------------------------------------------------------------------------
+
+
+def _twenty(rank: int, model: Callable[[], nn.Module], backend: str, count: int) -> None:
+    before = graphs_captured()
+    alive = []
+    for number in range(count):
+        ddp = compile_ddp(model(), strict=True, backend=backend)
+        alive.append(ddp)
+        for step in range(2):
+            expected = expected_mean(copy.deepcopy(ddp.module), loss_at(row_batch(rank, 10 * number + step)))
+            ddp.zero_grad()
+            ddp(row_batch(rank, 10 * number + step)).square().sum().backward()
+            assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-6)
+        assert all_by_graphs(ddp)
+    assert graphs_captured() == before + 1, "another wrapper of the same class was captured anew"
+    for ddp in alive:
+        ddp.unwrap()
+
+
+@pytest.mark.parametrize("model", [Mlp, bare])
+def test_twenty_wrappers_of_one_class_share_one_capture_and_all_reduce_in_graphs(
+    ranks2: RankPool, model: Callable[[], nn.Module]
+) -> None:
+    ranks2.run(_twenty, model, "aot_eager", 20)
+
+
+@pytest.mark.inductor
+def test_wrappers_share_a_capture_under_inductor(ranks2: RankPool) -> None:
+    ranks2.run(_twenty, bare, "inductor", 3, **LIMITS)
+
+
+def _of_many_sizes(rank: int) -> None:
+    for width in range(3, 15):
+        ddp = compile_ddp(bare(width), strict=True, backend="aot_eager")
+        with _no_symbolic_graphs():
+            assert_step(ddp, loss_at(row_batch(rank, width)))
+        assert all_by_graphs(ddp)
+        ddp.unwrap()
+
+
+@contextlib.contextmanager
+def _no_symbolic_graphs() -> Iterator[None]:
+    compiled = torch_private.compile_captured
+
+    def compile_captured(graph_module: Any, example_inputs: Any, **kwargs: Any) -> Any:
+        assert not any(isinstance(value, torch.SymInt) for value in example_inputs), "sizes are symbolic"
+        return compiled(graph_module, example_inputs, **kwargs)
+
+    with unittest.mock.patch.object(torch_private, "compile_captured", compile_captured):
+        yield
+
+
+def test_bare_models_of_many_sizes_are_not_one_model_of_changing_sizes(ranks2: RankPool) -> None:
+    ranks2.run(_of_many_sizes)
+
+
+class Kinds(nn.Module):
+    """Captured anew for each `kind`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor, kind: str) -> Tensor:
+        return self.linear(x) * len(kind)
+
+
+def _limited(rank: int) -> None:
+    with torch._dynamo.config.patch(recompile_limit=2):
+        ddp = compile_ddp(Kinds(), backend="aot_eager")
+        for kind in ("a", "bb", "ccc", "dddd"):
+            x = row_batch(rank, len(kind))
+            expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(x, kind).square().sum())  # noqa: B023
+            ddp.zero_grad()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ddp(x, kind).square().sum().backward()
+            assert_gradients(ddp.module, expected)
+            named = [w for w in caught if "torch._dynamo.config.recompile_limit (2)" in str(w.message)]
+            assert len(named) == (kind == "ccc"), [str(w.message) for w in caught]
+        ddp.unwrap()
+        for again in range(2):
+            ddp = compile_ddp(Kinds(), backend="aot_eager", dynamic=False, strict=True)  # captured apart
+            with pytest.raises(RuntimeError, match=r"recompile_limit \(2\).*strict=True\) does not fall back"):
+                ddp(row_batch(rank), "a" * again)
+            ddp.unwrap()
+
+
+def test_a_recompile_limit_that_is_reached_is_named(ranks2: RankPool) -> None:
+    ranks2.run(_limited)
+
+
+# ---- what is captured ------------------------------------------------------------------------------------------------
+
+
+class Dlrm(nn.Module):
+    """As torchrec's: sparse embeddings in a list comprehension that is part of an expression."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleList(nn.Embedding(7, 3, sparse=True) for _ in range(3))
+        self.dense = nn.Linear(5, 3)
+        self.over = nn.Linear(12, 1)
+
+    def forward(self, x: Tensor, ids: list[Tensor]) -> Tensor:
+        embeddings = self.embeddings
+        parts = [self.dense(x)] + [e(ids[i]) for i, e in enumerate(embeddings[:-1])] + [embeddings[-1](ids[-1])]
+        return self.over(torch.cat(parts, dim=1))
+
+
+def _with_sparse_embeddings(rank: int) -> None:
+    model = Dlrm()
+    ids = [torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(10 * rank + n)) for n in range(3)]
+    torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)(row_batch(rank), ids).sum().backward()
+    ddp = compile_ddp(model, backend="aot_eager", fullgraph=True)
+    assert str(ddp).startswith("CompiledDDP")
+    twin = copy.deepcopy(model)
+    for step in range(3):
+        twin.zero_grad()
+        twin(row_batch(rank, step), ids).square().sum().backward()
+        ddp.zero_grad()
+        ddp(row_batch(rank, step), ids).square().sum().backward()
+        for (name, parameter), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+            mean = other.grad.to_dense()
+            dist.all_reduce(mean)
+            assert parameter.grad.is_sparse == name.startswith("embeddings"), name
+            torch.testing.assert_close(parameter.grad.to_dense(), mean / dist.get_world_size())
+    ddp.unwrap()
+
+
+def test_sparse_embeddings_are_captured_without_a_break_as_by_plain_torch_compile(ranks2: RankPool) -> None:
+    ranks2.run(_with_sparse_embeddings)
+
+
+# ---- what cannot be compiled -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _compiler_fails(where: str) -> Iterator[None]:
+    """In "forward", "backward" (of any variant), or "passes" alone."""
+    from torch._inductor import compile_fx
+
+    inner, run = compile_fx.compile_fx_inner, Pipeline.run
+
+    def compile_fx_inner(*args: Any, **kwargs: Any) -> Any:
+        if bool(kwargs.get("is_backward")) == (where == "backward"):
+            raise ZeroDivisionError("Cannot convert expression to float")
+        return inner(*args, **kwargs)
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("Cannot convert expression to float")
+
+    if where == "passes":
+        with unittest.mock.patch.object(Pipeline, "run", fails):
+            yield
+    else:
+        with unittest.mock.patch.object(compile_fx, "compile_fx_inner", compile_fx_inner):
+            yield
+    assert run is Pipeline.run
+
+
+def _not_compiled(rank: int, where: str, on: str, width: int) -> None:
+    """`on` says on which ranks: "all", or rank "0" or "1" alone. `width` is that of no model compiled before."""
+    ddp = compile_ddp(Mlp(width), backend="aot_eager" if where == "passes" else "inductor")
+    failing = _compiler_fails(where) if on in ("all", str(rank)) else contextlib.nullcontext()
+    with failing, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            x = row_batch(rank, step)
+            expected = expected_mean(copy.deepcopy(ddp.module), loss_at(x))
+            ddp.zero_grad()
+            ddp(x).square().sum().backward()
+            assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-6)
+        ddp.zero_grad()
+        with ddp.no_sync():  # and what is folded in later
+            ddp(row_batch(rank)).square().sum().backward()
+        ddp(row_batch(rank)).square().sum().backward()
+        assert_gradients(ddp.module, _twice(ddp.module, rank), rtol=1e-4, atol=1e-6)
+    quoting = [str(w.message) for w in caught if "Cannot convert expression to float" in str(w.message)]
+    assert len(quoting) == (on in ("all", str(rank))) * (2 if where == "backward" else 1), quoting
+    ddp.unwrap()
+
+
+def _twice(module: nn.Module, rank: int) -> dict[str, Tensor]:
+    expected = expected_mean(copy.deepcopy(module), loss_at(row_batch(rank)))
+    return {name: 2 * gradient for name, gradient in expected.items()}
+
+
+@pytest.mark.parametrize("on", ["all", "0", "1"])
+@pytest.mark.parametrize(
+    "where",
+    [*(pytest.param(w, marks=pytest.mark.inductor) for w in ("forward", "backward")), "passes"],
+)
+def test_what_cannot_be_compiled_runs_with_hooks_and_one_warning_that_quotes_the_compiler(
+    ranks2: RankPool, where: str, on: str
+) -> None:
+    width = 20 + 3 * ("forward", "backward", "passes").index(where) + ("all", "0", "1").index(on)
+    ranks2.run(_not_compiled, where, on, width, **LIMITS)
+
+
+def _not_compiled_but_strict(rank: int) -> None:
+    words = r"(?s)Cannot convert expression to float.*strict=True\) does not fall back"
+    for width, where in ((17, "forward"), (18, "backward")):
+        for _ in range(2):  # also a second wrapper, for which nothing is compiled any more
+            ddp = compile_ddp(Mlp(width), strict=True)
+            with _compiler_fails(where), pytest.raises(RuntimeError, match=words):
+                ddp(row_batch(rank)).square().sum().backward()
+            ddp.unwrap()
+
+
+@pytest.mark.inductor
+def test_strict_raises_what_the_compiler_says(ranks2: RankPool) -> None:
+    ranks2.run(_not_compiled_but_strict, **LIMITS)
+
+
+def generator() -> nn.Module:
+    return nn.Sequential(
+        nn.ConvTranspose2d(10, 8, 4, 1, 0, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(True),
+        nn.ConvTranspose2d(8, 3, 4, 2, 1, bias=False),
+        nn.Tanh(),
+    )
+
+
+def discriminator() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 4, 2, 1, bias=False),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(4, 8, 4, 2, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(8, 1, 2, 1, 0, bias=False),
+        nn.Sigmoid(),
+    )
+
+
+def _dcgan(rank: int) -> None:
+    """PyTorch's DCGAN tutorial in small."""
+    torch.manual_seed(0)
+    plain = generator(), discriminator()
+    wrapped = tuple(compile_ddp(copy.deepcopy(model), strict=True) for model in plain)
+    data = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(10 * rank + n)) for n in range(2)]
+    noise = torch.randn(4, 10, 1, 1, generator=torch.Generator().manual_seed(rank))
+    for real in data:
+        found, local = _gan_step(*wrapped, real, noise), _gan_step(*plain, real, noise)
+        for gradient, total in zip(found, local, strict=True):
+            dist.all_reduce(total)
+            torch.testing.assert_close(gradient, total / dist.get_world_size(), rtol=1e-3, atol=1e-5)
+
+
+def _gan_step(g: nn.Module, d: nn.Module, real: Tensor, noise: Tensor) -> list[Tensor]:
+    for model in (g, d):
+        model.zero_grad()
+    judge = nn.BCELoss()
+    judge(d(real).view(-1), torch.ones(4)).backward()
+    fake = g(noise)
+    judge(d(fake.detach()).view(-1), torch.zeros(4)).backward()
+    of_discriminator = [p.grad.clone() for p in d.parameters()]
+    judge(d(fake).view(-1), torch.ones(4)).backward()
+    return of_discriminator + [p.grad.clone() for p in g.parameters()]
+
+
+@pytest.mark.inductor
+def test_two_bare_models_that_are_wrapped_one_by_one_train_as_in_the_dcgan_tutorial(ranks2: RankPool) -> None:
+    ranks2.run(_dcgan, **LIMITS)

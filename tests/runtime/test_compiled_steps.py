@@ -260,7 +260,7 @@ def test_the_same_of_a_whole_step_through_aotautograd(wrapper: str, optimizer: s
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_the_same_of_a_whole_step_through_inductor(wrapper: str, ranks2: RankPool) -> None:
     options = {"backend": "inductor"} if wrapper == "compile_ddp" else {}
-    ranks2.run(_train, wrapper, "whole_step", "inductor", "Adam", options)
+    ranks2.run(_train, wrapper, "whole_step", "inductor", "SGD", options, timeout_seconds=600)
 
 
 # ---- with everything that reduces otherwise --------------------------------------------------------------------------

@@ -417,3 +417,47 @@ def _silent_in_backward(rank: int, wrapper: str) -> bool:
 def test_ranks_that_wait_for_a_silent_one_raise_within_the_timeout(ranks3: RankPool, wrapper: str) -> None:
     found = ranks3.run(_silent_in_backward, wrapper, collective_timeout_seconds=3, timeout_seconds=60)
     assert found == [False, False, True]
+
+
+# ---- collectives of the model's own ----------------------------------------------------------------------------------
+
+
+class SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class MeetsOthers(nn.Module):
+    """Ranks meet in eager code, in forward and backward; behind that comes a part that not every rank runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(3, 3)
+        self.active = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.compiler.disable(SumOverRanks.apply)(torch.tanh(self.first(x)))
+        return self.second(x).square().sum() if self.active else x.square().sum()
+
+
+def _meets_others(rank: int, wrapper: str) -> None:
+    ddp = wrappers(BOTH)[wrapper](MeetsOthers(), **ONE_BUCKET_EACH)
+    for step in range(6):
+        ddp.module.active = step % 2 == 0 or rank == step % 3 % 2
+        assert_averaged(ddp, lambda module: module(rows(rank, step)))  # noqa: B023
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_rank_that_does_not_run_a_graph_does_not_keep_others_from_the_models_own_collectives(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_meets_others, wrapper)

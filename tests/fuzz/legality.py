@@ -4,19 +4,15 @@ from dataclasses import replace
 
 from fuzz.description import OTHER_WRAPPER, Join, Model, Op, Program, Step, parameters_of, walk
 
-# What is drawn, and taken out again for wrappers for which it is not mended yet: issue 13, numbers 15 and 11.
-PENDING = {"unread": ("compile_ddp", "inductor"), "compiled around": ("EagerDDP", "compile_ddp", "inductor")}
 
-
-def permitted(program: Program, wrapper: str, world_size: int) -> Program:
-    """Without what is pending for this wrapper."""
+def permitted(program: Program, wrapper: str) -> Program:
+    """Without unread outputs where a graph overwrites memory: there the parameters get zeros, as in torch.compile."""
     wrappers = {wrapper, *(OTHER_WRAPPER[wrapper] for other in program.others if other.swapped)}
-    steps = program.steps
-    if wrappers.intersection(PENDING["unread"]):
-        steps = tuple(replace(step, unread_on=()) if isinstance(step, Step) else step for step in steps)
-    if wrappers.intersection(PENDING["compiled around"]):
-        steps = tuple(replace(step, compiled_around=False) if isinstance(step, Step) else step for step in steps)
-    return replace(program, steps=steps)
+    overwrites = any(op.kind == "in_place" for model in program.models for op, _ in walk(model.ops))
+    if wrappers == {"EagerDDP"} or not overwrites:
+        return program
+    steps = (replace(step, unread_on=()) if isinstance(step, Step) else step for step in program.steps)
+    return replace(program, steps=tuple(steps))
 
 
 # ---- what does not go together ---------------------------------------------------------------------------------------

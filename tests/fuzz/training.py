@@ -29,7 +29,7 @@ def train(rank: int, program: Program, names: tuple[str, ...]) -> list[str]:
     """Run the program under each of these wrappers; returns what differs from the averages by hand, in words."""
     found = []
     for name in names:
-        allowed = permitted(program, name, dist.get_world_size())
+        allowed = permitted(program, name)
         with warnings.catch_warnings(), changed_defaults(allowed.setting):
             warnings.simplefilter("ignore")
             run = Run(allowed, name, rank)

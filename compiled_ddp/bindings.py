@@ -51,10 +51,15 @@ class Bindings:
         if not self._bound_to(segment, parameters).index_of:
             return None
 
+        alive = weakref.ref(self)  # the call hangs on an autograd graph, which is not to keep the wrapper
+        captured = weakref.ref(segment)
+
         def bound_without(undefined: frozenset[int]) -> Bound:
-            self._undefined[segment] = undefined
+            bindings, segment = alive(), captured()
+            assert bindings is not None and segment is not None, "a backward of a wrapper that is gone"
+            bindings._undefined[segment] = undefined
             pairs = zip(segment.gradient_order, parameters, strict=True)
-            return self._bound_to(segment, tuple(None if place in undefined else index for place, index in pairs))
+            return bindings._bound_to(segment, tuple(None if place in undefined else index for place, index in pairs))
 
         return SegmentCall(bound_without, self._undefined.get(segment, frozenset()), node=node, runtime=self._runtime)
 

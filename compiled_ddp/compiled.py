@@ -252,7 +252,7 @@ class CompiledDDP(DataParallelWrapper):
         self._check_in_use()
         self._runtime.finish_broken_backward()
         if self._watch.look().changed and torch.is_grad_enabled():
-            refresh_changed()
+            refresh_changed(self)
         self._warmups += 1
         ranks = self._runtime.communicator.ranks
         args, kwargs = self._on_its_device(args, kwargs)

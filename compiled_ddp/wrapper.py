@@ -54,14 +54,21 @@ _moments = itertools.count(1)
 _all: "weakref.WeakSet[DataParallelWrapper]" = weakref.WeakSet()
 
 
-def refresh_changed() -> None:
+def refresh_changed(of: "DataParallelWrapper") -> None:
     """Let every wrapper of this process whose model has changed take it as it is now: a collective of all ranks.
 
     All at once, in an order that ranks share: each one waits for all ranks, whose forwards may come in other orders.
+    Raises where `of` cannot; another one tries again in its own forward, and raises there.
     """
     changed = [w for w in _all if w._lifecycle is Lifecycle.IN_USE and w._watch.look().changed]
+    error: Exception | None = None
     for wrapper in sorted(changed, key=lambda w: w._runtime.communicator.group_name):
-        wrapper._refresh()
+        try:
+            wrapper._refresh()
+        except Exception as refused:
+            error = refused if wrapper is of else error
+    if error is not None:
+        raise error
 
 
 class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
@@ -215,7 +222,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
                     "the model has changed since the forward of this backward, which a checkpoint runs again now: the "
                     "buckets of a backward under way are fixed. Change the model between backward and forward."
                 )
-            refresh_changed()
+            refresh_changed(self)
         transformed = torch_private.transforms_are_active()
         if not recomputing:
             self._begin_forward(with_gradients=with_gradients, counted=self.training and not transformed)
@@ -404,7 +411,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         for wrapper in sorted(skipping, key=lambda w: w._entered):
             if not wrapper._runtime.awaits_backward:
                 if wrapper._watch.look().changed:  # in the forward, on the other ranks
-                    refresh_changed()
+                    refresh_changed(self)
                 wrapper._begin_forward(with_gradients=True, counted=wrapper.training)
                 wrapper._buffers_stale = True
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.

@@ -41,5 +41,7 @@ def simpler(value: Any) -> Iterator[Any]:
             if default is not MISSING and now != default:
                 yield replace(value, **{field.name: default})
         for field in fields(value):
+            if getattr(value, field.name) == default_of(field):
+                continue  # nothing is simpler than that
             for smaller in simpler(getattr(value, field.name)):
                 yield replace(value, **{field.name: smaller})

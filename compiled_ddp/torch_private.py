@@ -1151,7 +1151,7 @@ class Capture:
     ) -> None:
         """`fullgraph` and `dynamic` as in torch.compile."""
         # From torch 2.13 on, graphs of other ways through the same code do not count for Dynamo's recompile limit.
-        knows_isolation = "isolate_recompiles" in inspect.signature(torch._dynamo.optimize).parameters
+        knows_isolation = "isolate_recompiles" in inspect.signature(torch.compile).parameters
         apart: dict[str, Any] = {"isolate_recompiles": True} if knows_isolation else {}
         self._context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **apart)
         self._entry: Callable[..., Any] = self._context(_entry_function())

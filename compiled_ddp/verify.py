@@ -99,8 +99,8 @@ def verify_parity(
         RuntimeError: torch.distributed is not initialised; what happened on another rank; what wrapper and backward
             raise.
         TypeError: an argument is none of these, or there is no loss; the message says what to pass.
-        ValueError: `steps` is not positive, or a wrapper is inside the model.
-        An error of an argument, of a batch or of the model on one rank is an error on every rank.
+        ValueError: `steps` is not positive, or a wrapper is inside the model. As all of these that are about an
+            argument, a batch or the model: on one rank it is an error on every rank.
     """
     ranks = RankGroup(None)
 

@@ -6,10 +6,10 @@ from fuzz.description import OTHER_WRAPPER, Join, Model, Op, Program, Step, para
 
 
 def permitted(program: Program, wrapper: str) -> Program:
-    """Without unread outputs where a graph overwrites memory: there the parameters get zeros, as in torch.compile."""
+    """Without unread outputs where graphs have zeros for them: docs/limits.md, "Unused parameters"."""
     wrappers = {wrapper, *(OTHER_WRAPPER[wrapper] for other in program.others if other.swapped)}
-    overwrites = any(op.kind == "in_place" for model in program.models for op, _ in walk(model.ops))
-    if wrappers == {"EagerDDP"} or not overwrites:
+    kinds = {op.kind for model in program.models for op, _ in walk(model.ops)}
+    if wrappers == {"EagerDDP"} or kinds.isdisjoint(("in_place", "nonlinear")):
         return program
     steps = (replace(step, unread_on=()) if isinstance(step, Step) else step for step in program.steps)
     return replace(program, steps=tuple(steps))

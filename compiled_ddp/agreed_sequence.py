@@ -39,6 +39,7 @@ class AgreedSequence:
         self.hooks_reason = hooks_reason
         self._reduction: ReductionKind | None = None  # in place of the options' own
         self._options, self._communicator, self._bucket_hook = options, communicator, bucket_hook
+        self.among_collectives = False  # [Note: models that communicate], whether the ranks know it of this one
         self._holds = False  # whether the next backward keeps `sequence`
         self.beginnings = -1  # how often a sequence has been brought about anew
         self._misfits = 0  # backwards in a row in which no rank's graphs fitted
@@ -81,7 +82,10 @@ class AgreedSequence:
         assert before is not None
         self.refined = True
         observations = replace(observations, mixed=self._mixed_on_any_rank(observations.mixed))
-        return self._adopt(self._agree("sequence", lambda: self._planner.refine(before, observations, unused)))
+        return self._adopt(self._agree("sequence", lambda: self._refined(before, observations, unused)))
+
+    def _refined(self, before: ReductionSequence, observations: Observations, unused: Set[int]) -> ReductionSequence:
+        return self._planner.refine(before, observations, unused, graphs_first=self.among_collectives)
 
     def _mixed_on_any_rank(self, mixed: set[int]) -> set[int]:
         """The union over ranks, on rank 0."""

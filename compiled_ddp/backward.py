@@ -197,13 +197,6 @@ class SynchronisedBackward:
         self._launch_to(position)
         return self.claim(section)
 
-    def launch_what_never_comes(self, comes: Callable[[int], bool]) -> None:
-        """Launch the buckets that come next, as far as `comes` tells of none of their gradients that it will arrive."""
-        position = self._cursor
-        while position < len(self._progress) and not any(map(comes, self._progress[position].missing)):
-            position += 1
-        self._launch_to(position)
-
     def give_back(self, section: int) -> None:
         """Undo a claim before the graph has launched anything: hooks launch the section."""
         del self._in_graph[section]

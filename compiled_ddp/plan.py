@@ -261,6 +261,10 @@ NOT_CALLED = (
     "the captured graphs of the first backward that hold them were not called in this forward (eager code: Dynamo's "
     "recompile limit, a stance, or switched off; or other control flow)"
 )
+AMONG_COLLECTIVES = (
+    "the model communicates by itself, and a rank does not run the graphs of the others, which would wait for it there "
+    "while it waits in the model's own collectives"
+)
 MIXED = "used both inside a captured graph and outside of it"
 ADMITTED = "not used in the first backward"
 

@@ -24,10 +24,11 @@ from compiled_ddp.forward_count import ForwardCount
 from compiled_ddp.gradient_hooks import GradientHooks
 from compiled_ddp.hook_state import BucketHook
 from compiled_ddp.hooked_backward import HookedBackward
+from compiled_ddp.models_collectives import ModelsCollectives
 from compiled_ddp.open_tasks import OpenTasks
 from compiled_ddp.options import Options
 from compiled_ddp.own_gradients import OwnGradients
-from compiled_ddp.plan import NOT_CALLED, BucketPlan, Section
+from compiled_ddp.plan import AMONG_COLLECTIVES, NOT_CALLED, BucketPlan, ReductionSequence, Section
 from compiled_ddp.proof import Proof
 from compiled_ddp.returned_gradients import ReturnedGradients, returns_inputs_alone, watch_returned
 from compiled_ddp.riders import Findings, Message, RiderReader
@@ -148,6 +149,8 @@ class Runtime:
         # gradients are accumulated, and these are the calls that it has run.
         self._postponed: list[SegmentCall] | None = None
         self._reaches: tuple[int, bool] = -1, False  # a task of autograd, and whether it reaches this wrapper
+        self._models_collectives = ModelsCollectives()
+        self._some_rank_differs = False  # so that hooks reduce all of this backward: [Note: models that communicate]
         self._is_due = False  # whether a backward that has reached another wrapper will reach this one
         conductor.add(self)
         self._closed_because = ""
@@ -174,6 +177,14 @@ class Runtime:
         if self._counted:
             self._forwards.begin(after_exception=conductor.any_broken_off())
         self.communicator.standing.forward_began(self._forwards.value)
+
+    def module_begins(self) -> None:
+        """The wrapper's own part of the forward has ended."""
+        self._models_collectives.begin()
+
+    def module_ended(self) -> None:
+        """The wrapped module has returned."""
+        self._models_collectives.end()
 
     def forward_raised(self) -> None:
         """The forward that began has ended with an exception. [Note: forwards that are no step]"""
@@ -294,12 +305,16 @@ class Runtime:
                 self._hooks.hold_back_users()
             if self._current is None and self._postponed is None:
                 returned = watch_returned(self.parameters.tensors)
-                self._current = self._begin(lambda call: call.will_run(), self._will_accumulate, returned)
-                if self._current.has_no_weight:
+                self._current = self._begin(
+                    lambda call: call.will_run(), self._will_accumulate, returned, runs_sequence=self._runs_sequence
+                )
+                if self.agreed.graph_sections and not self._current.has_no_weight:
+                    self._leave_unmatched_to_hooks(self._current)
+                if self._current.has_no_weight or self._some_rank_differs:
                     self._current.leave_all_to_hooks()
                     self._hooks.install()
-                elif self.agreed.graph_sections:
-                    self._leave_unmatched_to_hooks(self._current)
+                if self._some_rank_differs:
+                    self.report(AMONG_COLLECTIVES, range(len(self.parameters.names)))
                 if returned is not None:
                     returned.begin()  # with tensor hooks of its own: after what looks for users' ones
             return self._current
@@ -330,11 +345,13 @@ class Runtime:
         accumulates: Callable[[int], bool],
         returned: ReturnedGradients | None = None,
         weight: float | None = None,
+        runs_sequence: Callable[[], bool] = lambda: True,
     ) -> SynchronisedBackward:
         """A new synchronised backward, of the rank's own weight unless another one is given.
 
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
-        a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients.
+        a gradient in this one. With `returned` it is a torch.autograd.grad, of these gradients. `runs_sequence` tells
+        whether it runs the graphs of the sequence; the default is for one that sends everything at once.
         """
         self.communicator.refuse_if_failed()
         if self.torch_hook is not None:
@@ -345,12 +362,16 @@ class Runtime:
         self._expected = self._expected and returned is not None
         self._hooks.hold_back_users()
         forwards = self._forwards.backward_began()
-        self.proof.begin_backward()
         plans: list[BucketPlan] = []
         if self.agreed.must_agree:  # compiled before any rank waits for another
             calls = [call for call in self._live_calls() if takes_part(call) and call.plan.indices]
             plans = [call.plan for call in calls if self._compiles(call)]
+        was_agreed = not self.agreed.must_agree
         sequence = self.agreed.propose(plans)
+        self._some_rank_differs = False
+        if self.agreed.graph_sections and (self.agreed.among_collectives or not was_agreed):
+            sequence = self._tell_whether(runs_sequence(), sequence)
+        self.proof.begin_backward()
         self._announced = set()
         if returned is None:
             self._announced = {i for i in self.agreed.unused if i in self._used or accumulates(i)}
@@ -361,6 +382,7 @@ class Runtime:
             state_lost=self._state_lost,
             weight=self.weight if weight is None else weight,
             passengers=self._passengers,
+            misfit=self._models_collectives.seen and not self.agreed.among_collectives,  # a sequence is due that knows
         )
         self._lost = self._state_lost = False
         self.reduced([])  # those of the backward before are about to be filled again
@@ -370,7 +392,34 @@ class Runtime:
         if self.static_graph and self.agreed.hooks_reason is not None:
             backward.due = self._due
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
+        self._models_collectives.begin()
         return backward
+
+    def _runs_sequence(self) -> bool:
+        """Whether the backward that begins will run the graphs of the sequence, all of them and in its order."""
+        calls = [call for call in self._live_calls() if call.will_run() and call.plan.indices]
+        sections = sorted((n, fingerprint) for fingerprint, ns in self.agreed.graph_sections.items() for n in ns)
+        return (
+            self.weight > 0.0
+            and [call.fingerprint for call in calls] == [fingerprint for _, fingerprint in sections]
+            and all(self._compiles(call) and not self._with_tensor_hooks(call) for call in calls)
+        )
+
+    def _tell_whether(self, runs_sequence: bool, sequence: ReductionSequence) -> ReductionSequence:
+        """[Note: models that communicate] Returns the sequence of the backward that begins: maybe another one."""
+        values = [not runs_sequence, self._models_collectives.seen]
+        shared = torch.tensor(values, dtype=torch.int32, device=sequence.sections[0].plan.buckets[0].device)
+        self.communicator.standing.note_wait("whether all ranks run the same graphs, in a model that communicates")
+        self.communicator.maximum(shared)
+        self.communicator.standing.note_wait("")
+        some_rank_differs, self.agreed.among_collectives = map(bool, shared.tolist())
+        self._some_rank_differs = some_rank_differs and self.agreed.among_collectives
+        if self._some_rank_differs and not self.agreed.refined:
+            # Nor would this backward show which parameters are used outside of graphs too.
+            self.agreed.leave_to_hooks(AMONG_COLLECTIVES)
+            self.forget_sequence()
+            return self.agreed.propose([])
+        return sequence
 
     def begin_skipping(self) -> None:
         """Take part in the other ranks' synchronised backward with zeros: launch all, and wait for nothing yet."""
@@ -431,9 +480,6 @@ class Runtime:
             self._used.update(i for i in not_called if self.parameters.tensors[i].grad is not None)
         if not_called and not unmatched:  # calls that do not match are reported one by one
             self.report(NOT_CALLED, sorted(not_called))
-        if not_called and not torch_private.may_reach_reentrant_checkpoints():
-            # Other ranks wait for these in their graphs, perhaps before they come to a collective of the model's own.
-            backward.launch_what_never_comes(self._will_accumulate)
 
     def _compiles(self, call: SegmentCall) -> bool:
         """Whether the backward that reduces in the graph has been compiled, or can be, before anything is sent."""
@@ -614,7 +660,9 @@ class Runtime:
     @property
     def _begin_waits(self) -> bool:
         """Whether a backward that begins now waits for other ranks."""
-        return self.agreed.must_agree or (self.uneven is not None and self.uneven.is_training)
+        if self.agreed.must_agree or (self.agreed.among_collectives and self.agreed.graph_sections):
+            return True
+        return self.uneven is not None and self.uneven.is_training
 
     def takes_part(self) -> bool:
         """Whether the backward that this thread runs has reached this wrapper, or will."""
@@ -706,6 +754,7 @@ class Runtime:
             backward.restore_gradients()
             raise
         self._current = None
+        self._models_collectives.end()
         if not local:
             try:
                 self._heed(findings)

@@ -53,11 +53,17 @@ class SequencePlanner:
         return self._sequence([*sections, *self._hooks(rest, reason)])
 
     def refine(
-        self, sequence: ReductionSequence, observations: Observations, unused: Set[int] = frozenset()
+        self,
+        sequence: ReductionSequence,
+        observations: Observations,
+        unused: Set[int] = frozenset(),
+        *,
+        graphs_first: bool = False,
     ) -> ReductionSequence:
         """The sequence for all later backwards, from what rank 0 observed in the first one.
 
-        `unused` are parameters, of the hooks, that no rank used in it.
+        `unused` are parameters, of the hooks, that no rank used in it. With `graphs_first` no hooks' section comes
+        before a graph's: [Note: models that communicate]
         """
         by_hooks = {index: s.reason for s in sequence.sections if s.origin == "hooks" for index in s.plan.indices}
         if unused >= set(range(len(self._parameters.names))):
@@ -70,7 +76,10 @@ class SequencePlanner:
         launched = [number for kind, number in observations.arrivals if kind == "graph"]
         graphs = [number for number, section in enumerate(sequence.sections) if section.origin == "graph"]
         not_launched = [number for number in graphs if number not in launched]
-        for kind, number in [*observations.arrivals, *(("graph", number) for number in not_launched)]:
+        arrivals = [*observations.arrivals, *(("graph", number) for number in not_launched)]
+        if graphs_first:
+            arrivals = [*(("graph", number) for number in graphs), *(a for a in arrivals if a[0] != "graph")]
+        for kind, number in arrivals:
             if kind == "graph":
                 sections += [*self._hooks_of(arrived, by_hooks), sequence.sections[number]]
                 placed.update(arrived)

@@ -82,6 +82,7 @@ import logging
 import sys
 import types
 import unittest.mock
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -245,11 +246,6 @@ def backward_accumulates_nothing() -> bool:
     """
     leaves = [node.variable for node in _nodes_from_here() if hasattr(node, "variable")]  # AccumulateGrad
     return bool(leaves) and not any(backward_will_accumulate(leaf) for leaf in leaves)
-
-
-def may_reach_reentrant_checkpoints() -> bool:
-    """Whether behind the node that this thread evaluates there are any: what they accumulate nobody knows. Walks it."""
-    return any(_is_reentrant_checkpoint(node) for node in _nodes_from_here())
 
 
 def _nodes_from_here() -> Iterator[Any]:
@@ -912,7 +908,11 @@ def new_group_named(
     distributed_c10d._world.pg_group_ranks[group] = {
         global_rank: group_rank for group_rank, global_rank in enumerate(ranks)
     }
+    _our_groups.add(group)
     return group, group_name
+
+
+_our_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def moved(
@@ -980,6 +980,23 @@ def launch_counter(group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup], in
     if not one_backend:
         return collectives_launched
     return type(group)._get_sequence_number_for_group  # type: ignore[attr-defined, no-any-return]
+
+
+def collectives_of_others() -> int:
+    """How many collectives this rank has launched on groups that `new_group_named` has not made."""
+    return sum(_counter_of(group)(group) for group in distributed_c10d._world.pg_map if group not in _our_groups)
+
+
+def _counter_of(group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup], int]:
+    counter = _counters.get(group)
+    if counter is None:
+        counter = _counters[group] = launch_counter(group)
+    return counter
+
+
+_counters: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[dist.ProcessGroup], int]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def counts_collectives(group: dist.ProcessGroup) -> bool:

@@ -232,6 +232,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         stale = self._buffers_stale and self._uneven.is_training  # put off, see _begin_forward
         self._buffers_stale = stale or (with_gradients and self._require_sync)
         args, kwargs = self._on_its_device(args, kwargs)
+        self._runtime.module_begins()
         try:
             if transformed or look.stand_ins is not StandIns.NOTHING:  # no graph would fit, captured or to be
                 outputs = self._run_eagerly(*args, **kwargs)
@@ -241,6 +242,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
             if with_gradients and not recomputing and not transformed:
                 self._runtime.forward_raised()
             raise
+        self._runtime.module_ended()
         self._left = next(_moments)
         if with_gradients and not transformed:  # autograd cannot be asked about what runs inside of a transform
             self._runtime.watch(tensors_in(outputs))

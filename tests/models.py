@@ -56,6 +56,33 @@ def row_batch(rank: int, step: int = 0) -> Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
+class Chain(nn.Module):
+    """Three linear layers, so that gradients of integers are integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.second(self.first(x)))
+
+
+class SumOverRanks(torch.autograd.Function):
+    """As in SyncBatchNorm: an all-reduce of the model's own in forward, and one in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+
 class BrokenBlock(nn.Module):
     """Two linear layers with a graph break between them."""
 

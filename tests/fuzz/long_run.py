@@ -16,6 +16,7 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,11 @@ class Drawn:
     world_size: int
     wrappers: tuple[str, ...]  # empty where the program says it itself
 
+    @property
+    def kinds(self) -> Sequence[str]:
+        kinds = kinds_of(self.program) if self.wrappers else [self.program.hook]
+        return kinds or ["none of these"]
+
 
 @dataclass
 class Tally:
@@ -55,10 +61,9 @@ class Tally:
     def add(self, drawn: Drawn, *, failed: bool) -> None:
         ranks = f"{drawn.world_size} ranks"
         self.models.update(["all", ranks, *(f"{wrapper}, {ranks}" for wrapper in drawn.wrappers)])
-        kinds = kinds_of(drawn.program) if drawn.wrappers else [drawn.program.hook]
-        self.drawn.update(kinds or ["none of these"])
+        self.drawn.update(drawn.kinds)
         if failed:
-            self.failed.update(kinds or ["none of these"])
+            self.failed.update(drawn.kinds)
             self.failures.append(drawn.label)
 
     def table(self) -> str:
@@ -152,6 +157,7 @@ def main() -> int:
     parser.add_argument("--inductor-every", type=int, default=10, metavar="N", help="one in N, 0: none; default: 10")
     parser.add_argument("--models-per-pool", type=int, default=200, metavar="N", help="then new ranks; default: 200")
     parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=False, help="make failures small")
+    parser.add_argument("--kind", default="", help="only programs with this row of the table in them; default: all")
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first program; default: 0")
     arguments = parser.parse_args()
     numbers = range(arguments.first, arguments.first + arguments.models)
@@ -161,6 +167,8 @@ def main() -> int:
     try:
         for label in labels:
             drawn = program_of(label, arguments.what, arguments.inductor_every)
+            if arguments.kind and arguments.kind not in drawn.kinds:
+                continue
             error = runner.error_of(drawn)
             tally.add(drawn, failed=bool(error))
             if error:

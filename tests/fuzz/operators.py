@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
+from models import SumOverRanks
 from torch import Tensor
 
 # Constants are multiples of three, so that gradients stay divisible by both world sizes.
@@ -39,22 +39,6 @@ def clamp_gradient(gradient: Tensor | None) -> Tensor | None:
 
 
 # ---- sums over ranks -------------------------------------------------------------------------------------------------
-
-
-class SumOverRanks(torch.autograd.Function):
-    """As in SyncBatchNorm: an all-reduce in forward, and one in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total)
-        return total
 
 
 def sum_captured(x: Tensor) -> Tensor:

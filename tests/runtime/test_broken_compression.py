@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ledger import Ledger, integers, make_integer, mean_of, owed_here
-from models import local_gradients, wrappers
+from models import Chain, local_gradients, wrappers
 from torch import Tensor, nn
 
 from compiled_ddp.comm_hooks import PowerSGD, Ranks, StatefulHook, TopK, bf16_compress
@@ -123,17 +123,6 @@ HOOKS: dict[str, tuple[Any, int, float, bool]] = {
     "Threshold": (Threshold(), 2, 0.0, True),
     "Turns": (Turns(), 1, 0.0, False),
 }
-
-
-class Chain(nn.Module):
-    """Three linear layers, so that gradients of integers are integers; a bucket each, or more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x)))
 
 
 def loss_of(module: nn.Module, x: Tensor) -> Tensor:

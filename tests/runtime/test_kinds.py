@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from models import (
     Mlp,
+    SumOverRanks,
     assert_gradients,
     assert_step,
     expected_mean,
@@ -354,22 +355,6 @@ def test_without_bucket_views_such_a_hook_finds_the_local_gradient_as_under_ddp(
 
 
 # ---- a module with collectives of its own ----------------------------------------------------------------------------
-
-
-class SumOverRanks(torch.autograd.Function):
-    """As in SyncBatchNorm: an all-reduce in forward, and one in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
 
 
 class SyncNorm(nn.Module):

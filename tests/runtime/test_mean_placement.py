@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_gradients, expected_mean
+from models import SumOverRanks, assert_gradients, expected_mean
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp
@@ -198,22 +198,6 @@ def test_a_gradient_that_is_the_tangent_itself_is_averaged_and_the_inputs_is_not
 # ---- ranks that meet inside the backward -----------------------------------------------------------------------------
 
 
-class OverRanks(torch.autograd.Function):
-    """As in a normalisation over all ranks: their gradients meet in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        total = x.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
-        dist.all_reduce(total)
-        return total
-
-
 class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +205,7 @@ class Normalised(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
-        mean = OverRanks.apply(hidden.sum(0)) / (len(x) * dist.get_world_size())
+        mean = SumOverRanks.apply(hidden.sum(0)) / (len(x) * dist.get_world_size())
         return self.second(torch.tanh(hidden - mean)).square().sum()
 
 

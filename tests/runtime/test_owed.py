@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ledger import Ledger, integers, make_integer, mean_of, owed_here
-from models import local_gradients, wrappers
+from models import Chain, local_gradients, wrappers
 from torch import Tensor, nn
 
 from compiled_ddp import comm_hooks
@@ -36,17 +36,6 @@ def loss_of(module: nn.Module, x: Tensor) -> Tensor:
 
 def eagerly(condition: bool) -> contextlib.AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager") if condition else contextlib.nullcontext()
-
-
-class Chain(nn.Module):
-    """Three linear layers, so that gradients of integers are integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.second(self.first(x)))
 
 
 # ---- types -----------------------------------------------------------------------------------------------------------

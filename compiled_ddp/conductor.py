@@ -39,6 +39,10 @@ class Conducted(Protocol):
     def is_broken_off(self) -> bool:
         """Outside of backwards: whether an exception has ended one of this thread's."""
 
+    @property
+    def communicates(self) -> bool:
+        """Whether its model has collectives of its own. [Note: models that communicate]"""
+
     def waits_to_send(self) -> str | None:
         """What `send_rest` waits for, if for anything."""
 
@@ -79,6 +83,10 @@ class Conductor:
 
     def any_broken_off(self) -> bool:
         return any(wrapper.is_broken_off() for wrapper in self._wrappers)
+
+    def any_communicates(self) -> bool:
+        """Whether any wrapped model has collectives of its own: backwards may run through several."""
+        return any(wrapper.communicates for wrapper in self._wrappers)
 
     def may_wait(self, wrapper: Conducted, event: str) -> bool:
         """Whether `wrapper` may wait for other ranks at `event` now, in the middle of a backward."""

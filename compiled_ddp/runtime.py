@@ -382,7 +382,7 @@ class Runtime:
             state_lost=self._state_lost,
             weight=self.weight if weight is None else weight,
             passengers=self._passengers,
-            misfit=self._models_collectives.seen and not self.agreed.among_collectives,  # a sequence is due that knows
+            misfit=not self.agreed.among_collectives and conductor.any_communicates(),  # a sequence is due that knows
         )
         self._lost = self._state_lost = False
         self.reduced([])  # those of the backward before are about to be filled again
@@ -407,7 +407,7 @@ class Runtime:
 
     def _tell_whether(self, runs_sequence: bool, sequence: ReductionSequence) -> ReductionSequence:
         """[Note: models that communicate] Returns the sequence of the backward that begins: maybe another one."""
-        values = [not runs_sequence, self._models_collectives.seen]
+        values = [not runs_sequence, conductor.any_communicates()]
         shared = torch.tensor(values, dtype=torch.int32, device=sequence.sections[0].plan.buckets[0].device)
         self.communicator.standing.note_wait("whether all ranks run the same graphs, in a model that communicates")
         self.communicator.maximum(shared)
@@ -663,6 +663,11 @@ class Runtime:
         if self.agreed.must_agree or (self.agreed.among_collectives and self.agreed.graph_sections):
             return True
         return self.uneven is not None and self.uneven.is_training
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the model has collectives of its own, as far as has been seen."""
+        return self._models_collectives.seen
 
     def takes_part(self) -> bool:
         """Whether the backward that this thread runs has reached this wrapper, or will."""

@@ -217,3 +217,46 @@ def _counts(rank: int) -> tuple[bool, bool]:
 
 def test_the_collectives_of_wrappers_are_not_the_models(ranks2: RankPool) -> None:
     assert ranks2.run(_counts) == [(False, True)] * 2
+
+
+class Head(nn.Module):
+    """Without collectives; the weight that a rank may use last is that of its first graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.active = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(self.first(x)))
+        torch._dynamo.graph_break()
+        return self.second(x).square().sum() if self.active else x.square().sum()
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum_in_eager_code(torch.tanh(self.linear(x)))
+
+
+def _chained(rank: int) -> None:
+    """A graph of the head would wait for a rank that has gone on to the body's collective, in one backward."""
+    body, head = (compile_ddp(model, backend="aot_eager", **ONE_BUCKET_EACH) for model in (Body(), Head()))
+    for number in range(5):
+        head.module.active = rank == 0 or number % 2 == 1
+        x = row_batch(rank, number)
+        twin = copy.deepcopy(nn.Sequential(body.module, head.module))
+        expected = expected_mean(twin, lambda module: module(x))  # noqa: B023
+        for ddp in (body, head):
+            ddp.zero_grad()
+        head(body(x)).backward()
+        for name, parameter in nn.Sequential(body.module, head.module).named_parameters():
+            torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+def test_collectives_of_another_wrappers_model_in_the_same_backward_count_too(ranks2: RankPool) -> None:
+    ranks2.run(_chained)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
+from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.errors import NotInitialisedError, WrongKindError
 from compiled_ddp.hang_report import HangReporter
 from compiled_ddp.standing import Standing, frames_of_error
@@ -171,6 +172,10 @@ class Communicator:
                 "torch.distributed.init_process_group()."
             )
         return group
+
+    def for_hooks(self) -> Ranks:
+        """The ranks as a communication hook sees them."""
+        return Ranks(self.world_size, self.group_name, self.rank if _is_gloo(self.group) else None)
 
     def all_reduce(self, flat_buffer: torch.Tensor) -> dist.Work:
         """Launch the sum over ranks of `flat_buffer`, in place."""

@@ -16,7 +16,6 @@ import torch
 from compiled_ddp import torch_private
 from compiled_ddp.agreed_sequence import AgreedSequence
 from compiled_ddp.backward import SynchronisedBackward, TrainedParameters
-from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.communicator import Communicator
 from compiled_ddp.conductor import conductor
 from compiled_ddp.flat_buffers import SequenceBuffers
@@ -114,8 +113,7 @@ class Runtime:
         self.parameters, self.communicator = parameters, communicator
         self.bucket_hook: BucketHook | None = None  # reduces buckets in place of an all-reduce
         if options.comm_hook is not None:
-            ranks = Ranks(communicator.world_size, communicator.group_name)
-            self.bucket_hook = BucketHook(options.comm_hook, ranks)
+            self.bucket_hook = BucketHook(options.comm_hook, communicator.for_hooks())
         self.agreed = AgreedSequence(options, communicator, hooks_reason, self.bucket_hook)
         self.proof = Proof(parameters, communicator, options.verify)
         self.weight = 1.0  # of this rank in a weighted mean

@@ -109,7 +109,7 @@ class Planted(StatefulHook):
         return self.inner.initial_state(gradients) if isinstance(self.inner, StatefulHook) else ()
 
     def __call__(self, gradients: Tensor, ranks: Ranks, *state: Tensor) -> tuple[Tensor, ...]:
-        results = self.inner(gradients, PlantedRanks(ranks.size, ranks.group_name), *state)
+        results = self.inner(gradients, PlantedRanks(ranks.size, ranks.group_name, ranks.place), *state)
         mean, *new = results if isinstance(results, tuple) else (results,)
         return plant(mean), *new
 
@@ -369,7 +369,7 @@ def test_where_the_count_tells_nothing_a_graph_that_breaks_off_is_given_up(ranks
 def _counts(rank: int) -> None:
     """What `break_off` relies on: the group counts each collective of a hook's program as one."""
     communicator = wrap("EagerDDP", "bf16")._runtime.communicator
-    ranks = Ranks(2, communicator.group_name)
+    ranks = communicator.for_hooks()
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         for numel in (0, 1, 5):
             tensor = torch.zeros(numel, dtype=dtype)

@@ -291,3 +291,31 @@ def _refused(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_what_is_no_hook_is_refused_on_every_rank(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_refused, wrapper)
+
+
+# ---- gathers ---------------------------------------------------------------------------------------------------------
+
+
+def _gathers(rank: int) -> None:
+    """Of every dtype, and many at once: torch's own gather on gloo corrupts memory with two in flight."""
+    ranks = wrappers(["EagerDDP"])["EagerDDP"](nn.Linear(5, 3))._runtime.communicator.for_hooks()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.float8_e4m3fn):
+        for shape in ((3,), (2, 3), (0,)):
+            mine = [torch.full(shape, float(owner)).to(dtype) for owner in range(2)]
+            gathered = ranks.all_gather(mine[rank])
+            assert gathered.dtype == dtype
+            assert torch.equal(gathered.float(), torch.cat(mine).float()), (dtype, shape)
+    assert not any("gather" in str(event.key) for event in _profile_of_top_k(rank))
+
+
+def _profile_of_top_k(rank: int) -> Any:
+    ddp = wrappers(["EagerDDP"])["EagerDDP"](Mlp(), comm_hook=TopK(0.5))
+    with torch.profiler.profile() as profile:
+        ddp(row_batch(rank)).square().sum().backward()
+    events = profile.key_averages()
+    assert any("all_reduce" in event.key for event in events)
+    return events
+
+
+def test_on_gloo_gathers_are_sums_of_rows(ranks2: RankPool) -> None:
+    ranks2.run(_gathers)

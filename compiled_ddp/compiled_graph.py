@@ -16,7 +16,11 @@ LOCAL = Rewriting()  # the backward as plain torch.compile has it, whose cache e
 
 
 class CompilerFailed(Exception):
-    """The graph cannot be compiled."""
+    """The graph cannot be compiled. Has it as it was captured, and for a cause what the compiler has raised."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__()
+        self.graph_module = graph_module
 
 
 # [Note: one trace] All backwards of a graph are compiled from the one backward graph that AOTAutograd traced together
@@ -37,7 +41,7 @@ class CompiledGraph:
     ) -> None:
         """`first` is the backward that AOTAutograd compiles and caches by itself. `graph_module` is consumed.
 
-        Raises CompilerFailed, from what the compiler has raised.
+        Raises CompilerFailed.
         """
         self._backend, self._options = backend, options
         self._first = self._rewriting = first
@@ -55,7 +59,7 @@ class CompiledGraph:
         except Exception as error:
             if torch_private.asks_for_another_capture(error):
                 raise
-            raise CompilerFailed from error
+            raise CompilerFailed(self._kept) from error
         # The autograd.Function whose node outputs hang on; None without gradients.
         self.function = torch_private.compiled_function_of(self.forward)
         if self.function is not None:

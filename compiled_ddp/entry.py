@@ -52,7 +52,7 @@ _captures: dict[Hashable, torch_private.Capture] = {}
 def entry_of(
     module: nn.Module, *, backend: str, compiler_options: Mapping[str, Any], fullgraph: bool, dynamic: bool | None
 ) -> Callable[..., Any]:
-    """`module` as Dynamo captures it: [Note: shared captures]. To be called inside `calling`."""
+    """`module` as Dynamo captures it: [Note: shared captures]. What is returned is to be called inside `calling`."""
     options = tuple(sorted((name, _comparable(value)) for name, value in compiler_options.items()))
     key = _structure(module), backend, options, fullgraph, dynamic
     if key not in _captures:
@@ -65,11 +65,10 @@ def _compile_graph(
     graph_module: GraphModule, example_inputs: Sequence[Any], *, backend: str, compiler_options: dict[str, Any]
 ) -> Callable[..., Any]:
     """The torch.compile backend: called by Dynamo once for every graph it captures."""
-    uncompiled = torch_private.copy_captured(graph_module)
     try:
         return Segment(graph_module, example_inputs, backend=backend, compiler_options=compiler_options)
     except CompilerFailed as failed:
-        return Uncompiled(uncompiled, failed.__cause__)
+        return Uncompiled(failed.graph_module, failed.__cause__)
 
 
 class Uncompiled:

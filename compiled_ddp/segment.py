@@ -126,7 +126,7 @@ class Segment:
         # [Note: undefined gradients]
         self._outputs_of = outputs_reached(graph_module.graph, self.gradient_order)
         self._slots: list[int | None] | None = None  # of the outputs, among what comes to a call's node
-        self._local_failed = False
+        self._uncompiled: torch_private.BackwardImplementation | None = None  # in place of the local one
         first = caller_of_this_thread().segment_captured(self, example_inputs)
         self.graph = CompiledGraph(
             graph_module,
@@ -154,13 +154,13 @@ class Segment:
         return self._local_backward()[1]
 
     def _local_backward(self) -> tuple[torch_private.BackwardImplementation, bool]:
-        if not self._local_failed:
+        if self._uncompiled is None:
             try:
                 return self.graph.backward(LOCAL)
             except Exception as error:
-                self._local_failed = True
                 warn_user(f"the backward of a graph runs operator by operator, as its compiler failed: {quoted(error)}")
-        return self.graph.uncompiled_backward(), False
+            self._uncompiled = self.graph.uncompiled_backward()
+        return self._uncompiled, False
 
     def _run_backward(self, node: Any, saved_and_tangents: list[Any]) -> Any:
         """The backward of every call, between AOTAutograd's prologue and epilogue."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from models import assert_equal_on_all_ranks, assert_gradients, expected_mean, mean_over_ranks, wrappers
 from models import local_gradients as gradients_here
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp.conductor import Conductor, SharedOrder
 from ranks import RankPool
@@ -257,6 +258,37 @@ def _stays_in_graphs(rank: int) -> list[set[str]]:
 def test_in_one_order_every_graph_reduces(ranks2: RankPool) -> None:
     for origins in ranks2.run(_stays_in_graphs):
         assert origins == [{"graph"}] * 3
+
+
+class Recomputed(nn.Module):
+    """Autograd does not know that it will accumulate anything of it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, 3)
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.5 * checkpoint(self.linear, x, use_reentrant=True)
+
+
+def _recomputed(rank: int, wrapper: str) -> None:
+    both = [wrappers([wrapper])[wrapper](model) for model in (nn.Linear(5, 3), Recomputed(5))]
+    for step in range(3):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank)).requires_grad_()
+        expected = [expected_mean(copy.deepcopy(ddp.module), lambda module: module(x).sum()) for ddp in both]  # noqa: B023
+        for ddp in both:
+            ddp.zero_grad()
+        first, second = both if rank == 0 else reversed(both)
+        (first(x).sum() + second(x).sum()).backward()
+        for ddp, means in zip(both, expected, strict=True):
+            assert_gradients(ddp.module, means)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_one_of_them_may_be_all_in_a_reentrant_checkpoint(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_recomputed, wrapper)
 
 
 def _breaks_between(rank: int, kinds: Sequence[str], hows: Sequence[str]) -> None:

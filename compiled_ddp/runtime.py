@@ -478,8 +478,9 @@ class Runtime:
             backward.message.misfit = True
             backward.leave_to_hooks(unmatched | not_called)
             self._hooks.install()  # what a graph would have reduced may be used outside of it
-            # ... and may have been before this backward began, which hooks then did not see.
-            self._used.update(i for i in not_called if self.parameters.tensors[i].grad is not None)
+            # ... and may have been in this backward before it came here, which hooks then did not see.
+            outside = [i for i in not_called if self.parameters.tensors[i].grad is not None]
+            self._used.update(filter(self._will_accumulate, outside))
         if not_called and not unmatched:  # calls that do not match are reported one by one
             self.report(NOT_CALLED, sorted(not_called))
 

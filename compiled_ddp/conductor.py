@@ -75,10 +75,6 @@ class Conductor:
     def add(self, wrapper: Conducted) -> None:
         self._wrappers.add(wrapper)
 
-    @property
-    def knows_several(self) -> bool:
-        return len(self._wrappers) > 1
-
     def backward_reached(self, wrapper: Conducted) -> None:
         """A backward has reached `wrapper`. Should it break off, it tells the others that it would have reached."""
         for other in self._wrappers:

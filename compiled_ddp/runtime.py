@@ -149,7 +149,6 @@ class Runtime:
         self._reaches: tuple[int, bool] = -1, False  # a task of autograd, and whether it reaches this wrapper
         self._models_collectives = ModelsCollectives()
         self._some_rank_differs = False  # so that hooks reduce all of this backward: [Note: models that communicate]
-        self._hides_gradients = False  # whether autograd may not know all that a backward of the latest forward reaches
         self._is_due = False  # whether a backward that has reached another wrapper will reach this one
         conductor.add(self)
         self._closed_because = ""
@@ -254,9 +253,6 @@ class Runtime:
         """
         if self.synchronise:
             nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
-            self._hides_gradients = (
-                self._begin_waits and conductor.knows_several and torch_private.lead_to_reentrant_checkpoints(nodes)
-            )
             if self._counted and self._expected:  # not a recomputation inside a backward
                 self._forwards.returned(nodes)
             for node in nodes:
@@ -680,10 +676,13 @@ class Runtime:
             return False
         task = torch_private.current_graph_task()
         if self._reaches[0] != task:
-            reached = any(call.will_run() for call in self._live_calls()) or any(
+            calls = [call for call in self._live_calls() if call.plan.indices]
+            reached = any(call.will_run() for call in calls) or any(
                 map(torch_private.backward_will_accumulate, self.parameters.tensors)
             )
-            self._reaches = task, reached or (self._hides_gradients and self._forwards.waits_alive)
+            # It may reach no more than the outputs: of parameters that are unused, or in a reentrant checkpoint. Then
+            # nothing tells it beforehand, and whoever takes it for a part of this backward loses overlap at worst.
+            self._reaches = task, reached or (not calls and self._forwards.waits_alive)
         return self._reaches[1]
 
     def unsent(self) -> Iterable[str]:

@@ -83,7 +83,7 @@ import sys
 import types
 import unittest.mock
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -244,17 +244,12 @@ def backward_accumulates_nothing() -> bool:
 
     A backward evaluates all that it can reach, down to a leaf that it accumulates into.
     """
-    leaves = [node.variable for node in _nodes_from([evaluating_node()]) if hasattr(node, "variable")]  # AccumulateGrad
+    leaves = [node.variable for node in _nodes_from_here() if hasattr(node, "variable")]  # AccumulateGrad
     return bool(leaves) and not any(backward_will_accumulate(leaf) for leaf in leaves)
 
 
-def lead_to_reentrant_checkpoints(nodes: Iterable[Any]) -> bool:
-    """Whether behind these nodes there are any: what they will accumulate autograd does not know. Walks the graph."""
-    return any(_is_reentrant_checkpoint(node) for node in _nodes_from(nodes))
-
-
-def _nodes_from(nodes: Iterable[Any]) -> Iterator[Any]:
-    open_nodes = [*nodes]
+def _nodes_from_here() -> Iterator[Any]:
+    open_nodes = [evaluating_node()]
     seen = set(open_nodes)
     while open_nodes:
         node = open_nodes.pop()
@@ -264,10 +259,6 @@ def _nodes_from(nodes: Iterable[Any]) -> Iterator[Any]:
         following = {next_node for next_node, _ in node.next_functions} - seen
         seen |= following
         open_nodes += following
-
-
-def _is_reentrant_checkpoint(node: Any) -> bool:
-    return "CheckpointFunction" in node.name()
 
 
 def in_distributed_backward() -> bool:
@@ -281,7 +272,7 @@ def in_distributed_backward() -> bool:
 def in_reentrant_checkpoint() -> bool:
     """Whether the running backward has reached a checkpoint(..., use_reentrant=True), which runs its forward again."""
     node = evaluating_node()
-    return node is not None and _is_reentrant_checkpoint(node)
+    return node is not None and "CheckpointFunction" in node.name()
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

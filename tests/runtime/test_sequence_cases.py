@@ -417,3 +417,31 @@ def _silent_in_backward(rank: int, wrapper: str) -> bool:
 def test_ranks_that_wait_for_a_silent_one_raise_within_the_timeout(ranks3: RankPool, wrapper: str) -> None:
     found = ranks3.run(_silent_in_backward, wrapper, collective_timeout_seconds=3, timeout_seconds=60)
     assert found == [False, False, True]
+
+
+# ---- a .grad that is kept --------------------------------------------------------------------------------------------
+
+
+def _kept_while_unused(rank: int, wrapper: str) -> None:
+    """Summed again, it would be twice as large; and one that a rank has changed would become everyone's."""
+    ddp = wrappers(BOTH)[wrapper](Gated(2), reduction="sum", **ONE_BUCKET_EACH)
+    ddp(rows(rank, 0)).backward()
+    ddp.module.gates = [True, False]
+    unused = [name for name, _ in ddp.module.named_parameters() if name.startswith("layers.1")]
+    assert unused
+    if rank == 1:
+        for name in unused:
+            ddp.module.get_parameter(name).grad.neg_()
+    before = {name: ddp.module.get_parameter(name).grad.clone() for name in unused}
+    for step in range(1, 4):
+        ddp(rows(rank, step)).backward()
+        for name, gradient in before.items():
+            assert torch.equal(ddp.module.get_parameter(name).grad, gradient), (step, name)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_grad_kept_from_an_earlier_step_stays_as_it_is_while_no_rank_uses_its_parameter(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_kept_while_unused, wrapper)

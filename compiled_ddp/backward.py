@@ -231,6 +231,12 @@ class SynchronisedBackward:
         count = Counter(index for section in self.sections for index in section.plan.indices)
         return [n for n, section in enumerate(self.sections) if any(count[i] > 1 for i in section.plan.indices)]
 
+    def graphs_to_run_with(self, section: int) -> Iterator[int]:
+        """The graphs' sections of which all or none are to be claimed, `section` among them."""
+        sharing = self._sections_that_share()
+        together = sharing if section in sharing else [section]
+        yield from (n for n in together if self.sections[n].origin == "graph")
+
     def shares_with_claimed(self, indices: Iterable[int]) -> set[int]:
         """Which of these parameters stand in a section that a graph has claimed in this backward."""
         return {i for section in self._in_graph for i in self.sections[section].plan.indices} & set(indices)

@@ -88,13 +88,13 @@ class Conductor:
         """Whether any wrapped model has collectives of its own: backwards may run through several."""
         return any(wrapper.communicates for wrapper in self._wrappers)
 
-    def may_wait(self, wrapper: Conducted, event: str) -> bool:
-        """Whether `wrapper` may wait for other ranks at `event` now, in the middle of a backward."""
+    def may_wait(self, wrapper: Conducted, events: Iterable[str]) -> bool:
+        """Whether `wrapper` may wait for other ranks at all these events now, in the middle of a backward."""
         others = [other for other in self._wrappers if other is not wrapper and other.takes_part()]
         if not others:
             return True
         order = self._order()
-        before = order.events_before(event)
+        before = set().union(*map(order.events_before, events))
         return not any(unsent in before for other in others for unsent in other.unsent())
 
     def end(self, task: int) -> None:

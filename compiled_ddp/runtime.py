@@ -297,7 +297,7 @@ class Runtime:
                 self._enter_task()
             self._is_due = False
             begins_here = self._current is None and self._postponed is None and self._begin_waits
-            if begins_here and not conductor.may_wait(self, self._begin_event):
+            if begins_here and not conductor.may_wait(self, [self._begin_event]):
                 self._postponed = []
                 self._hooks.install()
                 self._hooks.hold_back_users()
@@ -537,17 +537,22 @@ class Runtime:
         sections = self.agreed.graph_sections.get(call.fingerprint, ())
         for section in sections:
             if backward.is_next(section):
-                return section if self._may_run_graph(section) and backward.claim(section) else None
+                return section if self._may_run_graph(backward, section) and backward.claim(section) else None
         if backward.shares_with_claimed(call.plan.indices):
             # Hooks cannot take it: the gradient is reduced in part. They may be waiting for what this step skips.
             for section in sections:
-                if self._may_run_graph(section) and backward.claim_past_unused(section, self._will_accumulate):
+                if self._may_run_graph(backward, section) and backward.claim_past_unused(
+                    section, self._will_accumulate
+                ):
                     return section
         return None
 
-    def _may_run_graph(self, section: int) -> bool:
-        """Whether this rank may wait for others in the graph of a section now."""
-        return conductor.may_wait(self, self.agreed.event_of(section))
+    def _may_run_graph(self, backward: SynchronisedBackward, section: int) -> bool:
+        """Whether this rank may wait for others in the graph of a section now.
+
+        And in those of all sections that share parameters, if this is one: hooks could not take the rest of them.
+        """
+        return conductor.may_wait(self, map(self.agreed.event_of, backward.graphs_to_run_with(section)))
 
     def _run_postponed(self, call: SegmentCall) -> None:
         assert self._postponed is not None

@@ -42,7 +42,7 @@ def _transpose(parameter: nn.Parameter, gradient: Tensor) -> None:
 def _leave_gaps(parameter: nn.Parameter, gradient: Tensor) -> None:
     roomy = gradient.new_zeros((2, *gradient.shape)).movedim(0, -1)
     roomy[..., 0].copy_(gradient)
-    parameter.grad = roomy[..., 0]
+    parameter.grad = roomy[..., 0].data  # no view of autograd's, see below
 
 
 @dataclass(frozen=True)

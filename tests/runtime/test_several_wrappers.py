@@ -402,3 +402,27 @@ def test_a_rank_may_skip_a_step_of_wrappers_that_others_run_in_another_order(
     ranks2: RankPool, kinds: Sequence[str]
 ) -> None:
     ranks2.run(_skips, kinds)
+
+
+def _two_forwards_each(rank: int) -> None:
+    """Both sections of a wrapper have its parameters: where one waits in the graph, hooks cannot take the other."""
+    both = [wrappers(["compile_ddp"])["compile_ddp"](nn.Linear(5, 3)) for _ in range(2)]
+    for step in range(6):
+        x, y = batch(rank, step, 0), batch(rank, step, 1)
+        expected = [expected_mean(copy.deepcopy(ddp.module), lambda m, x=x, y=y: (m(x) * m(y)).sum()) for ddp in both]
+        turns = [(0, x), (1, x), (0, y), (1, y)]
+        if step % 3:
+            turns = turns[:: 1 if rank == 0 else -1] if step % 3 == 1 else sorted(turns, key=lambda t: t[0] != rank)
+        for ddp in both:
+            ddp.zero_grad()
+        outputs: dict[int, list[Tensor]] = {0: [], 1: []}
+        for number, value in turns:
+            outputs[number].append(both[number](value))
+        sum((one * other).sum() for one, other in outputs.values()).backward()
+        for ddp, means in zip(both, expected, strict=True):
+            assert_gradients(ddp.module, means)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+def test_two_forwards_of_each_in_other_orders(ranks2: RankPool) -> None:
+    ranks2.run(_two_forwards_each)

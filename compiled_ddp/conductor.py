@@ -27,6 +27,9 @@ class Conducted(Protocol):
     def takes_part(self) -> bool:
         """Whether the backward that this thread runs has reached the wrapper, or will."""
 
+    def may_take_part(self) -> bool:
+        """Whether it does, or nothing tells so beforehand."""
+
     def expect_in_task(self) -> None:
         """If the backward that this thread runs will reach the wrapper: note that it has begun elsewhere."""
 
@@ -90,7 +93,7 @@ class Conductor:
 
     def may_wait(self, wrapper: Conducted, events: Iterable[str]) -> bool:
         """Whether `wrapper` may wait for other ranks at all these events now, in the middle of a backward."""
-        others = [other for other in self._wrappers if other is not wrapper and other.takes_part()]
+        others = [other for other in self._wrappers if other is not wrapper and other.may_take_part()]
         if not others:
             return True
         order = self._order()

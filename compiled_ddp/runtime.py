@@ -685,10 +685,19 @@ class Runtime:
             reached = any(call.will_run() for call in calls) or any(
                 map(torch_private.backward_will_accumulate, self.parameters.tensors)
             )
-            # It may reach no more than the outputs: of parameters that are unused, or in a reentrant checkpoint. Then
-            # nothing tells it beforehand, and whoever takes it for a part of this backward loses overlap at worst.
-            self._reaches = task, reached or (not calls and self._forwards.waits_alive)
+            self._reaches = task, reached
         return self._reaches[1]
+
+    def may_take_part(self) -> bool:
+        """The same, or nothing tells it beforehand: who takes it for a part of the backward loses overlap at worst.
+
+        A backward may reach no more than the outputs: of parameters that are unused, or in a reentrant checkpoint.
+        """
+        if self.takes_part():
+            return True
+        waits = self._expected and not self.local and not self._is_under_way and self._thread == threading.get_ident()
+        has_calls = any(call.plan.indices for call in self._live_calls())
+        return waits and not has_calls and self._forwards.waits_alive
 
     def unsent(self) -> Iterable[str]:
         """Of what ranks wait for in the middle of a backward, that which this rank has not sent in this one."""

@@ -16,13 +16,20 @@ class ModelsCollectives:
 
     def __init__(self) -> None:
         self.seen = False
+        self._looks = True
         self._before = 0
 
     def begin(self) -> None:
         """The model's forward or backward begins."""
-        if not self.seen:
+        if self._looks:
             self._before = torch_private.collectives_of_others()
 
     def end(self) -> None:
-        if not self.seen:
+        if self._looks:
             self.seen = torch_private.collectives_of_others() != self._before
+            self._looks = not self.seen
+
+    def stop_looking(self) -> None:
+        """A communication hook of torch's kind is registered: its collectives would count as the model's, and no graph
+        launches anything any more."""
+        self._looks = False

@@ -921,6 +921,7 @@ class Runtime:
     def register_comm_hook(self, torch_hook: TorchCommHook) -> None:
         """Let a communication hook reduce every bucket. On all ranks before the same backward."""
         self.torch_hook = torch_hook
+        self._models_collectives.stop_looking()
         self.agreed.leave_to_comm_hook(REGISTERED)
         self.proof.switch_off(REGISTERED)
         self.forget_sequence()

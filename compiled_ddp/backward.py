@@ -2,6 +2,7 @@
 
 import functools
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -133,6 +134,11 @@ class SynchronisedBackward:
         self._used_on_ranks: dict[int, list[float]] = {}  # section -> on how many ranks, in the order of its riders
         buffers.renew_held(parameter.grad for parameter in parameters.tensors)
         self._existing = dict(self._take_existing())
+        self._begun_with = {
+            index: (weakref.ref(parameter.grad), torch_private.version_of(parameter.grad))
+            for index, parameter in enumerate(parameters.tensors)
+            if parameter.grad is not None and not parameter.grad.is_inference()
+        }
         self._sharing = _with_equal_memory(self._existing)
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that the running graph fills
         self._standing = communicator.standing
@@ -323,8 +329,8 @@ class SynchronisedBackward:
         if not positions:
             return
         self._refuse_users_hook(index)
-        if gradient is None:
-            return
+        if gradient is None or not self.has_accumulated(index):
+            return  # hooks run for an undefined gradient too
         if self.due is not None and index in self.arrived:
             self.observations.arrivals.remove(("hook", index))  # it is ready with the last one
         self.observations.arrivals.append(("hook", index))
@@ -341,6 +347,12 @@ class SynchronisedBackward:
             )
         self._fill(index, positions, gradient)
         self._launch_complete()
+
+    def has_accumulated(self, index: int) -> bool:
+        """Whether .grad is another one than that with which this backward began, or has been added to since."""
+        gradient = self._parameters.tensors[index].grad
+        begun_with, version = self._begun_with.get(index, (lambda: None, 0))
+        return gradient is not begun_with() or (gradient is not None and torch_private.version_of(gradient) != version)
 
     def _awaits_more(self, index: int) -> bool:
         """Whether more may be added to .grad before it goes into its bucket: `launch_rest` takes what is left."""

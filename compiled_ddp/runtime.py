@@ -832,7 +832,7 @@ class Runtime:
             return set()
         flat_buckets = backward.reduced_buckets()
         if findings.announced:
-            reduced |= self._admit(backward.message, flat_buckets)
+            reduced |= self._admit(backward, flat_buckets)
         self._used = set()
         if backward.due is not None:
             self._due |= backward.arrived
@@ -931,23 +931,23 @@ class Runtime:
         if not self.agreed.by_hooks:
             self._hooks.remove(keep=self.agreed.unused)
 
-    def _admit(self, message: Message, flat_buckets: list[torch.Tensor]) -> set[int]:
+    def _admit(self, backward: SynchronisedBackward, flat_buckets: list[torch.Tensor]) -> set[int]:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on.
 
-        `message` is that of the backward before. Returns these parameters; what was reduced is added to `flat_buckets`.
+        `backward` has reduced the others. Returns these parameters; what was reduced is added to `flat_buckets`.
         """
         assert self.agreed.sequence is not None
         unused = self.agreed.sequence.unused
-        used_here = {index for index in self._announced if self.parameters.tensors[index].grad is not None}
-        late = self._new_backward(unused, SequenceBuffers(unused), self._used | used_here, message.of_the_same_step())
+        used = self._used.union(filter(backward.has_accumulated, self._announced))
+        late = self._new_backward(unused, SequenceBuffers(unused), used, backward.message.of_the_same_step())
         with self._giving_up_after_any_exception():
             late.launch_rest()
             late.wait()
-        used = late.write_back()
+        reduced = late.write_back()
         flat_buckets += late.reduced_buckets()
-        self.agreed.admit(used)
+        self.agreed.admit(reduced)
         self.proof.look_again()
-        return used
+        return reduced
 
     def _heed(self, findings: Findings) -> None:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
@@ -1085,7 +1085,7 @@ class Runtime:
             self._forget_unless_refined()
             return every_rank_raises
         if findings.announced:
-            self._admit(backward.message, [])
+            self._admit(backward, [])
         if not self.agreed.refined:
             self._refine(backward)
             self._remove_needless_hooks()

@@ -3,11 +3,12 @@
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import wrappers
+from models import assert_gradients, expected_mean, wrappers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -203,3 +204,58 @@ def _behind_a_break(rank: int) -> None:
 
 def test_no_gradient_goes_back_through_a_graph_that_gets_none(ranks2: RankPool) -> None:
     ranks2.run(_behind_a_break)
+
+
+class IgnoresItsWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x + weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class LeavesOneUndefined(nn.Module):
+    """Autograd calls the hooks of `offset`, in eager code and behind a graph, without a gradient."""
+
+    def __init__(self, eager: bool) -> None:
+        super().__init__()
+        self.linear, self.offset = nn.Linear(5, 3), nn.Parameter(torch.ones(3))
+        self.eager = eager
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.eager:
+            torch._dynamo.graph_break()
+            return _ignores(self.linear(x), self.offset)
+        return self.linear(x) + (2 * self.offset).detach()
+
+
+@torch.compiler.disable
+def _ignores(x: Tensor, weight: Tensor) -> Tensor:
+    output: Tensor = IgnoresItsWeight.apply(x, weight)
+    return output
+
+
+def _assigned_by_hand(rank: int, wrapper: str, eager: bool) -> None:
+    torch.manual_seed(0)
+    ddp = wrappers([wrapper])[wrapper](LeavesOneUndefined(eager))
+    for step in range(4):
+        x = _batch(rank, step)
+        expected = expected_mean(ddp.module.linear, lambda linear: linear(x).sum())  # noqa: B023
+        ddp.zero_grad()
+        if rank == 1:
+            ddp.module.offset.grad = torch.full((3,), 7.0)
+        ddp(x).sum().backward()
+        assert_gradients(ddp.module.linear, expected)
+        offset = ddp.module.offset.grad
+        assert offset is None if rank == 0 else torch.equal(offset, torch.full((3,), 7.0)), (step, offset)
+    ddp.unwrap()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_a_grad_assigned_by_hand_is_no_sign_that_one_was_accumulated(
+    ranks2: RankPool, wrapper: str, eager: bool
+) -> None:
+    ranks2.run(_assigned_by_hand, wrapper, eager)

@@ -348,6 +348,10 @@ class SynchronisedBackward:
         self._fill(index, positions, gradient)
         self._launch_complete()
 
+    def begun_by(self, index: int) -> None:
+        """This backward begins with a gradient that has been accumulated before."""
+        self._begun_with.pop(index, None)
+
     def has_accumulated(self, index: int) -> bool:
         """Whether .grad is another one than that with which this backward began, or has been added to since."""
         gradient = self._parameters.tensors[index].grad

@@ -101,7 +101,7 @@ class Bindings:
         hook = runtime.bucket_hook
         return Program(
             plan,
-            group_name=runtime.communicator.group_name,
+            communicator=runtime.communicator,
             naive=self._options.naive,
             hooks=() if hook is None else [hook.program(bucket) for bucket in plan.buckets],
             backend=segment.backend,

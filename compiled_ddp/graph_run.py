@@ -10,10 +10,10 @@ from compiled_ddp.standing import failed_in_collective
 
 
 @contextlib.contextmanager
-def watched_graph(communicator: Communicator) -> Iterator[None]:
-    """Watch the graph that `communicator.standing` has been told of."""
+def watched_graph(communicator: Communicator, group_name: str) -> Iterator[None]:
+    """Watch the graph that `communicator.standing` has been told of, and which calls the group `group_name`."""
     try:
-        with _named_in_profiles(communicator):
+        with _named_in_profiles(communicator, group_name):
             yield
     except RuntimeError as error:
         if not failed_in_collective(error):
@@ -24,12 +24,12 @@ def watched_graph(communicator: Communicator) -> Iterator[None]:
         communicator.standing.graph_ended()
 
 
-def _named_in_profiles(communicator: Communicator) -> contextlib.AbstractContextManager[object]:
+def _named_in_profiles(communicator: Communicator, group_name: str) -> contextlib.AbstractContextManager[object]:
     if not torch_private.profiler_is_on():
         return contextlib.nullcontext()
     standing = communicator.standing
     return LaunchObserver(
-        communicator.group_name,
+        group_name,
         standing.first_of_graph,
         launch=lambda bucket, _: profiled("launch", standing.bucket, bucket),
         wait=lambda bucket: profiled("wait for", standing.bucket, bucket),

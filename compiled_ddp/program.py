@@ -1,15 +1,18 @@
 """A wrapper's program in a captured segment: the plan over the graph's inputs, and the backwards that reduce by it."""
 
+import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.backward import SynchronisedBackward
+from compiled_ddp.communicator import Communicator
 from compiled_ddp.compiled_graph import CompiledGraph
 from compiled_ddp.graph_run import watched_graph
+from compiled_ddp.group_name import SHARED_NAME, name_in_graphs
 from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan
@@ -18,7 +21,7 @@ from compiled_ddp.torch_private import Rewriting
 
 # [Note: backward variants] A graph has one forward and several backwards, each compiled when it is first needed:
 # local          no collective, no scaling: what plain torch.compile produces, and shares its cache entry
-# synchronised   the passes' program, another one for each wrapper
+# synchronised   the passes' program, which wrappers share where their plans are equal: [Note: one name in all graphs]
 # folding        the same, with gradients of earlier local backwards as further inputs
 # Which one runs is decided when the backward starts.
 Variant = Literal["synchronised", "folding"]
@@ -32,7 +35,7 @@ class Program:
         self,
         plan: BucketPlan,
         *,
-        group_name: str,
+        communicator: Communicator,
         naive: bool,
         hooks: Sequence[TracedHook | None],
         backend: str,
@@ -48,29 +51,37 @@ class Program:
         self._in_cuda_graphs = backend == "inductor" and any(
             torch_private.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
         )
-        pipelines = {
-            variant: Pipeline(
-                plan,
-                group_name,
-                fold=variant == "folding",
-                naive=naive,
-                hooks=tuple(hooks),
-                in_place=backend == "aot_eager",
-                replayed=self._in_cuda_graphs,
-            )
-            for variant in VARIANTS
-        }
-        self._rewritings = {variant: _rewriting(pipeline) for variant, pipeline in pipelines.items()}
-        self._lent_buckets = pipelines["synchronised"].lent_buckets
+        self._communicator = communicator
+        self._shares_name = not hooks and not self._in_cuda_graphs  # hooks are traced with the communicator's own
+        self._pipeline = Pipeline(
+            plan,
+            SHARED_NAME if self._shares_name else communicator.group_name,
+            naive=naive,
+            hooks=tuple(hooks),
+            in_place=backend == "aot_eager",
+            replayed=self._in_cuda_graphs,
+        )
+        self._rewritings: dict[tuple[Variant, str], Rewriting] = {}
+        self._lent_buckets = self._pipeline.lent_buckets
         self._failures: dict[Variant, str] = {}
 
-    def rewriting(self, variant: Variant) -> Rewriting:
-        return self._rewritings[variant]
+    def rewriting(self, variant: Variant, group_name: str | None = None) -> Rewriting:
+        """`group_name` is that of most runs by default."""
+        key = variant, group_name or self._pipeline.group_name
+        if key not in self._rewritings:
+            fold, name = variant == "folding", key[1]
+            self._rewritings[key] = _rewriting(replace(self._pipeline, fold=fold, group_name=name))
+        return self._rewritings[key]
 
     def compile_ahead(self, variant: Variant) -> bool:
         """Compile a backward before it is needed; returns False if it was compiled already."""
-        _, is_new = self._graph().backward(self._rewritings[variant])
+        with self.named():  # Inductor looks for the group
+            _, is_new = self._graph().backward(self.rewriting(variant))
         return is_new
+
+    def named(self) -> contextlib.AbstractContextManager[str]:
+        """Within this context the communicator has the name that is returned: [Note: one name in all graphs]"""
+        return name_in_graphs(self._communicator.group, self._communicator.group_name, shared=self._shares_name)
 
     def compile(self, variant: Variant) -> str | None:
         """Compile a backward, unless it is; returns how the compiler has failed, if it has, now or before."""
@@ -91,11 +102,25 @@ class Program:
         saved_and_tangents: list[Any],
     ) -> Any:
         """The gradients of the graph's inputs, reduced in the claimed `section` of `backward`."""
+        with self.named() as group_name:
+            return self._run(runtime, call, backward, section, node, saved_and_tangents, group_name)
+
+    def _run(
+        self,
+        runtime: Runtime,
+        call: SegmentCall,
+        backward: SynchronisedBackward,
+        section: int,
+        node: Any,
+        saved_and_tangents: list[Any],
+        group_name: str,
+    ) -> Any:
         graph = self._graph()
         try:
             graph.check_fits(saved_and_tangents)
             pending = backward.take_pending(call.plan)
-            implementation, _ = graph.backward(self._rewritings["folding" if pending else "synchronised"])
+            variant: Variant = "folding" if pending else "synchronised"
+            implementation, _ = graph.backward(self.rewriting(variant, group_name))
             if runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
                 backward.message.verify = True
             flat_buffers = backward.lend_buffers(section, self._lent_buckets)
@@ -106,8 +131,8 @@ class Program:
             backward.give_back(section)  # nothing has been launched: others get zeros
             raise
         try:
-            watching = runtime.proof.watching(call.plan, sees_values=not self._in_cuda_graphs)
-            with watched_graph(runtime.communicator), watching:
+            watching = runtime.proof.watching(call.plan, group_name, sees_values=not self._in_cuda_graphs)
+            with watched_graph(runtime.communicator, group_name), watching:
                 *gradients, riders = implementation(node, saved_and_tangents)
             if state:
                 gradients, new_state = gradients[: -len(state)], gradients[-len(state) :]

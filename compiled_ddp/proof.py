@@ -113,25 +113,30 @@ class Proof:
         if self._recording is not None:
             self._recording.launching(bucket, flat_buffer)
 
-    def watching(self, plan: BucketPlan, *, sees_values: bool = True) -> contextlib.AbstractContextManager[None]:
+    def watching(
+        self, plan: BucketPlan, group_name: str, *, sees_values: bool = True
+    ) -> contextlib.AbstractContextManager[None]:
         """Note what a graph, run in this context, is about to reduce; a no-op in a backward that does not verify.
 
-        Without `sees_values` nothing can be computed from what it launches: it runs as a CUDA graph.
+        It calls its process group `group_name`. Without `sees_values` nothing can be computed from what it launches:
+        it runs as a CUDA graph.
         """
         # What a communication hook launches is not the gradients.
         if self._recording is not None and (plan.reduction == "hook" or not sees_values):
             self._recording.not_seen.update(plan.indices)
             return contextlib.nullcontext()
-        return contextlib.nullcontext() if self._recording is None else self._watching(plan, self._recording)
+        if self._recording is None:
+            return contextlib.nullcontext()
+        return self._watching(plan, group_name, self._recording)
 
     @contextlib.contextmanager
-    def _watching(self, plan: BucketPlan, recording: _Recording) -> Iterator[None]:
+    def _watching(self, plan: BucketPlan, group_name: str, recording: _Recording) -> Iterator[None]:
         def launching(number: int, flat_buffer: torch.Tensor) -> contextlib.AbstractContextManager[None]:
             if number < len(plan.buckets):
                 recording.launching(plan.buckets[number], flat_buffer)
             return contextlib.nullcontext()
 
-        with LaunchObserver(self._communicator.group_name, launch=launching) as observer:
+        with LaunchObserver(group_name, launch=launching) as observer:
             yield
         if observer.launched != len(plan.buckets):
             recording.not_seen.update(plan.indices)

@@ -603,9 +603,12 @@ class Runtime:
                 if self.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
                     self._used.add(index)
             else:
+                begins_here = not self._is_under_way
                 backward = self.enter_backward()
                 self._refuse_unannounced(index)
                 if backward is not None:
+                    if begins_here:
+                        backward.begun_by(index)
                     backward.gradient_arrived(index)
                 elif self.parameters.tensors[index].grad is not None:
                     self._used.add(index)
@@ -703,7 +706,8 @@ class Runtime:
         """Of what ranks wait for in the middle of a backward, that which this rank has not sent in this one."""
         if self._current is None and self._begin_waits:
             yield self._begin_event
-        if not self.agreed.must_agree:
+        all_by_hooks = self._current is not None and self._some_rank_differs  # on every rank
+        if not self.agreed.must_agree and not all_by_hooks:
             for section in self.agreed.graph_places:
                 if self._current is None or not self._current.has_launched(section):
                     yield self.agreed.event_of(section)

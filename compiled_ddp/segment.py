@@ -128,13 +128,14 @@ class Segment:
         self._slots: list[int | None] | None = None  # of the outputs, among what comes to a call's node
         self._uncompiled: torch_private.BackwardImplementation | None = None  # in place of the local one
         first = caller_of_this_thread().segment_captured(self, example_inputs)
-        self.graph = CompiledGraph(
-            graph_module,
-            example_inputs,
-            backend=backend,
-            options=compiler_options,
-            first=LOCAL if first is None else first.rewriting("synchronised"),
-        )
+        with contextlib.nullcontext() if first is None else first.named():
+            self.graph = CompiledGraph(
+                graph_module,
+                example_inputs,
+                backend=backend,
+                options=compiler_options,
+                first=LOCAL if first is None else first.rewriting("synchronised"),
+            )
         if self.graph.function is not None:  # None without gradients: an inference graph has no backward
             torch_private.replace_backward_implementation(self.graph.function, self._run_backward)
 

@@ -40,6 +40,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._ops.HigherOrderOperator`, `torch._ops.OpOverload` | which inputs reach which outputs of a captured graph |
 | `torch._dynamo.OptimizedModule`, `Module._compiled_call_impl` | models that are compiled already |
 | `torch.distributed.distributed_c10d`: `_new_process_group_helper`, `_world` | a communicator's name, on every rank |
+| `torch._C._distributed_c10d`: `_register_process_group`, `_unregister_process_group` | a name that all graphs share |
 | `torch.distributed.distributed_c10d`: `_get_default_group`, `_get_default_store` | the same |
 | `torch.distributed.distributed_c10d._get_split_source`, `ProcessGroup.bound_device_id` | one of some ranks alone |
 | `ProcessGroupGloo.options`, `distributed_c10d.ProcessGroupGloo` | how many collectives gloo runs at once |
@@ -940,6 +941,13 @@ def check_backends(group: dist.ProcessGroup, devices: Sequence[torch.device]) ->
 def is_joining(joinable: Joinable) -> bool:
     """Whether torch's `Join` has been entered with `joinable`, and not with enable=False."""
     return bool(joinable._join_config.enable)
+
+
+def name_group(group: dist.ProcessGroup, name: str) -> None:
+    """Let graphs find `group` under `name` too, and no other one any more. Forgotten when all groups are destroyed."""
+    group_name = distributed_c10d.GroupName(name)
+    torch._C._distributed_c10d._unregister_process_group(group_name)
+    torch._C._distributed_c10d._register_process_group(group_name, group)
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+import threading
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +16,8 @@ from models import Mlp, assert_gradients, assert_step, expected_mean, row_batch
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp, torch_private
+from compiled_ddp.group_name import SHARED_NAME
+from compiled_ddp.launch_observer import LaunchObserver
 from compiled_ddp.passes.pipeline import Pipeline
 from ranks import RankPool
 
@@ -33,6 +37,20 @@ def loss_at(x: Tensor) -> Callable[[nn.Module], Tensor]:
     return lambda module: module(x).square().sum()
 
 
+@contextlib.contextmanager
+def backwards_rewritten() -> Iterator[list[Pipeline]]:
+    """The programs of the backwards that are compiled in here."""
+    rewritten: list[Pipeline] = []
+    run = Pipeline.run
+
+    def noted(pipeline: Pipeline, *arguments: Any, **keywords: Any) -> None:
+        rewritten.append(pipeline)
+        run(pipeline, *arguments, **keywords)
+
+    with unittest.mock.patch.object(Pipeline, "run", noted):
+        yield rewritten
+
+
 def all_by_graphs(ddp: Any) -> bool:
     return {section.origin for section in ddp.plan.sections} == {"graph"}
 
@@ -43,21 +61,36 @@ def all_by_graphs(ddp: Any) -> bool:
 def _twenty(rank: int, model: Callable[[], nn.Module], backend: str, count: int) -> None:
     before = graphs_captured()
     alive = []
-    for number in range(count):
-        ddp = compile_ddp(model(), strict=True, backend=backend)
-        alive.append(ddp)
-        for step in range(2):
-            expected = expected_mean(copy.deepcopy(ddp.module), loss_at(row_batch(rank, 10 * number + step)))
-            ddp.zero_grad()
-            ddp(row_batch(rank, 10 * number + step)).square().sum().backward()
-            assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-6)
-        assert all_by_graphs(ddp)
+    with backwards_rewritten() as rewritten:
+        for number in range(count):
+            ddp = compile_ddp(model(), strict=True, backend=backend)
+            alive.append(ddp)
+            for step in range(2):
+                _right_step(ddp, row_batch(rank, 10 * number + step))
+            assert all_by_graphs(ddp)
     assert graphs_captured() == before + 1, "another wrapper of the same class was captured anew"
+    assert len(rewritten) == 1, "the backward was compiled anew"
+    for number, ddp in enumerate(alive[:3]):  # in turns
+        _right_step(ddp, row_batch(rank, number))
     for ddp in alive:
         ddp.unwrap()
 
 
-@pytest.mark.parametrize("model", [Mlp, bare])
+def _right_step(ddp: Any, x: Tensor) -> None:
+    expected = expected_mean(copy.deepcopy(ddp.module), loss_at(x))
+    ddp.zero_grad()
+    ddp(x).square().sum().backward()
+    assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-6)
+
+
+class OfItsOwn(nn.Sequential):
+    """Of a class that no other test has captured."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+@pytest.mark.parametrize("model", [OfItsOwn, functools.partial(bare, width=29)], ids=["OfItsOwn", "bare"])
 def test_twenty_wrappers_of_one_class_share_one_capture_and_all_reduce_in_graphs(
     ranks2: RankPool, model: Callable[[], nn.Module]
 ) -> None:
@@ -66,7 +99,89 @@ def test_twenty_wrappers_of_one_class_share_one_capture_and_all_reduce_in_graphs
 
 @pytest.mark.inductor
 def test_wrappers_share_a_capture_under_inductor(ranks2: RankPool) -> None:
-    ranks2.run(_twenty, bare, "inductor", 3, **LIMITS)
+    ranks2.run(_twenty, functools.partial(bare, width=31), "inductor", 3, **LIMITS)
+
+
+# ---- [Note: one name in all graphs] ----------------------------------------------------------------------------------
+
+
+def _unlike_plans(rank: int) -> None:
+    with backwards_rewritten() as rewritten:
+        for bucket_cap_mb in (None, 1e-5, 1e-5):
+            ddp = compile_ddp(bare(37), strict=True, backend="aot_eager", bucket_cap_mb=bucket_cap_mb)
+            for step in range(2):
+                _right_step(ddp, row_batch(rank, step))
+            ddp.unwrap()
+    assert len(rewritten) == 2
+
+
+def test_other_buckets_are_another_backward(ranks2: RankPool) -> None:
+    ranks2.run(_unlike_plans)
+
+
+def _subgroups(rank: int) -> None:
+    """One wrapper over all ranks and one over some, in turns."""
+    pair = dist.new_group([0, 1])
+    both = compile_ddp(bare(41), strict=True, backend="aot_eager")
+    two = compile_ddp(bare(41), strict=True, backend="aot_eager", process_group=pair) if rank < 2 else None
+    for step in range(3):
+        _right_step(both, row_batch(rank, step))
+        if two is not None:
+            x = row_batch(rank, step + 10)
+            local = copy.deepcopy(two.module)
+            local.zero_grad()
+            local(x).square().sum().backward()
+            means = [parameter.grad for parameter in local.parameters()]
+            for mean in means:
+                dist.all_reduce(mean, group=pair)
+            two.zero_grad()
+            two(x).square().sum().backward()
+            for parameter, mean in zip(two.module.parameters(), means, strict=True):
+                torch.testing.assert_close(parameter.grad, mean / 2)
+    both.unwrap()
+    if two is not None:
+        two.unwrap()
+
+
+def test_graphs_of_other_ranks_reduce_over_these(ranks3: RankPool) -> None:
+    ranks3.run(_subgroups)
+
+
+def _at_the_same_time(rank: int) -> None:
+    """While a graph of one wrapper runs, the other one's runs in another thread."""
+    first, second = (compile_ddp(bare(43), strict=True, backend="aot_eager") for _ in range(2))
+    for ddp in (first, second):
+        _right_step(ddp, row_batch(rank, 0))
+    expected = expected_mean(copy.deepcopy(second.module), loss_at(row_batch(rank, 1)))
+    second.zero_grad()
+    loss = second(row_batch(rank, 1)).square().sum()
+    failures: list[BaseException] = []
+
+    def backward() -> None:
+        try:
+            loss.backward()
+        except BaseException as error:
+            failures.append(error)
+
+    def meanwhile(_: int, __: Tensor) -> contextlib.AbstractContextManager[None]:
+        if not threads:
+            threads.append(threading.Thread(target=backward))
+            threads[0].start()
+            threads[0].join()
+        return contextlib.nullcontext()
+
+    threads: list[threading.Thread] = []
+    with backwards_rewritten() as rewritten, LaunchObserver(SHARED_NAME, launch=meanwhile):
+        _right_step(first, row_batch(rank, 2))
+    assert threads and not failures, failures
+    assert [pipeline.group_name for pipeline in rewritten] == [second._runtime.communicator.group_name]
+    assert_gradients(second.module, expected)
+    first.unwrap()
+    second.unwrap()
+
+
+def test_graphs_that_run_at_the_same_time_have_names_of_their_own(ranks2: RankPool) -> None:
+    ranks2.run(_at_the_same_time)
 
 
 def _of_many_sizes(rank: int) -> None:

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from compiled_ddp import torch_private
+from compiled_ddp import group_name, torch_private
 from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.errors import NotInitialisedError, WrongKindError
 from compiled_ddp.hang_report import HangReporter
@@ -240,9 +240,7 @@ class Communicator:
         """Destroy the communicator; a no-op the second time, and once torch.distributed has been shut down."""
         self._hangs.close()
         self._at_end.detach()
-        group = self._group()
-        if _is_open(group):
-            dist.destroy_process_group(group)
+        _end(self._group())
         self.closed = True
 
     def abandon(self) -> None:
@@ -252,15 +250,18 @@ class Communicator:
         self.closed = True
 
 
-def _is_open(group: dist.ProcessGroup | None) -> bool:
-    return group is not None and dist.is_initialized() and torch_private.is_registered(group)
+def _end(group: dist.ProcessGroup | None, *, only_gloo: bool = False) -> None:
+    if group is None:
+        return
+    group_name.forget(group)
+    is_open = dist.is_initialized() and torch_private.is_registered(group)
+    if is_open and (not only_gloo or _is_gloo(group)):
+        dist.destroy_process_group(group)
 
 
 def _destroy_abandoned() -> None:
     while _abandoned:
-        group = _abandoned.pop()()
-        if _is_open(group) and _is_gloo(group):  # elsewhere it may be a collective
-            dist.destroy_process_group(group)
+        _end(_abandoned.pop()(), only_gloo=True)  # elsewhere it may be a collective
 
 
 def _is_gloo(group: dist.ProcessGroup | None) -> bool:

@@ -40,8 +40,19 @@ class _Holder:
         with self._lock:
             self._running -= 1
 
+    def forget(self, group: dist.ProcessGroup) -> None:
+        with self._lock:
+            if self._group is not None and self._group() is group:
+                torch_private.forget_group_name(SHARED_NAME)
+                self._group = None
+
 
 _holder = _Holder()
+
+
+def forget(group: dist.ProcessGroup) -> None:
+    """No graph will call `group` any more: torch.distributed would hold it under the name."""
+    _holder.forget(group)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """A wrapper's program in a captured segment: the plan over the graph's inputs, and the backwards that reduce by it."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -51,7 +52,7 @@ class Program:
         self._in_cuda_graphs = backend == "inductor" and any(
             torch_private.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
         )
-        self._communicator = communicator
+        self._communicator = weakref.ref(communicator)  # an autograd graph that lives on is not to keep it
         self._shares_name = not hooks and not self._in_cuda_graphs  # hooks are traced with the communicator's own
         self._pipeline = Pipeline(
             plan,
@@ -81,7 +82,9 @@ class Program:
 
     def named(self) -> contextlib.AbstractContextManager[str]:
         """Within this context the communicator has the name that is returned: [Note: one name in all graphs]"""
-        return name_in_graphs(self._communicator.group, self._communicator.group_name, shared=self._shares_name)
+        communicator = self._communicator()
+        assert communicator is not None, "the program of a wrapper that is gone"
+        return name_in_graphs(communicator.group, communicator.group_name, shared=self._shares_name)
 
     def compile(self, variant: Variant) -> str | None:
         """Compile a backward, unless it is; returns how the compiler has failed, if it has, now or before."""

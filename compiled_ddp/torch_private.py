@@ -945,9 +945,13 @@ def is_joining(joinable: Joinable) -> bool:
 
 def name_group(group: dist.ProcessGroup, name: str) -> None:
     """Let graphs find `group` under `name` too, and no other one any more. Forgotten when all groups are destroyed."""
-    group_name = distributed_c10d.GroupName(name)
-    torch._C._distributed_c10d._unregister_process_group(group_name)
-    torch._C._distributed_c10d._register_process_group(group_name, group)
+    forget_group_name(name)
+    torch._C._distributed_c10d._register_process_group(distributed_c10d.GroupName(name), group)
+
+
+def forget_group_name(name: str) -> None:
+    """Let graphs find no group under `name`."""
+    torch._C._distributed_c10d._unregister_process_group(distributed_c10d.GroupName(name))
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:

@@ -842,6 +842,10 @@ class Runtime:
             self._due |= backward.arrived
         self.reduced(flat_buckets)
         first = not self.agreed.refined
+        if first and len(backward.unused_everywhere()) == len(self.parameters.names):  # all ranks have skipped it
+            self.proof.postpone()
+            self.forget_sequence()
+            return reduced
         if first:
             reduced |= self._refine(backward)
         self._divide_by_training_ranks(reduced | backward.reduced_in_graphs)

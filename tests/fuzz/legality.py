@@ -78,7 +78,8 @@ def _model_is_legal(model: Model, program: Program) -> bool:
         if read is not None:
             uses.setdefault(read, []).append(tuple(outer.kind for outer in within))
     trained = [read for read in uses if read[0] != "linear" or read[1] not in model.frozen]
-    return bool(trained) and all(_may_be_shared(places) for places in uses.values())
+    breaks = _has(model, "break")
+    return bool(trained) and all(_may_be_shared(places, breaks=breaks) for places in uses.values())
 
 
 def _in_some_steps_only_and_reentrant(within: tuple[Op, ...]) -> bool:
@@ -86,10 +87,15 @@ def _in_some_steps_only_and_reentrant(within: tuple[Op, ...]) -> bool:
     return reentrant and any(op.kind == "sometimes" for op in within)
 
 
-def _may_be_shared(places: list[tuple[str, ...]]) -> bool:
-    """`places` holds, for each reader of a parameter, the kinds of the operations that it stands in."""
+def _may_be_shared(places: list[tuple[str, ...]], *, breaks: bool) -> bool:
+    """`places` holds, for each reader of a parameter, the kinds of the operations that it stands in.
+
+    What follows on a graph break runs as eager code for ever if it had no operators when Dynamo first came to it.
+    """
     if len(places) == 1:
         return True
+    if breaks and any("sometimes" in place for place in places):
+        return False
     in_eager_code = [place for place in places if "eager" in place]
     if any("checkpoint" in place for place in places):
         return False  # a second gradient after its bucket has gone out

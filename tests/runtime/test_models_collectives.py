@@ -260,3 +260,50 @@ def _chained(rank: int) -> None:
 @pytest.mark.filterwarnings("ignore:gradients of")
 def test_collectives_of_another_wrappers_model_in_the_same_backward_count_too(ranks2: RankPool) -> None:
     ranks2.run(_chained)
+
+
+class NotOnAllRanks(nn.Module):
+    """Graphs of several buckets, the first of which not every rank runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.active = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(x).sin() if self.active else x
+
+
+def _behind_one_that_differs(rank: int, wrapper: str) -> None:
+    """Where hooks hold back a bucket of one wrapper until the end, no rank waits in the middle for the other one."""
+    body, head = MeetsOthersInBody(), NotOnAllRanks()
+    twin = nn.Sequential(copy.deepcopy(body), copy.deepcopy(head))
+    wrapped = [wrappers(BOTH)[wrapper](module, **ONE_BUCKET_EACH) for module in (body, head)]
+    for number in range(6):
+        x = row_batch(rank, number)
+        twin[1].active = head.active = number == 0 or rank != number % 2
+        twin.load_state_dict(nn.Sequential(body, head).state_dict())
+        expected = expected_mean(twin, lambda module: module(x).square().sum())  # noqa: B023
+        for ddp in wrapped:
+            ddp.zero_grad()
+        wrapped[1](wrapped[0](x)).square().sum().backward()
+        for name, parameter in nn.Sequential(body, head).named_parameters():
+            found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(found.double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+class MeetsOthersInBody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(5, 3), nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum_in_eager_code(torch.tanh(self.linear(x))) * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_behind_a_wrapper_whose_ranks_differ_another_one_begins_alike(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_behind_one_that_differs, wrapper, collective_timeout_seconds=30)

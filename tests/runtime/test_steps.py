@@ -329,6 +329,42 @@ def test_a_rank_of_three_that_skips_a_step_counts_as_zeros(ranks3: RankPool, nam
     ranks3.run(_skip, name, 1, 2, True)
 
 
+class InGraphAndEagerCode(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(5, 3), nn.Parameter(torch.full((3,), 2.0))
+
+    @torch.compiler.disable
+    def _scaled(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self._scaled(self.linear(x)).clone() * self.scale).square().sum()
+
+
+def _all_skip_first(rank: int, name: str, with_forward: bool) -> None:
+    """Nobody has seen in that step what is used in graphs, in eager code, or not at all."""
+    ddp = wrappers([name])[name](InGraphAndEagerCode())
+    for step in range(2):
+        loss = ddp(row_batch(rank, step)) if with_forward else None
+        ddp.skip_step()
+        assert not any(parameter.grad is not None for parameter in ddp.parameters())
+        del loss
+    for step in range(3):
+        x = row_batch(rank, 10 + step)
+        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(x))  # noqa: B023
+        ddp.zero_grad()
+        ddp(x).backward()
+        assert_gradients(ddp.module, expected)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize("with_forward", [False, True])
+@pytest.mark.parametrize("name", ["compile_ddp", "EagerDDP"])
+def test_a_first_step_that_all_ranks_skip_decides_nothing(ranks2: RankPool, name: str, with_forward: bool) -> None:
+    ranks2.run(_all_skip_first, name, with_forward)
+
+
 def _skip_with_accumulated(rank: int, name: str) -> None:
     """What a rank accumulated under no_sync goes out although it skips the step that synchronises."""
     ddp = wrappers(BOTH)[name](Loss())

@@ -2,11 +2,26 @@
 
 from dataclasses import replace
 
+import torch
+
 from fuzz.description import OTHER_WRAPPER, Join, Model, Op, Program, Step, parameters_of, walk
 
 
 def permitted(program: Program, wrapper: str) -> Program:
-    """Without unread outputs where graphs have zeros for them: docs/limits.md, "Unused parameters"."""
+    """The program without what this torch or this wrapper cannot do, and docs/limits.md tells."""
+    return _without_unread_outputs(_of_one_size(program), wrapper)
+
+
+def _of_one_size(program: Program) -> Program:
+    """Without dynamic shapes where Dynamo fails on them in Functions: docs/limits.md, "Versions of torch"."""
+    if torch.__version__ >= (2, 13) or not any(_has(model, "nonlinear") for model in program.models):
+        return program
+    steps = (replace(step, rows=(2,)) if isinstance(step, Step) else step for step in program.steps)
+    return replace(program, steps=tuple(steps))
+
+
+def _without_unread_outputs(program: Program, wrapper: str) -> Program:
+    """Graphs have zeros for some of them: docs/limits.md, "Unused parameters"."""
     wrappers = {wrapper, *(OTHER_WRAPPER[wrapper] for other in program.others if other.swapped)}
     kinds = {op.kind for model in program.models for op, _ in walk(model.ops)}
     if wrappers == {"EagerDDP"} or kinds.isdisjoint(("in_place", "nonlinear")):

@@ -230,6 +230,7 @@ def _with_other_graphs(rank: int, eager_on: int, hooked: bool) -> None:
     assert {section.origin for section in ddp.plan.sections} == {"graph"}
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch.compile alone loses the all-reduce in a backward")
 @pytest.mark.filterwarnings("ignore:gradients of")
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("eager_on", [0, 1])

@@ -141,7 +141,11 @@ class Segment:
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self.graph.forward(*inputs)
-        if self.graph.function is not None and torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return outputs
+        if self.graph.function is None:
+            torch_private.check_without_backward(outputs)
+        else:
             node = torch_private.node_of(self.graph.function, outputs)
             if node is not None:
                 if self._outputs_of:

@@ -547,7 +547,7 @@ def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Fu
             if issubclass(candidate, torch.autograd.Function) and hasattr(candidate, "_backward_impl"):
                 return candidate
         elif isinstance(candidate, types.FunctionType):
-            pending += _closure_of(candidate)
+            pending += _named_cells_of(candidate).values()
         elif isinstance(candidate, types.MethodType | types.BuiltinMethodType):
             pending.append(candidate.__self__)
         elif isinstance(candidate, functools.partial):
@@ -555,10 +555,6 @@ def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Fu
         elif hasattr(candidate, "compiled_fn"):
             pending.append(candidate.compiled_fn)
     return None
-
-
-def _closure_of(function: types.FunctionType) -> list[Any]:
-    return [content for content in _named_cells_of(function).values() if callable(content)]
 
 
 def _named_cells_of(function: Any) -> dict[str, Any]:
@@ -725,6 +721,16 @@ def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[
             return node
         pending += [following for following, _ in node.next_functions if following is not None]
     return None
+
+
+def check_without_backward(outputs: Sequence[Any]) -> None:
+    """Raise RuntimeError if outputs of a graph hang on a backward, and `compiled_function_of` has found none."""
+    nodes = (output.grad_fn for output in outputs if isinstance(output, torch.Tensor))
+    if any(hasattr(getattr(type(node), "_forward_cls", None), "_backward_impl") for node in nodes):
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps a graph's compiled backward where compiled_ddp does not find it, and its "
+            "gradients would stay local. Set COMPILED_DDP_MODE=hooks, or take another torch, and report this."
+        )
 
 
 def slots_of(node: Any, outputs: Sequence[Any]) -> list[int | None]:

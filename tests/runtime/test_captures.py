@@ -361,6 +361,20 @@ def test_strict_raises_what_the_compiler_says(ranks2: RankPool) -> None:
     ranks2.run(_not_compiled_but_strict, **LIMITS)
 
 
+def _backward_not_found(rank: int) -> None:
+    ddp = compile_ddp(Mlp(13), backend="aot_eager")
+    with (
+        unittest.mock.patch.object(torch_private, "compiled_function_of", return_value=None),
+        pytest.raises(RuntimeError, match=r"gradients would stay local\. Set COMPILED_DDP_MODE=hooks"),
+    ):
+        ddp(row_batch(rank))
+    ddp.unwrap()
+
+
+def test_a_torch_that_keeps_its_backward_elsewhere_is_an_error_and_no_graph_without_one(ranks2: RankPool) -> None:
+    ranks2.run(_backward_not_found, **LIMITS)
+
+
 def generator() -> nn.Module:
     return nn.Sequential(
         nn.ConvTranspose2d(10, 8, 4, 1, 0, bias=False),

@@ -84,17 +84,20 @@ def _overwrites_differentiable(node: Node) -> bool:
     return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
 
 
+# A gradient goes through them to their operands: to all, but for what `_sources` tells.
+_LOOKED_THROUGH = ("tag_activation_checkpoint", "autograd_function_apply", "register_hook")
+
+
 def _is_opaque(node: Node) -> bool:
-    return (
-        torch_private.is_higher_order(node.target)
-        and node.target is not torch.ops.higher_order.tag_activation_checkpoint
-        and node.target is not torch.ops.higher_order.autograd_function_apply
-    )
+    return torch_private.name_of_higher_order(node.target) not in ("", *_LOOKED_THROUGH)
 
 
 def _sources(node: Node) -> Iterable[Node]:
     """The operands that a gradient of `node` may reach."""
-    if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
+    name = torch_private.name_of_higher_order(node.target)
+    if name == "register_hook":
+        return node.all_input_nodes[:1]  # the others are what the hook reads
+    if name != "tag_activation_checkpoint":
         return node.all_input_nodes
     body, *operands = node.args
     assert isinstance(body, Node) and isinstance(body.target, str) and node.graph.owning_module is not None

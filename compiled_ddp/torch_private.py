@@ -506,9 +506,9 @@ def overwrites_an_argument(operator: object) -> bool:
     return isinstance(operator, torch._ops.OpOverload) and operator._schema.is_mutable
 
 
-def is_higher_order(operator: object) -> bool:
-    """Whether an operator of a captured graph has graphs among its arguments."""
-    return isinstance(operator, torch._ops.HigherOrderOperator)
+def name_of_higher_order(operator: object) -> str:
+    """Of an operator of a captured graph that has graphs among its arguments; "" of any other."""
+    return operator.name() if isinstance(operator, torch._ops.HigherOrderOperator) else ""
 
 
 def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:

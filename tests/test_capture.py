@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
+from compiled_ddp import torch_private
 from compiled_ddp.capture import gradient_order, outputs_reached, plan_segment, without_gradient
 from compiled_ddp.options import MEBIBYTE, NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
@@ -253,6 +254,18 @@ def test_what_a_checkpoint_detaches_reaches_nothing_through_it() -> None:
         return checkpoint(lambda x, y: x.exp() * y.detach(), a, b, use_reentrant=False), b * 2
 
     assert reached(function, 2) == {0: {0}, 1: {1}}
+
+
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="Dynamo breaks the graph at a tensor hook")
+def test_a_hook_binds_what_it_is_given_to_and_not_what_it_reads() -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+        hooked = a * 2
+        hooked.register_hook(lambda gradient: gradient * b)
+        return hooked * 3, b * c
+
+    graph = captured(function, *weights(3))
+    assert any(torch_private.name_of_higher_order(node.target) == "register_hook" for node in graph.nodes)
+    assert reached(function, 3) == {0: {0}, 1: {1}, 2: {1}}
 
 
 @pytest.mark.parametrize("how", ["setitem", "method", "out", "iadd", "view"])

@@ -40,6 +40,10 @@ class Heads(nn.Module):
             return a, b
         if self.how == "checkpoint":
             return a, checkpoint(lambda h: self.b(h).tanh(), hidden, use_reentrant=False)
+        if self.how == "hook":
+            hooked = hidden * 1
+            hooked.register_hook(lambda gradient: gradient * 0.5)
+            return a, self.b(hooked)
         return a, b
 
 
@@ -113,7 +117,7 @@ def _train(rank: int, wrapper: str, how: str, steps: Sequence[Sequence[str]], ba
     ddp.unwrap()
 
 
-HOW = ("plain", "views", "graph break", "checkpoint")
+HOW = ("plain", "views", "graph break", "checkpoint", "hook")
 # What overwrites memory is not followed: see docs/limits.md.
 OVERWRITTEN = (("a", "a"), ("a", "a"), ("ab", "ab"), ("ab", "a"))
 

@@ -67,8 +67,11 @@ class FlatBuffer:
         )
 
     def alias(self, index: int) -> torch.Tensor:
-        """A new tensor that shares the memory of gradient `index`, to be its .grad."""
-        return self.views[index].detach()
+        """A new tensor that shares the memory of gradient `index`, to be its .grad: with a version of its own.
+
+        What autograd adds to one .grad is no sign that it has added to another of the same buffer.
+        """
+        return self.views[index].data
 
     @property
     def gradients(self) -> torch.Tensor:

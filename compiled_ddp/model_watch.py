@@ -22,6 +22,11 @@ class Place:
     name: str
     found: object
 
+    @property
+    def now(self) -> object:
+        """What stands here, if anything does. What TorchScript has for a dictionary knows no `get`."""
+        return self.siblings[self.key] if self.key in self.siblings else None  # noqa: SIM401
+
 
 def trained_places(state: OwnState) -> list[Place]:
     """Every place of what requires a gradient, in the model as it is now, but for what is left alone."""
@@ -47,7 +52,7 @@ def _is_trained(part: torch.Tensor | nn.Module | None, left_alone: Set[int]) -> 
 def check_not_replaced(places: Sequence[Place]) -> None:
     """Raise RuntimeError if something else, or nothing, stands in one of `places` now."""
     for place in places:
-        if place.siblings.get(place.key) is not place.found:
+        if place.now is not place.found:
             raise RuntimeError(
                 f"{place.name} was replaced or removed after the model was wrapped: nothing would reduce the gradient "
                 "of what stands there now. Call unwrap() and wrap the model again."
@@ -115,7 +120,7 @@ class ModelWatch:
 
     def _look_through(self, given: Mapping[int, object]) -> Look:
         """The model as it is but for what functional_calls under way were `given`, by id."""
-        check_not_replaced([place for place in self._places if id(place.siblings.get(place.key)) not in given])
+        check_not_replaced([place for place in self._places if id(place.now) not in given])
         own = {id(parameter) for parameter in (*self._frozen, *(parameter for parameter, _ in self._trained))}
         here = {id(parameter) for parameter in self._state.parameters().values()}
         replaced = [parameter for parameter, _ in self._trained if id(parameter) not in here]

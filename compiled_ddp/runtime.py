@@ -588,7 +588,7 @@ class Runtime:
         with self._lock:
             if self._accumulates_locally:
                 return False
-            backward = self.enter_backward()
+            backward = self._enter_with(index)
             if backward is None:
                 return True
             # Until the first backward has ended, a parameter of a graph may turn out to be used outside of it too.
@@ -603,15 +603,20 @@ class Runtime:
                 if self.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
                     self._used.add(index)
             else:
-                begins_here = not self._is_under_way
-                backward = self.enter_backward()
+                backward = self._enter_with(index)
                 self._refuse_unannounced(index)
                 if backward is not None:
-                    if begins_here:
-                        backward.begun_by(index)
                     backward.gradient_arrived(index)
                 elif self.parameters.tensors[index].grad is not None:
                     self._used.add(index)
+
+    def _enter_with(self, index: int) -> SynchronisedBackward | None:
+        """As `enter_backward`, in a hook of a parameter, which has its gradient already if that begins the backward."""
+        begins_here = not self._is_under_way
+        backward = self.enter_backward()
+        if begins_here and backward is not None:
+            backward.begun_by(index)
+        return backward
 
     @property
     def _accumulates_locally(self) -> bool:
@@ -842,7 +847,7 @@ class Runtime:
             self._due |= backward.arrived
         self.reduced(flat_buckets)
         first = not self.agreed.refined
-        if first and len(backward.unused_everywhere()) == len(self.parameters.names):  # all ranks have skipped it
+        if first and self._is_everyones_skip(backward):
             self.proof.postpone()
             self.forget_sequence()
             return reduced
@@ -1095,6 +1100,10 @@ class Runtime:
         if findings.announced:
             self._admit(backward, [])
         if not self.agreed.refined:
+            if self._is_everyones_skip(backward):
+                self.proof.postpone()
+                self.forget_sequence()
+                return False
             self._refine(backward)
             self._remove_needless_hooks()
         self.proof.postpone()
@@ -1102,6 +1111,10 @@ class Runtime:
         return False
 
     # ---- the first backward of a sequence ----------------------------------------------------------------------------
+
+    def _is_everyones_skip(self, backward: SynchronisedBackward) -> bool:
+        """Whether no rank has used anything: such a backward decides no sequence, on no rank."""
+        return not self.sparse.names and len(backward.unused_everywhere()) == len(self.parameters.names)
 
     def _refine(self, backward: SynchronisedBackward) -> set[int]:
         """Fix the sequence after the first synchronised backward, and reduce what it left mixed, which is returned."""

@@ -1,6 +1,7 @@
 """Ranks that drop a step: what is detected, what is harmless, and how to take part with zeros."""
 
 import copy
+import unittest.mock
 import warnings
 import weakref
 from collections.abc import Callable
@@ -356,6 +357,26 @@ def _all_skip_first(rank: int, name: str, with_forward: bool) -> None:
         ddp.zero_grad()
         ddp(x).backward()
         assert_gradients(ddp.module, expected)
+
+
+def _all_skip_first_and_one_breaks_off(rank: int, name: str) -> None:
+    """On one rank Ctrl-C ends the skipped step when all of it has been sent."""
+    ddp = wrappers([name])[name](Loss())
+    if rank == 1:
+        broken = unittest.mock.patch.object(type(ddp._runtime), "_finish", side_effect=KeyboardInterrupt)
+        with broken, pytest.raises(KeyboardInterrupt):
+            ddp.skip_step()
+    else:
+        ddp.skip_step()
+    with pytest.raises(RuntimeError, match="an exception ended the one before it on 1 rank"):
+        ddp(row_batch(rank, 1)).backward()
+    for step in (2, 3):
+        _step(ddp, rank, step)
+
+
+@pytest.mark.parametrize("name", ["compile_ddp", "EagerDDP"])
+def test_nor_does_one_that_an_exception_ends_on_one_rank(ranks2: RankPool, name: str) -> None:
+    ranks2.run(_all_skip_first_and_one_breaks_off, name, collective_timeout_seconds=20)
 
 
 @pytest.mark.filterwarnings("ignore:gradients of")

@@ -210,14 +210,15 @@ def test_no_gradient_goes_back_through_a_graph_that_gets_none(ranks2: RankPool) 
     ranks2.run(_behind_a_break)
 
 
-class IgnoresItsWeight(torch.autograd.Function):
+class AddsWeight(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        return x + weight.detach()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, trains: bool) -> Tensor:
+        ctx.trains = trains
+        return x + weight
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        return gradient, gradient.sum(0) if ctx.trains else None, None
 
 
 class LeavesOneUndefined(nn.Module):
@@ -231,13 +232,13 @@ class LeavesOneUndefined(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.eager:
             torch._dynamo.graph_break()
-            return _ignores(self.linear(x), self.offset)
+            return _add(self.linear(x), self.offset, False)
         return self.linear(x) + (2 * self.offset).detach()
 
 
 @torch.compiler.disable
-def _ignores(x: Tensor, weight: Tensor) -> Tensor:
-    output: Tensor = IgnoresItsWeight.apply(x, weight)
+def _add(x: Tensor, weight: Tensor, trains: bool) -> Tensor:
+    output: Tensor = AddsWeight.apply(x, weight, trains)
     return output
 
 
@@ -263,3 +264,81 @@ def test_a_grad_assigned_by_hand_is_no_sign_that_one_was_accumulated(
     ranks2: RankPool, wrapper: str, eager: bool
 ) -> None:
     ranks2.run(_assigned_by_hand, wrapper, eager)
+
+
+class TrainsOffsetLast(nn.Module):
+    """The gradients of `linear` arrive before that of `offset`, if that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.offset = nn.Linear(5, 3), nn.Parameter(torch.ones(5))
+        self.trains_offset = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return self.linear(_add(x, self.offset, self.trains_offset))
+
+
+def _kept_in_its_bucket(rank: int, wrapper: str, zeroed: bool) -> None:
+    """What is added to another .grad of the bucket, which shares memory, is no sign either."""
+    ddp = wrappers([wrapper])[wrapper](TrainsOffsetLast(), reduction="sum")
+    for step in range(5):
+        ddp.module.trains_offset = step < 2
+        before = None if ddp.module.offset.grad is None else ddp.module.offset.grad.clone()
+        for parameter in ddp.module.linear.parameters():
+            parameter.grad = None if parameter.grad is None or not zeroed else parameter.grad.zero_()
+        ddp(_batch(rank, step)).sum().backward()
+        if step >= 2:
+            assert torch.equal(ddp.module.offset.grad, before), step
+    ddp.unwrap()
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_a_grad_kept_in_its_bucket_stays_while_others_are_added_to(
+    ranks2: RankPool, wrapper: str, zeroed: bool
+) -> None:
+    ranks2.run(_kept_in_its_bucket, wrapper, zeroed)
+
+
+class KeepsALoss(nn.Module):
+    """Whose backward reaches `gate` first, and not through an output of the wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.gate = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.body(x))
+        output = hidden * 2
+        self.kept = self.gate(hidden.detach()).square().mean()
+        return output
+
+
+def _begun_by_a_users_hook(rank: int, wrapper: str) -> None:
+    torch.manual_seed(0)
+    model = KeepsALoss()
+    twin = copy.deepcopy(model)
+    seen: list[Tensor] = []
+    for parameter in model.gate.parameters():  # before wrapping: they run before the wrapper's own
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    ddp = wrappers([wrapper])[wrapper](model)
+    for step in range(3):
+        x = _batch(rank, step)
+        expected = expected_mean(twin, lambda module: module(x).square().sum() + module.kept)  # noqa: B023
+        ddp.zero_grad()
+        output = ddp(x)
+        (output.square().sum() + ddp.module.kept).backward()
+        assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-6)
+        assert {tuple(each.shape) for each in seen} == {(3, 4), (3,)} and len(seen) == 2
+        for each in seen:
+            mean = expected["gate.weight" if each.dim() == 2 else "gate.bias"]
+            torch.testing.assert_close(each, mean.float(), rtol=1e-4, atol=1e-6)
+        seen.clear()
+    ddp.unwrap()
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_a_gradient_with_which_a_users_hook_begins_the_backward_has_arrived(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_begun_by_a_users_hook, wrapper)

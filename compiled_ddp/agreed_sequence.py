@@ -14,6 +14,12 @@ from compiled_ddp.plan import BucketPlan, ReductionKind, ReductionSequence, Sect
 from compiled_ddp.sequence import SequencePlanner
 
 
+# [Note: what a first backward shows] Only a graph that has reduced tells which of its parameters are used outside of it
+# too. Where no rank has run the sequence's graphs, because of what will pass (a weight of 0, a rank that skips, a
+# stance), the next backward begins a new sequence; so often at most, as some ranks' graphs never run.
+BEGINNINGS_UNSEEN = 3
+
+
 class AgreedSequence:
     """Holds the sequence and its flat buffers. Every change is made by all ranks, before or after the same backward.
 
@@ -44,6 +50,8 @@ class AgreedSequence:
         self.beginnings = -1  # how often a sequence has been brought about anew
         self._misfits = 0  # backwards in a row in which no rank's graphs fitted
         self._patience = 2
+        self._seen = False  # whether the graphs of this sequence have run on some rank
+        self._unseen = 0  # sequences that were left because they had not
 
     def begin_anew(self, parameters: TrainedParameters) -> None:
         """Let the next synchronised backward bring a new sequence about."""
@@ -51,7 +59,7 @@ class AgreedSequence:
             parameters, self._options, self._communicator.world_size, reduction=self._reduction
         )
         self.beginnings += 1
-        self._holds = self.refined = False
+        self._holds = self.refined = self._seen = False
         if self.hooks_reason is not None:
             self._adopt(self._planner.propose([], reason=self.hooks_reason))
         self.unused, self._misfits = frozenset(), 0
@@ -108,8 +116,15 @@ class AgreedSequence:
         """Whether no rank's graphs have fitted for a while, as after parts were frozen; asked after each backward.
 
         A model whose graphs differ from step to step has no sequence that fits: the patience doubles every time.
+        [Note: what a first backward shows]
         """
-        self._misfits = self._misfits + 1 if misfits_on == self._communicator.world_size else 0
+        if misfits_on < self._communicator.world_size:
+            self._misfits, self._seen = 0, True
+            return False
+        if not self._seen and self._unseen < BEGINNINGS_UNSEEN:
+            self._unseen += 1
+            return True
+        self._misfits += 1
         if self._misfits < self._patience:
             return False
         self._patience *= 2

@@ -309,8 +309,7 @@ class Runtime:
                 if self.agreed.graph_sections and not self._current.has_no_weight:
                     self._leave_unmatched_to_hooks(self._current)
                 if self._current.has_no_weight or self._some_rank_differs:
-                    self._current.leave_all_to_hooks()
-                    self._hooks.install()
+                    self._leave_all_to_hooks(self._current)
                 if self._some_rank_differs:
                     self.report(AMONG_COLLECTIVES, range(len(self.parameters.names)))
                 if returned is not None:
@@ -422,10 +421,10 @@ class Runtime:
     def begin_skipping(self) -> None:
         """Take part in the other ranks' synchronised backward with zeros: launch all, and wait for nothing yet."""
         with self._lock:
-            self._hooks.install()  # and hold back the users', which see the mean on every rank
             weight = self.weight if self._used or self.sparse.any_used else 0.0
             self._skipping = threading.get_ident()
             self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=weight)
+            self._leave_all_to_hooks(self._current)  # users' hooks see the mean on every rank
             self._current.launch_rest()
 
     def shadow_backward(self, forward_count: int) -> None:
@@ -479,6 +478,11 @@ class Runtime:
             self._used.update(filter(self._will_accumulate, outside))
         if not_called and not unmatched:  # calls that do not match are reported one by one
             self.report(NOT_CALLED, sorted(not_called))
+
+    def _leave_all_to_hooks(self, backward: SynchronisedBackward) -> None:
+        backward.message.misfit |= bool(self.agreed.graph_sections)
+        backward.leave_all_to_hooks()
+        self._hooks.install()
 
     def _compiles(self, call: SegmentCall) -> bool:
         """Whether the backward that reduces in the graph has been compiled, or can be, before anything is sent."""
@@ -750,8 +754,8 @@ class Runtime:
             self._skipping = None
             self.communicator.refuse_if_failed()
             if self._current is None:
-                self._hooks.install()
                 self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=0.0)
+                self._leave_all_to_hooks(self._current)
             self._postponed, self._is_due = None, False
             if self._current.returned is not None:
                 self._current.returned.end()

@@ -202,6 +202,11 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         if self._lifecycle is Lifecycle.COPY:
             return self._forward_of_copy(*self._on_its_device(args, kwargs))
         self._check_in_use()
+        if self.module is not self._own.module:
+            raise RuntimeError(
+                f"{type(self).__name__}.module is another than the one it was made for: nothing would reduce the "
+                "gradients of what stands there now. Wrap that, on every rank."
+            )
         check_not_inside_ddp(self._own, type(self).__name__)
         self._entered = next(_moments)
         with_gradients = torch.is_grad_enabled()

@@ -44,4 +44,5 @@ def simpler(value: Any) -> Iterator[Any]:
             if getattr(value, field.name) == default_of(field):
                 continue  # nothing is simpler than that
             for smaller in simpler(getattr(value, field.name)):
-                yield replace(value, **{field.name: smaller})
+                if smaller != () or default_of(field) == ():  # a value for each rank is never left out
+                    yield replace(value, **{field.name: smaller})

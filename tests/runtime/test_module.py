@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import re
+import warnings
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from models import (
     expected_mean,
     local_gradients,
     mean_over_ranks,
+    row_batch,
     token_batch,
     wrappers,
 )
@@ -640,6 +642,41 @@ def _compiled_before(rank: int, wrapper: str, in_place: bool) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_models_that_were_compiled_before_are_wrapped_too(ranks2: RankPool, wrapper: str, in_place: bool) -> None:
     ranks2.run(_compiled_before, wrapper, in_place)
+
+
+def _torchscript(rank: int, wrapper: str, make: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        model = torch.jit.script(Mlp()) if make == "script" else torch.jit.trace(Mlp(), row_batch(rank))
+        ddp, twin = wrap(wrapper, model), Mlp()
+        twin.load_state_dict(model.state_dict())  # a copy of one of TorchScript's does not use its own parameters
+        for step in range(3):
+            expected = expected_mean(twin, lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
+            ddp.zero_grad()
+            ddp(row_batch(rank, step)).square().sum().backward()
+            assert_gradients(model, expected)
+
+
+@pytest.mark.parametrize("make", ["script", "trace"])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_models_of_torchscript_are_wrapped_too(ranks2: RankPool, wrapper: str, make: str) -> None:
+    ranks2.run(_torchscript, wrapper, make)
+
+
+def _another_in_its_place(rank: int, wrapper: str) -> None:
+    model = Mlp()
+    ddp = wrap(wrapper, model)
+    assert_trains(ddp, rank)
+    ddp.module = Mlp()
+    with pytest.raises(RuntimeError, match=r"\.module is another than the one it was made for"):
+        ddp(row_batch(rank))
+    ddp.module = model
+    assert_trains(ddp, rank)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_another_model_in_its_place_is_refused(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_another_in_its_place, wrapper)
 
 
 def _gives_its_group_back(rank: int, wrapper: str) -> None:

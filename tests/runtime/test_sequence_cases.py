@@ -445,3 +445,66 @@ def test_a_grad_kept_from_an_earlier_step_stays_as_it_is_while_no_rank_uses_its_
     ranks2: RankPool, wrapper: str
 ) -> None:
     ranks2.run(_kept_while_unused, wrapper)
+
+
+# ---- a first backward in which no rank runs its graphs ---------------------------------------------------------------
+
+
+class TiedToEagerCode(nn.Module):
+    """One layer runs in a graph and in eager code, which only a backward in which the graph reduces can tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    @torch.compiler.disable
+    def eager(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.tanh(self.eager(x)))).square().sum()
+
+
+def _no_rank_runs_the_graph_at_first(rank: int, why: str) -> list[tuple[bool, int]]:
+    """Rank 0 has no weight, or a tensor hook for a while, and rank 1 runs everything eagerly."""
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](TiedToEagerCode(), reduction="weighted")
+    twin, sequences = copy.deepcopy(ddp.module), []
+    handle = ddp.module.layer.weight.register_hook(torch.clone) if why == "hook" and rank == 0 else None
+    for step in range(5):
+        weights = (0.0, 2.0) if why == "weight" and step < 2 else (2.0, 3.0)
+        if handle is not None and step == 2:
+            handle.remove()
+        ddp.set_weight(weights[rank])
+        for module in (ddp, twin):
+            module.zero_grad()
+            with torch.compiler.set_stance("force_eager") if rank == 1 else nullcontext():
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    module(rows(rank, step)).backward()
+        for parameter, by_hand in zip(ddp.parameters(), twin.parameters(), strict=True):
+            dist.all_reduce(by_hand.grad.mul_(weights[rank] / sum(weights)))
+            torch.testing.assert_close(parameter.grad, by_hand.grad)
+        sequences.append((ddp._runtime.agreed.refined, ddp._runtime.agreed.beginnings))
+    return sequences
+
+
+@pytest.mark.parametrize("why", ["weight", "hook"])
+def test_a_first_backward_in_which_no_rank_ran_the_graph_does_not_fix_the_sequence(ranks2: RankPool, why: str) -> None:
+    """Rank 0's graph reduced what it had in the third step, and the gradient of the eager code stayed local."""
+    anew = [(False, 1), (False, 2)]
+    assert ranks2.run(_no_rank_runs_the_graph_at_first, why) == [[*anew, *[(True, 2)] * 3]] * 2
+
+
+def _no_graph_ever_runs(rank: int) -> int:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](TiedToEagerCode())
+    ddp.module.layer.weight.register_hook(torch.clone)
+    for step in range(8):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert_averaged(ddp, lambda module: module(rows(rank, step)))  # noqa: B023
+    return ddp._runtime.agreed.beginnings
+
+
+def test_sequences_are_not_begun_again_for_ever_where_no_graph_runs(ranks2: RankPool) -> None:
+    """Three times, as no rank's graph has shown anything; then after two more backwards, then after four."""
+    assert ranks2.run(_no_graph_ever_runs) == [4, 4]

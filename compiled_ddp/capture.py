@@ -1,7 +1,7 @@
 """What a captured forward graph tells before anything is compiled: its parameters and the order of their gradients."""
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -29,62 +29,97 @@ def gradient_order(graph: Graph, parameter_inputs: Sequence[int]) -> list[int]:
     return sorted(parameter_inputs, key=first_read, reverse=True)
 
 
-def without_gradient(graph: Graph) -> set[int]:
-    """Graph inputs from which no differentiable path leads to an output: they get no gradient, as in eager mode.
+def outputs_reached(graph: Graph) -> dict[int, frozenset[int]] | None:
+    """For each input of a graph of Dynamo's, the outputs from which autograd reaches it: none for one without gradient.
 
-    What cannot be told counts as a path: a value that is no tensor, a node that mutates or has no reader.
+    Through an input that the graph overwrites it is reached as well: then `OVERWRITTEN` is among them. None where this
+    cannot be told: where an operator has code of its own in it, or somebody else has made the graph.
+
+    Read from the autograd graph of the fake tensors that Dynamo has captured with. So whatever `detach`, `no_grad`,
+    writing to memory and transforms of gradients do, they do as in eager mode.
     """
-    reaching: set[Node] = set()
-    sources: set[Node] = set()  # of what is reaching
-    for node in reversed(graph.nodes):
-        ends = node.op == "output" or not node.users or _mutates(node)
-        if _differentiable(node) and (ends or node in sources):
-            reaching.add(node)
-            sources.update(_sources(node))
-    return {place for place, node in enumerate(graph.find_nodes(op="placeholder")) if node not in reaching}
+    values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+    if any(value is None for value in values) or any(_is_opaque(node) for node in _all_nodes(graph)):
+        return None
+    places = _places_of_leaves(values)
+    reached: dict[int, set[int]] = {place: set() for place in range(len(values))}
+    for leaf, numbers in _numbers_at_leaves(list(_ends(graph, values))):
+        if leaf not in places:
+            return None
+        for place in places[leaf]:
+            reached[place] |= numbers
+    return {place: frozenset(numbers) for place, numbers in reached.items()}
 
 
-def outputs_reached(graph: Graph, inputs: Iterable[int]) -> dict[int, frozenset[int]]:
+OVERWRITTEN = -1
+
+
+def with_own_outputs(reached: Mapping[int, frozenset[int]], inputs: Iterable[int]) -> dict[int, frozenset[int]]:
     """Of these inputs, those that reach some of the graph's outputs and not others, with the outputs that they reach.
 
-    A loss that uses none of them leaves the input without a gradient, as in eager mode. Empty where this cannot be
-    told: where something that requires a gradient is overwritten, or an operator has code of its own in it.
+    A loss that uses none of them leaves the input without a gradient, as in eager mode.
     """
-    if any(_overwrites_differentiable(node) or _is_opaque(node) for node in graph.nodes):
-        return {}
-    reached: dict[Node, set[int]] = {}
-    for node in reversed(graph.nodes):
-        if node.op == "output":
-            outputs = node.args[0]
-            assert isinstance(outputs, Sequence)
-            for number, output in enumerate(outputs):
-                if isinstance(output, Node) and _differentiable(output):
-                    reached.setdefault(output, set()).add(number)
-            every = {number for numbers in reached.values() for number in numbers}
-        elif node in reached and _differentiable(node):
-            for source in _sources(node):
-                reached.setdefault(source, set()).update(reached[node])
-    placeholders = graph.find_nodes(op="placeholder")
-    found = {place: frozenset(reached.get(placeholders[place], ())) for place in inputs}
-    return {place: numbers for place, numbers in found.items() if numbers and numbers != every}
+    every = frozenset[int]().union(*reached.values())
+    return {place: reached[place] for place in inputs if OVERWRITTEN not in reached[place] and reached[place] != every}
 
 
-_IN_PLACE_OPERATORS = frozenset(
-    getattr(operator, name)
-    for name in ("setitem", "iadd", "isub", "imul", "imatmul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior")
-)
+def _places_of_leaves(values: Sequence[Any]) -> dict[torch.Tensor, set[int]]:
+    """Which inputs each leaf stands for; behind one that is no leaf itself, Dynamo has made one."""
+    inputs = [value if isinstance(value, torch.Tensor) and value.requires_grad else None for value in values]
+    places: dict[torch.Tensor, set[int]] = {}
+    for place, value in enumerate(inputs):
+        if value is not None and value.is_leaf:
+            places.setdefault(value, set()).add(place)
+    own = set(places)
+    for place, value in enumerate(inputs):
+        if value is not None and not value.is_leaf:
+            for leaf in {leaf for leaf, _ in _numbers_at_leaves([(place, value)])} - own:
+                places.setdefault(leaf, set()).add(place)
+    return places
 
 
-def _overwrites_differentiable(node: Node) -> bool:
-    """Whether a node writes to a tensor, through whatever alias, and gradients take part in that."""
-    in_place = node.op == "call_function" and node.target in _IN_PLACE_OPERATORS
-    if not (in_place or torch_private.overwrites_an_argument(node.target) or _mutates(node)):
-        return False
-    values = (operand.meta.get("example_value") for operand in (node, *node.all_input_nodes))
-    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+def _ends(graph: Graph, values: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+    """What autograd may begin at, with its number."""
+    outputs = graph.output_node().args[0]
+    assert isinstance(outputs, Sequence)
+    results = [output.meta.get("example_value") if isinstance(output, Node) else None for output in outputs]
+    overwritten = [value for value in values if isinstance(value, torch.Tensor) and value._version > 0]
+    for number, value in [*enumerate(results), *((OVERWRITTEN, value) for value in overwritten)]:
+        if isinstance(value, torch.Tensor) and value.requires_grad and not (number == OVERWRITTEN and value.is_leaf):
+            yield number, value
 
 
-# A gradient goes through them to their operands: to all, but for what `_sources` tells.
+def _numbers_at_leaves(ends: Sequence[tuple[int, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, set[int]]]:
+    """The leaves behind these tensors for autograd, each with the numbers of those that it is behind."""
+    at: dict[Any, set[int]] = {}
+    for number, value in ends:
+        if value.grad_fn is None:
+            yield value, {number}
+        else:
+            at.setdefault(value.grad_fn, set()).add(number)
+    for node in _in_order_of_backward(list(at)):
+        leaf = getattr(node, "variable", None)  # of an AccumulateGrad
+        if leaf is not None:
+            yield leaf, at[node]
+        for source, _ in node.next_functions:
+            if source is not None:
+                at.setdefault(source, set()).update(at[node])
+
+
+def _in_order_of_backward(roots: Sequence[Any]) -> list[Any]:
+    """All nodes of autograd behind these, each before those behind it."""
+    entered, left, ahead = set(), dict[Any, None](), list(roots)
+    while ahead:
+        node = ahead[-1]
+        if node in entered:
+            left[ahead.pop()] = None
+        else:
+            entered.add(node)
+            ahead += [source for source, _ in node.next_functions if source is not None and source not in entered]
+    return list(reversed(left))
+
+
+# Dynamo's fake results of these hang together with their operands as the real ones will.
 _LOOKED_THROUGH = ("tag_activation_checkpoint", "autograd_function_apply", "register_hook")
 
 
@@ -92,29 +127,12 @@ def _is_opaque(node: Node) -> bool:
     return torch_private.name_of_higher_order(node.target) not in ("", *_LOOKED_THROUGH)
 
 
-def _sources(node: Node) -> Iterable[Node]:
-    """The operands that a gradient of `node` may reach."""
-    name = torch_private.name_of_higher_order(node.target)
-    if name == "register_hook":
-        return node.all_input_nodes[:1]  # the others are what the hook reads
-    if name != "tag_activation_checkpoint":
-        return node.all_input_nodes
-    body, *operands = node.args
-    assert isinstance(body, Node) and isinstance(body.target, str) and node.graph.owning_module is not None
-    inside = node.graph.owning_module.get_submodule(body.target)
-    assert isinstance(inside, GraphModule)
-    dead = without_gradient(inside.graph)
-    return [operand for place, operand in enumerate(operands) if place not in dead and isinstance(operand, Node)]
-
-
-def _differentiable(node: Node) -> bool:
-    value = node.meta.get("example_value")
-    return value.requires_grad if isinstance(value, torch.Tensor) else True
-
-
-def _mutates(node: Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.op.startswith("call_") and (name.endswith("_") or "out" in node.kwargs)
+def _all_nodes(graph: Graph) -> Iterator[Node]:
+    """The nodes of a graph and of those in it, as in a checkpoint."""
+    yield from graph.nodes
+    for module in graph.owning_module.modules() if graph.owning_module is not None else ():
+        if isinstance(module, GraphModule) and module.graph is not graph:
+            yield from module.graph.nodes
 
 
 def plan_segment(gradients: Iterable[GradientSpec], options: Options, world_size: int) -> BucketPlan:

@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
-from compiled_ddp.capture import gradient_order, outputs_reached, without_gradient
+from compiled_ddp.capture import gradient_order, outputs_reached, with_own_outputs
 from compiled_ddp.compiled_graph import LOCAL, CompiledGraph
 from compiled_ddp.program import Bound, Program, quoted
 from compiled_ddp.runtime import Runtime, UntilBackward
@@ -25,7 +25,9 @@ from compiled_ddp.users_code import warn_user
 # mode. AOTAutograd has zeros come to the graph for such outputs, and so zeros for the parameter. Which outputs are not
 # used is seen where their gradients come in; which inputs feed no other one is read from the graph. Inputs that get no
 # gradient are left out of the wrapper's program from the next call on, as frozen ones would be, and in the first
-# backward at once: hooks reduce them if they get one after all.
+# backward at once: hooks reduce them if they get one after all. Left out from the beginning are inputs that reach no
+# output, and those for which a Function's backward returns None, which the traced backward tells: it is never cached
+# together with a program that has them.
 
 
 class Caller(Protocol):
@@ -115,16 +117,16 @@ class Segment:
     ) -> None:
         """`graph_module` is consumed. Raises CompilerFailed."""
         self.backend, self.compiler_options = backend, compiler_options
-        without = without_gradient(graph_module.graph)
+        reached = outputs_reached(graph_module.graph)
         with_gradient = [
             position
             for position, value in enumerate(example_inputs)
-            if isinstance(value, torch.Tensor) and value.requires_grad and position not in without
+            if isinstance(value, torch.Tensor) and value.requires_grad and (reached is None or reached[position])
         ]
         # The inputs that may get a gradient, in the order in which backward completes them.
         self.gradient_order = gradient_order(graph_module.graph, with_gradient) if torch.is_grad_enabled() else []
         # [Note: undefined gradients]
-        self._outputs_of = outputs_reached(graph_module.graph, self.gradient_order)
+        self._outputs_of = {} if reached is None else with_own_outputs(reached, self.gradient_order)
         self._slots: list[int | None] | None = None  # of the outputs, among what comes to a call's node
         self._uncompiled: torch_private.BackwardImplementation | None = None  # in place of the local one
         first = caller_of_this_thread().segment_captured(self, example_inputs)
@@ -137,6 +139,9 @@ class Segment:
                 first=LOCAL if first is None else first.rewriting("synchronised"),
             )
         if self.graph.function is not None:  # None without gradients: an inference graph has no backward
+            traced = torch_private.inputs_with_gradient(self.graph.function)
+            if traced is not None:
+                self.gradient_order = [position for position in self.gradient_order if position in traced]
             torch_private.replace_backward_implementation(self.graph.function, self._run_backward)
 
     def __call__(self, *inputs: Any) -> Any:

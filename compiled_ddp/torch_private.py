@@ -84,7 +84,7 @@ import sys
 import types
 import unittest.mock
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -501,11 +501,6 @@ def without_autocast() -> contextlib.AbstractContextManager[None]:
     return context
 
 
-def overwrites_an_argument(operator: object) -> bool:
-    """Whether the schema of an operator says so."""
-    return isinstance(operator, torch._ops.OpOverload) and operator._schema.is_mutable
-
-
 def name_of_higher_order(operator: object) -> str:
     """Of an operator of a captured graph that has graphs among its arguments; "" of any other."""
     return operator.name() if isinstance(operator, torch._ops.HigherOrderOperator) else ""
@@ -514,8 +509,8 @@ def name_of_higher_order(operator: object) -> str:
 def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:
     """Which output of a backward graph is the gradient of which input of the captured graph.
 
-    AOTAutograd's partitioner describes each output as a `GradAOTOutput` of a `PlainAOTInput`; None outputs, which are
-    inputs without a gradient, have no description.
+    AOTAutograd's partitioner describes each output as a `GradAOTOutput` of a `PlainAOTInput`; outputs for inputs that
+    want no gradient have no description. One that has may be None.
     """
     from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
 
@@ -525,6 +520,22 @@ def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:
         for position, description in enumerate(descriptions)
         if isinstance(description, GradAOTOutput) and isinstance(description.grad_of, PlainAOTInput)
     }
+
+
+def inputs_with_gradient(compiled_function: type[torch.autograd.Function]) -> Set[int] | None:
+    """The inputs of the captured graph to which its backward, as it was traced, brings a gradient.
+
+    None where AOTAutograd took the function from its cache, and so has no graph.
+    """
+    from torch._functorch._aot_autograd.runtime_wrappers import AutogradLazyBackwardCompileInfo
+
+    traced: Any = compiled_function._lazy_backward_info  # type: ignore[attr-defined]
+    if not isinstance(traced, AutogradLazyBackwardCompileInfo):
+        return None
+    backward: Any = traced.bw_module
+    (outputs,) = backward.graph.output_node().args
+    positions = gradient_output_positions(backward.graph)
+    return {place for place, position in positions.items() if outputs[position] is not None}
 
 
 # ---- choosing a backward when it starts ------------------------------------------------------------------------------

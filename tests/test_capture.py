@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import torch_private
-from compiled_ddp.capture import gradient_order, outputs_reached, plan_segment, without_gradient
+from compiled_ddp.capture import OVERWRITTEN, gradient_order, outputs_reached, plan_segment, with_own_outputs
 from compiled_ddp.options import MEBIBYTE, NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
 
@@ -158,16 +158,16 @@ def test_graph_without_parameters_has_an_empty_plan() -> None:
     assert planned({}, Options(bucket_cap_mb=1.0), world_size=2) == BucketPlan((), 2)
 
 
-# ---- inputs without a gradient ---------------------------------------------------------------------------------------
+# ---- which outputs an input reaches ----------------------------------------------------------------------------------
 
 
-def captured(function: Callable[..., Tensor], *inputs: Tensor) -> Graph:
-    """The graph that Dynamo captures of `function`, whose inputs in order of use are the graph's."""
+def captured(function: Callable[..., Any], *inputs: Tensor) -> Graph:
+    """The graph that Dynamo captures of `function`."""
     graphs: list[Graph] = []
 
     def keep(module: GraphModule, _: object) -> Callable[..., Any]:
         graphs.append(module.graph)
-        return module.forward
+        return lambda *_: (None,) * len(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
     torch.compiler.reset()
     torch.compile(function, backend=keep, fullgraph=True)(*inputs)
@@ -179,31 +179,54 @@ def weights(count: int) -> list[Tensor]:
     return [torch.ones(3, requires_grad=True) for _ in range(count)]
 
 
+def reached(function: Callable[..., Any], *inputs: Tensor) -> dict[str, set[int]] | None:
+    """By the names of the function's arguments."""
+    graph = captured(function, *inputs)
+    names = [node.name.removeprefix("l_").removesuffix("_") for node in graph.find_nodes(op="placeholder")]
+    found = outputs_reached(graph)
+    return None if found is None else {names[place]: set(outputs) for place, outputs in found.items()}
+
+
 def test_inputs_that_reach_the_output_through_detach_alone_have_no_gradient() -> None:
-    graph = captured(lambda a, b: (a * 2).exp().detach() + b, *weights(2))
-    assert without_gradient(graph) == {0}
+    assert reached(lambda a, b: (a * 2).exp().detach() + b, *weights(2)) == {"a": set(), "b": {0}}
 
 
 def test_an_input_that_is_also_read_without_detach_has_a_gradient() -> None:
-    assert without_gradient(captured(lambda a, b: a.detach() + b * a, *weights(2))) == set()
+    assert reached(lambda a, b: a.detach() + b * a, *weights(2)) == {"a": {0}, "b": {0}}
 
 
-def test_inputs_read_without_grad_alone_have_no_gradient() -> None:
-    def function(a: Tensor, b: Tensor) -> Tensor:
+def test_inputs_read_or_overwritten_without_grad_alone_have_no_gradient() -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         with torch.no_grad():
+            a.mul_(0.9).add_(b, alpha=0.1)
             scale = a.abs().sum()
-        return b * scale
+        return b * c * scale
 
-    assert without_gradient(captured(function, *weights(2))) == {0}
+    assert reached(function, *weights(3)) == {"a": set(), "b": {0}, "c": {0}}
+
+
+def test_an_input_that_a_gradient_taken_inside_does_not_depend_on_has_none() -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return torch.func.grad(lambda x: (x * a.tanh() + b).sum())(torch.ones(3))
+
+    assert reached(function, *weights(2)) == {"a": {0}, "b": set()}
+
+
+def test_inputs_of_transforms_reach_their_results() -> None:
+    def function(a: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, ...]:
+        return (*torch.func.jvp(lambda x: x * a + b, (c.detach(),), (c.detach(),)), torch.vmap(torch.tanh)(c))
+
+    assert reached(function, *weights(3)) == {"a": {0, 1}, "b": {0}, "c": {2}}
 
 
 def test_operands_of_a_checkpoint_that_it_detaches_have_no_gradient() -> None:
     def body(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return a.detach() + b.exp() * checkpoint(lambda x, y: x.exp() * y.detach(), b, c, use_reentrant=False)
 
-    graph = captured(lambda a, b, c: checkpoint(body, a * 2, b, c, use_reentrant=False) + a[0].detach(), *weights(3))
-    assert any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in graph.nodes)
-    assert without_gradient(graph) == {0, 2}
+    def function(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return checkpoint(body, a * 2, b, c, use_reentrant=False) + a[0].detach()
+
+    assert reached(function, *weights(3)) == {"a": set(), "b": {0}, "c": set()}
 
 
 def test_inputs_that_reach_the_output_by_mutation_have_a_gradient() -> None:
@@ -214,46 +237,25 @@ def test_inputs_that_reach_the_output_by_mutation_have_a_gradient() -> None:
         out[0] = b[0]
         return out * c.sum()
 
-    assert without_gradient(captured(function, *weights(3))) == set()
-
-
-def test_an_input_without_a_reader_counts_as_having_a_gradient() -> None:
-    graph = Graph()
-    graph.placeholder("unused")
-    graph.output((graph.placeholder("used"),))
-    assert without_gradient(graph) == set()
-
-
-# ---- which outputs an input reaches ----------------------------------------------------------------------------------
-
-
-def reached(function: Callable[..., Any], count: int) -> dict[int, set[int]]:
-    return {
-        place: set(outputs)
-        for place, outputs in outputs_reached(captured(function, *weights(count)), range(count)).items()
-    }
+    assert reached(function, *weights(3)) == {"a": {0}, "b": {0}, "c": {0}}
 
 
 def test_inputs_that_feed_some_outputs_alone_are_told_with_these() -> None:
-    assert reached(lambda a, b, c: (a * c, b.exp() * c), 3) == {0: {0}, 2: {1}}  # a, c, b
-    assert reached(lambda a, b: (a * b, b.sum()), 2) == {0: {0}}
-    assert reached(lambda a, b: a * b, 2) == {}, "one output is reached by all or by none"
-
-
-def test_an_output_without_a_gradient_is_reached_by_none() -> None:
-    assert reached(lambda a, b: (a * b, b.detach() * 2), 2) == {}
-    assert reached(lambda a, b, c: (a * b.detach(), b * 2, c.argmax()), 3) == {0: {1}, 1: {0}}  # b, a, c
+    assert reached(lambda a, b, c: (a * c, b.exp() * c), *weights(3)) == {"a": {0}, "b": {1}, "c": {0, 1}}
+    assert reached(lambda a, b: (a * b, b.detach() * 2), *weights(2)) == {"a": {0}, "b": {0}}
+    assert reached(lambda a, b, c: (a * b.detach(), b * 2, c.argmax()), *weights(3)) == {"a": {0}, "b": {1}, "c": set()}
 
 
 def test_operators_with_several_results_bind_their_inputs_together() -> None:
-    assert reached(lambda a, b: ((a * b).split(2)[0], (a * b).split(2)[1]), 2) == {}
+    function = lambda a, b: ((a * b).split(2)[0], (a * b).split(2)[1])  # noqa: E731
+    assert reached(function, *weights(2)) == {"a": {0, 1}, "b": {0, 1}}
 
 
 def test_what_a_checkpoint_detaches_reaches_nothing_through_it() -> None:
     def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return checkpoint(lambda x, y: x.exp() * y.detach(), a, b, use_reentrant=False), b * 2
 
-    assert reached(function, 2) == {0: {0}, 1: {1}}
+    assert reached(function, *weights(2)) == {"a": {0}, "b": {1}}
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="Dynamo breaks the graph at a tensor hook")
@@ -265,26 +267,24 @@ def test_a_hook_binds_what_it_is_given_to_and_not_what_it_reads() -> None:
 
     graph = captured(function, *weights(3))
     assert any(torch_private.name_of_higher_order(node.target) == "register_hook" for node in graph.nodes)
-    assert reached(function, 3) == {0: {0}, 1: {1}, 2: {1}}
+    assert reached(function, *weights(3)) == {"a": {0}, "b": {1}, "c": {1}}
 
 
-@pytest.mark.parametrize("how", ["setitem", "method", "out", "iadd", "view"])
-def test_nothing_is_told_where_memory_with_a_gradient_is_overwritten(how: str) -> None:
+@pytest.mark.parametrize("how", ["setitem", "method", "iadd", "view"])
+def test_overwritten_memory_is_followed(how: str) -> None:
     def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         left, right = a * 2, b * 2
         if how == "setitem":
             left[0] = right[0]
         elif how == "method":
             left.add_(right)
-        elif how == "out":
-            left = left + torch.add(right.detach(), 1, out=torch.empty(3)).mul_(b)
         elif how == "iadd":
             left += right
         else:
             left[0].add_(right[0])
         return left, right
 
-    assert reached(function, 2) == {}
+    assert reached(function, *weights(2)) == {"a": {0}, "b": {0, 1}}
 
 
 def test_overwriting_what_has_no_gradient_hides_nothing() -> None:
@@ -294,4 +294,52 @@ def test_overwriting_what_has_no_gradient_hides_nothing() -> None:
         counted[0] = 2
         return a * counted, b * 2
 
-    assert reached(function, 2) == {0: {0}, 1: {1}}
+    assert reached(function, *weights(2)) == {"a": {0}, "b": {1}}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_what_is_written_into_an_input_may_be_used_there(requires_grad: bool) -> None:
+    """As the result of an earlier part of the model, which what follows reads again; or a buffer."""
+
+    def function(a: Tensor, b: Tensor, early: Tensor) -> tuple[Tensor, Tensor]:
+        early.add_(a)
+        return a * 2, b * 2
+
+    early = weights(1)[0] * 2 if requires_grad else torch.ones(3)
+    found = reached(function, *weights(2), early)
+    assert found == {"a": {0, OVERWRITTEN}, "b": {1}, "early": {OVERWRITTEN} if requires_grad else set()}
+
+
+def test_inputs_that_are_no_leaves_are_told_apart() -> None:
+    """Views of one tensor are not."""
+    early, base = weights(1)[0] * 2, weights(1)[0] * 2
+    found = reached(lambda a, b, c, d: (a * d, b * 2, c * 2), early, base[:2], base[1:], torch.ones(3))
+    assert found is not None and found["a"] == {0} and found["d"] == set()
+    assert found["b"] >= {1} and found["c"] >= {2}
+
+
+def test_nothing_is_told_of_an_operator_with_code_of_its_own() -> None:
+    def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.cond(a.sum() > 0, torch.sin, torch.cos, (a,)), b * 2
+
+    assert reached(function, *weights(2)) is None
+    assert reached(lambda a, b: checkpoint(function, a, b, use_reentrant=False), *weights(2)) is None
+
+
+def test_nothing_is_told_of_a_graph_that_dynamo_has_not_captured() -> None:
+    graph = Graph()
+    graph.placeholder("unused")
+    graph.output((graph.placeholder("used"),))
+    assert outputs_reached(graph) is None
+
+
+def test_nothing_is_told_where_a_leaf_is_made_inside() -> None:
+    graph = captured(lambda a: (a * 2,), *weights(1))
+    graph.output_node().args[0][0].meta["example_value"] = weights(1)[0] * 2  # type: ignore[index, union-attr]
+    assert outputs_reached(graph) is None
+
+
+def test_those_that_reach_every_output_are_left_out() -> None:
+    found = {0: frozenset({0}), 1: frozenset({0, 1}), 2: frozenset({0, OVERWRITTEN}), 3: frozenset({1})}
+    assert with_own_outputs({place: found[place] for place in (0, 1, 3)}, [0, 1, 3]) == {0: {0}, 3: {1}}
+    assert with_own_outputs(found, [0, 2]) == {0: {0}}, "what is used through memory is not known"

@@ -477,10 +477,10 @@ def _no_rank_runs_the_graph_at_first(rank: int, why: str) -> list[tuple[bool, in
         ddp.set_weight(weights[rank])
         for module in (ddp, twin):
             module.zero_grad()
-            with torch.compiler.set_stance("force_eager") if rank == 1 else nullcontext():
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    module(rows(rank, step)).backward()
+            stance = torch.compiler.set_stance("force_eager") if rank == 1 else nullcontext()
+            with stance, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module(rows(rank, step)).backward()
         for parameter, by_hand in zip(ddp.parameters(), twin.parameters(), strict=True):
             dist.all_reduce(by_hand.grad.mul_(weights[rank] / sum(weights)))
             torch.testing.assert_close(parameter.grad, by_hand.grad)

@@ -149,7 +149,7 @@ class Segment:
         if not torch.is_grad_enabled():
             return outputs
         if self.graph.function is None:
-            torch_private.check_without_backward(outputs)
+            torch_private.check_without_backward(inputs, outputs)
         else:
             node = torch_private.node_of(self.graph.function, outputs)
             if node is not None:

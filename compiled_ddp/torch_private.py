@@ -734,10 +734,15 @@ def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[
     return None
 
 
-def check_without_backward(outputs: Sequence[Any]) -> None:
-    """Raise RuntimeError if outputs of a graph hang on a backward, and `compiled_function_of` has found none."""
-    nodes = (output.grad_fn for output in outputs if isinstance(output, torch.Tensor))
-    if any(hasattr(getattr(type(node), "_forward_cls", None), "_backward_impl") for node in nodes):
+def check_without_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Raise RuntimeError if outputs of a graph hang on a backward, and `compiled_function_of` has found none.
+
+    Not on that of an earlier graph, by which an input has come here that is handed on.
+    """
+    earlier, nodes = (
+        {value.grad_fn for value in values if isinstance(value, torch.Tensor)} for values in (inputs, outputs)
+    )
+    if any(hasattr(getattr(type(node), "_forward_cls", None), "_backward_impl") for node in nodes - earlier):
         raise RuntimeError(
             f"torch {torch.__version__} keeps a graph's compiled backward where compiled_ddp does not find it, and its "
             "gradients would stay local. Set COMPILED_DDP_MODE=hooks, or take another torch, and report this."

@@ -375,6 +375,31 @@ def test_a_torch_that_keeps_its_backward_elsewhere_is_an_error_and_no_graph_with
     ranks2.run(_backward_not_found, **LIMITS)
 
 
+class HandsOn(Mlp):
+    """Between its graph breaks nothing happens to what an earlier graph has returned."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        x = x.contiguous()
+        torch._dynamo.graph_break()
+        return self.head(self.norm(x))
+
+
+def _hands_on(rank: int) -> None:
+    ddp = compile_ddp(HandsOn(), backend="aot_eager")
+    for step in range(2):
+        expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
+        ddp.zero_grad()
+        ddp(row_batch(rank, step)).square().sum().backward()
+        assert_gradients(ddp.module, expected)
+    ddp.unwrap()
+
+
+def test_a_graph_that_hands_on_what_it_was_given_needs_no_backward(ranks2: RankPool) -> None:
+    ranks2.run(_hands_on, **LIMITS)
+
+
 def generator() -> nn.Module:
     return nn.Sequential(
         nn.ConvTranspose2d(10, 8, 4, 1, 0, bias=False),

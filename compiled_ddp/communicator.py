@@ -14,6 +14,7 @@ from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.errors import NotInitialisedError, WrongKindError
 from compiled_ddp.hang_report import HangReporter
 from compiled_ddp.standing import Standing, frames_of_error
+from compiled_ddp.store import Store
 
 # How many wrappers each rank set has had, per default process group. [Note: one communicator per wrapper]
 _wrappers_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
@@ -66,7 +67,7 @@ class RankGroup:
         made[self.ranks] = ordinal + 1
         ranks_hash = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
         self.name = f"compiled_ddp/{ranks_hash}/{ordinal}"
-        self._store = dist.PrefixStore(self.name, torch_private.default_store())
+        self._store = Store(self.name)
         # A communicator puts its own here: then a wait that fails tells where every rank stands.
         self.note_wait: Callable[[str], None] = lambda _: None
         self.failure: Callable[[RuntimeError], RuntimeError] = lambda error: error
@@ -79,8 +80,8 @@ class RankGroup:
 
     def publish(self, key: str, value: str) -> None:
         """Make `value` readable by every rank under `key`."""
-        with self._reaching_store(f"to publish {key!r} for the other ranks"):
-            self._store.set(key, value)
+        with self._reaching_store(f"to publish {key!r} for the other ranks"), self._store.connection() as store:
+            store.set(key, value)
 
     def read(self, key: str, *, writer: int, purpose: str, patience: float = 1.0) -> str:
         """Wait for what the group's rank `writer` publishes under `key`.
@@ -92,10 +93,10 @@ class RankGroup:
         self.note_wait(f"rank {there}, through the store, {purpose}")
         value: str | None = None
         silence: Exception | None = None
-        with self._reaching_store(f"to wait for rank {there} ({purpose})"):
+        with self._reaching_store(f"to wait for rank {there} ({purpose})"), self._store.connection() as store:
             try:
-                self._store.wait([key], timeout)
-                value = self._store.get(key).decode()
+                store.wait([key], timeout)
+                value = store.get(key).decode()
             except dist.DistStoreError as error:
                 silence = error
         if value is None:
@@ -135,7 +136,7 @@ class RankGroup:
 
     def hang_reporter(self, standing: Standing) -> HangReporter:
         """What explains failed waits of these ranks; it has the store too."""
-        return HangReporter(standing, self._store, rank=self.rank, ranks=self.ranks, timeout=self.timeout)
+        return HangReporter(standing, self._store.shared, rank=self.rank, ranks=self.ranks, timeout=self.timeout)
 
 
 class Communicator:

@@ -154,7 +154,8 @@ class Conductor:
         world = dist.group.WORLD
         assert world is not None
         if world not in self._orders:
-            self._orders[world] = SharedOrder(dist.PrefixStore("compiled_ddp/order", torch_private.default_store()))
+            store = dist.PrefixStore("compiled_ddp/order", torch_private.default_store())
+            self._orders[world] = SharedOrder(torch_private.with_own_connection(store))  # [Note: threads and the store]
         return self._orders[world]
 
 

@@ -1267,7 +1267,8 @@ class RecompileLimits(logging.Handler):
 
     def given_up_in(self, module: torch.nn.Module) -> list[str]:
         """Those of the notes that are about the forward of `module` or of a part of it."""
-        forwards = {type(part).forward for part in module.modules()}
+        # Looked up without asking the class: TorchScript's has one that only objects have.
+        forwards = {inspect.getattr_static(type(part), "forward") for part in module.modules()}
         codes = [forward.__code__ for forward in forwards if isinstance(forward, types.FunctionType)]
         places = [f"({code.co_filename}:{code.co_firstlineno})" for code in codes]
         return [note for note in self.notes if any(place in note for place in places)]

@@ -375,6 +375,17 @@ def test_a_torch_that_keeps_its_backward_elsewhere_is_an_error_and_no_graph_with
     ranks2.run(_backward_not_found, **LIMITS)
 
 
+def test_what_dynamo_gave_up_is_looked_for_in_every_kind_of_module() -> None:
+    limits = torch_private.RecompileLimits()
+    code = Mlp.forward.__code__
+    limits.notes.append(f"forward ({code.co_filename}:{code.co_firstlineno}) has been captured too often")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        scripted = torch.jit.script(nn.Linear(5, 4))
+    assert limits.given_up_in(nn.Sequential(scripted, Mlp())) == limits.notes
+    assert limits.given_up_in(scripted) == []
+
+
 class HandsOn(Mlp):
     """Between its graph breaks nothing happens to what an earlier graph has returned."""
 

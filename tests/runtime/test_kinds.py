@@ -5,6 +5,7 @@ import copy
 import functools
 import pickle
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -440,6 +441,33 @@ def _in_threads(models: list[Any], inputs: list[Tensor], wanted: list[dict[str, 
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_two_wrappers_may_be_interleaved_and_trained_in_two_threads(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_interleaved, wrapper)
+
+
+def _first_backwards_in_threads(rank: int, wrapper: str) -> None:
+    """Each rank comes to another wrapper first, and waits there for what the other rank says of it later."""
+    models = [wrap(wrapper, Mlp()), wrap(wrapper, Mlp(width=6))]
+    inputs = [row_batch(rank), row_batch(rank, 10)]
+    wanted = [
+        expected_mean(copy.deepcopy(ddp.module), lambda module, v=value: loss_of(module, v))
+        for ddp, value in zip(models, inputs, strict=True)
+    ]
+    losses = [loss_of(ddp, x) for ddp, x in zip(models, inputs, strict=True)]
+    for ddp in models:
+        ddp.zero_grad()
+    first, second = (losses[rank], losses[1 - rank])
+    waits = threading.Thread(target=first.backward)
+    waits.start()
+    time.sleep(1)
+    second.backward()
+    waits.join()
+    for ddp, expected in zip(models, wanted, strict=True):
+        assert_gradients(ddp.module, expected)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_first_backwards_in_two_threads_may_come_in_other_orders(ranks2: RankPool, wrapper: str) -> None:
+    """They agree on their sequences through one store, whose connection one of them blocked."""
+    ranks2.run(_first_backwards_in_threads, wrapper, collective_timeout_seconds=20)
 
 
 class WithPause(nn.Module):

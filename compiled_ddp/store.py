@@ -12,8 +12,8 @@ _used_by_a_thread = threading.Lock()
 
 
 # [Note: threads and the store] A process has one connection to the default store, which a thread that waits for a key
-# keeps from all others: two wrappers that are trained in two threads would wait for each other's ranks in a circle. So a
-# thread that finds it in use makes a connection of its own.
+# keeps from all others: two wrappers that are trained in two threads would wait for each other's ranks in a circle.
+# So a thread that finds it in use makes a connection of its own.
 
 
 class Store:

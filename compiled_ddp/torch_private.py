@@ -37,7 +37,8 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._dynamo.optimize`, `torch._dynamo.trace_rules.check` | captures that several wrappers share |
 | `torch._dynamo.exc.RestartAnalysis`, `torch._dynamo.exc.SkipFrame` | what a backend hands on to Dynamo |
 | the warning `torch._dynamo hit config.…` of the logger `torch._dynamo.convert_frame` | naming a recompile limit |
-| `torch._ops.HigherOrderOperator`, `torch._ops.OpOverload` | which inputs reach which outputs of a captured graph |
+| `torch._ops.HigherOrderOperator`, `AccumulateGrad.variable` | which inputs reach which outputs of a captured graph |
+| `Node.meta["example_value"]`, with the autograd graph of Dynamo's fake tensors | the same |
 | `torch._dynamo.OptimizedModule`, `Module._compiled_call_impl` | models that are compiled already |
 | `torch.distributed.distributed_c10d`: `_new_process_group_helper`, `_world` | a communicator's name, on every rank |
 | `torch._C._distributed_c10d`: `_register_process_group`, `_unregister_process_group` | a name that all graphs share |
@@ -374,6 +375,9 @@ _OVERLAP = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
 }
+# All ranks gather a hash of a graph with collectives in it, in the middle of compiling, and wait there for a rank that
+# has it in its cache, or whose compiler fails. Torch 2.12 does so by default, 2.11 never.
+_COMPARES_GRAPHS = "aten_distributed_optimizations.spmd_check"
 
 
 def _compile_inductor(
@@ -391,11 +395,14 @@ def _compile_inductor(
     def identified(identity: str) -> dict[str, Any]:
         return {"post_grad_custom_pre_pass": _with_cache_identity(users_pass, identity)} if identity else users_own
 
+    compares_graphs = _COMPARES_GRAPHS in config.get_config_copy()
+    reducing = _OVERLAP | ({_COMPARES_GRAPHS: False} if compares_graphs else {})
+
     def compile_inner(inner: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         now = rewriting() if kwargs.get("is_backward") else Rewriting()
         if now.rewrite is not None:
             inputs = now.rewrite(inner, inputs)
-        with config.patch(identified(now.identity) | (_OVERLAP if now.rewrite is not None else {})):
+        with config.patch(identified(now.identity) | (reducing if now.rewrite is not None else {})):
             return compile_fx_inner(inner, inputs, *args, **kwargs)
 
     _register_pack_lowering()

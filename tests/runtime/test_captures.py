@@ -375,6 +375,20 @@ def test_a_torch_that_keeps_its_backward_elsewhere_is_an_error_and_no_graph_with
     ranks2.run(_backward_not_found, **LIMITS)
 
 
+def _compared_by_inductor(rank: int) -> None:
+    from torch._inductor import config
+
+    with config.patch({"aten_distributed_optimizations.spmd_check": True}):
+        _not_compiled(rank, "forward", "0", width=14)
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="Inductor compares no graphs")
+def test_no_rank_waits_for_another_in_the_middle_of_compiling(ranks2: RankPool) -> None:
+    """Rank 1 compiles a backward that rank 0 cannot compile; torch 2.12 compares them by default."""
+    ranks2.run(_compared_by_inductor, **LIMITS)
+
+
 def test_what_dynamo_gave_up_is_looked_for_in_every_kind_of_module() -> None:
     limits = torch_private.RecompileLimits()
     code = Mlp.forward.__code__

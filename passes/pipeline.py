@@ -36,10 +36,10 @@ Observer = Callable[[str, Graph], None]
 class Pipeline:
     """How the backward graphs of one plan are rewritten. Frozen data: the same on every rank and in every run.
 
-    `group_name` is the name by which the graph calls the wrapper's communicator. With `fold`, gradients that earlier backwards
-    left unreduced are inputs of the graph. `naive` keeps the reference program. `hooks` are the programs that reduce
-    the buckets, one for each, or none at all. `in_place` is for a backend that runs the graph as it is. With `replayed`
-    the graph runs as a CUDA graph.
+    `group_name` is the name by which the graph calls the wrapper's communicator. With `fold`, gradients that earlier
+    backwards left unreduced are inputs of the graph. `naive` keeps the reference program. `hooks` are the programs that
+    reduce the buckets, one for each, or none at all. `in_place` is for a backend that runs the graph as it is. With
+    `replayed` the graph runs as a CUDA graph.
     """
 
     plan: BucketPlan

@@ -1291,6 +1291,14 @@ def recompile_limits() -> RecompileLimits:
 # ---- for tests -------------------------------------------------------------------------------------------------------
 
 
+def inductor_compares_graphs() -> contextlib.AbstractContextManager[None]:
+    """In here Inductor is told to compare ranks' graphs, from torch 2.12 on."""
+    from torch._inductor import config
+
+    patch: contextlib.AbstractContextManager[None] = config.patch({_COMPARES_GRAPHS: True})
+    return patch
+
+
 def generated_code(run: Callable[[], object]) -> list[str]:
     """The Python sources that Inductor generates while `run()` compiles, caches aside, in order of compilation."""
     from torch._inductor.utils import run_and_get_code

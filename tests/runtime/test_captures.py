@@ -376,9 +376,7 @@ def test_a_torch_that_keeps_its_backward_elsewhere_is_an_error_and_no_graph_with
 
 
 def _compared_by_inductor(rank: int) -> None:
-    from torch._inductor import config
-
-    with config.patch({"aten_distributed_optimizations.spmd_check": True}):
+    with torch_private.inductor_compares_graphs():
         _not_compiled(rank, "forward", "0", width=14)
 
 

@@ -204,3 +204,48 @@ def _replaced(rank: int, wrapper: str) -> list[float]:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_a_buffer_that_was_replaced_is_synchronised_too(ranks2: RankPool, wrapper: str) -> None:
     assert ranks2.run(_replaced, wrapper) == [[7.0] * 3] * 2
+
+
+class RegistersLate(nn.Module):
+    """Its first training forward registers a buffer of this rank's own values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "center"):
+            self.register_buffer("center", x.detach().mean(0))
+        return self.head(x - self.center)
+
+
+def _registered_late(rank: int, wrapper: str) -> list[float]:
+    ddp = wrappers([wrapper])[wrapper](RegistersLate())
+    x = torch.full((3, 5), float(rank + 7))
+    ddp(x).sum().backward()
+    assert ddp.module.center.tolist() == [float(rank + 7)] * 5
+    ddp(x).sum().backward()
+    return ddp.module.center.tolist()
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_buffer_that_a_forward_registers_is_synchronised_from_the_next_one_on(ranks2: RankPool, wrapper: str) -> None:
+    assert ranks2.run(_registered_late, wrapper) == [[7.0] * 5] * 2
+
+
+def _grown_on_one_rank(rank: int, wrapper: str) -> list[float]:
+    ddp = wrappers([wrapper])[wrapper](WithBuffers(), broadcast_buffers=False)
+    x = torch.randn(6, 5, generator=torch.Generator().manual_seed(rank))
+    ddp(x).square().sum().backward()
+    if rank == 1:
+        ddp.module.total = torch.ones(7)  # as caches of rotary embeddings do, for a longer batch
+    ddp.zero_grad()
+    ddp(x).square().sum().backward()
+    assert_equal_on_all_ranks(ddp.module.head.weight.grad.tolist())
+    return ddp.module.total.tolist()
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_buffer_may_grow_on_one_rank_where_buffers_are_its_own(ranks2: RankPool, wrapper: str) -> None:
+    first, second = ranks2.run(_grown_on_one_rank, wrapper)
+    assert (len(first), len(second)) == (3, 7)

@@ -1,0 +1,217 @@
+"""How large the parts are, who writes whose state, and which questions act, read from the sources.
+
+What is beyond a limit today stands here by name and may not grow; what has come within it leaves the list.
+"""
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for folder in ("compiled_ddp", "passes")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+}
+TREES = {name: ast.parse(source, filename=name) for name, source in SOURCES.items()}
+
+LINES_OF_A_FILE = 300
+METHODS_OF_A_CLASS = 20
+ATTRIBUTES_OF_A_CLASS = 15
+LINES_OF_A_FUNCTION = 50
+
+LARGE_FILES = {
+    "compiled_ddp/backward.py": 861,
+    "compiled_ddp/compiled.py": 303,
+    "compiled_ddp/plan.py": 341,
+    "compiled_ddp/runtime.py": 1173,
+    "compiled_ddp/torch_private.py": 1387,
+    "compiled_ddp/wrapper.py": 699,
+}
+CLASSES_OF_MANY_METHODS = {
+    "compiled_ddp.backward.SynchronisedBackward": 72,
+    "compiled_ddp.ddp_attributes.DDPAttributes": 34,
+    "compiled_ddp.runtime.Runtime": 94,
+    "compiled_ddp.wrapper.DataParallelWrapper": 46,
+}
+CLASSES_OF_MANY_ATTRIBUTES = {
+    "compiled_ddp.agreed_sequence.AgreedSequence": 19,
+    "compiled_ddp.backward.SynchronisedBackward": 40,
+    "compiled_ddp.options.Options": 22,
+    "compiled_ddp.runtime.Runtime": 43,
+    "compiled_ddp.wrapper.DataParallelWrapper": 20,
+}
+LONG_FUNCTIONS = {
+    "compiled_ddp.backward.SynchronisedBackward.__init__": 70,
+    "compiled_ddp.compiled.compile_ddp": 116,
+    "compiled_ddp.runtime.Runtime.__init__": 63,
+    "compiled_ddp.runtime.Runtime._begin": 55,
+    "compiled_ddp.verify.verify_parity": 53,
+    "compiled_ddp.wrapper.DataParallelWrapper.__init__": 58,
+    "compiled_ddp.wrapper.DataParallelWrapper.forward": 54,
+    "passes.form_buckets.form_buckets": 71,
+}
+# How often a module stores into an attribute that classes of other modules alone define; torch_private's are torch's.
+STORES_FROM_OUTSIDE = {
+    "compiled_ddp/backward.py": 5,
+    "compiled_ddp/compat/adapter.py": 2,
+    "compiled_ddp/hooked_backward.py": 1,
+    "compiled_ddp/program.py": 1,
+    "compiled_ddp/runtime.py": 10,
+    "compiled_ddp/wrapper.py": 4,
+}
+QUESTIONS_THAT_ACT = {
+    "compiled_ddp.agreed_sequence.AgreedSequence.outgrown",
+    "compiled_ddp.backward.SynchronisedBackward._used_elsewhere",
+    "compiled_ddp.backward.SynchronisedBackward.break_off",
+    "compiled_ddp.backward.SynchronisedBackward.claim",
+    "compiled_ddp.group_name._Holder.take",
+    "compiled_ddp.model_watch.ModelWatch._has_additions",
+    "compiled_ddp.runtime.Runtime._has_broken_off",
+    "compiled_ddp.runtime.Runtime._synchronises",
+    "compiled_ddp.runtime.Runtime.is_reduced_by_hooks",
+    "compiled_ddp.runtime.Runtime.takes_part",
+}
+
+Kind = TypeVar("Kind", ast.FunctionDef, ast.ClassDef)
+
+
+def definitions(kind: type[Kind], tree: ast.AST, within: str = "") -> Iterator[tuple[str, Kind]]:
+    """Every function, or class, of a module with its dotted name, also those inside of others."""
+    for child in ast.iter_child_nodes(tree):
+        name = f"{within}.{child.name}" if isinstance(child, ast.FunctionDef | ast.ClassDef) else within
+        if isinstance(child, kind):
+            yield name, child
+        yield from definitions(kind, child, name)
+
+
+def all_definitions(kind: type[Kind]) -> dict[str, Kind]:
+    modules = {name: name.removesuffix(".py").replace("/", ".") for name in TREES}
+    return {full: node for name, tree in TREES.items() for full, node in definitions(kind, tree, modules[name])}
+
+
+def stored(tree: ast.AST) -> Iterator[ast.Attribute | ast.Subscript]:
+    """What of other objects is assigned to or deleted."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+            yield node
+
+
+def methods(class_: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [child for child in class_.body if isinstance(child, ast.FunctionDef)]
+
+
+def attributes(class_: ast.ClassDef) -> set[str]:
+    """What a class declares, and what its methods store into `self`."""
+    declared = [child.target for child in class_.body if isinstance(child, ast.AnnAssign)]
+    of_self = [node for node in stored(class_) if isinstance(node, ast.Attribute) and is_self(node.value)]
+    return {node.id for node in declared if isinstance(node, ast.Name)} | {node.attr for node in of_self}
+
+
+def is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def stores_from_outside(tree: ast.Module, defined: set[str]) -> list[str]:
+    """Stores into attributes of `defined` that no class of this module defines."""
+    foreign = defined.difference(*(attributes(class_) for _, class_ in definitions(ast.ClassDef, tree)))
+    return [
+        f"line {node.lineno}: {ast.unparse(node)}"
+        for node in stored(tree)
+        if isinstance(node, ast.Attribute) and not is_self(node.value) and node.attr in foreign
+    ]
+
+
+def is_question(function: ast.FunctionDef) -> bool:
+    return isinstance(function.returns, ast.Name) and function.returns.id == "bool"
+
+
+def acts(function: ast.FunctionDef) -> bool:
+    """Whether it stores into what outlives it, sleeps, or calls what begins something or takes a note."""
+    own = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    called = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    names = [node.attr if isinstance(node, ast.Attribute) else ast.unparse(node) for node in called]
+    verbs = {name.lstrip("_").split("_")[0] for name in names}
+    return any(root(node) not in own for node in stored(function)) or not verbs.isdisjoint(
+        {"begin", "enter", "note", "sleep", "start"}
+    )
+
+
+def root(node: ast.expr) -> str:
+    """`a` for a.b[c].d."""
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return ast.unparse(node)
+
+
+def check(sizes: Mapping[str, int], limit: int, beyond: Mapping[str, int], what: str) -> None:
+    large = {name: size for name, size in sizes.items() if size > limit}
+    grown = {name: size for name, size in large.items() if size > beyond.get(name, 0)}
+    assert not grown, f"more than {limit} {what}, or more than before: split what does several jobs"
+    assert beyond.keys() <= large.keys(), f"within {limit} {what}: take it off the list, so that it stays so"
+
+
+def test_files_are_short() -> None:
+    check({name: len(source.splitlines()) for name, source in SOURCES.items()}, LINES_OF_A_FILE, LARGE_FILES, "lines")
+
+
+def test_classes_have_few_methods() -> None:
+    numbers = {name: len(methods(class_)) for name, class_ in all_definitions(ast.ClassDef).items()}
+    check(numbers, METHODS_OF_A_CLASS, CLASSES_OF_MANY_METHODS, "methods")
+
+
+def test_classes_have_few_attributes() -> None:
+    numbers = {name: len(attributes(class_)) for name, class_ in all_definitions(ast.ClassDef).items()}
+    check(numbers, ATTRIBUTES_OF_A_CLASS, CLASSES_OF_MANY_ATTRIBUTES, "attributes")
+
+
+def test_functions_are_short() -> None:
+    functions = all_definitions(ast.FunctionDef)
+    sizes = {name: (node.end_lineno or node.lineno) - node.lineno + 1 for name, node in functions.items()}
+    check(sizes, LINES_OF_A_FUNCTION, LONG_FUNCTIONS, "lines")
+
+
+def test_fields_are_written_by_the_methods_of_their_own_object() -> None:
+    trees = {name: tree for name, tree in TREES.items() if not name.endswith("torch_private.py")}
+    defined = set[str]().union(*(attributes(class_) for class_ in all_definitions(ast.ClassDef).values()))
+    found = {name: stores for name, tree in trees.items() if (stores := stores_from_outside(tree, defined))}
+    grown = {name: stores for name, stores in found.items() if len(stores) > STORES_FROM_OUTSIDE.get(name, 0)}
+    assert not grown, "give the class that defines the field a method that says what happens"
+    assert {name: len(stores) for name, stores in found.items()} == STORES_FROM_OUTSIDE, "fewer than before: say so"
+
+
+def test_questions_change_nothing() -> None:
+    functions = all_definitions(ast.FunctionDef)
+    acting = {name for name, function in functions.items() if is_question(function) and acts(function)}
+    assert acting == QUESTIONS_THAT_ACT, "what returns a bool stores nothing, waits for nothing and begins nothing"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("return self.a == 1", False),
+        ("found = {}; found[1] = 2; return bool(found)", False),
+        ("return begun(self)", False),
+        ("self.a = 1; return True", True),
+        ("self.a[1] += 1; return True", True),
+        ("del given[1]; return True", True),
+        ("time.sleep(1); return True", True),
+        ("self._begin_backward(); return True", True),
+    ],
+)
+def test_what_acts_is_found(body: str, expected: bool) -> None:
+    ((_, function),) = definitions(ast.FunctionDef, ast.parse(f"def f(self, given) -> bool: {body}"))
+    assert is_question(function)
+    assert acts(function) == expected
+
+
+def test_stores_from_outside_are_found() -> None:
+    here = "class Here:\n    def act(self, other):\n        self.a, other.a, other.here, other.grad = 1, 2, 3, 4"
+    more = "\n        other.inner.b += 1\n        del other.b\n        self.here = 5"
+    assert stores_from_outside(ast.parse(here + more), {"a", "b", "here"}) == [
+        "line 4: other.inner.b",
+        "line 5: other.b",
+    ]

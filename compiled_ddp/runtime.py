@@ -43,6 +43,18 @@ _DISTRIBUTED_AUTOGRAD = (
 )
 
 
+class Bound(Protocol):
+    """A graph with the parameters that it is to reduce."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """Over parameters."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the plan."""
+
+
 class SegmentCall(Protocol):
     """One call of a captured segment in a forward: a graph and the parameters it was called with."""
 
@@ -50,6 +62,12 @@ class SegmentCall(Protocol):
     fingerprint: str
     synchronise: bool  # whether its forward was called outside of no_sync
     index_of: dict[int, int]  # graph input -> parameter
+    undefined: frozenset[int]  # graph inputs that the running backward brings no gradient
+    may_leave_out: bool  # whether there can be any
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether it is bound to less than every parameter."""
 
     until_backward: "UntilBackward"
 
@@ -61,6 +79,12 @@ class SegmentCall(Protocol):
 
         `folds` tells whether gradients of earlier backwards are to go into it.
         """
+
+    def every_parameter(self) -> Bound:
+        """What the call is bound to with all of its parameters, also those without gradient."""
+
+    def take_all_in(self, whole: bool = True) -> None:
+        """In the backward that begins: be bound to every parameter, whichever of them get no gradient."""
 
     def when_reached(self, do: Callable[[Any], None]) -> None:
         """Let `do` run before a backward evaluates the call's node, even before its saved tensors are looked at."""
@@ -360,6 +384,7 @@ class Runtime:
         self._hooks.hold_back_users()
         forwards = self._forwards.backward_began()
         plans: list[BucketPlan] = []
+        self._take_in_what_is_shared(takes_part)
         if self.agreed.must_agree:  # compiled before any rank waits for another
             calls = [call for call in self._live_calls() if takes_part(call) and call.plan.indices]
             plans = [call.plan for call in calls if self._compiles(call)]
@@ -391,6 +416,19 @@ class Runtime:
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
         self._models_collectives.begin()
         return backward
+
+    def _take_in_what_is_shared(self, takes_part: Callable[[SegmentCall], bool]) -> None:
+        """[Note: undefined gradients] Calls that share parameters keep their plans, whatever each of them leaves out.
+
+        Which outputs the others' part of the loss uses is not known yet, and hooks could not take what one of the
+        graphs has reduced in part.
+        """
+        calls = [call for call in self._live_calls() if takes_part(call)]
+        if not any(call.may_leave_out for call in calls):
+            return
+        count = Counter(index for call in calls for index in call.every_parameter().plan.indices)
+        for call in calls:
+            call.take_all_in(any(count[index] > 1 for index in call.every_parameter().plan.indices))
 
     def _runs_sequence(self) -> bool:
         """Whether the backward that begins will run the graphs of the sequence, all of them and in its order."""
@@ -464,6 +502,9 @@ class Runtime:
         unmatched: set[int] = set()
         for call in self._live_calls():
             if call.will_run():
+                if call.leaves_out and not free.get(call.fingerprint) and free.get(call.every_parameter().fingerprint):
+                    call.take_all_in()
+                    backward.message.misfit = True  # as in `_claim_whole`
                 if free.get(call.fingerprint) and not self._with_tensor_hooks(call) and self._compiles(call):
                     free[call.fingerprint].pop()
                 else:
@@ -492,8 +533,12 @@ class Runtime:
             self.report(f"the compiler failed for the backward of their graph: {failure}", call.plan.indices)
         return failure is None
 
+    def with_tensor_hooks(self, index: int) -> bool:
+        """Whether users' tensor hooks see this parameter's gradient."""
+        return torch_private.has_tensor_hooks(self.parameters.tensors[index])
+
     def _with_tensor_hooks(self, call: SegmentCall) -> list[int]:
-        return [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
+        return list(filter(self.with_tensor_hooks, call.plan.indices))
 
     def _new_backward(
         self, sections: Sequence[Section], buffers: SequenceBuffers, used_before: set[int], message: Message
@@ -531,11 +576,21 @@ class Runtime:
             if self.agreed.hooks_reason is not None or backward.has_no_weight or not call.plan.indices:
                 return None
             section = self._claim_for(backward, call) if self._compiles(call) else None
+            if section is None and call.leaves_out:
+                section = self._claim_whole(backward, call)
             if section is None:
                 self._report_not_claimed(backward, call)
                 self._hooks.install()
                 return None
             return backward, section
+
+    def _claim_whole(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
+        """`_claim_for`, of a section that has been planned with parameters that get no gradient here."""
+        if not self.agreed.graph_sections.get(call.every_parameter().fingerprint):
+            return None
+        call.take_all_in()
+        backward.message.misfit = True  # where it is so on all ranks, the next sequence leaves them out
+        return self._claim_for(backward, call) if self._compiles(call) else None
 
     def _claim_for(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
         sections = self.agreed.graph_sections.get(call.fingerprint, ())

@@ -816,8 +816,16 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def has_tensor_hooks(parameter: torch.Tensor) -> bool:
-    """Whether Tensor.register_hook was called on `parameter`."""
-    return bool(parameter._backward_hooks)
+    """Whether Tensor.register_hook was called on `parameter`, by anybody but `register_own_hook`."""
+    hooks: Mapping[int, object] = parameter._backward_hooks or {}
+    return any(not hasattr(hook, "of_compiled_ddp") for hook in hooks.values())
+
+
+def register_own_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor | None], None]) -> Any:
+    """`parameter.register_hook(hook)`, for a hook that takes None for an undefined gradient; returns the handle."""
+    marked: Any = functools.partial(hook)
+    marked.of_compiled_ddp = True
+    return parameter.register_hook(marked)
 
 
 def copy_captured(graph_module: GraphModule) -> GraphModule:

@@ -128,7 +128,7 @@ class Program:
                 backward.message.verify = True
             flat_buffers = backward.lend_buffers(section, self._lent_buckets)
             state = backward.hook_state(section)
-            unused = backward.without_gradient(i for place, i in call.index_of.items() if place in call.undefined)
+            unused = backward.without_gradient(call.index_of[n] for n in call.undefined & call.index_of.keys())
             saved_and_tangents += [backward.rider_values(call.plan, unused), *pending, *state, *flat_buffers]
         except BaseException:
             backward.graph_broke(call.plan)

@@ -423,12 +423,12 @@ class Runtime:
         Which outputs the others' part of the loss uses is not known yet, and hooks could not take what one of the
         graphs has reduced in part.
         """
-        calls = [call for call in self._live_calls() if takes_part(call)]
-        if not any(call.may_leave_out for call in calls):
-            return
-        count = Counter(index for call in calls for index in call.every_parameter().plan.indices)
-        for call in calls:
-            call.take_all_in(any(count[index] > 1 for index in call.every_parameter().plan.indices))
+        live = self._live_calls()
+        if any(call.may_leave_out for call in live):
+            indices = {call: call.every_parameter().plan.indices for call in live if takes_part(call)}
+            count = Counter(index for of_call in indices.values() for index in of_call)
+            for call, of_call in indices.items():
+                call.take_all_in(any(count[index] > 1 for index in of_call))
 
     def _runs_sequence(self) -> bool:
         """Whether the backward that begins will run the graphs of the sequence, all of them and in its order."""

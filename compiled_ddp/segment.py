@@ -246,4 +246,5 @@ class Segment:
                     return call.program.run(runtime, call, *claimed, node, saved_and_tangents)
         backward, _ = self._local_backward()
         self.graph.check_fits(saved_and_tangents)
-        return without(backward(node, saved_and_tangents), undefined)
+        gradients = backward(node, saved_and_tangents)
+        return without(gradients, undefined) if undefined else gradients

@@ -817,8 +817,8 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def has_tensor_hooks(parameter: torch.Tensor) -> bool:
     """Whether Tensor.register_hook was called on `parameter`, by anybody but `register_own_hook`."""
-    hooks: Mapping[int, object] = parameter._backward_hooks or {}
-    return any(not hasattr(hook, "of_compiled_ddp") for hook in hooks.values())
+    hooks: Any = parameter._backward_hooks  # asked of every parameter in every step
+    return bool(hooks) and any(not hasattr(hook, "of_compiled_ddp") for hook in hooks.values())
 
 
 def register_own_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor | None], None]) -> Any:

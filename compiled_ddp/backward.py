@@ -220,9 +220,7 @@ class SynchronisedBackward:
         sharing = self._sections_that_share()
         while len(self._hooks_only) != found:
             found = len(self._hooks_only)
-            self._hooks_only.update(
-                n for n, section in enumerate(self.sections) if not indices.isdisjoint(section.plan.indices)
-            )
+            self._hooks_only.update(n for n, s in enumerate(self.sections) if not indices.isdisjoint(s.plan.indices))
             first = min(self._hooks_only, default=len(self.sections))
             self._hooks_only.update(n for n in sharing if n > first)
             indices = indices.union(*(self.sections[n].plan.indices for n in self._hooks_only))

@@ -383,15 +383,13 @@ class Runtime:
         self._expected = self._expected and returned is not None
         self._hooks.hold_back_users()
         forwards = self._forwards.backward_began()
-        plans: list[BucketPlan] = []
         self._take_in_what_is_shared(takes_part)
-        if self.agreed.must_agree:  # compiled before any rank waits for another
-            calls = [call for call in self._live_calls() if takes_part(call) and call.plan.indices]
-            plans = [call.plan for call in calls if self._compiles(call)]
-        was_agreed = not self.agreed.must_agree
+        must_agree = self.agreed.must_agree
+        calls = [call for call in self._live_calls() if must_agree and takes_part(call) and call.plan.indices]
+        plans = [call.plan for call in calls if self._compiles(call)]  # before any rank waits for another
         sequence = self.agreed.propose(plans)
         self._some_rank_differs = False
-        if self.agreed.graph_sections and (self.agreed.among_collectives or not was_agreed):
+        if self.agreed.graph_sections and (self.agreed.among_collectives or must_agree):
             sequence = self._tell_whether(runs_sequence(), sequence)
         self.proof.begin_backward()
         self._announced = set()
@@ -404,7 +402,8 @@ class Runtime:
             state_lost=self._state_lost,
             weight=self.weight if weight is None else weight,
             passengers=self._passengers,
-            misfit=not self.agreed.among_collectives and conductor.any_communicates(),  # a sequence is due that knows
+            # Graphs that were postponed have run locally; where models communicate, a sequence is due that knows it.
+            misfit=bool(self._postponed) or (not self.agreed.among_collectives and conductor.any_communicates()),
         )
         self._lost = self._state_lost = False
         self.reduced([])  # those of the backward before are about to be filled again
@@ -504,14 +503,14 @@ class Runtime:
             if call.will_run():
                 if call.leaves_out and not free.get(call.fingerprint) and free.get(call.every_parameter().fingerprint):
                     call.take_all_in()
-                    backward.message.misfit = True  # as in `_claim_whole`
+                    backward.message.note_misfit()  # as in `_claim_whole`
                 if free.get(call.fingerprint) and not self._with_tensor_hooks(call) and self._compiles(call):
                     free[call.fingerprint].pop()
                 else:
                     unmatched.update(call.plan.indices)
         not_called = {i for sections in free.values() for n in sections for i in backward.sections[n].plan.indices}
         if unmatched or not_called:
-            backward.message.misfit = True
+            backward.message.note_misfit()
             backward.leave_to_hooks(unmatched | not_called)
             self._hooks.install()  # what a graph would have reduced may be used outside of it
             # ... and may have been in this backward before it came here, which hooks then did not see.
@@ -521,7 +520,7 @@ class Runtime:
             self.report(NOT_CALLED, sorted(not_called))
 
     def _leave_all_to_hooks(self, backward: SynchronisedBackward) -> None:
-        backward.message.misfit |= bool(self.agreed.graph_sections)
+        backward.message.note_misfit(bool(self.agreed.graph_sections))
         backward.leave_all_to_hooks()
         self._hooks.install()
 
@@ -589,7 +588,7 @@ class Runtime:
         if not self.agreed.graph_sections.get(call.every_parameter().fingerprint):
             return None
         call.take_all_in()
-        backward.message.misfit = True  # where it is so on all ranks, the next sequence leaves them out
+        backward.message.note_misfit()  # where it is so on all ranks, the next sequence leaves them out
         return self._claim_for(backward, call) if self._compiles(call) else None
 
     def _claim_for(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
@@ -627,6 +626,7 @@ class Runtime:
         self._used.update(filter(self._will_accumulate, set(call.plan.indices) - self._used))
 
     def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
+        backward.message.note_misfit(not self.agreed.refined)  # [Note: what a first backward shows]
         shared = backward.shares_with_claimed(backward.leave_to_hooks(set(call.plan.indices)))
         if shared:
             raise RuntimeError(

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fuzz.description import OTHER_WRAPPER, Join, Model, Op, Program, Step, parameters_of, walk
+from fuzz.description import OTHER_WRAPPER, Join, Model, Op, Program, Reads, Step, parameters_of, walk
 
 
 def permitted(program: Program, wrapper: str) -> Program:
@@ -58,10 +58,14 @@ def _tamed_join(join: Join, hook: str) -> Join:
 
 
 def _alike_on_all_ranks(step: Step | Join) -> Step | Join:
-    """Every rank runs the model's collectives equally often, and what one of them makes of NaN is everyone's."""
+    """Every rank runs the model's collectives equally often, and what one of them makes of NaN is everyone's.
+
+    A captured graph's backward runs all of its collectives for any of its outputs, and ranks may break it elsewhere.
+    """
     if isinstance(step, Join):
         return replace(step, throws=True)
-    return replace(step, local=step.local[:1], reads=step.reads[:2], skipped_on=(), nan_on=(), failure=None)
+    reads: tuple[Reads, ...] = tuple("main" if read == "asides" else read for read in step.reads)
+    return replace(step, local=step.local[:1], reads=reads, skipped_on=(), nan_on=(), failure=None)
 
 
 def _tamed_step(step: Step | Join) -> Step | Join:

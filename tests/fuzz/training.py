@@ -4,6 +4,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -222,6 +223,8 @@ class Run:
         self, here: failures.Outcome, batches: list[Batch], weight: float
     ) -> Iterator[str]:  # returns whether a step went right
         allowed = {failures.RIGHT, failures.PLANTED_HERE, failures.REFUSED}
+        # Whether a parameter that was used before an exception alone has zeros afterwards or None is nobody's promise.
+        batches = [replace(batch, reads="all") for batch in batches]
         for attempt in range(3):
             self._zero("none")
             now = failures.Outcome()

@@ -160,7 +160,7 @@ class Runtime:
         self._rider_reader = RiderReader(communicator.world_size)
         self._current: SynchronisedBackward | None = None
         self._rest_was_launched = False  # whether something was left to launch when an exception had ended a backward
-        self._lost = False  # whether the latest backward broke off here when everything of it had been sent
+        self._lost = False  # whether the latest backward ended here with an error when everything of it had been sent
         self._state_lost = False  # whether with it the new state of `bucket_hook`
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
         self._announced: set[int] = set()  # parameters of unused sections that the current backward uses here
@@ -1094,12 +1094,12 @@ class Runtime:
         self._passengers = values
 
     def _refuse_mixed(self, mixed: set[int]) -> None:
-        assert self.agreed.sequence is not None
-        again = {index for s in self.agreed.sequence.sections if s.reduces_again for index in s.plan.indices}
+        again = {index for s in self.agreed.by_hooks if s.reduces_again for index in s.plan.indices}
+        self._lost = bool(mixed - again)  # other ranks may have stepped, and are told in the next backward
         if mixed - again:
             raise RuntimeError(
                 f"parameter {self.parameters.named(mixed - again)} got a gradient from outside of its captured graph, "
-                "which it did not on rank 0 in the first backward (or create_graph=True made autograd copy it); it was "
+                "which it did on no rank in the first backward (or create_graph=True made autograd copy it); it was "
                 "not reduced. Call unwrap() and wrap the model again, or set COMPILED_DDP_MODE=hooks."
             )
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from fuzz.conversion import CONVERSIONS
 from fuzz.description import OTHER_WRAPPER, Join, Model, Op, Program, Reads, Step, parameters_of, walk
 
 
@@ -43,6 +44,8 @@ def tamed(program: Program) -> Program:
         steps = tuple(replace(s, failure=None) if isinstance(s, Step) else Step() for s in steps)
     if any(_has(model, "all_reduce") for model in program.models):
         steps = tuple(map(_alike_on_all_ranks, steps))
+    if any(_has(model, "detached") for model in program.models):
+        steps = tuple(map(_without_changes_to_local_gradients, steps))
     if setting.reduction != "weighted":
         steps = tuple(replace(s, nan_on=()) if isinstance(s, Step) else s for s in steps)
     return replace(program, setting=setting, steps=tuple(map(_tamed_step, steps)))
@@ -66,6 +69,13 @@ def _alike_on_all_ranks(step: Step | Join) -> Step | Join:
         return replace(step, throws=True)
     reads: tuple[Reads, ...] = tuple("main" if read == "asides" else read for read in step.reads)
     return replace(step, local=step.local[:1], reads=reads, skipped_on=(), nan_on=(), failure=None)
+
+
+def _without_changes_to_local_gradients(step: Step | Join) -> Step | Join:
+    """A .grad that a local backward leaves as it is counts as used: docs/limits.md, "Unused parameters"."""
+    if isinstance(step, Join) or not any(step.local):
+        return step
+    return replace(step, between=(), before=tuple(change for change in step.before if change.kind in CONVERSIONS))
 
 
 def _tamed_step(step: Step | Join) -> Step | Join:

@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.agreement import Description
-from compiled_ddp.bindings import Bindings
 from compiled_ddp.comm_hooks import CommHook
-from compiled_ddp.communicator import RankGroup
-from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
-from compiled_ddp.entry import entry_of
+from compiled_ddp.graph.backend import entry_of
+from compiled_ddp.graph.bindings import Bindings
+from compiled_ddp.graph.program import VARIANTS, Program
+from compiled_ddp.graph.segment import Segment, SegmentCall, calling
+from compiled_ddp.graph.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionKind
-from compiled_ddp.program import VARIANTS, Program
-from compiled_ddp.segment import Segment, SegmentCall, calling
+from compiled_ddp.ranks.agreement import Description
+from compiled_ddp.ranks.communicator import RankGroup
 from compiled_ddp.users_code import warn_user
-from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.wrapper import DataParallelWrapper, refresh_changed
+from compiled_ddp.wrapping.ddp_arguments import DDPArguments, DDPKeywords, Device
 
 # Graphs would come in the order of the threads, another one in every step.
 _SEVERAL_DEVICES = "the model is on several devices, whose backwards autograd runs in threads of their own"
@@ -70,7 +70,7 @@ def compile_ddp(
         dim: without effect, as inputs are not split.
         process_group: the ranks to average over; None is all of them.
         bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, which is measured here
-            (`compiled_ddp.bucket_size`; docs/benchmarks.md, "Bucket size").
+            (`compiled_ddp.ranks.link_speed`; docs/benchmarks.md, "Bucket size").
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
         bucket_cap_mb_list: a size in MiB for each bucket in order, the last one for all further ones too; in place of
             the two sizes above.
@@ -102,8 +102,7 @@ def compile_ddp(
         mode: as in torch.compile; an alternative to `options`.
         options: as in torch.compile. `{"compiled_ddp.naive": True}` keeps the reference program: one all-reduce for
             each gradient.
-        **ddp_arguments: DDP's other arguments (`compiled_ddp.ddp_arguments`; docs/migration.md, "Arguments of the
-            constructor").
+        **ddp_arguments: DDP's other arguments (docs/migration.md, "Arguments of the constructor").
 
     Raises:
         RuntimeError: torch.distributed is not initialised, the models differ between ranks, or torch is unsupported.

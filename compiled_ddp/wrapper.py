@@ -15,20 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from compiled_ddp import torch_private
-from compiled_ddp.agreement import Description, agree_on_description
-from compiled_ddp.backward import TrainedParameters
-from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
-from compiled_ddp.comm_hook_registration import TakesCommHooks
-from compiled_ddp.communicator import Communicator, RankGroup
-from compiled_ddp.conductor import conductor
-from compiled_ddp.copies import Copyable
-from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device
-from compiled_ddp.ddp_attributes import DDPAttributes
-from compiled_ddp.explain import Explanation, explain_sequence
-from compiled_ddp.hook_program import check_hook
-from compiled_ddp.lifecycle import Lifecycle
-from compiled_ddp.local_methods import LocalMethods
-from compiled_ddp.model_check import (
+from compiled_ddp.model.checks import (
     broadcast_tensors,
     check_layouts,
     check_model,
@@ -37,18 +24,31 @@ from compiled_ddp.model_check import (
     check_writable,
     describe_model,
 )
-from compiled_ddp.model_watch import Look, ModelWatch, StandIns
+from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.nested_tensors import tensors_in
+from compiled_ddp.model.owners import mark_wrapped, owner_of, unmark_wrapped
+from compiled_ddp.model.state_keys import bare_keys_in_state, bare_state
+from compiled_ddp.model.watch import Look, ModelWatch, StandIns
 from compiled_ddp.options import Mode, Options, mode_from_environment
-from compiled_ddp.outputs import tensors_in
-from compiled_ddp.own_state import OwnState
-from compiled_ddp.owners import mark_wrapped, owner_of, unmark_wrapped
 from compiled_ddp.plan import ReductionKind, ReductionSequence
-from compiled_ddp.runtime import Runtime, SegmentCall
-from compiled_ddp.sent_numbers import as_passengers, as_weight
-from compiled_ddp.state_keys import bare_keys_in_state, bare_state
-from compiled_ddp.stats import training_stats
-from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.ranks.agreement import Description, agree_on_description
+from compiled_ddp.ranks.communicator import Communicator, RankGroup
+from compiled_ddp.ranks.link_speed import bucket_cap_for, measure_bytes_per_second
+from compiled_ddp.reducers.hook_program import check_hook
+from compiled_ddp.report.explain import Explanation, explain_sequence
+from compiled_ddp.report.stats import training_stats
+from compiled_ddp.step.conductor import conductor
+from compiled_ddp.step.join import JoinContext, UnevenInputs, WrapperJoinHook
+from compiled_ddp.step.runtime import Runtime, SegmentCall
 from compiled_ddp.users_code import warn_user
+from compiled_ddp.wrapping.comm_hook_registration import TakesCommHooks
+from compiled_ddp.wrapping.copies import Copyable
+from compiled_ddp.wrapping.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device
+from compiled_ddp.wrapping.ddp_attributes import DDPAttributes
+from compiled_ddp.wrapping.lifecycle import Lifecycle
+from compiled_ddp.wrapping.local_methods import LocalMethods
+from compiled_ddp.wrapping.piggyback import as_passengers, as_weight
 
 _moments = itertools.count(1)
 _all: "weakref.WeakSet[DataParallelWrapper]" = weakref.WeakSet()
@@ -353,7 +353,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         parameters, gradients, buffers and the random state of CPU and CUDA as they were; what else the model's forward
         changes stays changed. Call it as the steps will run, under autocast for example, in the mode (train or eval),
         and again for other shapes. Rank 0 logs a line for each compilation, with its seconds, to the logger
-        `compiled_ddp.warmup`, or to stderr where logging has not been set up.
+        `compiled_ddp.graph.warmup`, or to stderr where logging has not been set up.
 
         At its end the ranks wait for each other in the store, for up to two hours, so a slow compiler delays here and
         not in a collective. Under `EagerDDP` there is nothing to compile, and it returns at once.

@@ -24,6 +24,28 @@ SHIPPED = [
 PACKAGE = [path for path in SHIPPED if path.relative_to(ROOT).parts[0] in ("compiled_ddp", "passes")]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
+# The rooms of the package, from the ground up: each may import those below it, and itself.
+LAYERS = (
+    ("errors", "formatting", "torch_private", "users_code"),
+    ("plan",),
+    ("passes",),
+    ("comm_hooks", "planning"),
+    ("ranks",),
+    ("reducers",),
+    ("options",),
+    ("model",),
+    ("checks",),
+    ("step",),
+    ("graph",),
+    ("report",),
+    ("wrapping",),
+    ("wrapper",),
+    ("compiled", "eager"),
+    ("compat", "parity"),
+    ("__init__", "__main__"),
+)
+FLOORS = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms}
+
 # What a pass may import: these modules and what lies below them, compared in whole dotted parts.
 OPEN_TO_PASSES = ("compiled_ddp.plan", "compiled_ddp.passes", "torch", "functorch", *sys.stdlib_module_names)
 
@@ -186,12 +208,39 @@ def test_every_private_name_is_in_the_table_of_its_module() -> None:
     assert not missing, f"{missing}: give them a row in the table of compiled_ddp/torch_private.py"
 
 
-def test_editor_bans_nothing_that_passes_may_import() -> None:
+def room_of(path: Path) -> str:
+    """The module, or folder, directly below the package that a source belongs to."""
+    package, *parts = path.relative_to(ROOT).with_suffix("").parts
+    return package if package == "passes" else parts[0]
+
+
+def rooms_imported(tree: ast.AST) -> Iterator[str]:
+    for _, name, _ in imports(tree):
+        package, *parts = name.split(".")
+        if package == "compiled_ddp" and parts:
+            yield parts[0]
+
+
+@pytest.mark.parametrize("path", [*PACKAGE, TORCH_PRIVATE], ids=relative)
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    up = {other for other in rooms_imported(parse(path)) if other != room and FLOORS[other] >= FLOORS[room]}
+    assert not up, f"{relative(path)} imports {up}, which the table LAYERS does not place below {room}"
+
+
+def test_every_room_has_a_floor_and_a_place_in_what_is_installed() -> None:
+    assert {room_of(path) for path in [*PACKAGE, TORCH_PRIVATE]} == FLOORS.keys()
+    configured = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {f"compiled_ddp.{path.parent.name}" for path in (ROOT / "compiled_ddp").glob("*/__init__.py")}
+    assert set(configured) == {"compiled_ddp", "compiled_ddp.passes", *folders}
+
+
+def test_editor_bans_for_passes_what_stands_above_them() -> None:
     config = tomllib.loads((ROOT / "passes" / "ruff.toml").read_text())
     banned = config["lint"]["flake8-tidy-imports"]["banned-api"]
-    modules = {f"compiled_ddp.{path.stem}" for path in (ROOT / "compiled_ddp").glob("*.py")}
-    assert not [name for name in banned if lies_in(name, OPEN_TO_PASSES)]
-    assert banned.keys() <= modules | {"passes"}, "passes/ruff.toml bans a module that no longer exists"
+    above = {room for room, floor in FLOORS.items() if floor > FLOORS["passes"] and not room.startswith("__")}
+    below = {room for room, floor in FLOORS.items() if floor < FLOORS["passes"]} - {"plan"}
+    assert banned.keys() == {"passes", *(f"compiled_ddp.{room}" for room in above | below)}
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_ddp.assignment import place_buckets
 from compiled_ddp.comm_hooks import Ranks, StatefulHook
-from compiled_ddp.hook_state import BucketHook
-from compiled_ddp.hooked_backward import HookedBackward
 from compiled_ddp.plan import GradientSpec, ReductionSequence, Section
+from compiled_ddp.planning.assignment import place_buckets
+from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.reducers.hooked_backward import HookedBackward
 
 NAMES = ("a", "b", "c")
 

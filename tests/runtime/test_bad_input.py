@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_ddp import EagerDDP, compile_ddp, torch_private
-from compiled_ddp.communicator import Communicator
+from compiled_ddp.ranks.communicator import Communicator
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

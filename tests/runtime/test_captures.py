@@ -16,9 +16,9 @@ from models import Mlp, assert_gradients, assert_step, expected_mean, row_batch
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp, torch_private
-from compiled_ddp.group_name import SHARED_NAME
-from compiled_ddp.launch_observer import LaunchObserver
 from compiled_ddp.passes.pipeline import Pipeline
+from compiled_ddp.ranks.group_name import SHARED_NAME
+from compiled_ddp.ranks.launch_observer import LaunchObserver
 from ranks import RankPool
 
 LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}  # ranks wait for each other's compiler

@@ -12,16 +12,17 @@ from models import Mlp, assert_equal_on_all_ranks, assert_gradients, expected_me
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from compiled_ddp import compile_ddp, launch_observer, torch_private
-from compiled_ddp.backward import SynchronisedBackward
-from compiled_ddp.checksum import as_row, checksum
-from compiled_ddp.forward_count import Forwards
+from compiled_ddp import compile_ddp, torch_private
+from compiled_ddp.checks.checksum import as_row, checksum
+from compiled_ddp.checks.proof import TRIES, Proof
 from compiled_ddp.passes import pipeline
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
 from compiled_ddp.passes.ops import pack
 from compiled_ddp.plan import FIRST_USED, VERIFY, BucketPlan, Riders
-from compiled_ddp.proof import TRIES, Proof
-from compiled_ddp.riders import Message, RiderReader, rider_values
+from compiled_ddp.ranks import launch_observer
+from compiled_ddp.step.backward import SynchronisedBackward
+from compiled_ddp.step.forward_count import Forwards
+from compiled_ddp.step.riders import Message, RiderReader, rider_values
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

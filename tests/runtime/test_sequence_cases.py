@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.plan import ReductionSequence
-from compiled_ddp.sequence import SequencePlanner
+from compiled_ddp.planning.sequence import SequencePlanner
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

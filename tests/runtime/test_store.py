@@ -9,9 +9,9 @@ import torch.distributed as dist
 from models import Mlp, row_batch, wrappers
 
 from compiled_ddp import EagerDDP
-from compiled_ddp.agreement import agree_on_description
-from compiled_ddp.communicator import Communicator, RankGroup
-from compiled_ddp.warmup import warm_up
+from compiled_ddp.graph.warmup import warm_up
+from compiled_ddp.ranks.agreement import agree_on_description
+from compiled_ddp.ranks.communicator import Communicator, RankGroup
 from ranks import RankPool
 
 

@@ -20,7 +20,7 @@ from models import (
 from torch import Tensor, nn
 
 from compiled_ddp import EagerDDP, compile_ddp, torch_private
-from compiled_ddp import warmup as warmup_module
+from compiled_ddp.graph import warmup as warmup_module
 from ranks import RankPool
 
 LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}  # ranks wait for each other's compiler
@@ -174,7 +174,7 @@ class Messages(logging.Handler):
 
 def _messages(rank: int) -> list[str]:
     ddp = wrappers(["compile_ddp"])["compile_ddp"](Several())
-    logger, handler = logging.getLogger("compiled_ddp.warmup"), Messages()
+    logger, handler = logging.getLogger("compiled_ddp.graph.warmup"), Messages()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     for _ in range(2):

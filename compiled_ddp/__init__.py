@@ -8,7 +8,7 @@ from compiled_ddp.parity.verify import ParameterDifference, ParityReport, verify
 from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence, Riders
 from compiled_ddp.report.explain import Explanation
 
-torch_private.leave_out_of_traces("compiled_ddp", "compiled_ddp.passes")
+torch_private.dynamo.leave_out_of_traces("compiled_ddp", "compiled_ddp.passes")
 
 __all__ = [
     "Bucket",

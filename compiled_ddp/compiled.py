@@ -161,7 +161,7 @@ class CompiledDDP(DataParallelWrapper):
         self._fallen_back: set[str] = set()  # why
         self._segments_of_forward: dict[Segment, Program | None] = {}
         self._warmups = 0
-        super().__init__(torch_private.without_compile_wrapper(module), process_group, options, ddp_arguments)
+        super().__init__(torch_private.modules.without_compile_wrapper(module), process_group, options, ddp_arguments)
         try:
             self._prepare_to_compile(self._options)
         except BaseException:
@@ -174,7 +174,7 @@ class CompiledDDP(DataParallelWrapper):
     def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         description = super()._check_and_describe(module, name, ranks)
         for part_name, part in self._own.wrappers_inside().items():
-            if isinstance(torch_private.without_compile_wrapper(part), nn.parallel.DistributedDataParallel):
+            if isinstance(torch_private.modules.without_compile_wrapper(part), nn.parallel.DistributedDataParallel):
                 raise ValueError(
                     f"{part_name} is wrapped by torch's DistributedDataParallel, which would split the graphs around "
                     "it its own way: wrap that part with EagerDDP or compile_ddp, or the whole model with EagerDDP."
@@ -191,9 +191,11 @@ class CompiledDDP(DataParallelWrapper):
         self._bindings = Bindings(self._runtime, self._own, options, self._index_of_parameter)
         self._index_parameters()
         compiled = entry_of(
-            torch_private.without_own_compilation(self.module),
+            torch_private.captures.without_own_compilation(self.module),
             backend=options.backend,
-            compiler_options=torch_private.inductor_options(options.mode, options.compiler_options, options.dynamic),
+            compiler_options=torch_private.inductor.inductor_options(
+                options.mode, options.compiler_options, options.dynamic
+            ),
             fullgraph=options.fullgraph,
             dynamic=options.dynamic,
         )
@@ -226,7 +228,7 @@ class CompiledDDP(DataParallelWrapper):
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         self._calls_of_forward, self._segments_of_forward = [], {}
         (compiled,) = self._compiled
-        limits = torch_private.recompile_limits()
+        limits = torch_private.captures.recompile_limits()
         known = len(limits.notes)
         with calling(self):
             outputs = compiled(*args, **kwargs)
@@ -246,7 +248,7 @@ class CompiledDDP(DataParallelWrapper):
 
     # ---- compiling ahead ---------------------------------------------------------------------------------------------
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         self._check_in_use()
         self._runtime.finish_broken_backward()
@@ -292,7 +294,7 @@ class CompiledDDP(DataParallelWrapper):
         call = self._bindings.call(segment, inputs, node) if self._hooks_reason() is None else None
         self._segments_of_forward[segment] = None if call is None else call.program
         if call is not None:
-            torch_private.attach(node, call)
+            torch_private.autograd.attach(node, call)
             self._calls_of_forward.append(call)
             self._calls = [reference for reference in self._calls if reference() is not None]
             self._calls.append(weakref.ref(call))

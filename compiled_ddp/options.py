@@ -84,7 +84,9 @@ class Options:
             raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {self.backend!r}.")
         if self.mode is not None and self.options is not None:
             raise ValueError("mode and options are alternatives, as in torch.compile: pass one of them.")
-        torch_private.inductor_options(self.mode, self.compiler_options, self.dynamic)  # refuses what is unknown
+        torch_private.inductor.inductor_options(
+            self.mode, self.compiler_options, self.dynamic
+        )  # refuses what is unknown
 
     @property
     def bucket_capacities_bytes(self) -> tuple[float, ...]:

@@ -267,7 +267,7 @@ def test_a_hook_binds_what_it_is_given_to_and_not_what_it_reads() -> None:
         return hooked * 3, b * c
 
     graph = captured(function, *weights(3))
-    assert any(torch_private.name_of_higher_order(node.target) == "register_hook" for node in graph.nodes)
+    assert any(torch_private.dynamo.name_of_higher_order(node.target) == "register_hook" for node in graph.nodes)
     assert reached(function, *weights(3)) == {"a": {0}, "b": {1}, "c": {1}}
 
 

@@ -9,8 +9,8 @@ from compiled_ddp.plan import Bucket, Gradient
 from compiled_ddp.ranks.hang_report import Answer, compare
 from compiled_ddp.ranks.progress import (
     Position,
-    format_bucket,
     failed_in_collective,
+    format_bucket,
     frames_of_error,
     python_position,
 )

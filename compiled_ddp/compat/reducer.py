@@ -50,7 +50,7 @@ class Reducer:
         with torch.no_grad():
             self._communicator.broadcast([parameter.detach() for parameter in parameters.values()])
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     @torch.no_grad()
     def reduce(self) -> None:
         """Average over ranks. A collective: every rank calls it, as often as all others.

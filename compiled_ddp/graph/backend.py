@@ -46,7 +46,7 @@ def _comparable(value: object) -> Hashable:
     return value
 
 
-_captures: dict[Hashable, torch_private.Capture] = {}
+_captures: dict[Hashable, torch_private.captures.Capture] = {}
 
 
 def entry_of(
@@ -57,7 +57,7 @@ def entry_of(
     key = _structure(module), backend, options, fullgraph, dynamic
     if key not in _captures:
         compile_graph = functools.partial(_compile_graph, backend=backend, compiler_options=dict(compiler_options))
-        _captures[key] = torch_private.Capture(compile_graph, fullgraph=fullgraph, dynamic=dynamic)
+        _captures[key] = torch_private.captures.Capture(compile_graph, fullgraph=fullgraph, dynamic=dynamic)
     return _captures[key].of(module)
 
 

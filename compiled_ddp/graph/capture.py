@@ -121,7 +121,7 @@ _LOOKED_THROUGH = ("tag_activation_checkpoint", "autograd_function_apply", "regi
 
 
 def _is_opaque(node: Node) -> bool:
-    return torch_private.name_of_higher_order(node.target) not in ("", *_LOOKED_THROUGH)
+    return torch_private.dynamo.name_of_higher_order(node.target) not in ("", *_LOOKED_THROUGH)
 
 
 def _all_nodes(graph: Graph) -> Iterator[Node]:

@@ -10,7 +10,8 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
-from compiled_ddp.torch_private import BackwardImplementation, Rewriting, TracedBackward
+from compiled_ddp.torch_private.aot import BackwardImplementation, TracedBackward
+from compiled_ddp.torch_private.inductor import Rewriting
 
 LOCAL = Rewriting()  # the backward as plain torch.compile has it, whose cache entry it shares
 
@@ -45,10 +46,10 @@ class CompiledGraph:
         """
         self._backend, self._options = backend, options
         self._first = self._rewriting = first
-        self._kept = torch_private.copy_captured(graph_module)
-        self._fake_inputs = torch_private.captured_inputs(graph_module)
+        self._kept = torch_private.dynamo.copy_captured(graph_module)
+        self._fake_inputs = torch_private.dynamo.captured_inputs(graph_module)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
-        self._state = torch_private.CaptureState(sorted(devices))
+        self._state = torch_private.dynamo.CaptureState(sorted(devices))
         self._lock = threading.RLock()
         self._backwards: dict[str, BackwardImplementation] = {}  # by identity
         self._traced: TracedBackward | None = None
@@ -57,16 +58,16 @@ class CompiledGraph:
         try:
             self.forward = self._compile(graph_module, example_inputs, cached=True)
         except Exception as error:
-            if torch_private.asks_for_another_capture(error):
+            if torch_private.dynamo.asks_for_another_capture(error):
                 raise
             raise CompilerFailed(self._kept) from error
         # The autograd.Function whose node outputs hang on; None without gradients.
-        self.function = torch_private.compiled_function_of(self.forward)
+        self.function = torch_private.aot.compiled_function_of(self.forward)
         if self.function is not None:
-            self._first_backward = torch_private.backward_implementation(self.function)
+            self._first_backward = torch_private.aot.backward_implementation(self.function)
 
     def _compile(self, graph_module: GraphModule, inputs: Sequence[Any], *, cached: bool) -> Callable[..., Any]:
-        return torch_private.compile_captured(
+        return torch_private.inductor.compile_captured(
             graph_module,
             inputs,
             backend=self._backend,
@@ -90,11 +91,11 @@ class CompiledGraph:
         """AOTAutograd may have it in its cache, or have compiled it together with the forward."""
         with contextlib.suppress(LookupError):
             self._traced = TracedBackward(self._function, self._first_backward)  # before it is cached
-        return self._first_backward, torch_private.compile_backward_now(self._first_backward)
+        return self._first_backward, torch_private.aot.compile_backward_now(self._first_backward)
 
     def _compile_another(self, rewriting: Rewriting) -> BackwardImplementation:
         if self._spares_saved_tensors:
-            rewriting = replace(rewriting, identity=rewriting.identity + torch_private.SPARING)
+            rewriting = replace(rewriting, identity=rewriting.identity + torch_private.aot.SPARING)
         traced = self._trace()
         with self._compiling(rewriting):
             return traced.compile()
@@ -111,10 +112,10 @@ class CompiledGraph:
         retain_graph on, backwards are compiled anew without that, on the rank that asks for it alone.
         """
         with self._lock:
-            if not self._spares_saved_tensors and torch_private.overwrites_saved_tensors(self._function):
+            if not self._spares_saved_tensors and torch_private.aot.overwrites_saved_tensors(self._function):
                 self._spares_saved_tensors = True
                 self._backwards.clear()
-                torch_private.allow_several_backwards(self._function)
+                torch_private.aot.allow_several_backwards(self._function)
 
     def check_fits(self, saved_and_tangents: Sequence[Any]) -> None:
         """Raise RuntimeError if the graph, when it was traced again, saved another number of tensors for backward."""
@@ -143,10 +144,10 @@ class CompiledGraph:
 
     def _trace_again(self) -> TracedBackward:
         with self._state.restored(), self._compiling(LOCAL):
-            compiled = self._compile(torch_private.copy_captured(self._kept), self._fake_inputs, cached=False)
-        function = torch_private.compiled_function_of(compiled)
+            compiled = self._compile(torch_private.dynamo.copy_captured(self._kept), self._fake_inputs, cached=False)
+        function = torch_private.aot.compiled_function_of(compiled)
         assert function is not None
-        traced = TracedBackward(function, torch_private.backward_implementation(function))
+        traced = TracedBackward(function, torch_private.aot.backward_implementation(function))
         self._inputs_when_traced_again = traced.inputs
         return traced
 

@@ -25,7 +25,7 @@ def watched_graph(communicator: Communicator, group_name: str) -> Iterator[None]
 
 
 def _named_in_profiles(communicator: Communicator, group_name: str) -> contextlib.AbstractContextManager[object]:
-    if not torch_private.profiler_is_on():
+    if not torch_private.autograd.profiler_is_on():
         return contextlib.nullcontext()
     standing = communicator.standing
     return LaunchObserver(

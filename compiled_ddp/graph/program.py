@@ -18,7 +18,7 @@ from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.group_name import SHARED_NAME, name_in_graphs
 from compiled_ddp.step.backward import SynchronisedBackward
 from compiled_ddp.step.runtime import Runtime, SegmentCall
-from compiled_ddp.torch_private import Rewriting
+from compiled_ddp.torch_private.inductor import Rewriting
 
 # [Note: backward variants] A graph has one forward and several backwards, each compiled when it is first needed:
 # local          no collective, no scaling: what plain torch.compile produces, and shares its cache entry
@@ -50,7 +50,7 @@ class Program:
         self.plan = plan
         self._graph = graph
         self._in_cuda_graphs = backend == "inductor" and any(
-            torch_private.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
+            torch_private.inductor.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
         )
         self._communicator = weakref.ref(communicator)  # an autograd graph that lives on is not to keep it
         self._shares_name = not hooks and not self._in_cuda_graphs  # hooks are traced with the communicator's own
@@ -167,7 +167,7 @@ class Bound:
 
 def _rewriting(pipeline: Pipeline) -> Rewriting:
     def rewrite(backward: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
-        positions = torch_private.gradient_output_positions(backward.graph)
+        positions = torch_private.aot.gradient_output_positions(backward.graph)
         pipeline.run(backward.graph, output_positions=positions)
         backward.recompile()
         placeholders = backward.graph.find_nodes(op="placeholder")

@@ -88,7 +88,7 @@ class SegmentCall:
 
     def will_run(self) -> bool:
         node = self._node()
-        return node is not None and torch_private.backward_will_execute(node)
+        return node is not None and torch_private.autograd.backward_will_execute(node)
 
     def compile(self, *, folds: bool) -> str | None:
         """Compile the backward that reduces in the graph; returns how the compiler has failed, if it has.
@@ -128,7 +128,7 @@ class Segment:
         # [Note: undefined gradients]
         self._outputs_of = {} if reached is None else with_own_outputs(reached, self.gradient_order)
         self._slots: list[int | None] | None = None  # of the outputs, among what comes to a call's node
-        self._uncompiled: torch_private.BackwardImplementation | None = None  # in place of the local one
+        self._uncompiled: torch_private.aot.BackwardImplementation | None = None  # in place of the local one
         first = caller_of_this_thread().segment_captured(self, example_inputs)
         with contextlib.nullcontext() if first is None else first.named():
             self.graph = CompiledGraph(
@@ -139,23 +139,23 @@ class Segment:
                 first=LOCAL if first is None else first.rewriting("synchronised"),
             )
         if self.graph.function is not None:  # None without gradients: an inference graph has no backward
-            traced = torch_private.inputs_with_gradient(self.graph.function)
+            traced = torch_private.aot.inputs_with_gradient(self.graph.function)
             if traced is not None:
                 self.gradient_order = [position for position in self.gradient_order if position in traced]
-            torch_private.replace_backward_implementation(self.graph.function, self._run_backward)
+            torch_private.aot.replace_backward_implementation(self.graph.function, self._run_backward)
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self.graph.forward(*inputs)
         if not torch.is_grad_enabled():
             return outputs
         if self.graph.function is None:
-            torch_private.check_without_backward(inputs, outputs)
+            torch_private.aot.check_without_backward(inputs, outputs)
         else:
-            node = torch_private.node_of(self.graph.function, outputs)
+            node = torch_private.aot.node_of(self.graph.function, outputs)
             if node is not None:
                 if self._outputs_of:
-                    self._slots = self._slots or torch_private.slots_of(node, outputs)
-                    torch_private.note_undefined(node)
+                    self._slots = self._slots or torch_private.autograd.slots_of(node, outputs)
+                    torch_private.autograd.note_undefined(node)
                 caller_of_this_thread().segment_called(self, inputs, node)
         return outputs
 
@@ -163,7 +163,7 @@ class Segment:
         """Compile the local backward before it is needed; returns False if it was compiled already."""
         return self._local_backward()[1]
 
-    def _local_backward(self) -> tuple[torch_private.BackwardImplementation, bool]:
+    def _local_backward(self) -> tuple[torch_private.aot.BackwardImplementation, bool]:
         if self._uncompiled is None:
             try:
                 return self.graph.backward(LOCAL)
@@ -174,7 +174,7 @@ class Segment:
 
     def _run_backward(self, node: Any, saved_and_tangents: list[Any]) -> Any:
         """The backward of every call, between AOTAutograd's prologue and epilogue."""
-        if torch_private.keeps_graph():
+        if torch_private.autograd.keeps_graph():
             self.graph.spare_saved_tensors()
         undefined = self._undefined(node)
         gradients = self._gradients(node, saved_and_tangents, undefined)
@@ -184,14 +184,14 @@ class Segment:
 
     def _undefined(self, node: Any) -> frozenset[int]:
         """The inputs that the running backward brings no gradient: [Note: undefined gradients]"""
-        slots = torch_private.undefined_at(node)
+        slots = torch_private.autograd.undefined_at(node)
         if not slots or self._slots is None:
             return frozenset()
         used = {number for number, slot in enumerate(self._slots) if slot not in slots}
         return frozenset(place for place, outputs in self._outputs_of.items() if used.isdisjoint(outputs))
 
     def _gradients(self, node: Any, saved_and_tangents: list[Any], undefined: frozenset[int]) -> Any:
-        call: SegmentCall | None = torch_private.attached(node)
+        call: SegmentCall | None = torch_private.autograd.attached(node)
         runtime = call.until_backward.take() if call is not None else None
         if call is not None and runtime is not None:
             if self._outputs_of:

@@ -18,7 +18,7 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
     """What a `wrapper` of `module` looks after. Raises TypeError or ValueError, with what to do, if it cannot."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{wrapper} wraps a torch.nn.Module, found {type(module).__name__}.")
-    bare = torch_private.without_compile_wrapper(module)
+    bare = torch_private.modules.without_compile_wrapper(module)
     if isinstance(bare, nn.parallel.DistributedDataParallel):
         raise ModelError(
             f"the model is already wrapped by torch's DistributedDataParallel: pass its .module to {wrapper}."
@@ -88,7 +88,7 @@ def _check_not_owned(state: OwnState) -> None:
     for name, parameter in state.trained().items():
         other = other_state_of(parameter, state)
         if other is not None:
-            module = torch_private.without_compile_wrapper(other.module)
+            module = torch_private.modules.without_compile_wrapper(other.module)
             raise ModelError(
                 f"parameter {name} belongs to a {type(module).__name__} that {type(owner_of_state(other)).__name__} "
                 "wraps: two wrappers would both scale its gradient. Wrap one module that contains both, unwrap() the "
@@ -102,7 +102,7 @@ def _check_materialised(state: OwnState) -> None:
     ]
     tensors += [(f"buffer {name}", buffer) for name, buffer in state.buffers().items()]
     for name, tensor in tensors:
-        if torch_private.is_distributed_tensor(tensor):
+        if torch_private.tensors.is_distributed_tensor(tensor):
             raise ModelError(
                 f"{name} is a DTensor, whose parts are not this wrapper's to average: wrap a model of plain tensors, "
                 "or have the DTensors ignored by their names in model._ddp_params_and_buffers_to_ignore and average "
@@ -123,7 +123,7 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
 
 def check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
-        if torch_private.has_optimizer_in_backward(parameter):
+        if torch_private.tensors.has_optimizer_in_backward(parameter):
             raise ModelError(
                 f"parameter {name} has an optimizer of torch.distributed.optim's _apply_optimizer_in_backward, which "
                 "steps as soon as this rank's own gradient is there. Make an optimizer for each parameter and let it "
@@ -168,7 +168,7 @@ def _properties(tensor: torch.Tensor) -> list[object]:
 
 def check_not_inside_ddp(state: OwnState, wrapper: str) -> None:
     """Raise RuntimeError if torch's DDP, whose forward runs this one, averages what `wrapper` averages too."""
-    ddp = torch_private.running_ddp()
+    ddp = torch_private.modules.running_ddp()
     if ddp is None:
         return
     averaged = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}

@@ -19,7 +19,7 @@ class OwnState:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.ignored = tuple(torch_private.names_to_ignore(module))
+        self.ignored = tuple(torch_private.modules.names_to_ignore(module))
         self._ignored = frozenset(map(_plain, self.ignored))
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -93,7 +93,7 @@ def produces_sparse_gradient(module: nn.Module) -> bool:
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether `module` reduces the gradients of what it holds: a wrapper of ours or torch's."""
-    bare = torch_private.without_compile_wrapper(module)
+    bare = torch_private.modules.without_compile_wrapper(module)
     # Of the type: another module may hand on the attributes of a wrapper that it holds.
     is_ours = getattr(type(bare), "is_compiled_ddp_wrapper", False)
     return is_ours or isinstance(bare, nn.parallel.DistributedDataParallel)
@@ -105,4 +105,4 @@ def _joined(prefix: str, key: str) -> str:
 
 def _plain(name: str) -> str:
     """A name as the model has it that was not compiled; for its own parameters DDP's documentation writes ".weight"."""
-    return torch_private.without_compile_prefixes(name).removeprefix(".")
+    return torch_private.modules.without_compile_prefixes(name).removeprefix(".")

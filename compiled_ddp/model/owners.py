@@ -35,7 +35,7 @@ _owner_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def mark_wrapped(state: OwnState, owner: Owner) -> None:
     """Note that `owner` looks after `state`, for as long as it lives and until `unmark_wrapped`."""
     _in_use[state] = weakref.ref(owner)
-    for part in (torch_private.without_compile_wrapper(state.module), *state.parameters().values()):
+    for part in (torch_private.modules.without_compile_wrapper(state.module), *state.parameters().values()):
         if _state_of(part) is None:  # a parameter that is frozen here may be trained by an earlier wrapper
             _owner_of[part] = weakref.ref(state)
 
@@ -68,7 +68,7 @@ def other_state_of(part: object, own: OwnState) -> OwnState | None:
 def _is_others(state: OwnState | None, own: OwnState) -> bool:
     if state is None or state is own:
         return False
-    bare = torch_private.without_compile_wrapper
+    bare = torch_private.modules.without_compile_wrapper
     return bare(state.module) is not bare(own.module)
 
 
@@ -76,7 +76,7 @@ def owner_of(module: object) -> Owner | None:
     """The wrapper of `module` itself, or of what torch.compile has made of it, that is in use."""
     if not isinstance(module, nn.Module):
         return None
-    bare = torch_private.without_compile_wrapper(module)
+    bare = torch_private.modules.without_compile_wrapper(module)
     if _owner_of_very(bare) is None:
         return None
     gc.collect()  # as above

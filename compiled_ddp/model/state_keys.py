@@ -19,7 +19,7 @@ def bare_keys_in_state(wrapper: nn.Module) -> None:
     wrapper.register_state_dict_post_hook(strip_own_prefix)
 
 
-@torch_private.untraced
+@torch_private.dynamo.untraced
 def strip_own_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
     """Take "module." off the wrapper's own keys in `state`: a post-hook of its state_dict()."""
     own = f"{prefix}module."
@@ -32,7 +32,7 @@ def strip_own_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, met
         versions.update({f"{prefix}{key[len(own) :]}".rstrip("."): versions.pop(key) for key in own_versions})
 
 
-@torch_private.untraced
+@torch_private.dynamo.untraced
 def accept_wrapped_keys(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Rename the keys under `prefix` to the wrapper's own, where it is loaded as part of a larger module."""
     module = wrapper.module

@@ -98,10 +98,10 @@ class ModelWatch:
         Raises RuntimeError if something was replaced or removed, or has changed besides what a functional_call
         replaces, ValueError if an optimizer would step in the backward.
         """
-        if any(torch_private.has_optimizer_in_backward(parameter) for parameter, _ in self._trained):
+        if any(torch_private.tensors.has_optimizer_in_backward(parameter) for parameter, _ in self._trained):
             check_stepped_after_backward(self._state.trained())
         if not self._is_in_place():
-            given = {id(value): value for value in torch_private.given_by_functional_calls()}
+            given = {id(value): value for value in torch_private.modules.given_by_functional_calls()}
             if any(id(part) in given for now, _ in self._contents for part in now.values()):
                 return self._look_through(given)
         if not self._follows:
@@ -138,7 +138,7 @@ class ModelWatch:
         """Whether a tensor, or what torch.func's transforms have wrapped in it, may have been made of parameters."""
         if not isinstance(value, torch.Tensor):
             return False
-        bare = torch_private.without_transforms(value)
+        bare = torch_private.autograd.without_transforms(value)
         return bare.requires_grad and (not bare.is_leaf or any(bare is parameter for parameter, _ in self._trained))
 
     def _lacks_any(self) -> bool:

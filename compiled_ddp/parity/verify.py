@@ -63,7 +63,7 @@ class ParityReport:
         return f"{table}\nLargest relative difference {self.largest:.2e} ({over})."
 
 
-@torch_private.untraced
+@torch_private.dynamo.untraced
 def verify_parity(
     model: nn.Module,
     batch: Any,

@@ -62,7 +62,7 @@ class RankGroup:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.timeout: timedelta = torch_private.group_timeout(group)
+        self.timeout: timedelta = torch_private.groups.group_timeout(group)
         made = _wrappers_made.setdefault(default_group, {})
         ordinal = made.get(self.ranks, 0)
         made[self.ranks] = ordinal + 1
@@ -126,7 +126,9 @@ class RankGroup:
     def new_process_group(self) -> tuple[dist.ProcessGroup, str]:
         """A further process group of the same ranks, under `name`, and the name that graphs call it by."""
         try:
-            return torch_private.new_group_named(self.name, self.ranks, parent=self.process_group, timeout=self.timeout)
+            return torch_private.groups.new_group_named(
+                self.name, self.ranks, parent=self.process_group, timeout=self.timeout
+            )
         except RuntimeError as error:
             here, others = self.ranks[self.rank], list(self.ranks)
             raise RuntimeError(
@@ -197,7 +199,7 @@ class Communicator:
             self.refuse_if_failed()
             self.standing.note_wait(f"the parameters and buffers of {self._in_words(source)}")
             with self.explaining("the broadcast of parameters and buffers failed"):
-                torch_private.broadcast_coalesced(self.group, list(tensors), source=source)
+                torch_private.groups.broadcast_coalesced(self.group, list(tensors), source=source)
             self.standing.note_wait("")
 
     def _in_words(self, rank: int) -> str:
@@ -256,7 +258,7 @@ def _end(group: dist.ProcessGroup | None, *, only_gloo: bool = False) -> None:
     if group is None:
         return
     group_name.forget(group)
-    is_open = dist.is_initialized() and torch_private.is_registered(group)
+    is_open = dist.is_initialized() and torch_private.groups.is_registered(group)
     if is_open and (not only_gloo or _is_gloo(group)):
         dist.destroy_process_group(group)
 

@@ -31,7 +31,7 @@ class _Holder:
             if self._group is None or self._group() is not group:
                 if self._running:
                     return False
-                torch_private.name_group(group, SHARED_NAME)
+                torch_private.groups.name_group(group, SHARED_NAME)
                 self._group = weakref.ref(group)
             self._running += 1
             return True
@@ -43,7 +43,7 @@ class _Holder:
     def forget(self, group: dist.ProcessGroup) -> None:
         with self._lock:
             if self._group is not None and self._group() is group:
-                torch_private.forget_group_name(SHARED_NAME)
+                torch_private.groups.forget_group_name(SHARED_NAME)
                 self._group = None
 
 

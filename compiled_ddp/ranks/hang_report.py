@@ -140,7 +140,7 @@ class _Exchange:
 
     def _answer_requests(self) -> None:
         answered = 0
-        self._store = torch_private.with_own_connection(self._store)
+        self._store = torch_private.groups.with_own_connection(self._store)
         while not self._wake.wait(self._poll_seconds) and dist.is_initialized() and self._world_lives():
             requests = self._requests()
             if requests > answered:

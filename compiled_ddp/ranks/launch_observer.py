@@ -14,7 +14,7 @@ _LAUNCHES = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_func
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
-class LaunchObserver(torch_private.DispatchMode):
+class LaunchObserver(torch_private.autograd.DispatchMode):
     """While entered, calls `launch` and `wait` around the collectives that this thread issues on one group.
 
     `launch(bucket, flat_buffer)` is called before the all-reduce of a bucket and `wait(bucket)` before its wait; the
@@ -67,6 +67,6 @@ def profiled(what: str, name: Callable[[int], str], bucket: int) -> AbstractCont
 
     Nothing where neither records.
     """
-    if torch_private.profiler_is_on():
+    if torch_private.autograd.profiler_is_on():
         return record_function(f"compiled_ddp: {what} {name(bucket)}")
     return contextlib.nullcontext()

@@ -110,8 +110,8 @@ class Standing:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
-        self._count_launches = torch_private.launch_counter(group)
-        self.counts_launches = torch_private.counts_collectives(group)
+        self._count_launches = torch_private.groups.launch_counter(group)
+        self.counts_launches = torch_private.groups.counts_collectives(group)
         self._step, self._stage = 0, _BEFORE
         self._thread = threading.main_thread().ident
         self._backward = _Backward()

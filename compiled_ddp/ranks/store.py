@@ -21,7 +21,7 @@ class Store:
 
     def __init__(self, prefix: str) -> None:
         """Raises ValueError if torch.distributed is not initialised."""
-        self.shared = dist.PrefixStore(prefix, torch_private.default_store())
+        self.shared = dist.PrefixStore(prefix, torch_private.groups.default_store())
         self._of_threads = threading.local()
 
     @contextlib.contextmanager
@@ -34,5 +34,5 @@ class Store:
                 _used_by_a_thread.release()
             return
         if not hasattr(self._of_threads, "own"):
-            self._of_threads.own = torch_private.with_own_connection(self.shared)
+            self._of_threads.own = torch_private.groups.with_own_connection(self.shared)
         yield self._of_threads.own

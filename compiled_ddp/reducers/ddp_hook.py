@@ -70,7 +70,7 @@ class HookedReduction:
     """What a hook has launched for one bucket."""
 
     def __init__(
-        self, comm_hook: "TorchCommHook", future: "torch_private.AnyFuture[Any]", flat_buffer: torch.Tensor
+        self, comm_hook: "TorchCommHook", future: "torch_private.groups.AnyFuture[Any]", flat_buffer: torch.Tensor
     ) -> None:
         self._comm_hook, self._future, self._flat_buffer = comm_hook, future, flat_buffer
 
@@ -129,7 +129,7 @@ class TorchCommHook:
         Raises what the hook raises, TypeError if it returns no future.
         """
         future = self._hook(self._state, bucket)
-        if not isinstance(future, torch_private.AnyFuture):
+        if not isinstance(future, torch_private.groups.AnyFuture):
             raise TypeError(
                 f"the communication hook {self.name} must return a torch.futures.Future, found {type(future)!r}."
             )

@@ -104,7 +104,7 @@ class HookProgram:
             reduced, *new = _checked(hook, results, [gradients, *before])
             return reduced, *_unless_not_finite(reduced, new, before)
 
-        traced = torch_private.trace_functional(run, [flat, *state])
+        traced = torch_private.tracing.trace_functional(run, [flat, *state])
         self.graph: Graph = traced.graph
         if self.graph.find_nodes(op="get_attr"):
             raise ValueError(
@@ -137,7 +137,7 @@ class HookProgram:
         instead: Mapping[object, Callable[..., Any]] | None = None,
     ) -> None:
         """Run some of the nodes, from and into `values`; `instead` has functions to call in place of operators."""
-        with torch_private.without_autocast():  # the dtypes are those that the hook was traced with
+        with torch_private.tensors.without_autocast():  # the dtypes are those that the hook was traced with
             for node in nodes:
                 if node.op == "call_function":
                     assert callable(node.target)
@@ -228,8 +228,8 @@ def _set_result_apart(graph: Graph) -> None:
     result, *state = output_values(graph)
     assert result is not None
     value = result.meta["val"]
-    taken = {torch_private.memory_of(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
-    if torch_private.memory_of(value) in taken or not value.is_contiguous() or value.storage_offset():
+    taken = {torch_private.tensors.memory_of(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
+    if torch_private.tensors.memory_of(value) in taken or not value.is_contiguous() or value.storage_offset():
         with graph.inserting_before(graph.output_node()):
             copied = graph.call_function(_clone, (result,), {"memory_format": torch.contiguous_format})
         copied.meta["val"] = value.clone(memory_format=torch.contiguous_format)

@@ -113,7 +113,7 @@ class SynchronisedBackward:
         buffers.renew_held(parameter.grad for parameter in parameters.tensors)
         self._existing = dict(self._take_existing())
         self._begun_with = {
-            index: (weakref.ref(parameter.grad), torch_private.version_of(parameter.grad))
+            index: (weakref.ref(parameter.grad), torch_private.tensors.version_of(parameter.grad))
             for index, parameter in enumerate(parameters.tensors)
             if parameter.grad is not None and not parameter.grad.is_inference()
         }
@@ -242,7 +242,7 @@ class SynchronisedBackward:
             if existing is not None:
                 self._check(gradient.index, existing)
                 self.pending[gradient.index] = existing
-                if torch_private.backward_will_accumulate(parameter):
+                if torch_private.autograd.backward_will_accumulate(parameter):
                     self._accumulated.add(gradient.index)
                 parameter.grad = None
                 if existing.stride() == gradient.stride:
@@ -273,7 +273,9 @@ class SynchronisedBackward:
         """Note the new state that the section's graph returns. Before its gradients reach the parameters."""
         if self._bucket_hook is not None:
             indices = self.sections[section].plan.indices
-            left_out = {i for i in indices if torch_private.fate_of_gradient(self._parameters.tensors[i]) == "none"}
+            left_out = {
+                i for i in indices if torch_private.autograd.fate_of_gradient(self._parameters.tensors[i]) == "none"
+            }
             self._bucket_hook.keep(self._positions_in(section), state, left_out)
 
     def settle_hook_state(self) -> None:
@@ -334,7 +336,9 @@ class SynchronisedBackward:
         """Whether .grad is another one than that with which this backward began, or has been added to since."""
         gradient = self._parameters.tensors[index].grad
         begun_with, version = self._begun_with.get(index, (lambda: None, 0))
-        return gradient is not begun_with() or (gradient is not None and torch_private.version_of(gradient) != version)
+        return gradient is not begun_with() or (
+            gradient is not None and torch_private.tensors.version_of(gradient) != version
+        )
 
     def _awaits_more(self, index: int) -> bool:
         """Whether more may be added to .grad before it goes into its bucket: `launch_rest` takes what is left."""

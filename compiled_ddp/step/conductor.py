@@ -154,8 +154,10 @@ class Conductor:
         world = dist.group.WORLD
         assert world is not None
         if world not in self._orders:
-            store = dist.PrefixStore("compiled_ddp/order", torch_private.default_store())
-            self._orders[world] = SharedOrder(torch_private.with_own_connection(store))  # [Note: threads and the store]
+            store = dist.PrefixStore("compiled_ddp/order", torch_private.groups.default_store())
+            self._orders[world] = SharedOrder(
+                torch_private.groups.with_own_connection(store)
+            )  # [Note: threads and the store]
         return self._orders[world]
 
 

@@ -22,7 +22,7 @@ class HeldBack:
     hook: Hook
     holds: Callable[[], bool]
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def __call__(self, parameter: torch.Tensor) -> None:
         if not self.holds():
             self.hook(parameter)
@@ -30,12 +30,12 @@ class HeldBack:
 
 def has_several(parameter: torch.Tensor) -> bool:
     """Whether `parameter` has a post-accumulate hook besides our own."""
-    return len(torch_private.post_accumulate_hooks(parameter)) > 1
+    return len(torch_private.tensors.post_accumulate_hooks(parameter)) > 1
 
 
 def hold_back(parameter: torch.Tensor, own_id: int, holds: Callable[[], bool]) -> None:
     """Hold back every hook of `parameter` but our own, whose handle has the id `own_id`."""
-    hooks = torch_private.post_accumulate_hooks(parameter)
+    hooks = torch_private.tensors.post_accumulate_hooks(parameter)
     for key, hook in list(hooks.items()):
         if key != own_id and not isinstance(hook, HeldBack):
             hooks[key] = HeldBack(hook, holds)
@@ -43,14 +43,14 @@ def hold_back(parameter: torch.Tensor, own_id: int, holds: Callable[[], bool]) -
 
 def run_held_back(parameter: torch.Tensor) -> None:
     """Call the users' hooks of `parameter`, in the order of their registration: its .grad is reduced now."""
-    for hook in list(torch_private.post_accumulate_hooks(parameter).values()):
+    for hook in list(torch_private.tensors.post_accumulate_hooks(parameter).values()):
         if isinstance(hook, HeldBack):
             hook.hook(parameter)
 
 
 def give_back(parameter: torch.Tensor) -> None:
     """Put the users' hooks back in their places."""
-    hooks: MutableMapping[int, Hook] = torch_private.post_accumulate_hooks(parameter)
+    hooks: MutableMapping[int, Hook] = torch_private.tensors.post_accumulate_hooks(parameter)
     for key, hook in list(hooks.items()):
         if isinstance(hook, HeldBack):
             hooks[key] = hook.hook
@@ -58,5 +58,5 @@ def give_back(parameter: torch.Tensor) -> None:
 
 def sees_unreduced(parameter: torch.Tensor) -> bool:
     """Whether a hook of the user's was registered too late to be held back in this backward."""
-    hooks = torch_private.post_accumulate_hooks(parameter).values()
+    hooks = torch_private.tensors.post_accumulate_hooks(parameter).values()
     return has_several(parameter) and sum(not isinstance(hook, HeldBack) for hook in hooks) > 1

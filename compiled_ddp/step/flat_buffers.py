@@ -29,7 +29,7 @@ class FlatBuffer:
         self.writers = Writers(bucket.device)
         self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
-        self._own_holders = torch_private.storage_holders(self.flat)
+        self._own_holders = torch_private.tensors.storage_holders(self.flat)
 
     @property
     def address(self) -> int:
@@ -44,14 +44,14 @@ class FlatBuffer:
 
         `gradients_in_place` is how many tensors may: each is the .grad of a parameter, and lies in this memory.
         """
-        holders = torch_private.storage_holders(self.flat)
+        holders = torch_private.tensors.storage_holders(self.flat)
         is_whole = self.flat.untyped_storage().nbytes() >= self.bucket.nbytes
         if holders > self._own_holders + gradients_in_place or not is_whole:
             self._take_memory()
 
     def lend(self) -> torch.Tensor:
         """Memory for a graph to pack this bucket into; new memory while anyone else holds a view of it."""
-        in_use = torch_private.storage_holders(self.flat) > self._own_holders
+        in_use = torch_private.tensors.storage_holders(self.flat) > self._own_holders
         return torch.empty_like(self.flat) if in_use else self.flat
 
     def holds(self, index: int, gradient: torch.Tensor | None) -> bool:

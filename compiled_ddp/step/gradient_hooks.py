@@ -84,7 +84,7 @@ def _remove(handle: Any, parameter: torch.nn.Parameter) -> None:
     deferred_hooks.give_back(parameter)
 
 
-@torch_private.untraced
+@torch_private.dynamo.untraced
 def _gradient_accumulated(listener: weakref.ref[Listener], index: int, _: torch.Tensor) -> None:
     alive = listener()
     if alive is not None:

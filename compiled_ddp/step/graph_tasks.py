@@ -21,7 +21,7 @@ class OpenTasks:
 
     def has_current(self) -> bool:
         """Whether the task that this thread runs has been noted."""
-        return torch_private.current_graph_task() in self._ends
+        return torch_private.autograd.current_graph_task() in self._ends
 
     def has(self, task: int) -> bool:
         """Whether this task has been noted, and has not been closed."""
@@ -36,10 +36,10 @@ class OpenTasks:
         """Note the task that this thread runs; `at_end` is called with it when it has ended without an exception."""
         for ended in [task for task, end in self._ends.items() if end() is None]:
             self.close(ended)  # an exception has ended it
-        task = torch_private.current_graph_task()
+        task = torch_private.autograd.current_graph_task()
         end = functools.partial(at_end, task)
         self._ends[task], self._threads[task] = weakref.ref(end), threading.get_ident()
-        torch_private.call_at_end_of_backward(end)
+        torch_private.autograd.call_at_end_of_backward(end)
 
     def are_running(self, *, but: int | None = None) -> bool:
         """Whether autograd still runs one of them, other than `but`."""

@@ -69,7 +69,7 @@ class UnevenInputs:
     @property
     def is_training(self) -> bool:
         """Whether this rank is in a join and still has data."""
-        return torch_private.is_joining(self._joinable) and not self._shadows
+        return torch_private.modules.is_joining(self._joinable) and not self._shadows
 
     @property
     def _throws(self) -> bool:
@@ -199,7 +199,7 @@ class WrapperJoinHook(JoinHook):
         super().__init__()
         self._uneven, self._follow, self._finish = uneven, follow, finish
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def main_hook(self) -> None:
         try:
             self._follow()
@@ -207,7 +207,7 @@ class WrapperJoinHook(JoinHook):
             self._uneven.end_shadowing()
             raise
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def post_hook(self, is_last_joiner: bool) -> None:
         try:
             self._finish(is_last_joiner)
@@ -224,7 +224,7 @@ class JoinContext(Join):
         super().__init__([joinable], enable, **kwargs)
         self._uneven, self._follow, self._is_enabled = uneven, follow, enable
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> None:
         with contextlib.ExitStack() as stack:
             stack.callback(self._uneven.leave)

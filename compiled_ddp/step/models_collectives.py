@@ -22,11 +22,11 @@ class ModelsCollectives:
     def begin(self) -> None:
         """The model's forward or backward begins."""
         if self._looks:
-            self._before = torch_private.collectives_of_others()
+            self._before = torch_private.groups.collectives_of_others()
 
     def end(self) -> None:
         if self._looks:
-            self.seen = torch_private.collectives_of_others() != self._before
+            self.seen = torch_private.groups.collectives_of_others() != self._before
             self._looks = not self.seen
 
     def stop_looking(self) -> None:

@@ -40,7 +40,7 @@ class OwnGradients:
 
 def _now(parameter: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     gradient = parameter.grad
-    return gradient, 0 if gradient is None else torch_private.version_of(gradient)
+    return gradient, 0 if gradient is None else torch_private.tensors.version_of(gradient)
 
 
 def _is(one: tuple[torch.Tensor | None, int] | None, other: tuple[torch.Tensor | None, int]) -> bool:

@@ -28,7 +28,7 @@ class ReturnedGradients:
         for handle in self._handles:
             handle.remove()
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def _returned(self, index: int, gradient: torch.Tensor) -> None:
         self._addresses[index] = gradient.data_ptr()
 
@@ -48,7 +48,7 @@ def watch_returned(parameters: Sequence[torch.nn.Parameter]) -> ReturnedGradient
     """For the running torch.autograd.grad of some of `parameters`; None in a backward that accumulates."""
     requested = []
     for index, parameter in enumerate(parameters):
-        fate = torch_private.fate_of_gradient(parameter)
+        fate = torch_private.autograd.fate_of_gradient(parameter)
         if fate == "accumulated":
             return None
         if fate == "returned":
@@ -58,6 +58,6 @@ def watch_returned(parameters: Sequence[torch.nn.Parameter]) -> ReturnedGradient
 
 def returns_inputs_alone(parameters: Sequence[torch.nn.Parameter]) -> bool:
     """Whether the running backward is a torch.autograd.grad of tensors that are none of `parameters`."""
-    if any(torch_private.fate_of_gradient(parameter) != "none" for parameter in parameters):
+    if any(torch_private.autograd.fate_of_gradient(parameter) != "none" for parameter in parameters):
         return False
-    return torch_private.backward_accumulates_nothing()
+    return torch_private.autograd.backward_accumulates_nothing()

@@ -80,12 +80,12 @@ class UntilBackward:
 
     def take(self) -> "Runtime | None":
         """The runtime, for the backward that this thread runs; None once it is gone."""
-        if not torch_private.keeps_graph():
+        if not torch_private.autograd.keeps_graph():
             self._held = None
         return self._runtime()
 
 
-@torch_private.untraced
+@torch_private.dynamo.untraced
 def _reached(graph: UntilBackward, _: object) -> None:
     runtime = graph.take()
     if runtime is not None:
@@ -257,7 +257,7 @@ class Runtime:
             if self._counted and self._expected:  # not a recomputation inside a backward
                 self._forwards.returned(nodes)
             for node in nodes:
-                if torch_private.attached(node) is None:  # a captured segment's node begins it by itself
+                if torch_private.autograd.attached(node) is None:  # a captured segment's node begins it by itself
                     node.register_prehook(functools.partial(_reached, UntilBackward(self)))
 
     def output_reached(self) -> None:
@@ -269,7 +269,7 @@ class Runtime:
         """Whether the running backward brings parameters a gradient that nothing reduces, which nobody asked for."""
         if self.local or not self._accumulates_locally:
             return False
-        return any(torch_private.fate_of_gradient(p) != "none" for p in self.parameters.tensors)
+        return any(torch_private.autograd.fate_of_gradient(p) != "none" for p in self.parameters.tensors)
 
     def _is_local(self) -> bool:
         """Whether the running backward is a torch.autograd.grad of inputs alone, of which other ranks need not know."""
@@ -318,9 +318,9 @@ class Runtime:
             return self._current
 
     def _enter_task(self) -> None:
-        if torch_private.in_compiled_autograd():
-            raise RuntimeError(torch_private.COMPILED_AUTOGRAD)
-        if torch_private.in_distributed_backward():
+        if torch_private.dynamo.in_compiled_autograd():
+            raise RuntimeError(torch_private.dynamo.COMPILED_AUTOGRAD)
+        if torch_private.autograd.in_distributed_backward():
             warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=3)  # a hook's error becomes "python_error" there
             raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
         if self._on_cpu and self._tasks.are_of_other_threads():
@@ -494,7 +494,7 @@ class Runtime:
         return failure is None
 
     def _with_tensor_hooks(self, call: SegmentCall) -> list[int]:
-        return [i for i in call.plan.indices if torch_private.has_tensor_hooks(self.parameters.tensors[i])]
+        return [i for i in call.plan.indices if torch_private.tensors.has_tensor_hooks(self.parameters.tensors[i])]
 
     def _new_backward(
         self, sections: Sequence[Section], buffers: SequenceBuffers, used_before: set[int], message: Message
@@ -565,7 +565,7 @@ class Runtime:
         self._note_local_use(call)
 
     def _will_accumulate(self, index: int) -> bool:
-        return torch_private.backward_will_accumulate(self.parameters.tensors[index])
+        return torch_private.autograd.backward_will_accumulate(self.parameters.tensors[index])
 
     def _note_local_use(self, call: SegmentCall) -> None:
         if self.local:
@@ -637,10 +637,10 @@ class Runtime:
 
     # ---- the end of backward -----------------------------------------------------------------------------------------
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def _task_ended(self, task: int) -> None:
         with self._lock:
-            outer = torch_private.evaluating_node()
+            outer = torch_private.autograd.evaluating_node()
             try:
                 # With several devices, another task's thread may end the one that is inside of it.
                 if outer is None and not self._tasks.are_running(but=task):
@@ -657,7 +657,7 @@ class Runtime:
                     self._enter_before(following)
 
     def _enter_before(self, node: Any) -> None:
-        @torch_private.untraced
+        @torch_private.dynamo.untraced
         def enter(*_: object) -> None:
             handle.remove()
             self.enter_backward()
@@ -692,11 +692,11 @@ class Runtime:
             return self._tasks.are_of_this_thread() or self._skipping == threading.get_ident()
         if self.local or not self._expected:
             return False
-        task = torch_private.current_graph_task()
+        task = torch_private.autograd.current_graph_task()
         if self._reaches[0] != task:
             calls = [call for call in self._live_calls() if call.plan.indices]
             reached = any(call.will_run() for call in calls) or any(
-                map(torch_private.backward_will_accumulate, self.parameters.tensors)
+                map(torch_private.autograd.backward_will_accumulate, self.parameters.tensors)
             )
             self._reaches = task, reached
         return self._reaches[1]

@@ -41,7 +41,7 @@ class SparseGradients:
 
     def refuse_returned(self) -> None:
         """Raise RuntimeError if the running backward is a torch.autograd.grad of one of the parameters."""
-        fates = map(torch_private.fate_of_gradient, self._parameters.tensors)
+        fates = map(torch_private.autograd.fate_of_gradient, self._parameters.tensors)
         returned = [index for index, fate in enumerate(fates) if fate == "returned"]
         if returned:
             named = self._parameters.named(returned)

@@ -29,7 +29,7 @@ class TakesCommHooks(HasLifecycle):
         """Why hooks reduce everything; None where graphs take part."""
         raise NotImplementedError
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def register_comm_hook(self, state: object, hook: Hook) -> None:
         """Let `hook(state, bucket)` reduce every bucket from the next backward on, as under torch's DDP.
 
@@ -59,7 +59,7 @@ class TakesCommHooks(HasLifecycle):
 
         self._register(state, hook, name)
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """Let the hook that DDP has built in reduce every bucket, on the wrapper's own communicator."""
 
@@ -76,7 +76,7 @@ class TakesCommHooks(HasLifecycle):
         self._check_in_use()
         if self._runtime.torch_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        if torch_private.current_graph_task() != -1:
+        if torch_private.autograd.current_graph_task() != -1:
             raise RuntimeError("register_comm_hook() was called inside a backward: call it before or after one.")
         self._runtime.finish_broken_backward()
         self._registrations += 1
@@ -112,7 +112,7 @@ class TakesCommHooks(HasLifecycle):
             warn_user('verify="always" is ignored under a communication hook.')
         self._runtime.register_comm_hook(TorchCommHook(state, hook, name=name, timeout=ranks.timeout))
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
         """What the `comm_hook` keeps on this rank, by the names of each bucket's parameters; another on every rank.
 
@@ -121,7 +121,7 @@ class TakesCommHooks(HasLifecycle):
         hook = self._runtime.bucket_hook
         return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Take up what `comm_hook_state_dict` has returned, on the same rank, in place of all that there is.
 

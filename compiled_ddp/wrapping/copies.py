@@ -56,7 +56,7 @@ class CopiedModule:
     def refuse_gradients(self) -> None:
         """Raise RuntimeError if the backward that this thread runs brings the copy's parameters a gradient."""
         trained = (parameter for parameter in self._own.trained().values() if not is_owned(parameter))
-        if any(torch_private.fate_of_gradient(parameter) != "none" for parameter in trained):
+        if any(torch_private.autograd.fate_of_gradient(parameter) != "none" for parameter in trained):
             raise RuntimeError(self._why)
 
     def gradient_accumulated(self, index: int) -> None:
@@ -75,7 +75,7 @@ class CopiedModule:
         raise RuntimeError(self._why)
 
 
-@torch_private.untraced
+@torch_private.dynamo.untraced
 def _reached(copied: weakref.ref[CopiedModule], _: object) -> None:
     alive = copied()
     if alive is not None:  # else nobody holds the parameters either
@@ -114,11 +114,11 @@ class Copyable(HasLifecycle, Joinable):
         self._runtime = cast(Runtime, self._copied)  # a copy has none
 
     def _forward_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        watched = torch.is_grad_enabled() and torch_private.current_graph_task() == -1  # else a checkpoint's
+        watched = torch.is_grad_enabled() and torch_private.autograd.current_graph_task() == -1  # else a checkpoint's
         if watched:
             self._copied.begin_forward(synchronise=self._require_sync)
         outputs = self.module(*args, **kwargs)
-        if watched and not torch_private.transforms_are_active():  # inside, autograd cannot be asked
+        if watched and not torch_private.autograd.transforms_are_active():  # inside, autograd cannot be asked
             self._copied.watch(tensors_in(outputs))
         return outputs
 

@@ -218,7 +218,7 @@ class DDPAttributes(nn.Module):
     @Fixed
     def broadcast_bucket_size(self) -> int:
         """The size in bytes of the pieces in which parameters and buffers are broadcast."""
-        return torch_private.BROADCAST_BYTES
+        return torch_private.groups.BROADCAST_BYTES
 
     @Fixed
     def use_side_stream_for_tensor_copies(self) -> bool:
@@ -277,7 +277,7 @@ class DDPAttributes(nn.Module):
                 raise
         if name in _OF_DDP:
             refuse(self, name)
-        bare = torch_private.without_compile_wrapper(self.module)
+        bare = torch_private.modules.without_compile_wrapper(self.module)
         try:
             found = getattr(self.module, name)
         except AttributeError as error:

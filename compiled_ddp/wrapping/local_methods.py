@@ -59,7 +59,7 @@ class LocalMethods:
         return wrapper is not None and wrapper.require_backward_grad_sync
 
     def _watch(self, name: str, outputs: object) -> None:
-        if torch.is_grad_enabled() and not torch_private.transforms_are_active():
+        if torch.is_grad_enabled() and not torch_private.autograd.transforms_are_active():
             tensors = tensors_in(outputs, most_parts=_MOST_PARTS)
             for node in {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
                 node.register_prehook(functools.partial(_reached, weakref.ref(self), name))
@@ -76,7 +76,7 @@ class LocalMethods:
             )
 
 
-@torch_private.untraced
+@torch_private.dynamo.untraced
 def _reached(methods: "weakref.ref[LocalMethods]", name: str, _: object) -> None:
     alive = methods()
     if alive is not None:

@@ -562,11 +562,11 @@ def test_verifying_adds_no_graph_and_compiles_nothing_anew(ranks2: RankPool) -> 
 def _compilations(rank: int, verify: str, width: int) -> tuple[int, int]:
     """How many graphs Dynamo captures and how many AOTAutograd compiles, in steps of two shapes."""
     ddp = compile_ddp(Loss(width), verify=verify)
-    before = torch_private.compiler_counters()
+    before = torch_private.for_tests.compiler_counters()
     for step, rows in enumerate((4, 6, 8, 4, 6)):
         ddp.zero_grad()
         ddp(_rows(rank, step, rows)).backward()
-    after = torch_private.compiler_counters()
+    after = torch_private.for_tests.compiler_counters()
     assert bool(pending(ddp)) == (verify == "off"), "launches of generated code are seen"
     return tuple(
         after.get(group, {}).get(name, 0) - before.get(group, {}).get(name, 0)

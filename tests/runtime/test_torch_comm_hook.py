@@ -602,12 +602,12 @@ def _late(rank: int, waits: bool) -> str:
         if step == 0:
             loss.backward()
     if rank == 1:
-        while not torch_private.default_store().check(["gave up"]):
+        while not torch_private.groups.default_store().check(["gave up"]):
             time.sleep(0.05)
         return ""
     with pytest.raises(RuntimeError) as failure:
         loss.backward()
-    torch_private.default_store().set("gave up", "")
+    torch_private.groups.default_store().set("gave up", "")
     return str(failure.value)
 
 

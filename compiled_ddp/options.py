@@ -13,7 +13,7 @@ from compiled_ddp.errors import WrongKindError
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.planning.bucket_policy import MEBIBYTE, BucketPolicy
 from compiled_ddp.planning.bucket_rule import BucketRule
-from compiled_ddp.reducers.scaling import Scaling
+from compiled_ddp.reducers.averaging import Scaling
 
 Mode = Literal["graph", "hooks"]
 

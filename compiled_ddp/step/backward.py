@@ -12,15 +12,15 @@ import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.passes.ops import wait_tensor
-from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, WEIGHT, Bucket, BucketPlan, Section
+from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, Bucket, BucketPlan, Section
 from compiled_ddp.planning.sequence import Observations
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import profiled
 from compiled_ddp.ranks.progress import failed_in_collective
+from compiled_ddp.reducers.averaging import Averaging, Scaling
 from compiled_ddp.reducers.ddp_hook import HookBucket, HookedReduction, TorchCommHook
 from compiled_ddp.reducers.hooked_backward import HookedBackward, HookedWork, LaunchedInPart
-from compiled_ddp.reducers.scaling import Scaling
 from compiled_ddp.step import deferred_hooks
 from compiled_ddp.step.flat_buffers import SequenceBuffers
 from compiled_ddp.step.returned_gradients import ReturnedGradients
@@ -47,8 +47,7 @@ class _Progress:
     bucket: Bucket
     missing: set[int]
     work: dist.Work | HookedReduction | HookedWork | LaunchedByGraph | LaunchedInPart | None = None
-    summed: torch.Tensor | None = None  # what was launched, where `Scaling` is still to bring it back
-    normalised: bool = False  # whether a weighted sum has been divided by the sum of the weights
+    summed: torch.Tensor | None = None  # what hooks launched, until the mean has been made of it
 
 
 class SynchronisedBackward:
@@ -74,6 +73,7 @@ class SynchronisedBackward:
         launching: Callable[[Bucket, torch.Tensor], None],
         bucket_hook: HookedBackward | None = None,
         scaling: Scaling | None = None,
+        correction: float = 1.0,
     ) -> None:
         """`launching` is told of every flat buffer right before hooks launch it; `bucket_hook` reduces them.
 
@@ -94,12 +94,9 @@ class SynchronisedBackward:
         self._buffers, self._communicator, self._parameters = buffers, communicator, parameters
         self._used = used_before
         self._as_view = gradient_as_bucket_view
-        self._reduction = sections[0].plan.reduction
-        self._share = sections[0].plan.share * (message.weight if self._reduction == "weighted" else 1.0)
-        # A rank of weight 0 sends zeros, whatever its gradients are: a mean over no tokens is not a number.
-        self.has_no_weight = self._share == 0.0
+        self.averaging = Averaging(sections[0].plan, weight=message.weight, scaling=scaling, correction=correction)
         self._torch_hook = torch_hook
-        self._launching, self._bucket_hook, self._scaling = launching, bucket_hook, scaling
+        self._launching, self._bucket_hook = launching, bucket_hook
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
         self._hooks_only: set[int] = set()
@@ -421,7 +418,7 @@ class SynchronisedBackward:
         if layout is not None and buffer.riders is not None:
             write_riders(buffer.riders, layout, self.message, self._is_used)
         self._launching(progress.bucket, buffer.flat)
-        progress.summed = buffer.flat if self._scaling is None else self._scaling.outgoing(buffer.flat)
+        progress.summed = self.averaging.outgoing(buffer.flat)
         try:
             with profiled("launch", self._standing.bucket, position):
                 progress.work = self._reduce(position, progress.summed)
@@ -572,18 +569,17 @@ class SynchronisedBackward:
     def _put(self, index: int, gradient: torch.Tensor, position: int) -> None:
         """Put this rank's share of a gradient into its bucket.
 
-        In a section that reduces again a part of it is the same on every rank, as it has been reduced before. A mean
-        leaves that part as it is; to a sum each rank brings an equal share of it.
+        In a section that reduces again a part of it is the same on every rank, as it has been reduced before.
         """
-        if self._reduction == "sum" and self._reduces_again(position):
+        if self._reduces_again(position):
             reduced = (self.before or self).reduced_here(index)
             if reduced is not None:
-                gradient = gradient - reduced * (1.0 - 1.0 / self._communicator.world_size)
+                gradient = self.averaging.still_to_reduce(gradient, reduced)
         buffer = self._buffers[position]
-        if self.has_no_weight:
+        if self.averaging.has_no_weight:
             buffer.put_zeros(index)
             return
-        buffer.put(index, gradient, self._share if self._scaling is None else self._scaling.share(buffer.bucket.dtype))
+        buffer.put(index, gradient, self.averaging.share(buffer.bucket.dtype))
 
     def reduced_here(self, index: int) -> torch.Tensor | None:
         """What this backward has reduced of a gradient, but for what it reduces again."""
@@ -628,38 +624,25 @@ class SynchronisedBackward:
                     raise
         self._standing.hooks_await(None)
         for position in positions:
-            if self._scaling is not None:
-                self._bring_back(position, self._scaling)
-            elif self._reduction == "weighted":
-                self._divide_by_weights(position)
+            self._conclude(position)
 
-    def _bring_back(self, position: int, scaling: Scaling) -> None:
+    def _conclude(self, position: int) -> None:
+        """Make of a sum that has arrived what .grad shall be."""
         progress = self._progress[position]
         if progress.summed is not None:
-            scaling.bring_back(progress.summed, self._buffers[position].gradients)
-            progress.summed = None
+            summed, progress.summed = progress.summed, None
+            section = progress.section
+            self.averaging.conclude(summed, self._buffers[position].gradients, lambda: self._awaited_riders_of(section))
 
-    @torch.no_grad()
-    def _divide_by_weights(self, position: int) -> None:
-        """Make a reduced weighted sum a mean; without any weight it is zero."""
-        progress, buffer = self._progress[position], self._buffers[position]
-        if progress.work is None or progress.normalised:
-            return
-        progress.normalised = True
-        riders = self._riders_of(progress.section)
-        carrier = self._progress[self._position_of_riders(progress.section)]
+    def _awaited_riders_of(self, section: int) -> torch.Tensor:
+        carrier = self._progress[self._position_of_riders(section)]
         assert carrier.work is not None
         carrier.work.wait()
-        weights = riders[WEIGHT].to(buffer.gradients.device)
-        inverse = torch.where(weights > 0, 1.0 / weights, 0.0)
-        buffer.gradients.mul_(inverse)
+        return self._riders_of(section)
 
     def share(self) -> float:
-        """The factor of this rank's gradients in the sum over ranks. Reads from the device in a weighted mean."""
-        if self._reduction != "weighted":
-            return self._share
-        weights = float(next(iter(self.reduced_riders()))[WEIGHT])
-        return self._share / weights if weights > 0 else 0.0
+        """The factor of this rank's gradients in the result. Reads from the device in a weighted mean."""
+        return self.averaging.share_of_all(lambda: next(iter(self.reduced_riders())))
 
     def _position_of_riders(self, section: int) -> int:
         return self._buffers.first_position[section] + len(self.sections[section].plan.buckets) - 1

@@ -307,9 +307,9 @@ class Runtime:
                 self._current = self._begin(
                     lambda call: call.will_run(), self._will_accumulate, returned, runs_sequence=self._runs_sequence
                 )
-                if self.agreed.graph_sections and not self._current.has_no_weight:
+                if self.agreed.graph_sections and not self._current.averaging.has_no_weight:
                     self._leave_unmatched_to_hooks(self._current)
-                if self._current.has_no_weight or self._some_rank_differs:
+                if self._current.averaging.has_no_weight or self._some_rank_differs:
                     self._leave_all_to_hooks(self._current)
                 if self._some_rank_differs:
                     self.report(AMONG_COLLECTIVES, range(len(self.parameters.names)))
@@ -511,7 +511,14 @@ class Runtime:
             launching=self.proof.launching,
             bucket_hook=None if self.bucket_hook is None else HookedBackward(self.bucket_hook, sections),
             scaling=self._options.scaling,
+            correction=self._correction,
         )
+
+    @property
+    def _correction(self) -> float:
+        """What a mean over all ranks is multiplied by: some may have joined. A hook of torch's kind divides itself."""
+        corrects = self._options.planned_reduction == "mean" and self.torch_hook is None
+        return self.uneven.factor if self.uneven is not None and corrects else 1.0
 
     @contextlib.contextmanager
     def launching_alone(self) -> Iterator[None]:
@@ -529,7 +536,7 @@ class Runtime:
             if backward is None:
                 self._run_postponed(call)
                 return None
-            if self.agreed.hooks_reason is not None or backward.has_no_weight or not call.plan.indices:
+            if self.agreed.hooks_reason is not None or backward.averaging.has_no_weight or not call.plan.indices:
                 return None
             section = self._claim_for(backward, call) if self._compiles(call) else None
             if section is None:
@@ -842,7 +849,7 @@ class Runtime:
         reduced = backward.write_back()
         self._average_sparse(backward)
         if backward.returned is not None:
-            self._finish_returned(local)
+            self._finish_returned(backward, local)
             return set()
         flat_buckets = backward.reduced_buckets()
         if findings.announced:
@@ -858,7 +865,8 @@ class Runtime:
             return reduced
         if first:
             reduced |= self._refine(backward)
-        self._divide_by_training_ranks(reduced | backward.reduced_in_graphs)
+        averaged = reduced | backward.reduced_in_graphs
+        backward.averaging.correct(self.parameters.tensors[index].grad for index in averaged)
         self.proof.conclude(lambda index: backward.outcome(index, reduced))
         if first:
             reduced = reduced | backward.reduced_in_graphs
@@ -867,18 +875,6 @@ class Runtime:
         self._forget_if_outgrown(findings)
         return reduced
 
-    @torch.no_grad()
-    def _divide_by_training_ranks(self, reduced: Iterable[int]) -> None:
-        """Make the mean over all ranks one over those that still have data, where `join` was asked to."""
-        if self.uneven is None or self.uneven.factor == 1.0 or self._options.planned_reduction != "mean":
-            return
-        if self.torch_hook is not None:
-            return  # it divides by itself
-        for index in reduced:
-            gradient = self.parameters.tensors[index].grad
-            if gradient is not None:
-                gradient.mul_(self.uneven.factor)
-
     def _average_sparse(self, backward: SynchronisedBackward) -> None:
         error = self.sparse.average(backward.share, contributes=backward.returned is None)
         if error is not None:
@@ -886,14 +882,14 @@ class Runtime:
             self._forget_unless_refined()
             raise error
 
-    def _finish_returned(self, local: Sequence[int]) -> None:
+    def _finish_returned(self, backward: SynchronisedBackward, local: Sequence[int]) -> None:
         """The end of a torch.autograd.grad: .grad is as it was, and a backward that accumulates may still come.
 
         `local` are the parameters whose gradients it returns without reduction.
         """
         self.proof.postpone()
         self._forget_unless_refined()
-        if self.uneven is not None and self.uneven.factor != 1.0 and self._options.planned_reduction == "mean":
+        if backward.averaging.correction != 1.0:
             raise RuntimeError(
                 "torch.autograd.grad returns the mean over all ranks, some of which have joined: use loss.backward(), "
                 "or join(divide_by_initial_world_size=True)."

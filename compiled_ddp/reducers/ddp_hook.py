@@ -3,7 +3,7 @@
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.errors import WrongKindError
 from compiled_ddp.plan import Bucket
 from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.reducers.reducer import NothingLaunched, Reducer, Work
 
 Hook = Callable[[Any, Any], Any]
 
@@ -66,7 +67,7 @@ class HookBucket:
         return [self._parameters[gradient.index] for gradient in self._bucket.gradients]
 
 
-class HookedReduction:
+class DDPHookWork:
     """What a hook has launched for one bucket."""
 
     def __init__(
@@ -80,11 +81,16 @@ class HookedReduction:
         Raises RuntimeError for a future that failed, that is not done within the group's timeout, or that holds
         anything but one tensor of the bucket's size, complex if the bucket is.
         """
+        if self._comm_hook.broken:
+            return  # what the others launched may never end
         try:
             self._take_result()
         except BaseException:
-            self._comm_hook.broken = True
+            self._comm_hook.note_broken()
             raise
+
+    def wait_for_collectives(self) -> None:
+        self.wait()
 
     @torch.no_grad()
     def _take_result(self) -> None:
@@ -123,7 +129,7 @@ class TorchCommHook:
         self.broken = False  # it failed on some rank: its collectives may not match those of other ranks any more
         self._state, self._hook = state, hook
 
-    def launch(self, bucket: HookBucket, flat_buffer: torch.Tensor) -> HookedReduction:
+    def launch(self, bucket: HookBucket, flat_buffer: torch.Tensor) -> DDPHookWork:
         """Hand a bucket to the hook; its result will be in `flat_buffer`.
 
         Raises what the hook raises, TypeError if it returns no future.
@@ -133,7 +139,11 @@ class TorchCommHook:
             raise TypeError(
                 f"the communication hook {self.name} must return a torch.futures.Future, found {type(future)!r}."
             )
-        return HookedReduction(self, future, flat_buffer)
+        return DDPHookWork(self, future, flat_buffer)
+
+    def note_broken(self) -> None:
+        """It has failed, here or on another rank."""
+        self.broken = True
 
     def refuse_if_broken(self) -> None:
         if self.broken:
@@ -142,6 +152,56 @@ class TorchCommHook:
                 "those of other ranks any more. Call unwrap(), and wrap the model again with new process groups; load "
                 "a checkpoint on every rank."
             )
+
+
+class DDPHook(Reducer):
+    """One backward's use of such a hook, which gets every bucket of gradients. Riders go out by an all-reduce."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        hook: TorchCommHook,
+        buckets: Sequence[Bucket],
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        """`buckets` are all that the backward launches, in launch order."""
+        super().__init__(communicator)
+        self._hook, self._buckets, self._parameters = hook, buckets, parameters
+
+    def start(self, position: int, flat_buffer: torch.Tensor, unused: Callable[[], Set[int]]) -> Work:
+        """Raises what the hook raises. From then on nothing is handed to it: only riders go out."""
+        bucket = self._buckets[position]
+        if not bucket.gradients:
+            return super().start(position, flat_buffer, unused)
+        if self._hook.broken:
+            return NothingLaunched()
+        handed = HookBucket(
+            bucket,
+            flat_buffer,
+            self._parameters,
+            index=sum(bool(earlier.gradients) for earlier in self._buckets[:position]),
+            is_last=not any(later.gradients for later in self._buckets[position + 1 :]),
+        )
+        try:
+            return self._hook.launch(handed, flat_buffer)
+        except BaseException:
+            self._hook.note_broken()
+            raise
+
+    @property
+    def counts_collectives(self) -> bool:
+        return False
+
+    @property
+    def name(self) -> str:
+        return f"the communication hook {self._hook.name}"
+
+    @property
+    def has_failed(self) -> bool:
+        return self._hook.broken
+
+    def note_failed(self) -> None:
+        self._hook.note_broken()
 
 
 def check_comm_hook(hook: object) -> str:

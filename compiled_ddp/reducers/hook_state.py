@@ -6,7 +6,7 @@ means. That holds because
 
 - a state belongs to a place in the agreed sequence, not to a set of parameters: the buckets of a layer that is called
   twice have states of their own, the same ones on every rank, whether a graph launches them or hooks do;
-- it is replaced when a backward has ended well, and not by one that breaks off (`HookedBackward.settle`);
+- it is replaced when a backward has ended well, and not by one that breaks off (`TracedHook.settle`);
 - a parameter that a backward brings nothing to has of it what it had before;
 - when the sequence changes, what a parameter has of it moves to where its gradients go from then on (`adopt`).
 """

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.passes.ops import wait_tensor
@@ -19,8 +18,7 @@ from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import profiled
 from compiled_ddp.ranks.progress import failed_in_collective
 from compiled_ddp.reducers.averaging import Averaging, Scaling
-from compiled_ddp.reducers.ddp_hook import HookBucket, HookedReduction, TorchCommHook
-from compiled_ddp.reducers.hooked_backward import HookedBackward, HookedWork, LaunchedInPart
+from compiled_ddp.reducers.reducer import Reducer, Work
 from compiled_ddp.step import deferred_hooks
 from compiled_ddp.step.flat_buffers import SequenceBuffers
 from compiled_ddp.step.returned_gradients import ReturnedGradients
@@ -35,6 +33,9 @@ class LaunchedByGraph:
         self.flat = flat
 
     def wait(self) -> None:
+        self.wait_for_collectives()
+
+    def wait_for_collectives(self) -> None:
         if self.flat is not None:
             wait_tensor(self.flat)  # a no-op where the graph has waited for it
 
@@ -46,7 +47,7 @@ class _Progress:
     section: int
     bucket: Bucket
     missing: set[int]
-    work: dist.Work | HookedReduction | HookedWork | LaunchedByGraph | LaunchedInPart | None = None
+    work: Work | None = None
     summed: torch.Tensor | None = None  # what hooks launched, until the mean has been made of it
 
 
@@ -69,16 +70,12 @@ class SynchronisedBackward:
         used_before: set[int],
         message: Message,
         gradient_as_bucket_view: bool = True,
-        torch_hook: TorchCommHook | None = None,
         launching: Callable[[Bucket, torch.Tensor], None],
-        bucket_hook: HookedBackward | None = None,
+        reducer: Reducer,
         scaling: Scaling | None = None,
         correction: float = 1.0,
     ) -> None:
-        """`launching` is told of every flat buffer right before hooks launch it; `bucket_hook` reduces them.
-
-        With `torch_hook`, that one of torch's kind reduces every bucket of gradients.
-        """
+        """`launching` is told of every flat buffer right before hooks launch it, which `reducer` does."""
         # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
         self.returned: ReturnedGradients | None = None
         self.delayed = False  # whether nothing is launched before the backward has ended
@@ -95,8 +92,7 @@ class SynchronisedBackward:
         self._used = used_before
         self._as_view = gradient_as_bucket_view
         self.averaging = Averaging(sections[0].plan, weight=message.weight, scaling=scaling, correction=correction)
-        self._torch_hook = torch_hook
-        self._launching, self._bucket_hook = launching, bucket_hook
+        self._launching, self._reducer = launching, reducer
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
         self._hooks_only: set[int] = set()
@@ -120,9 +116,7 @@ class SynchronisedBackward:
         self._launches_before = self._standing.launches
         self._broke_in_launch = False  # whether an exception has ended a launch by hooks
         # How many reduce each bucket.
-        self._collectives = [
-            1 if bucket_hook is None else bucket_hook.collectives(position) for position in range(len(self._progress))
-        ]
+        self._collectives = [reducer.collectives(position) for position in range(len(self._progress))]
         origins = [section.origin for section in sections]
         self._standing.backward_began(
             message.forwards.begun, buffers.buckets, origins, parameters.names, self._collectives
@@ -264,21 +258,17 @@ class SynchronisedBackward:
 
     def hook_state(self, section: int) -> list[torch.Tensor]:
         """What a communication hook keeps for a claimed section: further inputs of its graph."""
-        return [] if self._bucket_hook is None else self._bucket_hook.state(self._positions_in(section))
+        return self._reducer.state(self._positions_in(section))
 
     def keep_hook_state(self, section: int, state: Sequence[torch.Tensor]) -> None:
         """Note the new state that the section's graph returns. Before its gradients reach the parameters."""
-        if self._bucket_hook is not None:
-            indices = self.sections[section].plan.indices
-            left_out = {
-                i for i in indices if torch_private.autograd.fate_of_gradient(self._parameters.tensors[i]) == "none"
-            }
-            self._bucket_hook.keep(self._positions_in(section), state, left_out)
+        indices = self.sections[section].plan.indices
+        fates = ((i, torch_private.autograd.fate_of_gradient(self._parameters.tensors[i])) for i in indices)
+        self._reducer.keep(self._positions_in(section), state, {i for i, fate in fates if fate == "none"})
 
     def settle_hook_state(self) -> None:
         """This backward has ended well on every rank, so that what was sent in it is used."""
-        if self._bucket_hook is not None:
-            self._bucket_hook.settle(self.unused_everywhere())
+        self._reducer.settle(self.unused_everywhere)
 
     def _positions_in(self, section: int) -> range:
         first = self._buffers.first_position[section]
@@ -411,9 +401,6 @@ class SynchronisedBackward:
     def _launch(self, position: int) -> None:
         progress, buffer = self._progress[position], self._buffers[position]
         buffer.writers.before_read()
-        if self._torch_hook is not None and progress.bucket.gradients:
-            self._hand_to(self._torch_hook, position)
-            return
         layout = progress.bucket.riders
         if layout is not None and buffer.riders is not None:
             write_riders(buffer.riders, layout, self.message, self._is_used)
@@ -421,51 +408,36 @@ class SynchronisedBackward:
         progress.summed = self.averaging.outgoing(buffer.flat)
         try:
             with profiled("launch", self._standing.bucket, position):
-                progress.work = self._reduce(position, progress.summed)
+                progress.work = self._reducer.start(position, progress.summed, lambda: self._unused_in(progress.bucket))
         except BaseException as error:
             self._broke_in_launch = True
-            self._explain(error, position, "could not be launched")
+            if self._reducer.has_failed:
+                self._tell_of_failed_reducer(error, position)
+            else:
+                self._explain(error, position, "could not be launched")
             raise
         self._standing.hooks_launched(position)
 
+    def _unused_in(self, bucket: Bucket) -> set[int]:
+        return {index for index in bucket.indices if not self._is_used(index)}
+
     def _explain(self, error: BaseException, position: int, what: str) -> None:
         """Raise a failure of a bucket's collective, in words; note where any other exception came from."""
-        hooked = self._bucket_hook is not None and self._bucket_hook.reduces(position)
+        hooked = self._reducer.runs_users_code(position)
         if isinstance(error, RuntimeError) and (not hooked or failed_in_collective(error)):
             raise self._communicator.failure(error, f"{self._words(position)} {what}") from error
         if hooked:
             error.add_note(f"in the communication hook, for {self._words(position)}")
 
-    def _hand_to(self, torch_hook: TorchCommHook, position: int) -> None:
-        """Let the hook reduce a bucket. If it raises, only the riders go out, to tell the other ranks."""
-        if torch_hook.broken:
-            return
-        progress = self._progress[position]
-        bucket = HookBucket(
-            progress.bucket,
-            self._buffers[position].flat,
-            self._parameters.tensors,
-            index=sum(bool(p.bucket.gradients) for p in self._progress[:position]),
-            is_last=not any(p.bucket.gradients for p in self._progress[position + 1 :]),
-        )
-        try:
-            with profiled("hand over", self._standing.bucket, position):
-                progress.work = torch_hook.launch(bucket, self._buffers[position].flat)
-        except BaseException as error:
-            torch_hook.broken = self.message.aborted = self.message.hook_failed = True
-            self._launch_to(len(self._progress))
-            where = f"the communication hook {torch_hook.name} failed for {self._words(position)}"
-            if isinstance(error, RuntimeError):  # of a collective, maybe
-                raise self._communicator.failure(error, where) from error
-            error.add_note(where)
-            raise
-        self._standing.hooks_launched(position)
-
-    def _reduce(self, position: int, flat: torch.Tensor) -> dist.Work | HookedWork:
-        if self._bucket_hook is None or not self._bucket_hook.reduces(position):
-            return self._communicator.all_reduce(flat)
-        indices = self._progress[position].bucket.indices
-        return self._bucket_hook.launch(position, flat, {index for index in indices if not self._is_used(index)})
+    def _tell_of_failed_reducer(self, error: BaseException, position: int) -> None:
+        """Only the riders go out from here on, to tell the other ranks."""
+        self.message.aborted = self.message.hook_failed = True
+        self._cursor = position + 1
+        self._launch_to(len(self._progress))
+        where = f"{self._reducer.name} failed for {self._words(position)}"
+        if isinstance(error, RuntimeError):  # of a collective, maybe
+            raise self._communicator.failure(error, where) from error
+        error.add_note(where)
 
     def _is_used(self, index: int) -> bool:
         """Whether this rank has a gradient to reduce, produced since the last synchronised backward."""
@@ -494,7 +466,7 @@ class SynchronisedBackward:
         for section in broken:
             del self._in_graph[section]
             self._hooks_only.add(section)
-        if self._torch_hook is not None:  # which launches what it likes, and no graph launches anything
+        if not self._reducer.counts_collectives:  # and no graph launches anything
             return True
         if not self._standing.counts_launches:
             return not broken and not self._broke_in_launch
@@ -504,8 +476,7 @@ class SynchronisedBackward:
             collectives = self._collectives[self._cursor]
             self._note_launched(self._cursor)
             if left < collectives:
-                assert self._bucket_hook is not None
-                self._progress[self._cursor].work = self._bucket_hook.launch_zeros(self._cursor, left)
+                self._progress[self._cursor].work = self._reducer.start_rest(self._cursor, left)
             left = max(left - collectives, 0)
             self._cursor += 1
         return all(
@@ -515,8 +486,8 @@ class SynchronisedBackward:
 
     def lost_hook_state(self) -> bool:
         """Whether a graph broke off after a bucket's launch, and nothing tells the hook's new state for it."""
-        return self._bucket_hook is not None and any(
-            isinstance(progress.work, LaunchedByGraph) and self._bucket_hook.has_state(position)
+        return any(
+            isinstance(progress.work, LaunchedByGraph) and self._reducer.has_state(position)
             for position, progress in enumerate(self._progress)
         )
 
@@ -597,15 +568,15 @@ class SynchronisedBackward:
         Without `results`, a communication hook computes nothing of them, which may raise: the riders alone can be read.
         Not for a communication hook that has failed on some rank: what the others launched may never end.
         """
-        if self._torch_hook is not None:
+        if not self._reducer.counts_collectives:
             self._wait(len(self._progress) - 1)
             riders = self._buffers[len(self._progress) - 1].riders
             if riders is not None and riders.device.type == "cpu" and riders[HOOK_FAILED] > 0:
-                self._torch_hook.broken = True
-            if self._torch_hook.broken:
+                self._reducer.note_failed()
+            if self._reducer.has_failed:
                 return
         self._wait(*range(len(self._progress)), results=results)
-        if self._torch_hook is None:
+        if self._reducer.counts_collectives:
             self._standing.all_launched(self._launches_before + sum(self._collectives))
 
     def _wait(self, *positions: int, results: bool = True) -> None:
@@ -615,10 +586,10 @@ class SynchronisedBackward:
                 self._standing.hooks_await(position)
                 try:
                     with profiled("wait for", self._standing.bucket, position):
-                        if isinstance(work, HookedWork) and not results:
-                            work.wait_for_collectives()
-                        else:
+                        if results:
                             work.wait()
+                        else:
+                            work.wait_for_collectives()
                 except BaseException as error:
                     self._explain(error, position, "was launched but not reduced")
                     raise

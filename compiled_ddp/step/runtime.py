@@ -20,9 +20,9 @@ from compiled_ddp.options import Options
 from compiled_ddp.plan import AMONG_COLLECTIVES, NOT_CALLED, BucketPlan, ReductionSequence, Section
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.reducers.choice import reducer_of
 from compiled_ddp.reducers.ddp_hook import REGISTERED, TorchCommHook
 from compiled_ddp.reducers.hook_state import BucketHook
-from compiled_ddp.reducers.hooked_backward import HookedBackward
 from compiled_ddp.step.agreed_sequence import AgreedSequence
 from compiled_ddp.step.backward import SynchronisedBackward
 from compiled_ddp.step.conductor import conductor
@@ -507,9 +507,15 @@ class Runtime:
             used_before=used_before,
             message=message,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
-            torch_hook=self.torch_hook,
             launching=self.proof.launching,
-            bucket_hook=None if self.bucket_hook is None else HookedBackward(self.bucket_hook, sections),
+            reducer=reducer_of(
+                self.communicator,
+                sections,
+                [bucket for _, bucket in buffers.buckets],
+                self.parameters.tensors,
+                traced_hook=self.bucket_hook,
+                ddp_hook=self.torch_hook,
+            ),
             scaling=self._options.scaling,
             correction=self._correction,
         )
@@ -966,7 +972,7 @@ class Runtime:
     def _heed(self, findings: Findings) -> None:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
         if findings.hook_failed_on and self.torch_hook is not None:
-            self.torch_hook.broken = True
+            self.torch_hook.note_broken()
             raise RuntimeError(
                 f"rank {self.communicator.rank}: the communication hook {self.torch_hook.name} raised on "
                 f"{findings.hook_failed_on} rank(s) in the backward of forward {self._forwards.value}, which was not "

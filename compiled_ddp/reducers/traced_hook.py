@@ -7,8 +7,10 @@ import torch
 
 from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.plan import Section
+from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.hook_program import HookProgram, as_real
 from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.reducers.reducer import Reducer, Work
 
 
 class HookedWork:
@@ -58,6 +60,9 @@ class LaunchedInPart:
         self._rest, self._begun = rest, begun
 
     def wait(self) -> None:
+        self.wait_for_collectives()
+
+    def wait_for_collectives(self) -> None:
         if self._begun is not None:
             self._begun.wait_for_collectives()
         for result in self._rest:
@@ -73,51 +78,52 @@ class _Change:
     held_back: Set[int] = frozenset()  # parameters whose debt took no part
 
 
-class HookedBackward:
-    """One backward's use of a communication hook, by position in what it launches. No state changes before `settle`."""
+class TracedHook(Reducer):
+    """One backward's use of a communication hook. No state changes before `settle`."""
 
-    def __init__(self, hook: BucketHook, sections: Sequence[Section]) -> None:
+    def __init__(self, communicator: Communicator, hook: BucketHook, sections: Sequence[Section]) -> None:
         """`sections`, of the sequence that the hook has adopted, are what this backward launches."""
+        super().__init__(communicator)
         self._hook, self._places = hook, hook.places(sections)
         self._changes: dict[int, _Change] = {}
         self._begun: dict[int, HookedWork] = {}  # what an exception may have ended before all of it was launched
 
-    def reduces(self, position: int) -> bool:
-        """Whether the hook reduces this bucket."""
-        return self._hook.program(self._places[position].bucket) is not None
+    def _program(self, position: int) -> HookProgram | None:
+        """None for riders, which an all-reduce sums."""
+        return self._hook.program(self._places[position].bucket)
+
+    def runs_users_code(self, position: int) -> bool:
+        return self._program(position) is not None
 
     def collectives(self, position: int) -> int:
-        """How many reduce this bucket, on every rank and in a graph, too."""
-        program = self._hook.program(self._places[position].bucket)
+        program = self._program(position)
         return 1 if program is None else len(program.launches)
 
     def has_state(self, position: int) -> bool:
-        """Whether the hook keeps something for this bucket."""
         return bool(self._hook.state(self._places[position]))
 
     def state(self, positions: Iterable[int]) -> list[torch.Tensor]:
-        """What the hook keeps for these buckets, one after the other, for the graph that launches them."""
         return [tensor for position in positions for tensor in self._hook.state(self._places[position])]
 
     def keep(self, positions: Iterable[int], new: Sequence[torch.Tensor], left_out: Set[int]) -> None:
-        """Take what a graph has made of `state(positions)`; nothing becomes of its gradients of `left_out`."""
         rest = iter(new)
         for position in positions:
             state = [next(rest) for _ in self._hook.state(self._places[position])]
             self._note(position, _Change(state, left_out))
         assert next(rest, None) is None
 
-    def launch(self, position: int, flat: torch.Tensor, unused: Set[int]) -> HookedWork:
-        """Reduce a bucket by hand: launch now; `wait` leaves the mean in `flat`.
+    def start(self, position: int, flat_buffer: torch.Tensor, unused: Callable[[], Set[int]]) -> Work:
+        """Reduce a bucket by hand; `wait` leaves the mean in `flat_buffer`.
 
         What is owed to the parameters that this rank leaves `unused` is held back. Else it would be sent, and could be
         thrown away: other ranks may not use them either, which nobody knows before the bucket has come back.
         """
+        program = self._program(position)
+        if program is None:
+            return super().start(position, flat_buffer, unused)
         place = self._places[position]
-        program = self._hook.program(place.bucket)
-        assert program is not None
         state = self._hook.state(place)
-        held_back: Set[int] = unused & set(place.bucket.indices) if self._hook.owed else frozenset()
+        held_back: Set[int] = unused() if self._hook.owed else frozenset()
         if held_back:
             state = [tensor.clone() if slot in self._hook.owed else tensor for slot, tensor in enumerate(state)]
             for slot, index in _pairs(self._hook.owed, held_back):
@@ -126,14 +132,13 @@ class HookedBackward:
         def keep(new: Sequence[torch.Tensor]) -> None:
             self._note(position, _Change(list(new), None, held_back))
 
-        work = self._begun[position] = HookedWork(program, flat, state, keep)
+        work = self._begun[position] = HookedWork(program, flat_buffer, state, keep)
         work.launch()
         del self._begun[position]
         return work
 
-    def launch_zeros(self, position: int, launched: int) -> LaunchedInPart:
-        """Launch what is left of a bucket, after `launched` of its collectives: nobody uses what becomes of it."""
-        program = self._hook.program(self._places[position].bucket)
+    def start_rest(self, position: int, launched: int) -> Work:
+        program = self._program(position)
         assert program is not None
         return LaunchedInPart(program.launch_zeros(launched), self._begun.pop(position, None))
 
@@ -144,15 +149,12 @@ class HookedBackward:
         self._changes[position] = change
 
     @torch.no_grad()
-    def settle(self, unused: Set[int]) -> None:
-        """The backward has ended well: from now on the state is what it has made of it.
-
-        `unused` are those of the parameters reduced by hooks that no rank has used, whose .grad stays as it was.
-        """
+    def settle(self, unused: Callable[[], Set[int]]) -> None:
+        used_by_none = unused()
         for position, change in self._changes.items():
             place = self._places[position]
             indices = set(place.bucket.indices)
-            as_before = indices & (change.left_out if change.left_out is not None else unused)
+            as_before = indices & (change.left_out if change.left_out is not None else used_by_none)
             if as_before == indices:
                 continue  # also what belongs to the bucket as a whole
             for slot, index in _pairs(self._hook.elementwise(place.bucket), as_before):

@@ -29,12 +29,15 @@ class Bindings:
             weakref.WeakKeyDictionary()
         )
         self._bound: weakref.WeakKeyDictionary[Segment, dict[_Parameters, Bound]] = weakref.WeakKeyDictionary()
-        # The inputs that the latest backward of a segment brought no gradient: [Note: undefined gradients]
-        self._undefined: weakref.WeakKeyDictionary[Segment, frozenset[int]] = weakref.WeakKeyDictionary()
+        # The inputs that the latest backward brought no gradient: [Note: undefined gradients]
+        self._undefined: weakref.WeakKeyDictionary[Segment, dict[_Parameters, frozenset[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def forget(self) -> None:
         """The parameters have other indices."""
         self._bound.clear()
+        self._undefined.clear()
 
     def program(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
         """The wrapper's program for a graph with these inputs; None where none of them is a parameter of its own."""
@@ -53,14 +56,26 @@ class Bindings:
         alive = weakref.ref(self)  # the call hangs on an autograd graph, which is not to keep the wrapper
         captured = weakref.ref(segment)
 
+        undefined_before = self._undefined.setdefault(segment, {})
+
         def bound_without(undefined: frozenset[int]) -> Bound:
             bindings, segment = alive(), captured()
             assert bindings is not None and segment is not None, "a backward of a wrapper that is gone"
-            bindings._undefined[segment] = undefined
             pairs = zip(segment.gradient_order, parameters, strict=True)
             return bindings._bound_to(segment, tuple(None if place in undefined else index for place, index in pairs))
 
-        return SegmentCall(bound_without, self._undefined.get(segment, frozenset()), node=node, runtime=self._runtime)
+        def note(undefined: frozenset[int]) -> None:
+            undefined_before[parameters] = undefined
+
+        left_out = undefined_before.get(parameters, frozenset())
+        return SegmentCall(
+            bound_without,
+            left_out,
+            note,
+            may_leave_out=segment.may_leave_out,
+            node=node,
+            runtime=self._runtime,
+        )
 
     def _parameters(self, segment: Segment, inputs: Sequence[Any]) -> _Parameters:
         index_of = self._index_of_parameter

@@ -70,7 +70,8 @@ def _places_of_leaves(values: Sequence[Any]) -> dict[torch.Tensor, set[int]]:
     own = set(places)
     for place, value in enumerate(inputs):
         if value is not None and not value.is_leaf:
-            for leaf in {leaf for leaf, _ in _numbers_at_leaves([(place, value)])} - own:
+            written_into_it = own if value._version > 0 else set()  # else it may be a view of another input
+            for leaf in {leaf for leaf, _ in _numbers_at_leaves([(place, value)])} - written_into_it:
                 places.setdefault(leaf, set()).add(place)
     return places
 
@@ -95,8 +96,8 @@ def _numbers_at_leaves(ends: Sequence[tuple[int, torch.Tensor]]) -> Iterator[tup
         else:
             at.setdefault(value.grad_fn, set()).add(number)
     for node in _in_order_of_backward(list(at)):
-        leaf = getattr(node, "variable", None)  # of an AccumulateGrad
-        if leaf is not None:
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor) and not node.next_functions:  # an AccumulateGrad, and no user's Function
             yield leaf, at[node]
         for source, _ in node.next_functions:
             if source is not None:

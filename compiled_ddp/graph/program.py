@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -128,7 +128,8 @@ class Program:
                 backward.message.verify = True
             flat_buffers = backward.lend_buffers(section, self._lent_buckets)
             state = backward.hook_state(section)
-            saved_and_tangents += [backward.rider_values(call.plan), *pending, *state, *flat_buffers]
+            unused = backward.without_gradient(call.index_of[n] for n in call.undefined & call.index_of.keys())
+            saved_and_tangents += [backward.rider_values(call.plan, unused), *pending, *state, *flat_buffers]
         except BaseException:
             backward.graph_broke(call.plan)
             backward.give_back(section)  # nothing has been launched: others get zeros
@@ -137,15 +138,19 @@ class Program:
             watching = runtime.proof.watching(call.plan, group_name, sees_values=not self._in_cuda_graphs)
             with watched_graph(runtime.communicator, group_name), watching:
                 *gradients, riders = implementation(node, saved_and_tangents)
+            left_out = backward.leave_out_unused(call.plan, riders, unused)
             if state:
                 gradients, new_state = gradients[: -len(state)], gradients[-len(state) :]
                 if self._in_cuda_graphs:  # the next replay writes over what this one returned
                     new_state = [tensor.clone() for tensor in new_state]
-                backward.keep_hook_state(section, new_state)
+                backward.keep_hook_state(section, new_state, left_out)
             for bucket in self.plan.buckets:
                 if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
                     (alone,) = bucket.indices
                     gradients[alone] = gradients[alone].detach()  # autograd would copy what anyone else holds
+            if call.undefined:
+                reduced_too = {place for place, index in call.index_of.items() if index not in left_out}
+                gradients = list(without(gradients, call.undefined - reduced_too))
             positions = call.index_of
             reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
             backward.segment_ran(section, riders, reduced)
@@ -163,6 +168,11 @@ class Bound:
     plan: BucketPlan  # over parameters
     fingerprint: str
     index_of: dict[int, int]  # graph input -> parameter
+
+
+def without(gradients: Sequence[Any], undefined: Set[int]) -> tuple[Any, ...]:
+    """The gradients of a graph's inputs, None in these places."""
+    return tuple(None if place in undefined else gradient for place, gradient in enumerate(gradients))
 
 
 def _rewriting(pipeline: Pipeline) -> Rewriting:

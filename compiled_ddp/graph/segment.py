@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from compiled_ddp import torch_private
 from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own_outputs
 from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph
-from compiled_ddp.graph.program import Bound, Program, quoted
+from compiled_ddp.graph.program import Bound, Program, quoted, without
 from compiled_ddp.step.runtime import Runtime, UntilBackward
 from compiled_ddp.users_code import warn_user
 
@@ -24,10 +24,13 @@ from compiled_ddp.users_code import warn_user
 # [Note: undefined gradients] A parameter that only feeds outputs which the loss does not use has no gradient in eager
 # mode. AOTAutograd has zeros come to the graph for such outputs, and so zeros for the parameter. Which outputs are not
 # used is seen where their gradients come in; which inputs feed no other one is read from the graph. Inputs that get no
-# gradient are left out of the wrapper's program from the next call on, as frozen ones would be, and in the first
-# backward at once: hooks reduce them if they get one after all. Left out from the beginning are inputs that reach no
-# output, and those for which a Function's backward returns None, which the traced backward tells: it is never cached
-# together with a program that has them.
+# gradient are left out of the wrapper's program from the next call on, as frozen ones would be: hooks reduce them if
+# they get one after all. Where the sequence has been agreed with them, the graph runs as it was agreed, the riders say
+# that this rank has no gradient of them, and where none has, None is returned. So do graphs that share parameters in
+# one backward, always: which of their outputs are used is not known when the first of them is reached, and hooks could
+# not take what one of them has reduced in part. Left out from the beginning are inputs that reach no output, and those
+# for which a Function's backward returns None, which the traced backward tells: it is never cached together with a
+# program that has them. Parameters with tensor hooks of the user's get zeros: such a hook is not called with None.
 
 
 class Caller(Protocol):
@@ -70,19 +73,57 @@ class SegmentCall:
     """One call of a segment in a forward: the graph, bound to the parameters that it was called with."""
 
     def __init__(
-        self, bound_without: Callable[[frozenset[int]], Bound], left_out: frozenset[int], *, node: Any, runtime: Runtime
+        self,
+        bound_without: Callable[[frozenset[int]], Bound],
+        left_out: frozenset[int],
+        note_undefined: Callable[[frozenset[int]], None],
+        *,
+        may_leave_out: bool,
+        node: Any,
+        runtime: Runtime,
     ) -> None:
-        """`bound_without` binds the call's parameters but for some graph inputs, which are `left_out` at first."""
-        self._bound_without = bound_without
-        self.leave_out(left_out)
+        """`bound_without` binds the call's parameters but for some graph inputs, which are `left_out` at first.
+
+        `note_undefined` is told of those that the backward brings no gradient.
+        """
+        self._bound_without, self._note_undefined = bound_without, note_undefined
+        self.undefined = frozenset[int]()  # graph inputs that the running backward brings no gradient
+        self.may_leave_out = may_leave_out
+        self._is_whole = False
+        self._bind(left_out)
         self.synchronise = runtime.synchronise
         self.serial = next(_serial_numbers)
         self.until_backward = UntilBackward(runtime)
         self._node = weakref.ref(node)
 
-    def leave_out(self, inputs: frozenset[int]) -> None:
+    def reached(self, undefined: frozenset[int]) -> None:
         """The backward brings these graph inputs no gradient; all others of the call it does."""
-        bound = self._bound_without(inputs)
+        self.undefined = undefined
+        self._note_undefined(undefined)
+        if not self._is_whole:
+            self._bind(undefined)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether it is bound to less than every parameter."""
+        return self.may_leave_out and self.fingerprint != self.every_parameter().fingerprint
+
+    def every_parameter(self) -> Bound:
+        """What the call is bound to with all of its parameters, also those without gradient."""
+        return self._bound_without(frozenset())
+
+    def places_of(self, is_meant: Callable[[int], bool]) -> frozenset[int]:
+        """The graph inputs of those of the call's parameters."""
+        return frozenset(place for place, index in self.every_parameter().index_of.items() if is_meant(index))
+
+    def take_all_in(self, whole: bool = True) -> None:
+        """In the backward that begins: be bound to every parameter, whichever of them get no gradient."""
+        self._is_whole = whole
+        if whole:
+            self._bind(frozenset())
+
+    def _bind(self, left_out: frozenset[int]) -> None:
+        bound = self._bound_without(left_out)
         self.program, self.index_of = bound.program, bound.index_of
         self.plan, self.fingerprint = bound.plan, bound.fingerprint  # over parameters
 
@@ -144,6 +185,11 @@ class Segment:
                 self.gradient_order = [position for position in self.gradient_order if position in traced]
             torch_private.aot.replace_backward_implementation(self.graph.function, self._run_backward)
 
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether there are inputs that some backwards bring no gradient: [Note: undefined gradients]"""
+        return bool(self._outputs_of)
+
     def __call__(self, *inputs: Any) -> Any:
         outputs = self.graph.forward(*inputs)
         if not torch.is_grad_enabled():
@@ -176,11 +222,7 @@ class Segment:
         """The backward of every call, between AOTAutograd's prologue and epilogue."""
         if torch_private.autograd.keeps_graph():
             self.graph.spare_saved_tensors()
-        undefined = self._undefined(node)
-        gradients = self._gradients(node, saved_and_tangents, undefined)
-        if undefined:
-            gradients = tuple(None if place in undefined else gradient for place, gradient in enumerate(gradients))
-        return gradients
+        return self._gradients(node, saved_and_tangents, self._undefined(node))
 
     def _undefined(self, node: Any) -> frozenset[int]:
         """The inputs that the running backward brings no gradient: [Note: undefined gradients]"""
@@ -194,12 +236,15 @@ class Segment:
         call: SegmentCall | None = torch_private.autograd.attached(node)
         runtime = call.until_backward.take() if call is not None else None
         if call is not None and runtime is not None:
+            if undefined:
+                undefined -= call.places_of(runtime.with_tensor_hooks)  # which take no None
             if self._outputs_of:
-                call.leave_out(undefined)
+                call.reached(undefined)
             with runtime.launching_alone():
                 claimed = runtime.claim(call)
                 if claimed is not None:
                     return call.program.run(runtime, call, *claimed, node, saved_and_tangents)
         backward, _ = self._local_backward()
         self.graph.check_fits(saved_and_tangents)
-        return backward(node, saved_and_tangents)
+        gradients = backward(node, saved_and_tangents)
+        return without(gradients, undefined) if undefined else gradients

@@ -15,7 +15,8 @@ from compiled_ddp.step.flat_buffers import SequenceBuffers
 
 # [Note: what a first backward shows] Only a graph that has reduced tells which of its parameters are used outside of it
 # too. Where no rank has run the sequence's graphs, because of what will pass (a weight of 0, a rank that skips, a
-# stance), the next backward begins a new sequence; so often at most, as some ranks' graphs never run.
+# stance, another wrapper's turn), the next backward begins a new sequence; so often at most, as some ranks' graphs
+# never run.
 BEGINNINGS_UNSEEN = 3
 
 

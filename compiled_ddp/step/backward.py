@@ -189,9 +189,7 @@ class SynchronisedBackward:
         sharing = self._sections_that_share()
         while len(self._hooks_only) != found:
             found = len(self._hooks_only)
-            self._hooks_only.update(
-                n for n, section in enumerate(self.sections) if not indices.isdisjoint(section.plan.indices)
-            )
+            self._hooks_only.update(n for n, s in enumerate(self.sections) if not indices.isdisjoint(s.plan.indices))
             first = min(self._hooks_only, default=len(self.sections))
             self._hooks_only.update(n for n in sharing if n > first)
             indices = indices.union(*(self.sections[n].plan.indices for n in self._hooks_only))
@@ -260,11 +258,15 @@ class SynchronisedBackward:
         """What a communication hook keeps for a claimed section: further inputs of its graph."""
         return self._reducer.state(self._positions_in(section))
 
-    def keep_hook_state(self, section: int, state: Sequence[torch.Tensor]) -> None:
-        """Note the new state that the section's graph returns. Before its gradients reach the parameters."""
+    def keep_hook_state(self, section: int, state: Sequence[torch.Tensor], unused: Set[int]) -> None:
+        """Note the new state that the section's graph returns. Before its gradients reach the parameters.
+
+        Nothing becomes of those of the `unused` parameters.
+        """
         indices = self.sections[section].plan.indices
-        fates = ((i, torch_private.autograd.fate_of_gradient(self._parameters.tensors[i])) for i in indices)
-        self._reducer.keep(self._positions_in(section), state, {i for i, fate in fates if fate == "none"})
+        tensors = self._parameters.tensors
+        left_out = {i for i in indices if torch_private.autograd.fate_of_gradient(tensors[i]) == "none"}
+        self._reducer.keep(self._positions_in(section), state, left_out | unused)
 
     def settle_hook_state(self) -> None:
         """This backward has ended well on every rank, so that what was sent in it is used."""
@@ -274,10 +276,26 @@ class SynchronisedBackward:
         first = self._buffers.first_position[section]
         return range(first, first + len(self.sections[section].plan.buckets))
 
-    def rider_values(self, plan: BucketPlan) -> torch.Tensor:
-        """What the riders of a graph carry from this rank, on the plan's device: every gradient of it is produced."""
+    def rider_values(self, plan: BucketPlan, unused: Set[int]) -> torch.Tensor:
+        """What the riders of a graph carry from this rank, on the plan's device: it produces all but the `unused`."""
         values = torch.empty(plan.riders.numel, dtype=torch.float32, device=plan.buckets[-1].device)
-        return write_riders(values, plan.riders, self.message, lambda _: True)
+        return write_riders(values, plan.riders, self.message, lambda index: index not in unused)
+
+    def without_gradient(self, call_has_none: Iterable[int]) -> set[int]:
+        """Of parameters that a graph brings no gradient here, those without one of an earlier local backward."""
+        return set(call_has_none) - self._used
+
+    def leave_out_unused(self, plan: BucketPlan, riders: torch.Tensor, unused: Set[int]) -> set[int]:
+        """Of these parameters of a graph that has run, those that no rank has used: nothing becomes of what it made.
+
+        On the CPU; elsewhere a device would have to be waited for, and they keep what the graph has made, zeros.
+        """
+        if not unused or not riders.is_cpu:
+            return set()
+        ranks = dict(zip(plan.riders.indices, riders[FIRST_USED:].tolist(), strict=False))
+        left_out = {index for index in unused if ranks[index] == 0}
+        self._accumulated -= left_out
+        return left_out
 
     def segment_ran(self, section: int, riders: torch.Tensor, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Note the results of a claimed section: its reduced riders, and where its gradients lie in memory."""

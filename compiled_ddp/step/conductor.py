@@ -9,7 +9,7 @@ are awaited in that order. The order is that of the rank that came first, kept i
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Protocol
 
 import torch.distributed as dist
@@ -96,9 +96,8 @@ class Conductor:
         others = [other for other in self._wrappers if other is not wrapper and other.may_take_part()]
         if not others:
             return True
-        order = self._order()
-        before = set().union(*map(order.events_before, events))
-        return not any(unsent in before for other in others for unsent in other.unsent())
+        unsent = {event for other in others for event in other.unsent()}
+        return all(self._order().precedes(event, unsent) for event in events)
 
     def end(self, task: int) -> None:
         """All wrappers whose backward ends with `task` send what is left, then wait for their results."""
@@ -178,11 +177,26 @@ class SharedOrder:
         place = self._places[event]
         return {other for other, place_of_other in self._places.items() if place_of_other < place}
 
+    def precedes(self, event: str, others: Set[str]) -> bool:
+        """Whether `event` comes before all of these.
+
+        If no rank has come to it so far, it comes after those of them that have a place, and gets none itself: a rank
+        that may not wait for it must not take the place of what the others come to while this one makes them wait.
+        """
+        if event not in self._places and self._store.check([self._KEY]):
+            self._read(self._store.get(self._KEY))
+        if event not in self._places and not others.isdisjoint(self._places):
+            return False
+        return others.isdisjoint(self.events_before(event))
+
     def _append(self, event: str) -> None:
         while event not in self._places:
             wanted = f"{self._text}{event}\n"
-            self._text = self._store.compare_set(self._KEY, self._text, wanted).decode()
-            self._places = {known: place for place, known in enumerate(self._text.splitlines())}
+            self._read(self._store.compare_set(self._KEY, self._text, wanted))
+
+    def _read(self, events: bytes) -> None:
+        self._text = events.decode()
+        self._places = {event: place for place, event in enumerate(self._text.splitlines())}
 
 
 def _end_of(wrapper: Conducted) -> str:

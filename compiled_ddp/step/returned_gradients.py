@@ -22,15 +22,17 @@ class ReturnedGradients:
 
     def begin(self) -> None:
         for index, parameter in self._parameters.items():
-            self._handles.append(parameter.register_hook(functools.partial(self._returned, index)))
+            watch = functools.partial(self._returned, index)
+            self._handles.append(torch_private.tensors.register_own_hook(parameter, watch))
 
     def end(self) -> None:
         for handle in self._handles:
             handle.remove()
 
     @torch_private.dynamo.untraced
-    def _returned(self, index: int, gradient: torch.Tensor) -> None:
-        self._addresses[index] = gradient.data_ptr()
+    def _returned(self, index: int, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:  # as it is where this backward brings the parameter none
+            self._addresses[index] = gradient.data_ptr()
 
     def not_reduced(self, graph_gradients: Mapping[int, int | None]) -> list[int]:
         """The parameters with a gradient that was not made by graphs alone.

@@ -47,6 +47,10 @@ class Message:
     weight: float = 1.0
     passengers: torch.Tensor | None = None  # the user's values, shape (riders.passengers,); None for zeros
 
+    def note_misfit(self, there_is: bool = True) -> None:
+        """A graph of the sequence does not run in this backward; where `there_is` none, this does nothing."""
+        self.misfit |= there_is
+
     def of_the_same_step(self) -> "Message":
         """The message of a further reduction in the same step."""
         return Message(self.forwards, weight=self.weight)

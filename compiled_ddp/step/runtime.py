@@ -44,6 +44,18 @@ _DISTRIBUTED_AUTOGRAD = (
 )
 
 
+class Bound(Protocol):
+    """A graph with the parameters that it is to reduce."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """Over parameters."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the plan."""
+
+
 class SegmentCall(Protocol):
     """One call of a captured segment in a forward: a graph and the parameters it was called with."""
 
@@ -51,6 +63,12 @@ class SegmentCall(Protocol):
     fingerprint: str
     synchronise: bool  # whether its forward was called outside of no_sync
     index_of: dict[int, int]  # graph input -> parameter
+    undefined: frozenset[int]  # graph inputs that the running backward brings no gradient
+    may_leave_out: bool  # whether there can be any
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether it is bound to less than every parameter."""
 
     until_backward: "UntilBackward"
 
@@ -62,6 +80,12 @@ class SegmentCall(Protocol):
 
         `folds` tells whether gradients of earlier backwards are to go into it.
         """
+
+    def every_parameter(self) -> Bound:
+        """What the call is bound to with all of its parameters, also those without gradient."""
+
+    def take_all_in(self, whole: bool = True) -> None:
+        """In the backward that begins: be bound to every parameter, whichever of them get no gradient."""
 
     def when_reached(self, do: Callable[[Any], None]) -> None:
         """Let `do` run before a backward evaluates the call's node, even before its saved tensors are looked at."""
@@ -137,7 +161,7 @@ class Runtime:
         self._rider_reader = RiderReader(communicator.world_size)
         self._current: SynchronisedBackward | None = None
         self._rest_was_launched = False  # whether something was left to launch when an exception had ended a backward
-        self._lost = False  # whether the latest backward broke off here when everything of it had been sent
+        self._lost = False  # whether the latest backward ended here with an error when everything of it had been sent
         self._state_lost = False  # whether with it the new state of `bucket_hook`
         self._used: set[int] = set()  # parameters used by local backwards since the last synchronised one
         self._announced: set[int] = set()  # parameters of unused sections that the current backward uses here
@@ -360,14 +384,13 @@ class Runtime:
         self._expected = self._expected and returned is not None
         self._hooks.hold_back_users()
         forwards = self._forwards.backward_began()
-        plans: list[BucketPlan] = []
-        if self.agreed.must_agree:  # compiled before any rank waits for another
-            calls = [call for call in self._live_calls() if takes_part(call) and call.plan.indices]
-            plans = [call.plan for call in calls if self._compiles(call)]
-        was_agreed = not self.agreed.must_agree
+        self._take_in_what_is_shared(takes_part)
+        must_agree = self.agreed.must_agree
+        calls = [call for call in self._live_calls() if must_agree and takes_part(call) and call.plan.indices]
+        plans = [call.plan for call in calls if self._compiles(call)]  # before any rank waits for another
         sequence = self.agreed.propose(plans)
         self._some_rank_differs = False
-        if self.agreed.graph_sections and (self.agreed.among_collectives or not was_agreed):
+        if self.agreed.graph_sections and (self.agreed.among_collectives or must_agree):
             sequence = self._tell_whether(runs_sequence(), sequence)
         self.proof.begin_backward()
         self._announced = set()
@@ -380,7 +403,8 @@ class Runtime:
             state_lost=self._state_lost,
             weight=self.weight if weight is None else weight,
             passengers=self._passengers,
-            misfit=not self.agreed.among_collectives and conductor.any_communicates(),  # a sequence is due that knows
+            # Graphs that were postponed have run locally; where models communicate, a sequence is due that knows it.
+            misfit=bool(self._postponed) or (not self.agreed.among_collectives and conductor.any_communicates()),
         )
         self._lost = self._state_lost = False
         self.reduced([])  # those of the backward before are about to be filled again
@@ -392,6 +416,19 @@ class Runtime:
         backward.looks_at_values = self._on_cpu or not self.agreed.refined
         self._models_collectives.begin()
         return backward
+
+    def _take_in_what_is_shared(self, takes_part: Callable[[SegmentCall], bool]) -> None:
+        """[Note: undefined gradients] Calls that share parameters keep their plans, whatever each of them leaves out.
+
+        Which outputs the others' part of the loss uses is not known yet, and hooks could not take what one of the
+        graphs has reduced in part.
+        """
+        live = self._live_calls()
+        if any(call.may_leave_out for call in live):
+            indices = {call: call.every_parameter().plan.indices for call in live if takes_part(call)}
+            count = Counter(index for of_call in indices.values() for index in of_call)
+            for call, of_call in indices.items():
+                call.take_all_in(any(count[index] > 1 for index in of_call))
 
     def _runs_sequence(self) -> bool:
         """Whether the backward that begins will run the graphs of the sequence, all of them and in its order."""
@@ -465,13 +502,16 @@ class Runtime:
         unmatched: set[int] = set()
         for call in self._live_calls():
             if call.will_run():
+                if call.leaves_out and not free.get(call.fingerprint) and free.get(call.every_parameter().fingerprint):
+                    call.take_all_in()
+                    backward.message.note_misfit()  # as in `_claim_whole`
                 if free.get(call.fingerprint) and not self._with_tensor_hooks(call) and self._compiles(call):
                     free[call.fingerprint].pop()
                 else:
                     unmatched.update(call.plan.indices)
         not_called = {i for sections in free.values() for n in sections for i in backward.sections[n].plan.indices}
         if unmatched or not_called:
-            backward.message.misfit = True
+            backward.message.note_misfit()
             backward.leave_to_hooks(unmatched | not_called)
             self._hooks.install()  # what a graph would have reduced may be used outside of it
             # ... and may have been in this backward before it came here, which hooks then did not see.
@@ -481,7 +521,7 @@ class Runtime:
             self.report(NOT_CALLED, sorted(not_called))
 
     def _leave_all_to_hooks(self, backward: SynchronisedBackward) -> None:
-        backward.message.misfit |= bool(self.agreed.graph_sections)
+        backward.message.note_misfit(bool(self.agreed.graph_sections))
         backward.leave_all_to_hooks()
         self._hooks.install()
 
@@ -493,8 +533,12 @@ class Runtime:
             self.report(f"the compiler failed for the backward of their graph: {failure}", call.plan.indices)
         return failure is None
 
+    def with_tensor_hooks(self, index: int) -> bool:
+        """Whether users' tensor hooks see this parameter's gradient."""
+        return torch_private.tensors.has_tensor_hooks(self.parameters.tensors[index])
+
     def _with_tensor_hooks(self, call: SegmentCall) -> list[int]:
-        return [i for i in call.plan.indices if torch_private.tensors.has_tensor_hooks(self.parameters.tensors[i])]
+        return list(filter(self.with_tensor_hooks, call.plan.indices))
 
     def _new_backward(
         self, sections: Sequence[Section], buffers: SequenceBuffers, used_before: set[int], message: Message
@@ -545,11 +589,21 @@ class Runtime:
             if self.agreed.hooks_reason is not None or backward.averaging.has_no_weight or not call.plan.indices:
                 return None
             section = self._claim_for(backward, call) if self._compiles(call) else None
+            if section is None and call.leaves_out:
+                section = self._claim_whole(backward, call)
             if section is None:
                 self._report_not_claimed(backward, call)
                 self._hooks.install()
                 return None
             return backward, section
+
+    def _claim_whole(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
+        """`_claim_for`, of a section that has been planned with parameters that get no gradient here."""
+        if not self.agreed.graph_sections.get(call.every_parameter().fingerprint):
+            return None
+        call.take_all_in()
+        backward.message.note_misfit()  # where it is so on all ranks, the next sequence leaves them out
+        return self._claim_for(backward, call) if self._compiles(call) else None
 
     def _claim_for(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
         sections = self.agreed.graph_sections.get(call.fingerprint, ())
@@ -586,6 +640,7 @@ class Runtime:
         self._used.update(filter(self._will_accumulate, set(call.plan.indices) - self._used))
 
     def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
+        backward.message.note_misfit(not self.agreed.refined)  # [Note: what a first backward shows]
         shared = backward.shares_with_claimed(backward.leave_to_hooks(set(call.plan.indices)))
         if shared:
             raise RuntimeError(
@@ -1042,12 +1097,12 @@ class Runtime:
         self._passengers = values
 
     def _refuse_mixed(self, mixed: set[int]) -> None:
-        assert self.agreed.sequence is not None
-        again = {index for s in self.agreed.sequence.sections if s.reduces_again for index in s.plan.indices}
+        again = {index for s in self.agreed.by_hooks if s.reduces_again for index in s.plan.indices}
+        self._lost = bool(mixed - again)  # other ranks may have stepped, and are told in the next backward
         if mixed - again:
             raise RuntimeError(
                 f"parameter {self.parameters.named(mixed - again)} got a gradient from outside of its captured graph, "
-                "which it did not on rank 0 in the first backward (or create_graph=True made autograd copy it); it was "
+                "which it did on no rank in the first backward (or create_graph=True made autograd copy it); it was "
                 "not reduced. Call unwrap() and wrap the model again, or set COMPILED_DDP_MODE=hooks."
             )
 

@@ -1,6 +1,7 @@
 """Tensors and parameters: their memory, their version, and the hooks on them."""
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +33,16 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def has_tensor_hooks(parameter: torch.Tensor) -> bool:
-    """Whether Tensor.register_hook was called on `parameter`."""
-    return bool(parameter._backward_hooks)
+    """Whether Tensor.register_hook was called on `parameter`, by anybody but `register_own_hook`."""
+    hooks: Any = parameter._backward_hooks  # asked of every parameter in every step
+    return bool(hooks) and any(not hasattr(hook, "of_compiled_ddp") for hook in hooks.values())
+
+
+def register_own_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor | None], None]) -> Any:
+    """`parameter.register_hook(hook)`, for a hook that takes None for an undefined gradient; returns the handle."""
+    marked: Any = functools.partial(hook)
+    marked.of_compiled_ddp = True
+    return parameter.register_hook(marked)
 
 
 def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compiled_ddp.comm_hooks import PowerSGD, Ranks, StatefulHook, TopK
 from fuzz.description import Model, Program, Step, parameters_of, walk
-from fuzz.ensemble import batch, loss_of_output
+from fuzz.ensemble import loss_of_output, values_of
 from fuzz.source import build, source_of
 from fuzz.strategy import programs
 from fuzz.training import BFLOAT16_TOLERANCE, ROUNDED_TOLERANCE, change_parameters
@@ -169,7 +169,8 @@ class Run:
             return values[self.rank % len(values)]
 
         batches = [
-            batch(10 * number + n, self.rank, of_rank(step.rows)) for n in range(of_rank(step.local) + step.forwards)
+            values_of(10 * number + n, self.rank, of_rank(step.rows))
+            for n in range(of_rank(step.local) + step.forwards)
         ]
         local, synchronised = batches[: of_rank(step.local)], batches[of_rank(step.local) :]
         self.ddp.module.active = self.twin.active = self.rank in step.active_on

@@ -34,6 +34,7 @@ WITH_LAYER = ("linear", "transposed", "select", "detached")
 WITH_VECTOR = ("scale", "in_place")
 
 
+Reads = Literal["all", "main", "asides"]  # of a model's outputs; all of a model without asides
 OTHER_WRAPPER = {"EagerDDP": "compile_ddp", "compile_ddp": "EagerDDP", "inductor": "EagerDDP"}
 
 Ranks = tuple[int, ...]
@@ -104,7 +105,7 @@ class Step(Readable):
     active_on: Ranks = (0, 1, 2)  # ranks on which the "sometimes" with variant 0 run, the others elsewhere
     weights: tuple[float, ...] = (1.0,)  # per rank, where the reduction is weighted
     nan_on: Ranks = ()  # ranks whose weight is 0 and whose loss is NaN
-    unread_on: Ranks = ()  # ranks whose loss reads no "aside"
+    reads: tuple[Reads, ...] = ("all",)  # what the loss of forward n reads on rank r: entry 2 * r + n, repeated
     keeps: str = ""  # what the user keeps of each gradient afterwards: a key of kept.WAYS
     before: tuple[Change, ...] = ()  # the first forward
     between: tuple[Change, ...] = ()  # the local backwards and the synchronised one

@@ -1,7 +1,7 @@
 """The wrapped models of a program beside their twins: forwards in an order of the rank's own, one loss of all."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from models import wrappers
 from torch import Tensor, nn
 
 from fuzz.by_hand import ByHand
-from fuzz.description import OTHER_WRAPPER, Program, Setting
+from fuzz.description import OTHER_WRAPPER, Program, Reads, Setting
 from fuzz.kept import Kept
 from fuzz.reducing_hooks import TORCH, TRACED
 from fuzz.source import FLOAT, WIDTH, build
@@ -32,19 +32,30 @@ class Member:
         return module
 
 
-def batch(seed: int, rank: int, rows: int) -> Tensor:
+@dataclass
+class Batch:
+    """Of one forward of all models."""
+
+    inputs: list[Tensor]  # a leaf for each chain of models, all of one value
+    reads: Reads
+
+    def copy(self) -> "Batch":
+        """With leaves of their own."""
+        return replace(self, inputs=[x.detach().clone().requires_grad_() for x in self.inputs])
+
+
+def values_of(seed: int, rank: int, rows: int) -> Tensor:
     generator = torch.Generator("cpu").manual_seed(1000 * seed + rank)
     values = torch.randint(-2, 3, (rows, WIDTH), generator=generator, dtype=torch.int64, device="cpu")
     return values.float().requires_grad_()
 
 
-def loss_of_output(output: Any, *, reads_asides: bool = True, factor: float = 1.0) -> Tensor:
-    main, asides = (output[0], output[1:]) if isinstance(output, tuple) else (output, ())
+def loss_of_output(output: Any, reads: Reads = "all", *, factor: float = 1.0) -> Tensor:
+    outputs = output if isinstance(output, tuple) else (output,)
+    if len(outputs) > 1:
+        outputs = {"all": outputs, "main": outputs[:1], "asides": outputs[1:]}[reads]
     coefficients = torch.tensor([6.0, -6.0, 12.0], **FLOAT)
-    loss: Tensor = (main * coefficients).sum()
-    for aside in asides if reads_asides else ():
-        loss = loss + (aside * coefficients).sum()
-    return loss * factor
+    return torch.stack([(output * coefficients).sum() for output in outputs]).sum() * factor
 
 
 class Ensemble:
@@ -78,31 +89,30 @@ class Ensemble:
         for member in self.members:
             member.ddp.module.active = member.by_hand.module.active = active
 
-    def inputs(self, seed: int, rows: int) -> list[Tensor]:
-        """A leaf for each chain of models, all with one rank's batch."""
-        return [batch(seed, self._rank, rows) for _ in self._chains]
+    def batch(self, seed: int, rows: int, reads: Reads = "all") -> Batch:
+        return Batch([values_of(seed, self._rank, rows) for _ in self._chains], reads)
 
-    def loss(self, calls: Sequence[Call], inputs: Sequence[Tensor], **how: Any) -> Tensor:
+    def loss(self, calls: Sequence[Call], batch: Batch, *, factor: float = 1.0) -> Tensor:
         """Of the forwards of all models, chain after chain, on each rank another one first."""
         first = self._rank % len(self._chains) if self._turns else 0
         losses = []
         for number in [*range(first, len(self._chains)), *range(first)]:
-            x = inputs[number]
+            x = batch.inputs[number]
             for index in self._chains[number]:
                 output = calls[index](x)
-                losses.append(loss_of_output(output, **how))
+                losses.append(loss_of_output(output, batch.reads, factor=factor))
                 x = output[0] if isinstance(output, tuple) else output
         return torch.stack(losses).sum()
 
-    def backward_by_hand(self, batches: Sequence[Sequence[Tensor]], **how: Any) -> list[Tensor]:
+    def backward_by_hand(self, batches: Sequence[Batch], *, factor: float = 1.0) -> list[Tensor]:
         """One backward of the twins; returns their inputs."""
         for member in self.members:
             member.by_hand.module.zero_grad()
-        copies = [[x.detach().clone().requires_grad_() for x in inputs] for inputs in batches]
-        torch.stack([self.loss(self.twins(), inputs, **how) for inputs in copies]).sum().backward()
+        copies = [batch.copy() for batch in batches]
+        torch.stack([self.loss(self.twins(), batch, factor=factor) for batch in copies]).sum().backward()
         for member in self.members:
             member.by_hand.collect()
-        return [x for inputs in copies for x in inputs]
+        return [x for batch in copies for x in batch.inputs]
 
 
 def _chains(program: Program) -> list[list[int]]:

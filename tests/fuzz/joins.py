@@ -66,10 +66,10 @@ class Joined:
             self._member.kept.let_go(self._member.module)
         if self._join.zero != "keep":
             ddp.zero_grad(set_to_none=self._join.zero == "none")
-        inputs = self._ensemble.inputs(seed, 2)
-        self._ensemble.loss(self._ensemble.wrapped(), inputs).backward()
+        batch = self._ensemble.batch(seed, 2)
+        self._ensemble.loss(self._ensemble.wrapped(), batch).backward()
         twin.zero_grad()
-        self._ensemble.loss(self._ensemble.twins(), [x.detach().clone().requires_grad_() for x in inputs]).backward()
+        self._ensemble.loss(self._ensemble.twins(), batch.copy()).backward()
         self._iterations.append(
             _Iteration(
                 {n: None if p.grad is None else p.grad.clone() for n, p in self._member.module.named_parameters()},

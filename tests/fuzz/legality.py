@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from fuzz.description import OTHER_WRAPPER, Join, Model, Op, Program, Step, parameters_of, walk
+from fuzz.description import OTHER_WRAPPER, Join, Model, Op, Program, Reads, Step, parameters_of, walk
 
 
 def permitted(program: Program, wrapper: str) -> Program:
@@ -26,7 +26,7 @@ def _without_unread_outputs(program: Program, wrapper: str) -> Program:
     kinds = {op.kind for model in program.models for op, _ in walk(model.ops)}
     if wrappers == {"EagerDDP"} or kinds.isdisjoint(("in_place", "nonlinear")):
         return program
-    steps = (replace(step, unread_on=()) if isinstance(step, Step) else step for step in program.steps)
+    steps = (replace(step, reads=("all",)) if isinstance(step, Step) else step for step in program.steps)
     return replace(program, steps=tuple(steps))
 
 
@@ -58,10 +58,14 @@ def _tamed_join(join: Join, hook: str) -> Join:
 
 
 def _alike_on_all_ranks(step: Step | Join) -> Step | Join:
-    """Every rank runs the model's collectives equally often, and what one of them makes of NaN is everyone's."""
+    """Every rank runs the model's collectives equally often, and what one of them makes of NaN is everyone's.
+
+    A captured graph's backward runs all of its collectives for any of its outputs, and ranks may break it elsewhere.
+    """
     if isinstance(step, Join):
         return replace(step, throws=True)
-    return replace(step, local=step.local[:1], skipped_on=(), nan_on=(), failure=None)
+    reads: tuple[Reads, ...] = tuple("main" if read == "asides" else read for read in step.reads)
+    return replace(step, local=step.local[:1], reads=reads, skipped_on=(), nan_on=(), failure=None)
 
 
 def _tamed_step(step: Step | Join) -> Step | Join:
@@ -76,6 +80,8 @@ def _tamed_step(step: Step | Join) -> Step | Join:
 
 # ---- programs that are not drawn at all ------------------------------------------------------------------------------
 
+Place = tuple[str, ...]  # of a reader of parameters: the kinds of the operations that it stands in
+
 
 def is_legal(program: Program) -> bool:
     return bool(program.steps) and all(_model_is_legal(model, program) for model in program.models)
@@ -83,27 +89,35 @@ def is_legal(program: Program) -> bool:
 
 def _model_is_legal(model: Model, program: Program) -> bool:
     two_forwards = any(step.forwards > 1 for step in program.plain_steps)
-    uses: dict[tuple[str, int], list[tuple[str, ...]]] = {}
+    some_read_asides_alone = any("asides" in step.reads for step in program.plain_steps) and _has(model, "aside")
+    uses: dict[tuple[str, int], list[Place]] = {}
     for op, within in walk(model.ops):
         if op.kind == "checkpoint" and op.variant == 1 and two_forwards:
             return False  # a second gradient after its bucket has gone out
         read = parameters_of(op)
-        if read is not None and _in_some_steps_only_and_reentrant(within):
+        if read is None:
+            continue
+        place: Place = tuple(outer.kind for outer in within)
+        if some_read_asides_alone and "aside" not in place:
+            place = ("sometimes read", *place)
+        if _is_used_in_some_steps_only(place) and _is_reentrant(within):
             return False  # a first gradient from inside a reentrant checkpoint
-        if read is not None:
-            uses.setdefault(read, []).append(tuple(outer.kind for outer in within))
+        uses.setdefault(read, []).append(place)
     trained = [read for read in uses if read[0] != "linear" or read[1] not in model.frozen]
     breaks = _has(model, "break")
     return bool(trained) and all(_may_be_shared(places, breaks=breaks) for places in uses.values())
 
 
-def _in_some_steps_only_and_reentrant(within: tuple[Op, ...]) -> bool:
-    reentrant = any(op.kind == "checkpoint" and op.variant == 1 for op in within)
-    return reentrant and any(op.kind == "sometimes" for op in within)
+def _is_reentrant(within: tuple[Op, ...]) -> bool:
+    return any(op.kind == "checkpoint" and op.variant == 1 for op in within)
 
 
-def _may_be_shared(places: list[tuple[str, ...]], *, breaks: bool) -> bool:
-    """`places` holds, for each reader of a parameter, the kinds of the operations that it stands in.
+def _is_used_in_some_steps_only(place: Place) -> bool:
+    return not {"sometimes", "sometimes read"}.isdisjoint(place)
+
+
+def _may_be_shared(places: list[Place], *, breaks: bool) -> bool:
+    """`places` holds one of each reader of a parameter.
 
     What follows on a graph break runs as eager code for ever if it had no operators when Dynamo first came to it.
     """
@@ -116,4 +130,4 @@ def _may_be_shared(places: list[tuple[str, ...]], *, breaks: bool) -> bool:
         return False  # a second gradient after its bucket has gone out
     if not in_eager_code or len(in_eager_code) == len(places):
         return True
-    return not any("sometimes" in place for place in places)
+    return not any(map(_is_used_in_some_steps_only, places))

@@ -194,8 +194,8 @@ def _has_hook(program: Program, draw: st.DrawFn) -> Program:
 def _reads_not_all(program: Program, draw: st.DrawFn) -> Program:
     inner = st.lists(leaves(), min_size=1, max_size=2).map(tuple)
     program = _with_ops(program, draw, lambda: Op("aside", inner=draw(inner)), 2)
-    ranks = st.one_of(st.just((0, 1, 2)), RANKS)
-    return _each_step(program, draw, lambda step: replace(step, unread_on=draw(ranks)))
+    of_forwards = st.lists(st.sampled_from(["all", "main", "asides"]), min_size=1, max_size=6).map(tuple)
+    return _each_step(program, draw, lambda step: replace(step, reads=draw(of_forwards)))
 
 
 def _is_compiled_around(program: Program, draw: st.DrawFn) -> Program:
@@ -263,7 +263,7 @@ def kinds_of(program: Program) -> list[str]:
         "reductions": setting.reduction != "mean",
         "weight 0 with NaN": any(step.nan_on for step in steps),
         "hooks": bool(setting.hook),
-        "unused outputs": any(step.unread_on for step in steps) and "aside" in repr(program.models),
+        "unused outputs": any({*step.reads} != {"all"} for step in steps) and "aside" in repr(program.models),
         "compiled around": any(step.compiled_around for step in steps),
         "options": replace(setting, reduction="mean", hook="", default_dtype="float32", default_device="") != Setting(),
     }

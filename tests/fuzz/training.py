@@ -1,8 +1,10 @@
 """Train a random program on a rank under a wrapper, and beside it by plain autograd, averaged by hand."""
 
 import contextlib
+import math
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from fuzz.by_hand import is_close, words
 from fuzz.conversion import CONVERSIONS, convert
 from fuzz.defaults import changed_defaults
 from fuzz.description import Change, Join, Program, Step
-from fuzz.ensemble import Ensemble
+from fuzz.ensemble import Batch, Ensemble
 from fuzz.joins import Joined
 from fuzz.legality import permitted
 from fuzz.reducing_hooks import TOLERANCES
@@ -80,19 +82,21 @@ class Run:
     def _step(self, step: Step, number: int) -> Iterator[str]:
         rows, local_count = self.of_rank(step.rows), self.of_rank(step.local)
         seeds = [10 * number + n for n in range(local_count + step.forwards)]
-        batches = [self.ensemble.inputs(seed, rows) for seed in seeds]
-        how = {"reads_asides": self.rank not in step.unread_on}
+        batches = [
+            self.ensemble.batch(seed, rows, step.reads[(2 * self.rank + n) % len(step.reads)])
+            for n, seed in enumerate(seeds)
+        ]
         self.ensemble.set_active(self.rank in step.active_on)
         self._zero(step.zero)
         yield from self._changed(step.before)
         stance = torch.compiler.set_stance("force_eager") if self.rank in step.eager_on else contextlib.nullcontext()
         with stance:
-            twins = yield from self._local_backwards(batches[:local_count], how)
+            twins = yield from self._local_backwards(batches[:local_count])
             yield from self._changed(step.between)
             if step.failure is not None:
-                yield from self._failing(step, batches[local_count:], how)
+                yield from self._failing(step, batches[local_count:])
             else:
-                twins += self._synchronised(step, batches[local_count:], how)
+                twins += self._synchronised(step, batches[local_count:])
                 if self.rank not in step.skipped_on:
                     yield from self._differences_of_inputs(batches, twins)
         yield from self._differences("synchronised")
@@ -117,36 +121,35 @@ class Run:
                     member.kept.let_go(member.module)
                     change_gradients(member.module, member.by_hand, change.kind, change.every)
 
-    def _local_backwards(self, batches: list[list[Tensor]], how: Any) -> Iterator[str]:  # returns inputs of twins
+    def _local_backwards(self, batches: list[Batch]) -> Iterator[str]:  # returns inputs of twins
         twins: list[Tensor] = []
-        for inputs in batches:
-            twins += self.ensemble.backward_by_hand([inputs], **how)
+        for batch in batches:
+            twins += self.ensemble.backward_by_hand([batch])
             with contextlib.ExitStack() as contexts:
                 for member in self.members:
                     contexts.enter_context(member.ddp.no_sync())
                     member.kept.let_go(member.module)
-                self.ensemble.loss(self.ensemble.wrapped(), inputs, **how).backward()
+                self.ensemble.loss(self.ensemble.wrapped(), batch).backward()
         if batches:
             yield from self._differences("under no_sync")
         return twins
 
-    def _synchronised(self, step: Step, batches: list[list[Tensor]], how: dict[str, Any]) -> list[Tensor]:
+    def _synchronised(self, step: Step, batches: list[Batch]) -> list[Tensor]:
         """The backward that reduces; returns the inputs of the twins."""
         skips, ensemble, twins = self.rank in step.skipped_on, self.ensemble, []
-        if self.rank in step.nan_on:
-            how = {**how, "factor": float("nan")}
+        factor = math.nan if self.rank in step.nan_on else 1.0
         weight = self._set_weight(step, skips=skips)
         for member in self.members:
             member.kept.let_go(member.module)
         if skips:
             run_here = batches if step.skip_after_forward else []  # kept: a forward whose graph is dead does not count
-            losses = [ensemble.loss(ensemble.wrapped(), inputs, **how) for inputs in run_here]
+            losses = [ensemble.loss(ensemble.wrapped(), batch) for batch in run_here]
             ensemble.first.skip_step(*(member.ddp for member in self.members[1:]))
             del losses
         else:
             run = torch.compile(_forwards_and_backward, backend="eager") if step.compiled_around else None
-            (run or _forwards_and_backward)(ensemble, batches, how)
-            twins = ensemble.backward_by_hand(batches, **how)
+            (run or _forwards_and_backward)(ensemble, batches, factor)
+            twins = ensemble.backward_by_hand(batches, factor=factor)
         for member in self.members:
             member.by_hand.reduce(self.program.setting.reduction, weight)
         return twins
@@ -169,9 +172,9 @@ class Run:
             for difference in member.kept.differences():
                 yield of + difference
 
-    def _differences_of_inputs(self, batches: list[list[Tensor]], twins: list[Tensor]) -> Iterator[str]:
+    def _differences_of_inputs(self, batches: list[Batch], twins: list[Tensor]) -> Iterator[str]:
         """The gradients of a rank's own inputs are its own: nothing averages or scales them."""
-        inputs = [x for inputs in batches for x in inputs]
+        inputs = [x for batch in batches for x in batch.inputs]
         for number, (x, twin) in enumerate(zip(inputs, twins, strict=True)):
             assert twin.grad is not None
             largest = twin.grad.abs().nan_to_num(0.0).max().item()
@@ -180,7 +183,7 @@ class Run:
 
     # ---- a step in which one rank fails ------------------------------------------------------------------------------
 
-    def _failing(self, step: Step, batches: list[list[Tensor]], how: dict[str, Any]) -> Iterator[str]:
+    def _failing(self, step: Step, batches: list[Batch]) -> Iterator[str]:
         """Ends with a step that is right."""
         assert step.failure is not None
         plant = failures.Plant(step.failure, self.rank == step.failure.rank % self.world_size)
@@ -188,18 +191,16 @@ class Run:
         for member in self.members:
             member.kept.let_go(member.module)
         here = failures.Outcome()
-        yield from self._fail(plant, here, batches, how)
-        if not (yield from self._recover(here, batches, how, weight)):
+        yield from self._fail(plant, here, batches)
+        if not (yield from self._recover(here, batches, weight)):
             yield "the step after the one that was refused is not right either"
 
-    def _fail(
-        self, plant: failures.Plant, here: failures.Outcome, batches: list[list[Tensor]], how: Any
-    ) -> Iterator[str]:
+    def _fail(self, plant: failures.Plant, here: failures.Outcome, batches: list[Batch]) -> Iterator[str]:
         failure, ensemble = plant.failure, self.ensemble
         losses: list[Tensor] = []
         with failures.recorded(here):
             plant.in_forward()
-            losses += [ensemble.loss(ensemble.wrapped(), inputs, **how) for inputs in batches]
+            losses += [ensemble.loss(ensemble.wrapped(), batch) for batch in batches]
         plant.remove()
         if failure.place == "forward":  # ranks tell each other, and all drop the step
             if all(outcome.kind == failures.RIGHT for outcome in failures.everyones(here)):
@@ -207,26 +208,28 @@ class Run:
             return
         with failures.recorded(here):
             loss = torch.stack(losses).sum()
-            plant.in_backward(loss, batches[0], self.members[0].module)
+            plant.in_backward(loss, batches[0].inputs, self.members[0].module)
             loss.backward()
             plant.in_optimizer()
         plant.remove()
         if here.kind == failures.PLANTED_HERE and failure.place != "optimizer":
             again = failures.Outcome()
             with failures.recorded(again):
-                failures.after(failure, ensemble.first, lambda: ensemble.loss(ensemble.wrapped(), batches[0], **how))
+                failures.after(failure, ensemble.first, lambda: ensemble.loss(ensemble.wrapped(), batches[0]))
             if again.kind != failures.RIGHT:
                 yield f"{failure.then}: {again.words}"
 
     def _recover(
-        self, here: failures.Outcome, batches: list[list[Tensor]], how: dict[str, Any], weight: float
+        self, here: failures.Outcome, batches: list[Batch], weight: float
     ) -> Iterator[str]:  # returns whether a step went right
         allowed = {failures.RIGHT, failures.PLANTED_HERE, failures.REFUSED}
+        # Whether a parameter that was used before an exception alone has zeros afterwards or None is nobody's promise.
+        batches = [replace(batch, reads="all") for batch in batches]
         for attempt in range(3):
             self._zero("none")
             now = failures.Outcome()
             with failures.recorded(now):
-                losses = [self.ensemble.loss(self.ensemble.wrapped(), inputs, **how) for inputs in batches]
+                losses = [self.ensemble.loss(self.ensemble.wrapped(), batch) for batch in batches]
             if attempt == 0:  # not before this forward, by which a rank whose backward broke off lets others go on
                 yield from failures.differences(failures.everyones(here), allowed, "the failing step")
             if now.kind == failures.RIGHT:
@@ -238,7 +241,7 @@ class Run:
                 yield f"attempt {attempt}: ranks differ: {outcomes}"
                 return False
             if now.kind == failures.RIGHT:
-                self.ensemble.backward_by_hand(batches, **how)
+                self.ensemble.backward_by_hand(batches)
                 for member in self.members:
                     member.by_hand.reduce(self.program.setting.reduction, weight)
                 return True
@@ -253,8 +256,8 @@ class Run:
         yield from self._differences("after the join")
 
 
-def _forwards_and_backward(ensemble: Ensemble, batches: list[list[Tensor]], how: dict[str, Any]) -> None:
-    losses = [ensemble.loss(ensemble.wrapped(), inputs, **how) for inputs in batches]
+def _forwards_and_backward(ensemble: Ensemble, batches: list[Batch], factor: float) -> None:
+    losses = [ensemble.loss(ensemble.wrapped(), batch, factor=factor) for batch in batches]
     torch.stack(losses).sum().backward()
 
 

@@ -107,6 +107,25 @@ def test_a_gradient_from_outside_of_a_graph_that_was_not_there_at_first_is_refus
     ranks2.run(_from_outside_later)
 
 
+def _from_outside_on_one_rank(rank: int) -> None:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp(), verify="off")  # verification would tell all ranks at once
+    step(ddp, rank, 0)
+    for number in (1, 3):
+        loss = loss_of(ddp, row_batch(rank, number))
+        if rank == 1:
+            with pytest.raises(RuntimeError, match=r"head\.weight got a gradient from outside of its captured graph"):
+                (loss + ddp.module.head.weight.sum()).backward()
+        else:
+            loss.backward()
+        with pytest.raises(RuntimeError, match=r"an exception ended the one before it on 1 rank\(s\)"):
+            loss_of(ddp, row_batch(rank, number)).backward()
+        step(ddp, rank, number + 1)
+
+
+def test_where_one_rank_alone_refuses_it_all_are_told_in_the_next_backward(ranks2: RankPool) -> None:
+    ranks2.run(_from_outside_on_one_rank)
+
+
 def _creates_graph(rank: int) -> None:
     ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp())
     step(ddp, rank, 0)

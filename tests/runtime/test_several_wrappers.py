@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,18 @@ def test_events_come_in_the_order_of_the_rank_that_was_first() -> None:
     assert there.events_before("b") == set()
     assert here.events_before("a") == {"b"}
     assert here.events_before("c") == {"a", "b"}
+
+
+def test_an_event_that_comes_too_late_takes_no_place_before_those_to_come() -> None:
+    """Rank 0 has begun "a" and will come to its graph; rank 1 comes to "b" first, and may not wait before "a"."""
+    store = dist.HashStore()
+    rank0, rank1 = SharedOrder(store), SharedOrder(store)
+    assert rank0.precedes("begin a", {"begin b"})
+    assert not rank1.precedes("begin b", {"begin a"})
+    assert rank0.precedes("graph of a", {"begin b"})
+    assert rank1.precedes("graph of a", {"begin b"})
+    assert rank0.precedes("begin b", set())
+    assert not rank1.precedes("begin b", {"graph of a"})
 
 
 class Player:
@@ -229,6 +242,46 @@ def _with_inductor(rank: int) -> None:
             losses(ddps, rank, step, (0, 1) if (rank + step) % 2 else (1, 0)).backward()
         for ddp, mean in zip(ddps, expected, strict=True):
             assert_gradients(ddp.module, mean, rtol=1e-4, atol=1e-6)
+
+
+class UsesOneOutsideToo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(5))
+
+    @torch.compiler.disable
+    def shifted(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shifted(torch.sin(x)) * self.shift
+
+
+def _uses_one_outside_too(rank: int, late: int) -> list[bool]:
+    ddps = [wrappers(["compile_ddp"])["compile_ddp"](model) for model in (UsesOneOutsideToo(), Part())]
+    for step in range(4):
+        expected = [
+            expected_mean(copy.deepcopy(ddp.module), lambda m, n=n: m(batch(rank, step, n)).square().sum())  # noqa: B023
+            for n, ddp in enumerate(ddps)
+        ]
+        for ddp in ddps:
+            ddp.zero_grad()
+        loss = losses(ddps, rank, step, (0, 1) if rank else (1, 0))  # backward runs what came last first
+        time.sleep(0.5 * (rank == late))  # the other one begins its backward first
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss.backward()
+        for ddp, mean in zip(ddps, expected, strict=True):
+            assert_gradients(ddp.module, mean, rtol=1e-5, atol=1e-6)
+    return [section.reduces_again for section in ddps[0].plan.sections]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_graph_runs_at_first_where_another_wrapper_would_begin_before_it_on_one_rank(
+    ranks2: RankPool, late: int
+) -> None:
+    """No rank ran it, and none saw that its parameter is used outside of it too: an error in the second step."""
+    assert ranks2.run(_uses_one_outside_too, late) == [[False, True]] * 2
 
 
 class Around(nn.Module):

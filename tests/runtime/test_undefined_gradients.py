@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_gradients, expected_mean, wrappers
+from models import assert_gradients, assert_step, expected_mean, wrappers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -419,3 +419,127 @@ def _begun_by_a_users_hook(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
 def test_a_gradient_with_which_a_users_hook_begins_the_backward_has_arrived(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_begun_by_a_users_hook, wrapper)
+
+
+# ---- several calls in one backward -----------------------------------------------------------------------------------
+
+
+class Tasks(nn.Module):
+    """Three heads on one body."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 4)
+        self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [head(torch.tanh(self.body(x))) for head in self.heads]
+
+    @staticmethod
+    def heads_of(output: int) -> list[str]:
+        """The modules that an output alone may depend on."""
+        return [f"heads.{output}"]
+
+
+class Repeated(nn.Module):
+    """One block that runs twice, in a graph each time; what comes first of it goes on, the rest are outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.side, self.last = nn.Linear(5, 5), nn.Linear(5, 3), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        sides = []
+        for _ in range(2):
+            x, side = torch.tanh(self.block(x)), self.side(x)
+            sides.append(side)
+            torch._dynamo.graph_break()
+        return [self.last(x), *sides]
+
+    @staticmethod
+    def heads_of(output: int) -> list[str]:
+        """The modules that an output may depend on, but for the block where it is the first side output."""
+        return [["last", "block"], ["side"], ["side", "block"]][output]
+
+
+# In each step, for each forward of its backward, the outputs that the loss uses.
+Uses = Sequence[Sequence[Sequence[int]]]
+TWO_TASKS: Uses = [[[0], [1]], [[0], [1]], [[1], [0]], [[0, 1], [2]], [[0], [1]], [[0], [1]], [[0], [1]]]
+
+
+def _used_in_turns(rank: int, model: type[nn.Module], wrapper: str, plans: Sequence[Uses]) -> None:
+    torch.manual_seed(0)
+    ddp = wrappers([wrapper])[wrapper](model())
+    for step, uses in enumerate(plans[rank]):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        batches = [torch.randn(3, 5, generator=generator) for _ in uses]
+
+        def loss(wrapped: nn.Module, batches: Sequence[Tensor] = batches, uses: Sequence[Any] = uses) -> Tensor:
+            outputs = [wrapped(batch) for batch in batches]
+            terms = [out[n].square().sum() for out, used in zip(outputs, uses, strict=True) for n in used]
+            return torch.stack(terms).sum()
+
+        used_somewhere = {n for plan in plans for used in plan[step] for n in used}
+        heads = {n: model.heads_of(n) for n in range(3)}
+        used = {head for n in used_somewhere for head in heads[n]}
+        heads_without = {head for names in heads.values() for head in names} - used
+        unused = [name for name, _ in ddp.module.named_parameters() if name.rpartition(".")[0] in heads_without]
+        assert_step(ddp, loss, unused=unused)
+
+
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+@pytest.mark.parametrize("other", [TWO_TASKS, [uses[::-1] for uses in TWO_TASKS]], ids=["alike", "differently"])
+def test_forwards_of_one_backward_may_use_other_outputs(ranks2: RankPool, wrapper: str, other: Uses) -> None:
+    ranks2.run(_used_in_turns, Tasks, wrapper, [TWO_TASKS, other], **LIMITS)
+
+
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_a_block_that_runs_twice_may_have_one_output_used(ranks2: RankPool, wrapper: str) -> None:
+    uses: Uses = [[[0, 2]], [[0, 2]], [[0, 1]], [[0, 1, 2]], [[0]], [[0, 2]]]
+    ranks2.run(_used_in_turns, Repeated, wrapper, [uses, uses], **LIMITS)
+
+
+def _asked_for(rank: int) -> None:
+    torch.manual_seed(0)
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Tasks())
+    names, parameters = zip(*ddp.module.named_parameters(), strict=True)
+    for step, uses in enumerate([[0, 1, 2], [0, 1], [0, 1], [2], [0, 1, 2]]):
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+
+        def loss(wrapped: nn.Module, x: Tensor = x, uses: Sequence[int] = uses) -> Tensor:
+            outputs = wrapped(x)
+            return torch.stack([outputs[n].square().sum() for n in uses]).sum()
+
+        expected = expected_mean(copy.deepcopy(ddp.module), loss)
+        gradients = torch.autograd.grad(loss(ddp), parameters, allow_unused=True)
+        for name, gradient in zip(names, gradients, strict=True):
+            if any(name.startswith(f"heads.{n}.") for n in {0, 1, 2}.difference(uses)):
+                assert gradient is None, name
+            else:
+                torch.testing.assert_close(gradient.double(), expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_autograd_grad_returns_none_for_what_the_loss_does_not_use(ranks2: RankPool) -> None:
+    ranks2.run(_asked_for, **LIMITS)
+
+
+def _hooked(rank: int) -> None:
+    torch.manual_seed(0)
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Heads())
+    for parameter in ddp.module.b.parameters():
+        parameter.register_hook(lambda gradient: gradient * 1.0)
+    for step, uses in enumerate(["ab", "a", "a", "b", "ab"]):
+        ddp.zero_grad()
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = _loss(uses, x)
+        expected = expected_mean(copy.deepcopy(ddp.module), loss)
+        loss(ddp).backward()
+        for name, parameter in ddp.module.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-5, atol=1e-6)
+            else:
+                assert not expected[name].any(), name
+
+
+def test_a_users_hook_on_a_parameter_is_not_called_with_none(ranks2: RankPool) -> None:
+    ranks2.run(_hooked, **LIMITS)

@@ -617,7 +617,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         """What is reduced where, and why; `print` it for a table."""
         return explain_sequence(
             self._runtime.agreed.sequence,
-            self._runtime.fallback_reasons,
+            self._runtime.fallback.reasons,
             self._options,
             self._link_bytes_per_second,
             str(self._runtime.proof),

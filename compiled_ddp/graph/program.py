@@ -104,7 +104,7 @@ class Program:
         node: Any,
         saved_and_tangents: list[Any],
     ) -> Any:
-        """The gradients of the graph's inputs, reduced in the claimed `section` of `backward`."""
+        """The gradients of the graph's inputs, reduced in the reserved `section` of `backward`."""
         with self.named() as group_name:
             return self._run(runtime, call, backward, section, node, saved_and_tangents, group_name)
 
@@ -132,7 +132,7 @@ class Program:
             saved_and_tangents += [backward.rider_values(call.plan, unused), *pending, *state, *flat_buffers]
         except BaseException:
             backward.graph_broke(call.plan)
-            backward.give_back(section)  # nothing has been launched: others get zeros
+            backward.release(section)  # nothing has been launched: others get zeros
             raise
         try:
             watching = runtime.proof.watching(call.plan, group_name, sees_values=not self._in_cuda_graphs)

@@ -241,9 +241,9 @@ class Segment:
             if self._outputs_of:
                 call.reached(undefined)
             with runtime.launching_alone():
-                claimed = runtime.claim(call)
-                if claimed is not None:
-                    return call.program.run(runtime, call, *claimed, node, saved_and_tangents)
+                reserved = runtime.reserve(call)
+                if reserved is not None:
+                    return call.program.run(runtime, call, *reserved, node, saved_and_tangents)
         backward, _ = self._local_backward()
         self.graph.check_fits(saved_and_tangents)
         gradients = backward(node, saved_and_tangents)

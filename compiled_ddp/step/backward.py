@@ -21,6 +21,7 @@ from compiled_ddp.reducers.averaging import Averaging, Scaling
 from compiled_ddp.reducers.reducer import Reducer, Work
 from compiled_ddp.step import deferred_hooks
 from compiled_ddp.step.flat_buffers import SequenceBuffers
+from compiled_ddp.step.reservations import Reservations
 from compiled_ddp.step.returned_gradients import ReturnedGradients
 from compiled_ddp.step.riders import Message, write_riders
 
@@ -51,10 +52,23 @@ class _Progress:
     summed: torch.Tensor | None = None  # what hooks launched, until the mean has been made of it
 
 
+@dataclass(frozen=True)
+class Circumstances:
+    """What one backward is, and what it follows."""
+
+    # With these, a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
+    returned: ReturnedGradients | None = None
+    delayed: bool = False  # whether nothing is launched before the backward has ended
+    # With static_graph, how many gradients a parameter gets in each backward, where that is known. Else one.
+    expected_gradients: Mapping[int, int] | None = None
+    looks_at_values: bool = False  # whether the host may read gradients, and wait for a device
+    reduces_again: "SynchronisedBackward | None" = None  # the backward a part of which this one reduces once more
+
+
 class SynchronisedBackward:
     """Launches the sections of a sequence in order, whoever produces the gradients.
 
-    A section is launched by the captured segment that claims it, at the moment it claims it; otherwise bucket by
+    A section is launched by the captured segment that reserves it, at the moment it does; otherwise bucket by
     bucket as hooks bring the gradients, and at the end of backward with what there is. [Note: every rank launches in
     the same order]: the cursor only moves forward, over whole buckets, and `finish` moves it to the end, so whatever
     a rank ran, it issues the same collectives with the same sizes in the same order as all others.
@@ -69,6 +83,7 @@ class SynchronisedBackward:
         *,
         used_before: set[int],
         message: Message,
+        circumstances: "Circumstances",
         gradient_as_bucket_view: bool = True,
         launching: Callable[[Bucket, torch.Tensor], None],
         reducer: Reducer,
@@ -76,16 +91,9 @@ class SynchronisedBackward:
         correction: float = 1.0,
     ) -> None:
         """`launching` is told of every flat buffer right before hooks launch it, which `reducer` does."""
-        # With one, this is a torch.autograd.grad: no .grad is read or written, and hooks send zeros.
-        self.returned: ReturnedGradients | None = None
-        self.delayed = False  # whether nothing is launched before the backward has ended
-        # With static_graph, how many gradients a parameter gets in each backward, where that is known. Else one.
-        self.due: Mapping[int, int] | None = None
         self.arrived: Counter[int] = Counter()  # how many gradients each parameter has got
-        self.looks_at_values = False  # whether the host may read gradients, and wait for a device
-        self.before: SynchronisedBackward | None = None  # which has reduced what this one reduces again
         self.sections = sections
-        self.message = message
+        self.circumstances, self.message = circumstances, message
         self.observations = Observations()
         self.pending: dict[int, torch.Tensor] = {}  # .grad tensors that a graph folds in; restored at the end
         self._buffers, self._communicator, self._parameters = buffers, communicator, parameters
@@ -95,8 +103,7 @@ class SynchronisedBackward:
         self._launching, self._reducer = launching, reducer
         self._progress = [_Progress(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
         self._cursor = 0
-        self._hooks_only: set[int] = set()
-        self._in_graph: dict[int, torch.Tensor | None] = {}  # section -> its reduced riders, once it has run
+        self.reservations = Reservations(sections)
         self._graph_gradients: dict[int, int | None] = {}  # parameter -> its gradient's address; None: several
         self._aliases: dict[int, list[torch.Tensor]] = {}  # of graphs' gradients
         self._accumulated: set[int] = set()  # of the pending: those that this backward brings a .grad
@@ -135,94 +142,46 @@ class SynchronisedBackward:
     # ---- launching ---------------------------------------------------------------------------------------------------
 
     def is_next(self, section: int) -> bool:
-        """Whether a section may be claimed: all before it has been launched, as far as hooks could."""
-        self._launch_complete()
-        return (
-            section not in self._hooks_only
-            and section not in self._in_graph
-            and self._cursor == self._buffers.first_position[section]
-        )
+        """Whether a graph may reserve a section: all before it has been launched."""
+        return self.reservations.is_free(section) and self._cursor == self._buffers.first_position[section]
 
     def has_launched(self, section: int) -> bool:
-        """Whether all buckets of a section have been launched, or a graph has claimed them."""
+        """Whether all buckets of a section have been launched, or a graph has reserved them."""
         return self._cursor >= self._buffers.first_position[section] + len(self.sections[section].plan.buckets)
 
-    def claim(self, section: int) -> bool:
-        """Hand a section to the captured segment that is about to run, if it is the next one."""
-        if not self.is_next(section):
+    def waits_in_vain_before(self, section: int, comes: Callable[[int], bool]) -> bool:
+        """Whether hooks wait before a section for what will not come; `comes` tells which gradients still may."""
+        waiting = self._progress[self._cursor : self._buffers.first_position[section]]
+        if not waiting or not self.reservations.is_free(section):
             return False
-        self._in_graph[section] = None
+        of_graphs = any(self.reservations.waits_for_graph(progress.section) for progress in waiting)
+        return not of_graphs and not any(comes(index) for progress in waiting for index in progress.missing)
+
+    def reserve(self, section: int) -> None:
+        """Hand a section to the captured segment that is about to run; what is missing before it is sent as zeros."""
+        self._launch_to(self._buffers.first_position[section])
+        self.reservations.reserve(section)
         self._standing.graph_began(self._cursor)
         self._cursor += len(self.sections[section].plan.buckets)
         self.observations.arrivals.append(("graph", section))
-        return True
 
-    def claim_past_unused(self, section: int, comes: Callable[[int], bool]) -> bool:
-        """`claim`, after launching with zeros all before it that hooks wait for in vain.
-
-        `comes` tells whether a parameter's gradient may still arrive; then nothing is launched or claimed.
-        """
-        position = self._buffers.first_position[section]
-        before = self._progress[self._cursor : position]
-        of_graphs = any(
-            self.sections[p.section].origin == "graph" and p.section not in self._hooks_only for p in before
-        )
-        if not before or of_graphs or any(comes(index) for progress in before for index in progress.missing):
-            return False
-        self._launch_to(position)
-        return self.claim(section)
-
-    def give_back(self, section: int) -> None:
-        """Undo a claim before the graph has launched anything: hooks launch the section."""
-        del self._in_graph[section]
+    def release(self, section: int) -> None:
+        """Undo a reservation before the graph has launched anything: hooks launch the section."""
+        self.reservations.release(section)
         self._standing.graph_ended()
-        self._hooks_only.add(section)
         self._cursor = self._buffers.first_position[section]
 
-    def leave_to_hooks(self, indices: set[int]) -> set[int]:
-        """Let no graph claim a section with one of these parameters; returns all parameters that this concerns.
-
-        Nor one that shares others with such a section; nor, behind such a section, one of a parameter that stands in
-        several: the cursor waits there for hooks, so a graph might come too late for one of them and not for another.
-        """
-        found = -1
-        sharing = self._sections_that_share()
-        while len(self._hooks_only) != found:
-            found = len(self._hooks_only)
-            self._hooks_only.update(n for n, s in enumerate(self.sections) if not indices.isdisjoint(s.plan.indices))
-            first = min(self._hooks_only, default=len(self.sections))
-            self._hooks_only.update(n for n in sharing if n > first)
-            indices = indices.union(*(self.sections[n].plan.indices for n in self._hooks_only))
-        return indices
-
-    def leave_all_to_hooks(self) -> None:
-        """Let no graph claim a section."""
-        self._hooks_only.update(range(len(self.sections)))
-
-    def _sections_that_share(self) -> list[int]:
-        """The sections with a parameter that stands in another one too."""
-        count = Counter(index for section in self.sections for index in section.plan.indices)
-        return [n for n, section in enumerate(self.sections) if any(count[i] > 1 for i in section.plan.indices)]
-
-    def graphs_to_run_with(self, section: int) -> Iterator[int]:
-        """The graphs' sections of which all or none are to be claimed, `section` among them."""
-        sharing = self._sections_that_share()
-        together = sharing if section in sharing else [section]
-        yield from (n for n in together if self.sections[n].origin == "graph")
-
-    def shares_with_claimed(self, indices: Iterable[int]) -> set[int]:
-        """Which of these parameters stand in a section that a graph has claimed in this backward."""
-        return {i for section in self._in_graph for i in self.sections[section].plan.indices} & set(indices)
-
     def take_pending(self, plan: BucketPlan) -> list[torch.Tensor]:
-        """Take the .grad tensors that a claimed section must fold in, one per gradient in plan order.
+        """Take the .grad tensors that a reserved section must fold in, one per gradient in plan order.
 
         Empty if there are none, or .grad does not matter. Parameters without a .grad get zeros; the .grad of the
         others is None until the backward ends, when `_restore_pending` gives the same tensors back.
         """
         gradients = [(bucket, gradient) for bucket, gradient in plan.gradients]
         parameters = self._parameters.tensors
-        if self.returned is not None or all(parameters[gradient.index].grad is None for _, gradient in gradients):
+        if self.circumstances.returned is not None or all(
+            parameters[gradient.index].grad is None for _, gradient in gradients
+        ):
             return []
         pending = []
         for bucket, gradient in gradients:
@@ -242,7 +201,7 @@ class SynchronisedBackward:
         return pending
 
     def lend_buffers(self, section: int, buckets: Iterable[int]) -> list[torch.Tensor]:
-        """Memory for these buckets of a claimed section, for its graph to pack them into."""
+        """Memory for these buckets of a reserved section, for its graph to pack them into."""
         first = self._buffers.first_position[section]
         self._lent = {first + bucket: self._lend(first + bucket) for bucket in buckets}
         self._standing.graph_fills(self._lent.items())
@@ -255,7 +214,7 @@ class SynchronisedBackward:
         return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
 
     def hook_state(self, section: int) -> list[torch.Tensor]:
-        """What a communication hook keeps for a claimed section: further inputs of its graph."""
+        """What a communication hook keeps for a reserved section: further inputs of its graph."""
         return self._reducer.state(self._positions_in(section))
 
     def keep_hook_state(self, section: int, state: Sequence[torch.Tensor], unused: Set[int]) -> None:
@@ -298,8 +257,8 @@ class SynchronisedBackward:
         return left_out
 
     def segment_ran(self, section: int, riders: torch.Tensor, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Note the results of a claimed section: its reduced riders, and where its gradients lie in memory."""
-        self._in_graph[section] = riders
+        """Note the results of a reserved section: its reduced riders, and where its gradients lie in memory."""
+        self.reservations.complete(section, riders)
         self._lent = {}
         for index, gradient in gradients:
             self._graph_gradients[index] = None if index in self._graph_gradients else gradient.data_ptr()
@@ -316,7 +275,7 @@ class SynchronisedBackward:
         self._refuse_users_hook(index)
         if gradient is None or not self.has_accumulated(index):
             return  # hooks run for an undefined gradient too
-        if self.due is not None and index in self.arrived:
+        if self.circumstances.expected_gradients is not None and index in self.arrived:
             self.observations.arrivals.remove(("hook", index))  # it is ready with the last one
         self.observations.arrivals.append(("hook", index))
         self._check(index, gradient)
@@ -331,7 +290,7 @@ class SynchronisedBackward:
                 "when two threads run backwards of one wrapper at the same time: let one wait for the other."
             )
         self._fill(index, positions, gradient)
-        self._launch_complete()
+        self.launch_complete()
 
     def begun_by(self, index: int) -> None:
         """This backward begins with a gradient that has been accumulated before."""
@@ -347,7 +306,10 @@ class SynchronisedBackward:
 
     def _awaits_more(self, index: int) -> bool:
         """Whether more may be added to .grad before it goes into its bucket: `launch_rest` takes what is left."""
-        return self.delayed or (self.due is not None and self.arrived[index] < self.due.get(index, math.inf))
+        expected = self.circumstances.expected_gradients
+        return self.circumstances.delayed or (
+            expected is not None and self.arrived[index] < expected.get(index, math.inf)
+        )
 
     def _refuse_users_hook(self, index: int) -> None:
         if deferred_hooks.sees_unreduced(self._parameters.tensors[index]):
@@ -402,9 +364,11 @@ class SynchronisedBackward:
         return self.sections[self._progress[position].section].reduces_again
 
     def _positions_by_hooks(self, index: int) -> list[int]:
-        return [p for p in self._buffers.positions_of.get(index, ()) if self._progress[p].section not in self._in_graph]
+        positions = self._buffers.positions_of.get(index, ())
+        return [p for p in positions if not self.reservations.is_reserved(self._progress[p].section)]
 
-    def _launch_complete(self) -> None:
+    def launch_complete(self) -> None:
+        """Launch every bucket that hooks have filled, up to the first one that is not."""
         while self._cursor < len(self._progress):
             progress = self._progress[self._cursor]
             if progress.missing or (not progress.bucket.gradients and not self._section_begun(self._cursor)):
@@ -459,14 +423,14 @@ class SynchronisedBackward:
 
     def _is_used(self, index: int) -> bool:
         """Whether this rank has a gradient to reduce, produced since the last synchronised backward."""
-        if self.returned is not None:
+        if self.circumstances.returned is not None:
             return False
         return index in self.arrived or index in self._used
 
     # ---- an exception ------------------------------------------------------------------------------------------------
 
     def graph_broke(self, plan: BucketPlan) -> None:
-        """An exception has ended the graph of a claimed section: give back what it was to fold in."""
+        """An exception has ended the graph of a reserved section: give back what it was to fold in."""
         for index in plan.indices:
             if index in self.pending and self._parameters.tensors[index].grad is None:
                 self._parameters.tensors[index].grad = self.pending.pop(index)
@@ -480,10 +444,9 @@ class SynchronisedBackward:
         """
         self.pending.clear()  # the user may have cleared .grad since
         self.message.aborted = True
-        broken = [section for section, riders in self._in_graph.items() if riders is None]
+        broken = self.reservations.incomplete()
         for section in broken:
-            del self._in_graph[section]
-            self._hooks_only.add(section)
+            self.reservations.release(section)
         if not self._reducer.counts_collectives:  # and no graph launches anything
             return True
         if not self._standing.counts_launches:
@@ -498,7 +461,9 @@ class SynchronisedBackward:
             left = max(left - collectives, 0)
             self._cursor += 1
         return all(
-            progress.bucket.riders is None or progress.section in self._in_graph or self._riders_at(p) is not None
+            progress.bucket.riders is None
+            or self.reservations.is_reserved(progress.section)
+            or self._riders_at(p) is not None
             for p, progress in enumerate(self._progress[: self._cursor])
         )
 
@@ -512,7 +477,7 @@ class SynchronisedBackward:
     def _note_launched(self, position: int) -> None:
         progress = self._progress[position]
         progress.missing.clear()
-        if progress.section in self._in_graph or progress.work is not None:
+        if self.reservations.is_reserved(progress.section) or progress.work is not None:
             return
         progress.work = LaunchedByGraph(self._lent.get(position))
         if position not in self._lent:
@@ -538,7 +503,7 @@ class SynchronisedBackward:
 
     def _fill_missing(self, index: int, position: int) -> None:
         buffer, gradient = self._buffers[position], self._parameters.tensors[index].grad
-        if self.returned is not None:
+        if self.circumstances.returned is not None:
             if gradient is not None and buffer.holds(index, gradient):
                 self._untouched[index] = gradient.clone()
             buffer.put_zeros(index)
@@ -561,7 +526,7 @@ class SynchronisedBackward:
         In a section that reduces again a part of it is the same on every rank, as it has been reduced before.
         """
         if self._reduces_again(position):
-            reduced = (self.before or self).reduced_here(index)
+            reduced = (self.circumstances.reduces_again or self).reduced_here(index)
             if reduced is not None:
                 gradient = self.averaging.still_to_reduce(gradient, reduced)
         buffer = self._buffers[position]
@@ -661,7 +626,7 @@ class SynchronisedBackward:
             riders = self._riders_at(position)
             if riders is not None:
                 yield riders
-        yield from (riders for riders in self._in_graph.values() if riders is not None)
+        yield from self.reservations.riders()
 
     def write_back(self) -> set[int]:
         """Leave the mean in .grad: a view of the bucket, or the tensor that was there before.
@@ -671,7 +636,7 @@ class SynchronisedBackward:
         """
         self.settle_hook_state()
         written: set[int] = set()
-        if self.returned is not None:
+        if self.circumstances.returned is not None:
             self._restore_untouched()
             return written
         self._find_mixed()
@@ -694,13 +659,14 @@ class SynchronisedBackward:
 
     def restore_gradients(self) -> None:
         """Give back the .grad tensors that this backward has taken, where it ends with an error."""
-        if self.returned is not None:
+        if self.circumstances.returned is not None:
             self._restore_untouched()
         self._restore_pending()
 
     def returned_without_reduction(self) -> Sequence[int]:
         """The parameters whose local gradients a torch.autograd.grad is about to return."""
-        return [] if self.returned is None else self.returned.not_reduced(self._graph_gradients)
+        returned = self.circumstances.returned
+        return [] if returned is None else returned.not_reduced(self._graph_gradients)
 
     @property
     def reduced_in_graphs(self) -> Set[int]:
@@ -737,7 +703,9 @@ class SynchronisedBackward:
             if address is not None:
                 has_another = gradient.data_ptr() != address
             else:
-                has_another = self.looks_at_values and not _are_equal(gradient, self._sum_of_graphs(index))
+                has_another = self.circumstances.looks_at_values and not _are_equal(
+                    gradient, self._sum_of_graphs(index)
+                )
             if has_another:
                 self.observations.mixed.add(index)
 

@@ -24,8 +24,10 @@ from compiled_ddp.reducers.choice import reducer_of
 from compiled_ddp.reducers.ddp_hook import REGISTERED, TorchCommHook
 from compiled_ddp.reducers.hook_state import BucketHook
 from compiled_ddp.step.agreed_sequence import AgreedSequence
-from compiled_ddp.step.backward import SynchronisedBackward
+from compiled_ddp.step.backward import Circumstances, SynchronisedBackward
 from compiled_ddp.step.conductor import conductor
+from compiled_ddp.step.errors_elsewhere import broke_off_elsewhere, hook_failed_elsewhere, lost_elsewhere
+from compiled_ddp.step.fallback import DOES_NOT_FIT, TENSOR_HOOK, Fallback
 from compiled_ddp.step.flat_buffers import SequenceBuffers
 from compiled_ddp.step.forward_count import ForwardCount
 from compiled_ddp.step.gradient_hooks import GradientHooks
@@ -178,7 +180,7 @@ class Runtime:
         conductor.add(self)
         self._closed_because = ""
         self._own_gradients: OwnGradients | None = None  # while this rank shadows others (`join`)
-        self._reported: set[str] = set()
+        self.fallback = Fallback(strict=options.strict)
         self._lock = threading.RLock()
         self.sparse = SparseGradients(sparse, communicator, self._synchronises)
         self.forget_sequence()
@@ -336,7 +338,7 @@ class Runtime:
                 if self._current.averaging.has_no_weight or self._some_rank_differs:
                     self._leave_all_to_hooks(self._current)
                 if self._some_rank_differs:
-                    self.report(AMONG_COLLECTIVES, range(len(self.parameters.names)))
+                    self.fallback.report(AMONG_COLLECTIVES, self.parameters.named(range(len(self.parameters.names))))
                 if returned is not None:
                     returned.begin()  # with tensor hooks of its own: after what looks for users' ones
             return self._current
@@ -408,14 +410,20 @@ class Runtime:
         )
         self._lost = self._state_lost = False
         self.reduced([])  # those of the backward before are about to be filled again
-        backward = self._new_backward(sequence.launched, self.agreed.buffers, self._used, message)
-        backward.returned = returned
-        backward.delayed = self._options.bucket_rule is not None and self._options.bucket_rule.delayed
-        if self.static_graph and self.agreed.hooks_reason is not None:
-            backward.due = self._due
-        backward.looks_at_values = self._on_cpu or not self.agreed.refined
+        backward = self._new_backward(
+            sequence.launched, self.agreed.buffers, self._used, message, self._circumstances(returned)
+        )
         self._models_collectives.begin()
         return backward
+
+    def _circumstances(self, returned: ReturnedGradients | None) -> Circumstances:
+        rule = self._options.bucket_rule
+        return Circumstances(
+            returned=returned,
+            delayed=rule is not None and rule.delayed,
+            expected_gradients=self._due if self.static_graph and self.agreed.hooks_reason is not None else None,
+            looks_at_values=self._on_cpu or not self.agreed.refined,
+        )
 
     def _take_in_what_is_shared(self, takes_part: Callable[[SegmentCall], bool]) -> None:
         """[Note: undefined gradients] Calls that share parameters keep their plans, whatever each of them leaves out.
@@ -504,7 +512,7 @@ class Runtime:
             if call.will_run():
                 if call.leaves_out and not free.get(call.fingerprint) and free.get(call.every_parameter().fingerprint):
                     call.take_all_in()
-                    backward.message.note_misfit()  # as in `_claim_whole`
+                    backward.message.note_misfit()  # as in `_reserve_whole`
                 if free.get(call.fingerprint) and not self._with_tensor_hooks(call) and self._compiles(call):
                     free[call.fingerprint].pop()
                 else:
@@ -512,17 +520,17 @@ class Runtime:
         not_called = {i for sections in free.values() for n in sections for i in backward.sections[n].plan.indices}
         if unmatched or not_called:
             backward.message.note_misfit()
-            backward.leave_to_hooks(unmatched | not_called)
+            backward.reservations.leave_to_hooks(unmatched | not_called)
             self._hooks.install()  # what a graph would have reduced may be used outside of it
             # ... and may have been in this backward before it came here, which hooks then did not see.
             outside = [i for i in not_called if self.parameters.tensors[i].grad is not None]
             self._used.update(filter(self._will_accumulate, outside))
         if not_called and not unmatched:  # calls that do not match are reported one by one
-            self.report(NOT_CALLED, sorted(not_called))
+            self.fallback.report(NOT_CALLED, self.parameters.named(sorted(not_called)))
 
     def _leave_all_to_hooks(self, backward: SynchronisedBackward) -> None:
         backward.message.note_misfit(bool(self.agreed.graph_sections))
-        backward.leave_all_to_hooks()
+        backward.reservations.leave_all_to_hooks()
         self._hooks.install()
 
     def _compiles(self, call: SegmentCall) -> bool:
@@ -530,7 +538,8 @@ class Runtime:
         folds = any(self.parameters.tensors[index].grad is not None for index in call.plan.indices)
         failure = call.compile(folds=folds)
         if failure is not None:
-            self.report(f"the compiler failed for the backward of their graph: {failure}", call.plan.indices)
+            reason = f"the compiler failed for the backward of their graph: {failure}"
+            self.fallback.report(reason, self.parameters.named(call.plan.indices))
         return failure is None
 
     def with_tensor_hooks(self, index: int) -> bool:
@@ -541,7 +550,12 @@ class Runtime:
         return list(filter(self.with_tensor_hooks, call.plan.indices))
 
     def _new_backward(
-        self, sections: Sequence[Section], buffers: SequenceBuffers, used_before: set[int], message: Message
+        self,
+        sections: Sequence[Section],
+        buffers: SequenceBuffers,
+        used_before: set[int],
+        message: Message,
+        circumstances: Circumstances,
     ) -> SynchronisedBackward:
         return SynchronisedBackward(
             sections,
@@ -550,6 +564,7 @@ class Runtime:
             self.parameters,
             used_before=used_before,
             message=message,
+            circumstances=circumstances,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
             launching=self.proof.launching,
             reducer=reducer_of(
@@ -572,11 +587,11 @@ class Runtime:
 
     @contextlib.contextmanager
     def launching_alone(self) -> Iterator[None]:
-        """Keep other threads from launching anything between the claim of a graph and what it launches."""
+        """Keep other threads from launching anything between the reservation for a graph and what it launches."""
         with self._lock:
             yield
 
-    def claim(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
+    def reserve(self, call: SegmentCall) -> tuple[SynchronisedBackward, int] | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self._lock:
             if not self._is_under_way and (not call.synchronise or self._is_local()):
@@ -588,43 +603,41 @@ class Runtime:
                 return None
             if self.agreed.hooks_reason is not None or backward.averaging.has_no_weight or not call.plan.indices:
                 return None
-            section = self._claim_for(backward, call) if self._compiles(call) else None
+            section = self._reserve_for(backward, call) if self._compiles(call) else None
             if section is None and call.leaves_out:
-                section = self._claim_whole(backward, call)
+                section = self._reserve_whole(backward, call)
             if section is None:
-                self._report_not_claimed(backward, call)
+                self._report_not_reserved(backward, call)
                 self._hooks.install()
                 return None
             return backward, section
 
-    def _claim_whole(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
-        """`_claim_for`, of a section that has been planned with parameters that get no gradient here."""
+    def _reserve_whole(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
+        """`_reserve_for`, of a section that has been planned with parameters that get no gradient here."""
         if not self.agreed.graph_sections.get(call.every_parameter().fingerprint):
             return None
         call.take_all_in()
         backward.message.note_misfit()  # where it is so on all ranks, the next sequence leaves them out
-        return self._claim_for(backward, call) if self._compiles(call) else None
+        return self._reserve_for(backward, call) if self._compiles(call) else None
 
-    def _claim_for(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
+    def _reserve_for(self, backward: SynchronisedBackward, call: SegmentCall) -> int | None:
         sections = self.agreed.graph_sections.get(call.fingerprint, ())
-        for section in sections:
-            if backward.is_next(section):
-                return section if self._may_run_graph(backward, section) and backward.claim(section) else None
-        if backward.shares_with_claimed(call.plan.indices):
-            # Hooks cannot take it: the gradient is reduced in part. They may be waiting for what this step skips.
-            for section in sections:
-                if self._may_run_graph(backward, section) and backward.claim_past_unused(
-                    section, self._will_accumulate
-                ):
-                    return section
-        return None
+        backward.launch_complete()
+        in_turn = [section for section in sections if backward.is_next(section)][:1]
+        if not in_turn and backward.reservations.shares_with_reserved(call.plan.indices):
+            # Hooks cannot take what is reduced in part. They may be waiting for what this step skips.
+            in_turn = [n for n in sections if backward.waits_in_vain_before(n, self._will_accumulate)]
+        section = next((n for n in in_turn if self._may_run_graph(backward, n)), None)
+        if section is not None:
+            backward.reserve(section)
+        return section
 
     def _may_run_graph(self, backward: SynchronisedBackward, section: int) -> bool:
         """Whether this rank may wait for others in the graph of a section now.
 
         And in those of all sections that share parameters, if this is one: hooks could not take the rest of them.
         """
-        return conductor.may_wait(self, map(self.agreed.event_of, backward.graphs_to_run_with(section)))
+        return conductor.may_wait(self, map(self.agreed.event_of, backward.reservations.graphs_to_run_with(section)))
 
     def _run_postponed(self, call: SegmentCall) -> None:
         assert self._postponed is not None
@@ -639,9 +652,11 @@ class Runtime:
             self._forwards.take_back()
         self._used.update(filter(self._will_accumulate, set(call.plan.indices) - self._used))
 
-    def _report_not_claimed(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
+    def _report_not_reserved(self, backward: SynchronisedBackward, call: SegmentCall) -> None:
         backward.message.note_misfit(not self.agreed.refined)  # [Note: what a first backward shows]
-        shared = backward.shares_with_claimed(backward.leave_to_hooks(set(call.plan.indices)))
+        shared = backward.reservations.shares_with_reserved(
+            backward.reservations.leave_to_hooks(set(call.plan.indices))
+        )
         if shared:
             raise RuntimeError(
                 f"parameter {self.parameters.named(shared)} stands in two captured graphs, one of which did not come "
@@ -649,10 +664,8 @@ class Runtime:
                 "the same order in every step, or set COMPILED_DDP_MODE=hooks."
             )
         hooked = self._with_tensor_hooks(call)
-        if hooked:
-            self.report("a tensor hook on the parameter must see its local gradient", hooked)
-        else:
-            self.report("the graph does not fit the agreed sequence of this backward", call.plan.indices)
+        reason = TENSOR_HOOK if hooked else DOES_NOT_FIT
+        self.fallback.report(reason, self.parameters.named(hooked or call.plan.indices))
 
     # ---- told by the hooks -------------------------------------------------------------------------------------------
 
@@ -826,8 +839,8 @@ class Runtime:
                 self._current = self._begin(lambda call: call.synchronise, lambda _: False, weight=0.0)
                 self._leave_all_to_hooks(self._current)
             self._postponed, self._is_due = None, False
-            if self._current.returned is not None:
-                self._current.returned.end()
+            if self._current.circumstances.returned is not None:
+                self._current.circumstances.returned.end()
             if not self._current.break_off():
                 self._current = None
                 raise self.communicator.give_up("an exception ended a backward, and what it had reduced is lost")
@@ -874,8 +887,8 @@ class Runtime:
 
     def _send_rest(self, backward: SynchronisedBackward) -> Sequence[int]:
         """Launch what is left; returns the parameters that a torch.autograd.grad returns without reduction."""
-        if backward.returned is not None:
-            backward.returned.end()
+        if backward.circumstances.returned is not None:
+            backward.circumstances.returned.end()
         local = backward.returned_without_reduction()
         if local:
             backward.message.aborted = True  # ranks that accumulate would miss what this one returns
@@ -909,14 +922,14 @@ class Runtime:
         """What follows when everything has been reduced; returns the parameters whose users' hooks may see .grad."""
         reduced = backward.write_back()
         self._average_sparse(backward)
-        if backward.returned is not None:
+        if backward.circumstances.returned is not None:
             self._finish_returned(backward, local)
             return set()
         flat_buckets = backward.reduced_buckets()
         if findings.announced:
             reduced |= self._admit(backward, flat_buckets)
         self._used = set()
-        if backward.due is not None:
+        if backward.circumstances.expected_gradients is not None:
             self._due |= backward.arrived
         self.reduced(flat_buckets)
         first = not self.agreed.refined
@@ -937,7 +950,7 @@ class Runtime:
         return reduced
 
     def _average_sparse(self, backward: SynchronisedBackward) -> None:
-        error = self.sparse.average(backward.share, contributes=backward.returned is None)
+        error = self.sparse.average(backward.share, contributes=backward.circumstances.returned is None)
         if error is not None:
             self.proof.postpone()
             self._forget_unless_refined()
@@ -1014,7 +1027,8 @@ class Runtime:
         assert self.agreed.sequence is not None
         unused = self.agreed.sequence.unused
         used = self._used.union(filter(backward.has_accumulated, self._announced))
-        late = self._new_backward(unused, SequenceBuffers(unused), used, backward.message.of_the_same_step())
+        message = backward.message.of_the_same_step()
+        late = self._new_backward(unused, SequenceBuffers(unused), used, message, Circumstances())
         with self._giving_up_after_any_exception():
             late.launch_rest()
             late.wait()
@@ -1026,47 +1040,20 @@ class Runtime:
 
     def _heed(self, findings: Findings) -> None:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
+        here = self.communicator.rank, self._forwards.value
         if findings.hook_failed_on and self.torch_hook is not None:
             self.torch_hook.note_broken()
-            raise RuntimeError(
-                f"rank {self.communicator.rank}: the communication hook {self.torch_hook.name} raised on "
-                f"{findings.hook_failed_on} rank(s) in the backward of forward {self._forwards.value}, which was not "
-                "reduced. Look for the exception on the other ranks; the wrapper cannot reduce any more."
-            )
+            raise hook_failed_elsewhere(*here, findings, self.torch_hook.name)
         if findings.aborted_on:
             self.proof.postpone()
             self._forget_unless_refined()
-            raise self._broke_off_elsewhere(findings.aborted_on)
+            raise broke_off_elsewhere(*here, findings, told_at_once=self._rider_reader.was_at_once)
         if self._is_dropped(findings):
             self.proof.postpone()
             self._forget_unless_refined()
-            raise self._lost_elsewhere(findings)
+            raise lost_elsewhere(*here, findings)
         if findings.counts_differ:
             self._report_different_steps()
-
-    def _lost_elsewhere(self, findings: Findings) -> RuntimeError:
-        state = ""
-        if findings.state_lost_on:
-            state = " What the communication hook kept begins anew on every rank: load it from the checkpoint, too."
-        return RuntimeError(
-            f"rank {self.communicator.rank}: the backward of forward {self._forwards.value} finds that an exception "
-            f"ended the one before it on {findings.lost_on} rank(s) when all of it had been sent: the other ranks have "
-            "stepped with its mean, and these perhaps not, so that parameters may differ between ranks. Look for the "
-            f"exception there, and load a checkpoint on every rank.{state}"
-        )
-
-    def _broke_off_elsewhere(self, ranks: int) -> RuntimeError:
-        where = f"rank {self.communicator.rank}: the backward of forward {self._forwards.value}"
-        if self._rider_reader.was_at_once:
-            return RuntimeError(
-                f"{where} broke off on {ranks} other rank(s) and was not reduced. Drop this step on every rank "
-                "(zero_grad), and look for the exception on the other ranks."
-            )
-        return RuntimeError(
-            f"{where} finds that the one before it broke off on {ranks} rank(s), which a GPU tells one step late: "
-            "some ranks have stepped with a part of the mean, and parameters may differ between ranks. Look for the "
-            "exception on the other ranks, and load a checkpoint on every rank."
-        )
 
     def _report_different_steps(self) -> None:
         error = self._step_check.report(self._forwards.value)
@@ -1155,7 +1142,7 @@ class Runtime:
         if findings.counts_differ:
             self._report_different_steps()
         every_rank_raises = self.sparse.average(lambda: 0.0, aborted=True) is not None
-        if every_rank_raises or backward.returned is not None:
+        if every_rank_raises or backward.circumstances.returned is not None:
             self.proof.postpone()
             self._forget_unless_refined()
             return every_rank_raises
@@ -1188,31 +1175,16 @@ class Runtime:
         reduced: set[int] = set()
         if mixed:
             used = {index for section in mixed for index in section.plan.indices}
-            again = self._new_backward(mixed, SequenceBuffers(mixed), used, backward.message.of_the_same_step())
-            again.before = backward
+            message, follows = backward.message.of_the_same_step(), Circumstances(reduces_again=backward)
+            again = self._new_backward(mixed, SequenceBuffers(mixed), used, message, follows)
             with self._giving_up_after_any_exception():
                 again.launch_rest()
                 again.wait()
             reduced = again.write_back()
         if self.agreed.hooks_reason is None:
             for section in self.agreed.by_hooks:
-                self.report(section.reason, section.plan.indices)
+                self.fallback.report(section.reason, self.parameters.named(section.plan.indices))
         return reduced
-
-    # ---- reports -----------------------------------------------------------------------------------------------------
-
-    def report(self, reason: str, indices: Iterable[int]) -> None:
-        """Say once that hooks reduce these parameters although a graph was wanted; raise under `strict`."""
-        message = f"gradients of {self.parameters.named(indices)} are reduced by hooks: {reason}."
-        if self._options.strict:
-            raise RuntimeError(f"{message} compile_ddp(strict=True) does not fall back.")
-        if reason not in self._reported:
-            self._reported.add(reason)
-            warnings.warn(message, stacklevel=2)
-
-    @property
-    def fallback_reasons(self) -> Sequence[str]:
-        return sorted(self._reported)
 
     def close(self, why: str, *, abandon: bool = False) -> None:
         """Remove every hook and give the communicator back, or `abandon` it to the next one that is made.

@@ -4,11 +4,11 @@ import compiled_ddp.passes.ops  # noqa: F401  (defines compiled_ddp::pack, which
 from compiled_ddp import torch_private
 from compiled_ddp.compiled import CompiledDDP, compile_ddp
 from compiled_ddp.eager import EagerDDP
-from compiled_ddp.explain import Explanation
+from compiled_ddp.parity.verify import ParameterDifference, ParityReport, verify_parity
 from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence, Riders
-from compiled_ddp.verify import ParameterDifference, ParityReport, verify_parity
+from compiled_ddp.report.explain import Explanation
 
-torch_private.leave_out_of_traces("compiled_ddp", "compiled_ddp.passes")
+torch_private.dynamo.leave_out_of_traces("compiled_ddp", "compiled_ddp.passes")
 
 __all__ = [
     "Bucket",

@@ -2,6 +2,6 @@
 
 import sys
 
-from compiled_ddp.command_line import main
+from compiled_ddp.parity.command_line import main
 
 sys.exit(main())

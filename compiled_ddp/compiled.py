@@ -10,19 +10,19 @@ import torch.distributed as dist
 from torch import nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.agreement import Description
-from compiled_ddp.bindings import Bindings
 from compiled_ddp.comm_hooks import CommHook
-from compiled_ddp.communicator import RankGroup
-from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
-from compiled_ddp.entry import entry_of
+from compiled_ddp.graph.backend import entry_of
+from compiled_ddp.graph.bindings import Bindings
+from compiled_ddp.graph.program import VARIANTS, Program
+from compiled_ddp.graph.segment import Segment, SegmentCall, calling
+from compiled_ddp.graph.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionKind
-from compiled_ddp.program import VARIANTS, Program
-from compiled_ddp.segment import Segment, SegmentCall, calling
+from compiled_ddp.ranks.agreement import Description
+from compiled_ddp.ranks.communicator import RankGroup
 from compiled_ddp.users_code import warn_user
-from compiled_ddp.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.wrapper import DataParallelWrapper, refresh_changed
+from compiled_ddp.wrapping.ddp_arguments import DDPArguments, DDPKeywords, Device
 
 # Graphs would come in the order of the threads, another one in every step.
 _SEVERAL_DEVICES = "the model is on several devices, whose backwards autograd runs in threads of their own"
@@ -70,7 +70,7 @@ def compile_ddp(
         dim: without effect, as inputs are not split.
         process_group: the ranks to average over; None is all of them.
         bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, which is measured here
-            (`compiled_ddp.bucket_size`; docs/benchmarks.md, "Bucket size").
+            (`compiled_ddp.ranks.link_speed`; docs/benchmarks.md, "Bucket size").
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
         bucket_cap_mb_list: a size in MiB for each bucket in order, the last one for all further ones too; in place of
             the two sizes above.
@@ -102,8 +102,7 @@ def compile_ddp(
         mode: as in torch.compile; an alternative to `options`.
         options: as in torch.compile. `{"compiled_ddp.naive": True}` keeps the reference program: one all-reduce for
             each gradient.
-        **ddp_arguments: DDP's other arguments (`compiled_ddp.ddp_arguments`; docs/migration.md, "Arguments of the
-            constructor").
+        **ddp_arguments: DDP's other arguments (docs/migration.md, "Arguments of the constructor").
 
     Raises:
         RuntimeError: torch.distributed is not initialised, the models differ between ranks, or torch is unsupported.
@@ -162,7 +161,7 @@ class CompiledDDP(DataParallelWrapper):
         self._fallen_back: set[str] = set()  # why
         self._segments_of_forward: dict[Segment, Program | None] = {}
         self._warmups = 0
-        super().__init__(torch_private.without_compile_wrapper(module), process_group, options, ddp_arguments)
+        super().__init__(torch_private.modules.without_compile_wrapper(module), process_group, options, ddp_arguments)
         try:
             self._prepare_to_compile(self._options)
         except BaseException:
@@ -175,7 +174,7 @@ class CompiledDDP(DataParallelWrapper):
     def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         description = super()._check_and_describe(module, name, ranks)
         for part_name, part in self._own.wrappers_inside().items():
-            if isinstance(torch_private.without_compile_wrapper(part), nn.parallel.DistributedDataParallel):
+            if isinstance(torch_private.modules.without_compile_wrapper(part), nn.parallel.DistributedDataParallel):
                 raise ValueError(
                     f"{part_name} is wrapped by torch's DistributedDataParallel, which would split the graphs around "
                     "it its own way: wrap that part with EagerDDP or compile_ddp, or the whole model with EagerDDP."
@@ -192,9 +191,11 @@ class CompiledDDP(DataParallelWrapper):
         self._bindings = Bindings(self._runtime, self._own, options, self._index_of_parameter)
         self._index_parameters()
         compiled = entry_of(
-            torch_private.without_own_compilation(self.module),
+            torch_private.captures.without_own_compilation(self.module),
             backend=options.backend,
-            compiler_options=torch_private.inductor_options(options.mode, options.compiler_options, options.dynamic),
+            compiler_options=torch_private.inductor.inductor_options(
+                options.mode, options.compiler_options, options.dynamic
+            ),
             fullgraph=options.fullgraph,
             dynamic=options.dynamic,
         )
@@ -227,7 +228,7 @@ class CompiledDDP(DataParallelWrapper):
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         self._calls_of_forward, self._segments_of_forward = [], {}
         (compiled,) = self._compiled
-        limits = torch_private.recompile_limits()
+        limits = torch_private.captures.recompile_limits()
         known = len(limits.notes)
         with calling(self):
             outputs = compiled(*args, **kwargs)
@@ -247,7 +248,7 @@ class CompiledDDP(DataParallelWrapper):
 
     # ---- compiling ahead ---------------------------------------------------------------------------------------------
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         self._check_in_use()
         self._runtime.finish_broken_backward()
@@ -293,7 +294,7 @@ class CompiledDDP(DataParallelWrapper):
         call = self._bindings.call(segment, inputs, node) if self._hooks_reason() is None else None
         self._segments_of_forward[segment] = None if call is None else call.program
         if call is not None:
-            torch_private.attach(node, call)
+            torch_private.autograd.attach(node, call)
             self._calls_of_forward.append(call)
             self._calls = [reference for reference in self._calls if reference() is not None]
             self._calls.append(weakref.ref(call))

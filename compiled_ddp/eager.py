@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import nn
 
 from compiled_ddp.comm_hooks import CommHook
-from compiled_ddp.ddp_arguments import DDPArguments, DDPKeywords, Device
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.wrapper import DataParallelWrapper
+from compiled_ddp.wrapping.ddp_arguments import DDPArguments, DDPKeywords, Device
 
 
 class EagerDDP(DataParallelWrapper):
@@ -31,7 +31,7 @@ class EagerDDP(DataParallelWrapper):
         dim: without effect, as inputs are not split.
         process_group: the ranks to average over; None is all of them.
         bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, which is measured here
-            (`compiled_ddp.bucket_size`; docs/benchmarks.md, "Bucket size").
+            (`compiled_ddp.ranks.link_speed`; docs/benchmarks.md, "Bucket size").
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
         bucket_cap_mb_list: a size in MiB for each bucket in order, the last one for all further ones too; in place of
             the two sizes above.
@@ -54,8 +54,7 @@ class EagerDDP(DataParallelWrapper):
         verify: when to prove that gradients were reduced, by checksums before and after, compared between ranks:
             "first" in the first backward, and while something is pending (`explain()` tells);
             "always" in every backward; "off" never. A gradient that was not reduced raises on every rank.
-        **ddp_arguments: DDP's other arguments (`compiled_ddp.ddp_arguments`; docs/migration.md, "Arguments of the
-            constructor").
+        **ddp_arguments: DDP's other arguments (docs/migration.md, "Arguments of the constructor").
 
     Raises:
         RuntimeError: torch.distributed is not initialised, the models differ between ranks, or torch is unsupported.

@@ -8,13 +8,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from compiled_ddp import torch_private
-from compiled_ddp.bucket_rule import BucketRule
 from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.errors import WrongKindError
 from compiled_ddp.plan import ReductionKind
-from compiled_ddp.scaling import Scaling
-
-MEBIBYTE = 1024 * 1024
+from compiled_ddp.planning.bucket_policy import MEBIBYTE, BucketPolicy
+from compiled_ddp.planning.bucket_rule import BucketRule
+from compiled_ddp.reducers.averaging import Scaling
 
 Mode = Literal["graph", "hooks"]
 
@@ -85,7 +84,9 @@ class Options:
             raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {self.backend!r}.")
         if self.mode is not None and self.options is not None:
             raise ValueError("mode and options are alternatives, as in torch.compile: pass one of them.")
-        torch_private.inductor_options(self.mode, self.compiler_options, self.dynamic)  # refuses what is unknown
+        torch_private.inductor.inductor_options(
+            self.mode, self.compiler_options, self.dynamic
+        )  # refuses what is unknown
 
     @property
     def bucket_capacities_bytes(self) -> tuple[float, ...]:
@@ -101,6 +102,11 @@ class Options:
     def largest_bucket_bytes(self) -> float:
         """The capacity of further buckets than those that have one of their own; infinite where elements count."""
         return math.inf if self.bucket_rule is not None else self.bucket_capacities_bytes[-1]
+
+    def bucket_policy(self, world_size: int) -> BucketPolicy:
+        """What plans of these options have in common."""
+        capacities = self.bucket_capacities_bytes if self.bucket_rule is None else ()
+        return BucketPolicy(capacities, world_size, self.planned_reduction, len(self.piggyback), self.bucket_rule)
 
     @property
     def planned_reduction(self) -> ReductionKind:

@@ -15,20 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from compiled_ddp import torch_private
-from compiled_ddp.agreement import Description, agree_on_description
-from compiled_ddp.backward import TrainedParameters
-from compiled_ddp.bucket_size import bucket_cap_for, measure_bytes_per_second
-from compiled_ddp.comm_hook_registration import TakesCommHooks
-from compiled_ddp.communicator import Communicator, RankGroup
-from compiled_ddp.conductor import conductor
-from compiled_ddp.copies import Copyable
-from compiled_ddp.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device
-from compiled_ddp.ddp_attributes import DDPAttributes
-from compiled_ddp.explain import Explanation, explain_sequence
-from compiled_ddp.hook_program import check_hook
-from compiled_ddp.lifecycle import Lifecycle
-from compiled_ddp.local_methods import LocalMethods
-from compiled_ddp.model_check import (
+from compiled_ddp.model.checks import (
     broadcast_tensors,
     check_layouts,
     check_model,
@@ -37,18 +24,31 @@ from compiled_ddp.model_check import (
     check_writable,
     describe_model,
 )
-from compiled_ddp.model_watch import Look, ModelWatch, StandIns
+from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.nested_tensors import tensors_in
+from compiled_ddp.model.owners import mark_wrapped, owner_of, unmark_wrapped
+from compiled_ddp.model.state_keys import bare_keys_in_state, bare_state
+from compiled_ddp.model.watch import Look, ModelWatch, StandIns
 from compiled_ddp.options import Mode, Options, mode_from_environment
-from compiled_ddp.outputs import tensors_in
-from compiled_ddp.own_state import OwnState
-from compiled_ddp.owners import mark_wrapped, owner_of, unmark_wrapped
 from compiled_ddp.plan import ReductionKind, ReductionSequence
-from compiled_ddp.runtime import Runtime, SegmentCall
-from compiled_ddp.sent_numbers import as_passengers, as_weight
-from compiled_ddp.state_keys import bare_keys_in_state, bare_state
-from compiled_ddp.stats import training_stats
-from compiled_ddp.uneven_inputs import JoinContext, UnevenInputs, WrapperJoinHook
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.ranks.agreement import Description, agree_on_description
+from compiled_ddp.ranks.communicator import Communicator, RankGroup
+from compiled_ddp.ranks.link_speed import bucket_cap_for, measure_bytes_per_second
+from compiled_ddp.reducers.hook_program import check_hook
+from compiled_ddp.report.explain import Explanation, explain_sequence
+from compiled_ddp.report.stats import training_stats
+from compiled_ddp.step.conductor import conductor
+from compiled_ddp.step.join import JoinContext, UnevenInputs, WrapperJoinHook
+from compiled_ddp.step.runtime import Runtime, SegmentCall
 from compiled_ddp.users_code import warn_user
+from compiled_ddp.wrapping.comm_hook_registration import TakesCommHooks
+from compiled_ddp.wrapping.copies import Copyable
+from compiled_ddp.wrapping.ddp_arguments import DDPArguments, check_ddp_arguments, group_of, input_device
+from compiled_ddp.wrapping.ddp_attributes import DDPAttributes
+from compiled_ddp.wrapping.lifecycle import Lifecycle
+from compiled_ddp.wrapping.local_methods import LocalMethods
+from compiled_ddp.wrapping.piggyback import as_passengers, as_weight
 
 _moments = itertools.count(1)
 _all: "weakref.WeakSet[DataParallelWrapper]" = weakref.WeakSet()
@@ -136,7 +136,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         _all.add(self)
 
     def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
-        torch_private.check_torch_version()
+        torch_private.versions.check_torch_version()
         self._options.check()
         self._own = check_model(module, name)
         check_layouts(self._own, self._options)
@@ -156,7 +156,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
 
     def _check_devices(self, ranks: RankGroup) -> None:
         broadcast = (tensor.device for tensor in broadcast_tensors(self._own, self._options).values())
-        torch_private.check_backends(ranks.process_group, [*self._own.devices(), *broadcast])
+        torch_private.groups.check_backends(ranks.process_group, [*self._own.devices(), *broadcast])
 
     def _dense_and_sparse(self) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
         """The trained parameters with dense gradients, and those with sparse ones."""
@@ -197,7 +197,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     # Where a wrapper stands inside another's model, that one's graphs end before it and begin again behind it.
-    @torch_private.untraced_forward
+    @torch_private.dynamo.untraced_forward
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._lifecycle is Lifecycle.COPY:
             return self._forward_of_copy(*self._on_its_device(args, kwargs))
@@ -210,12 +210,14 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         check_not_inside_ddp(self._own, type(self).__name__)
         self._entered = next(_moments)
         with_gradients = torch.is_grad_enabled()
-        if with_gradients and torch_private.in_distributed_autograd():
+        if with_gradients and torch_private.autograd.in_distributed_autograd():
             raise RuntimeError(
                 "the forward runs in a torch.distributed.autograd context, whose backward leaves .grad alone: there is "
                 "nothing that could be averaged. Run forward and backward of this wrapper outside of the context."
             )
-        recomputing = torch_private.current_graph_task() != -1  # a checkpoint's forward inside backward: no new one
+        recomputing = (
+            torch_private.autograd.current_graph_task() != -1
+        )  # a checkpoint's forward inside backward: no new one
         if not recomputing:
             self._runtime.finish_broken_backward()  # before other ranks, which may wait in it, are asked for anything
         look = self._watch.look()
@@ -228,10 +230,10 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
                     "buckets of a backward under way are fixed. Change the model between backward and forward."
                 )
             refresh_changed(self)
-        transformed = torch_private.transforms_are_active()
+        transformed = torch_private.autograd.transforms_are_active()
         if not recomputing:
             self._begin_forward(with_gradients=with_gradients, counted=self.training and not transformed)
-        elif with_gradients and torch_private.in_reentrant_checkpoint():
+        elif with_gradients and torch_private.autograd.in_reentrant_checkpoint():
             self._runtime.begin_reentrant_forward(synchronise=self._require_sync)
         # Also if the module raises: as on other ranks.
         stale = self._buffers_stale and self._uneven.is_training  # put off, see _begin_forward
@@ -258,14 +260,14 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
 
         Where its gradients may go on to the parameters, the next backward that reaches these is synchronised.
         """
-        recomputing = torch_private.current_graph_task() != -1
+        recomputing = torch_private.autograd.current_graph_task() != -1
         leads_back = look.leads_back and torch.is_grad_enabled() and not recomputing
         args, kwargs = self._on_its_device(args, kwargs)
         if not leads_back:
             return self.module(*args, **kwargs)
         self._runtime.begin_forward(synchronise=self._require_sync, counted=False)
         outputs = self._run_eagerly(*args, **kwargs)
-        if not torch_private.transforms_are_active():
+        if not torch_private.autograd.transforms_are_active():
             self._runtime.watch(tensors_in(outputs))
         return outputs
 
@@ -277,7 +279,11 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
 
     def _on_its_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward's arguments where `device_ids` wants them."""
-        return (args, kwargs) if self._input_device is None else torch_private.moved(args, kwargs, self._input_device)
+        return (
+            (args, kwargs)
+            if self._input_device is None
+            else torch_private.modules.moved(args, kwargs, self._input_device)
+        )
 
     def _begin_forward(self, *, with_gradients: bool, counted: bool) -> None:
         if with_gradients:
@@ -340,7 +346,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         own = [buffer.data for buffer in self._own.buffers().values()]
         self._runtime.communicator.broadcast(own, source=source)
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         """Compile what a step with this batch needs, on every rank, before the first step: pass what forward takes.
 
@@ -353,7 +359,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         parameters, gradients, buffers and the random state of CPU and CUDA as they were; what else the model's forward
         changes stays changed. Call it as the steps will run, under autocast for example, in the mode (train or eval),
         and again for other shapes. Rank 0 logs a line for each compilation, with its seconds, to the logger
-        `compiled_ddp.warmup`, or to stderr where logging has not been set up.
+        `compiled_ddp.graph.warmup`, or to stderr where logging has not been set up.
 
         At its end the ranks wait for each other in the store, for up to two hours, so a slow compiler delays here and
         not in a collective. Under `EagerDDP` there is nothing to compile, and it returns at once.
@@ -382,7 +388,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         self._options_given = dataclasses.replace(self._options_given, static_graph=True)
         self._runtime.static_graph = True
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def skip_step(self, *others: "DataParallelWrapper") -> None:
         """Take part in this step's backward with zeros: what a rank that drops a step calls in place of backward.
 
@@ -406,7 +412,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         for other in given:
             if not isinstance(other, DataParallelWrapper):
                 raise TypeError(f"skip_step() takes further wrappers of this package, found {other!r}.")
-        if torch_private.current_graph_task() != -1:
+        if torch_private.autograd.current_graph_task() != -1:
             raise RuntimeError("skip_step() was called inside a backward: call it in place of backward.")
         if not self._require_sync:
             return
@@ -430,13 +436,13 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         """All wrappers inside the model, each before those inside it, in registration order or in its reverse."""
         inside = list(self._own.wrappers_inside().items())
         for name, wrapper in reversed(inside) if last_first else inside:
-            bare = torch_private.without_compile_wrapper(wrapper)
+            bare = torch_private.modules.without_compile_wrapper(wrapper)
             if not isinstance(bare, DataParallelWrapper):
                 raise RuntimeError(f"{name} is wrapped by torch's DistributedDataParallel, which cannot skip a step.")
             yield bare
             yield from bare._wrappers_inside(last_first=last_first)
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def abandon_backward(self, *others: "DataParallelWrapper") -> None:
         """Take part in what is left of a backward that an exception broke off on this rank.
 
@@ -529,7 +535,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         """What a synchronised backward makes of the ranks' gradients."""
         return self._options.reduction
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def set_weight(self, weight: float) -> None:
         """This rank's weight in the mean over ranks, from the next synchronised backward on; 1 before the first call.
 
@@ -555,7 +561,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         ranks = self._runtime.communicator.ranks
         self._runtime.weight = as_weight(weight, rank=ranks.ranks[ranks.rank], world_size=ranks.world_size)
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def piggyback(self, **values: float | torch.Tensor) -> None:
         """Send numbers along with the gradients of the next synchronised backward, to be summed over ranks.
 
@@ -606,12 +612,12 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         """
         return self._runtime.agreed.sequence
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def explain(self) -> Explanation:
         """What is reduced where, and why; `print` it for a table."""
         return explain_sequence(
             self._runtime.agreed.sequence,
-            self._runtime.fallback_reasons,
+            self._runtime.fallback.reasons,
             self._options,
             self._link_bytes_per_second,
             str(self._runtime.proof),
@@ -619,7 +625,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
             tuple(self._own.left_alone()),
         )
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def stats(self) -> dict[str, Any]:
         """What torch's DDP tells in `_get_ddp_logging_data()`, under the same names, as plain values. No collective.
 
@@ -635,7 +641,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         self._check_in_use()
         return training_stats(self.module, self._runtime, self._options)
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load what the bare module, or any wrapper of it, has saved: keys may carry `module.` and `_orig_mod.`.
 
@@ -651,7 +657,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
             raise TypeError(f"load_state_dict() takes what state_dict() has returned, found {state_dict!r}.")
         return self.module.load_state_dict(bare_state(state_dict, list(self.module.state_dict())), strict=strict)
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def unwrap(self) -> nn.Module:
         """Remove every hook, give the communicator back, and return the module, ready to be wrapped again.
 
@@ -679,7 +685,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
 
     def warn_of(self, successor: str) -> None:
         """Warn that a `successor` is about to take this one's place."""
-        module = type(torch_private.without_compile_wrapper(self.module)).__name__
+        module = type(torch_private.modules.without_compile_wrapper(self.module)).__name__
         warn_user(
             f"the {module} is wrapped once more: its {type(self).__name__} is closed, as by unwrap(), and the new "
             f"{successor} takes its place. Call unwrap() first if that is meant."

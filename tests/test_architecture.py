@@ -4,6 +4,7 @@ Passes know the plan's plain data types, torch and the standard library; private
 """
 
 import ast
+import importlib
 import re
 import sys
 import tomllib
@@ -13,16 +14,38 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-TORCH_PRIVATE = ROOT / "compiled_ddp" / "torch_private.py"
+TORCH_PRIVATE = sorted((ROOT / "compiled_ddp" / "torch_private").glob("*.py"))
 PASSES = sorted((ROOT / "passes").rglob("*.py"))
 SHIPPED = [
     path
     for folder in ("compiled_ddp", "passes", "benchmarks", "docs/examples")
     for path in sorted((ROOT / folder).rglob("*.py"))
-    if path != TORCH_PRIVATE
+    if path not in TORCH_PRIVATE
 ]
 PACKAGE = [path for path in SHIPPED if path.relative_to(ROOT).parts[0] in ("compiled_ddp", "passes")]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+
+# The rooms of the package, from the ground up: each may import those below it, and itself.
+LAYERS = (
+    ("errors", "formatting", "torch_private", "users_code"),
+    ("plan",),
+    ("passes",),
+    ("comm_hooks", "planning"),
+    ("ranks",),
+    ("reducers",),
+    ("options",),
+    ("model",),
+    ("checks",),
+    ("step",),
+    ("graph",),
+    ("report",),
+    ("wrapping",),
+    ("wrapper",),
+    ("compiled", "eager"),
+    ("compat", "parity"),
+    ("__init__", "__main__"),
+)
+FLOORS = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms}
 
 # What a pass may import: these modules and what lies below them, compared in whole dotted parts.
 OPEN_TO_PASSES = ("compiled_ddp.plan", "compiled_ddp.passes", "torch", "functorch", *sys.stdlib_module_names)
@@ -150,7 +173,7 @@ def test_pass_imports_only_plan_and_torch(path: Path) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=relative)
 def test_private_torch_names_stand_in_one_module(path: Path) -> None:
     assert not private_torch_names(parse(path)), (
-        f"{relative(path)} uses a private torch API: give it a name in compiled_ddp/torch_private.py, with the "
+        f"{relative(path)} uses a private torch API: give it a name in compiled_ddp/torch_private, with the "
         "versions it was checked on, and import that"
     )
 
@@ -160,7 +183,7 @@ def test_tests_use_private_torch_names_through_torch_private(path: Path) -> None
     assert not private_torch_names(parse(path), allowed=OPEN_TO_TESTS)
 
 
-@pytest.mark.parametrize("path", [*PACKAGE, TORCH_PRIVATE], ids=relative)
+@pytest.mark.parametrize("path", [*PACKAGE, *TORCH_PRIVATE], ids=relative)
 def test_every_factory_call_of_the_package_names_dtype_and_device(path: Path) -> None:
     assert not factory_calls_of_default_kind(parse(path)), (
         "users set torch.set_default_dtype and torch.set_default_device: name the dtype and the device"
@@ -177,21 +200,65 @@ def listed_names(table: str) -> set[str]:
     return names
 
 
-def test_every_private_name_is_in_the_table_of_its_module() -> None:
-    tree = parse(TORCH_PRIVATE)
-    listed = tuple(listed_names(ast.get_docstring(tree) or ""))
-    used = {found.partition(": ")[2] for found in private_torch_names(tree)}
+def names_of_torch_private() -> set[str]:
+    """The private names of torch that the package uses, but for those that another of them begins with."""
+    used = {found.partition(": ")[2] for path in TORCH_PRIVATE for found in private_torch_names(parse(path))}
+    return {name for name in used if not any(lies_in(other, (name,)) for other in used - {name})}
+
+
+def test_every_private_name_is_in_the_table() -> None:
+    (face,) = (path for path in TORCH_PRIVATE if path.name == "__init__.py")
+    listed = tuple(listed_names(ast.get_docstring(parse(face)) or ""))
     # An import of what a name stands in says nothing yet.
-    missing = {name for name in used if not lies_in(name, listed) and not any(lies_in(n, (name,)) for n in listed)}
-    assert not missing, f"{missing}: give them a row in the table of compiled_ddp/torch_private.py"
+    stand_in = {name for name in names_of_torch_private() if any(lies_in(other, (name,)) for other in listed)}
+    missing = {name for name in names_of_torch_private() - stand_in if not lies_in(name, listed)}
+    assert not missing, f"{missing}: give them a row in the table of compiled_ddp/torch_private/__init__.py"
 
 
-def test_editor_bans_nothing_that_passes_may_import() -> None:
+# Below V.graph nothing is there until Inductor compiles.
+@pytest.mark.parametrize("name", sorted({name.partition(".V.graph.")[0] for name in names_of_torch_private()}))
+def test_every_private_name_exists_in_this_torch(name: str) -> None:
+    parts = name.split(".")
+    found: object = importlib.import_module(parts[0])
+    for number, part in enumerate(parts[1:], start=2):
+        if not hasattr(found, part):
+            importlib.import_module(".".join(parts[:number]))
+        found = getattr(found, part)
+
+
+def room_of(path: Path) -> str:
+    """The module, or folder, directly below the package that a source belongs to."""
+    package, *parts = path.relative_to(ROOT).with_suffix("").parts
+    return package if package == "passes" else parts[0]
+
+
+def rooms_imported(tree: ast.AST) -> Iterator[str]:
+    for _, name, _ in imports(tree):
+        package, *parts = name.split(".")
+        if package == "compiled_ddp" and parts:
+            yield parts[0]
+
+
+@pytest.mark.parametrize("path", [*PACKAGE, *TORCH_PRIVATE], ids=relative)
+def test_imports_point_down(path: Path) -> None:
+    room = room_of(path)
+    up = {other for other in rooms_imported(parse(path)) if other != room and FLOORS[other] >= FLOORS[room]}
+    assert not up, f"{relative(path)} imports {up}, which the table LAYERS does not place below {room}"
+
+
+def test_every_room_has_a_floor_and_a_place_in_what_is_installed() -> None:
+    assert {room_of(path) for path in [*PACKAGE, *TORCH_PRIVATE]} == FLOORS.keys()
+    configured = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {f"compiled_ddp.{path.parent.name}" for path in (ROOT / "compiled_ddp").glob("*/__init__.py")}
+    assert set(configured) == {"compiled_ddp", "compiled_ddp.passes", *folders}
+
+
+def test_editor_bans_for_passes_what_stands_above_them() -> None:
     config = tomllib.loads((ROOT / "passes" / "ruff.toml").read_text())
     banned = config["lint"]["flake8-tidy-imports"]["banned-api"]
-    modules = {f"compiled_ddp.{path.stem}" for path in (ROOT / "compiled_ddp").glob("*.py")}
-    assert not [name for name in banned if lies_in(name, OPEN_TO_PASSES)]
-    assert banned.keys() <= modules | {"passes"}, "passes/ruff.toml bans a module that no longer exists"
+    above = {room for room, floor in FLOORS.items() if floor > FLOORS["passes"] and not room.startswith("__")}
+    below = {room for room, floor in FLOORS.items() if floor < FLOORS["passes"]} - {"plan"}
+    assert banned.keys() == {"passes", *(f"compiled_ddp.{room}" for room in above | below)}
 
 
 @pytest.mark.parametrize(

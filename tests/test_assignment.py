@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_ddp.assignment import assign_buckets, place_buckets
 from compiled_ddp.plan import FIRST_USED, BucketPlan, GradientSpec
+from compiled_ddp.planning.assignment import assign_buckets, place_buckets
 
 
 def gradients(*numels: int, dtype: torch.dtype = torch.float32) -> list[GradientSpec]:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from compiled_ddp.bucket_rule import BucketRule
 from compiled_ddp.plan import GradientSpec
+from compiled_ddp.planning.bucket_rule import BucketRule
 
 NAMES = ("a", "b", "c", "d", "e", "f")
 

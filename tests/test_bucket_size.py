@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from compiled_ddp import EagerDDP, compile_ddp
-from compiled_ddp.bucket_size import bucket_cap_for
+from compiled_ddp.ranks.link_speed import bucket_cap_for
 from ranks import RankPool
 
 

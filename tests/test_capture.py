@@ -11,9 +11,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import torch_private
-from compiled_ddp.capture import OVERWRITTEN, gradient_order, outputs_reached, plan_segment, with_own_outputs
-from compiled_ddp.options import MEBIBYTE, NAIVE, Options
+from compiled_ddp.graph.capture import OVERWRITTEN, gradient_order, outputs_reached, with_own_outputs
+from compiled_ddp.options import NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
+from compiled_ddp.planning.bucket_policy import MEBIBYTE
 
 # What each input of `forward_graph` is, by its position: registration order, which is not the order of use.
 HEAD, NORM, EMBEDDING, X, WEIGHT, BIAS, SCALE = range(7)
@@ -52,7 +53,7 @@ def options(*, first_bytes: int, cap_bytes: int) -> Options:
 
 def planned(gradients: dict[int, GradientSpec], options: Options, world_size: int) -> BucketPlan:
     order = gradient_order(forward_graph(), list(gradients))
-    return plan_segment([gradients[index] for index in order], options, world_size)
+    return options.bucket_policy(world_size).assign([gradients[index] for index in order])
 
 
 def indices(plan: BucketPlan) -> list[tuple[int, ...]]:
@@ -266,7 +267,7 @@ def test_a_hook_binds_what_it_is_given_to_and_not_what_it_reads() -> None:
         return hooked * 3, b * c
 
     graph = captured(function, *weights(3))
-    assert any(torch_private.name_of_higher_order(node.target) == "register_hook" for node in graph.nodes)
+    assert any(torch_private.dynamo.name_of_higher_order(node.target) == "register_hook" for node in graph.nodes)
     assert reached(function, *weights(3)) == {"a": {0}, "b": {1}, "c": {1}}
 
 

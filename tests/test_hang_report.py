@@ -5,9 +5,15 @@ import operator
 import pytest
 import torch
 
-from compiled_ddp.hang_report import Answer, compare
 from compiled_ddp.plan import Bucket, Gradient
-from compiled_ddp.standing import Position, bucket_in_words, failed_in_collective, frames_of_error, python_position
+from compiled_ddp.ranks.hang_report import Answer, compare
+from compiled_ddp.ranks.progress import (
+    Position,
+    failed_in_collective,
+    format_bucket,
+    frames_of_error,
+    python_position,
+)
 
 
 def position(launches: int, point: tuple[int, int, bool] = (3, 1, True), text: str = "somewhere") -> Position:
@@ -73,7 +79,7 @@ def test_an_answer_comes_back_as_it_was_written() -> None:
 def test_a_bucket_is_named_by_its_place_its_parameters_and_its_size(numel: int, name: str) -> None:
     gradient = Gradient(1, size=(numel,), stride=(1,), offset_elements=0, numel=numel)
     bucket = Bucket((gradient,), torch.float32, torch.device("cpu"), numel)
-    assert bucket_in_words(3, bucket, ("head.bias", "head.weight")) == f"bucket 3 (head.weight; {name})"
+    assert format_bucket(3, bucket, ("head.bias", "head.weight")) == f"bucket 3 (head.weight; {name})"
 
 
 def _raised(call: object, *args: object) -> RuntimeError:

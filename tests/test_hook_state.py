@@ -3,19 +3,20 @@
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_ddp.assignment import place_buckets
 from compiled_ddp.comm_hooks import Ranks, StatefulHook
-from compiled_ddp.hook_state import BucketHook
-from compiled_ddp.hooked_backward import HookedBackward
 from compiled_ddp.plan import GradientSpec, ReductionSequence, Section
+from compiled_ddp.planning.assignment import place_buckets
+from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.reducers.traced_hook import TracedHook
 
 NAMES = ("a", "b", "c")
+NO_COMMUNICATOR: Any = None  # only riders would need one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,18 +60,21 @@ def by_hooks(
     hook: BucketHook, sections: Sequence[Section], *values: float, unused: set[int] = frozenset()
 ) -> list[Tensor]:  # type: ignore[assignment]
     """Reduce buckets filled with these values, one for each that has gradients; returns the means."""
-    backward = HookedBackward(hook, sections)
+    backward = TracedHook(NO_COMMUNICATOR, hook, sections)
     buckets = [bucket for one in sections for bucket in one.plan.buckets]
-    positions = [position for position in range(len(buckets)) if backward.reduces(position)]
+    positions = [position for position in range(len(buckets)) if backward.runs_users_code(position)]
     flats = [
         torch.full((buckets[p].numel,), value, dtype=buckets[p].dtype)
         for p, value in zip(positions, values, strict=True)
     ]
-    works = [backward.launch(p, flat, unused) for p, flat in zip(positions, flats, strict=True)]
+    works = [
+        backward.start(p, flat, lambda bucket=buckets[p]: unused & set(bucket.indices))
+        for p, flat in zip(positions, flats, strict=True)
+    ]
     for work in works:
         work.wait()
         work.wait()
-    backward.settle(unused)
+    backward.settle(lambda: unused)
     return flats
 
 
@@ -111,11 +115,11 @@ def test_two_buckets_of_equal_parameters_have_states_of_their_own() -> None:
 def test_a_graph_and_hooks_in_turns_use_one_state() -> None:
     hook, agreed = hook_with(section([0], [1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 8.0, 8.0)
-    backward = HookedBackward(hook, agreed.sections)
+    backward = TracedHook(NO_COMMUNICATOR, hook, agreed.sections)
     state = backward.state(range(2))
     assert [tensor.unique().tolist() for tensor in state] == [[1.0], [4.0], [1.0], [4.0]]
     backward.keep(range(2), [tensor + 1 for tensor in state], frozenset())
-    backward.settle(frozenset())
+    backward.settle(frozenset)
     assert_owed(hook, a=5.0, b=5.0, c=4.0)
     assert counts(hook) == {"a": 2.0, "b": 2.0, "c": 1.0}
 
@@ -123,8 +127,8 @@ def test_a_graph_and_hooks_in_turns_use_one_state() -> None:
 def test_a_bucket_without_elements_is_left_to_an_all_reduce() -> None:
     nothing = [torch.zeros(0), *parameters()[1:]]
     hook, agreed = hook_with(section([0], [1], of=nothing), section([2]))
-    backward = HookedBackward(hook, agreed.sections)
-    assert [backward.reduces(position) for position in range(5)] == [False, True, False, True, False]
+    backward = TracedHook(NO_COMMUNICATOR, hook, agreed.sections)
+    assert [backward.runs_users_code(position) for position in range(5)] == [False, True, False, True, False]
     assert backward.state(range(1)) == []
 
 
@@ -134,8 +138,8 @@ def test_a_bucket_without_elements_is_left_to_an_all_reduce() -> None:
 def test_a_backward_that_does_not_end_changes_nothing() -> None:
     hook, agreed = hook_with(section([0, 1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 8.0)
-    backward = HookedBackward(hook, agreed.sections)
-    backward.launch(0, torch.ones(8), frozenset()).wait()
+    backward = TracedHook(NO_COMMUNICATOR, hook, agreed.sections)
+    backward.start(0, torch.ones(8), frozenset).wait()
     state = backward.state(range(2, 3))
     backward.keep(range(2, 3), [tensor + 1 for tensor in state], frozenset())
     assert_owed(hook, a=4.0, b=4.0, c=4.0)
@@ -153,22 +157,22 @@ def test_what_no_rank_uses_is_owed_what_it_was() -> None:
 def test_what_this_rank_does_not_use_is_held_back_while_others_send() -> None:
     hook, agreed = hook_with(section([0, 1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 8.0)
-    backward = HookedBackward(hook, agreed.sections)
+    backward = TracedHook(NO_COMMUNICATOR, hook, agreed.sections)
     flat = torch.zeros(8)
-    work = backward.launch(0, flat, {0})
+    work = backward.start(0, flat, lambda: {0})
     work.wait()
     assert flat.tolist() == [0.0] * 2 + [2.0] * 6
-    backward.settle(frozenset())  # another rank uses it
+    backward.settle(frozenset)  # another rank uses it
     assert_owed(hook, a=4.0, b=2.0, c=4.0)
 
 
 def test_what_a_graph_computes_for_nobody_changes_nothing() -> None:
     hook, agreed = hook_with(section([0, 1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 8.0)
-    backward = HookedBackward(hook, agreed.sections)
+    backward = TracedHook(NO_COMMUNICATOR, hook, agreed.sections)
     state = backward.state(range(1))
     backward.keep(range(1), [tensor + 1 for tensor in state], {1})
-    backward.settle({0})  # by hooks, which this bucket was not
+    backward.settle(lambda: {0})  # by hooks, which this bucket was not
     assert_owed(hook, a=5.0, b=4.0, c=4.0)
 
 
@@ -218,7 +222,7 @@ def test_state_is_converted_with_the_parameters(dtype: torch.dtype) -> None:
     converted = [*parameters(dtype)[:2], parameters()[2]]
     agreed = sequence(section([0, 1], of=converted), section([2]))
     hook.adopt(agreed, lasting=True)
-    count, error = HookedBackward(hook, agreed.sections).state(range(1))
+    count, error = TracedHook(NO_COMMUNICATOR, hook, agreed.sections).state(range(1))
     real = torch.float32 if dtype.is_complex else dtype
     assert count.dtype == error.dtype == real and count.item() == 1.0
     assert error.tolist() == ([4.0, 0.0] * 8 if dtype.is_complex else [4.0] * 8)
@@ -231,13 +235,13 @@ def test_state_is_converted_with_the_parameters(dtype: torch.dtype) -> None:
 def test_what_is_owed_follows_the_memory_format() -> None:
     hook, agreed = hook_with(section([1]), section([0], [2]))
     (flat, *_) = (torch.arange(6.0), None)
-    backward = HookedBackward(hook, agreed.sections)
-    backward.launch(0, flat, frozenset()).wait()
-    backward.settle(frozenset())
+    backward = TracedHook(NO_COMMUNICATOR, hook, agreed.sections)
+    backward.start(0, flat, frozenset).wait()
+    backward.settle(frozenset)
     transposed = [torch.zeros(2), torch.zeros(3, 2).t(), torch.zeros(4)]
     agreed = sequence(section([1], of=transposed), section([0], [2]))
     hook.adopt(agreed, lasting=True)
-    _, error = HookedBackward(hook, agreed.sections).state(range(1))
+    _, error = TracedHook(NO_COMMUNICATOR, hook, agreed.sections).state(range(1))
     assert (2 * error).tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
     assert (2 * owed(hook)["b"]).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -359,8 +363,8 @@ def test_a_backward_knows_its_sections_among_equal_ones() -> None:
     first, second = section([0, 1]), section([0, 1])
     assert first == second
     hook, _ = hook_with(first, second, section([2]))
-    backward: HookedBackward = HookedBackward(hook, [second])
-    backward.launch(0, torch.ones(8), frozenset()).wait()
-    backward.settle(frozenset())
+    backward: TracedHook = TracedHook(NO_COMMUNICATOR, hook, [second])
+    backward.start(0, torch.ones(8), frozenset).wait()
+    backward.settle(frozenset)
     assert [state[0].item() for state in hook.state_dict(NAMES).values()] == [1.0]
-    assert HookedBackward(hook, [first]).state(range(1))[0].item() == 0.0
+    assert TracedHook(NO_COMMUNICATOR, hook, [first]).state(range(1))[0].item() == 0.0

@@ -10,7 +10,7 @@ from models import TokenModel, assert_gradients, expected_mean, token_batch, wra
 from torch import Tensor
 
 from compiled_ddp import compile_ddp
-from compiled_ddp.launch_observer import LaunchObserver
+from compiled_ddp.ranks.launch_observer import LaunchObserver
 from ranks import RankPool
 
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from compiled_ddp.assignment import assign_buckets
-from compiled_ddp.backward import Observations, TrainedParameters
-from compiled_ddp.options import MEBIBYTE, NAIVE, Options
+from compiled_ddp.options import NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionSequence
-from compiled_ddp.sequence import ADMITTED, MIXED, NOT_CAPTURED, SequencePlanner
+from compiled_ddp.planning.assignment import assign_buckets
+from compiled_ddp.planning.bucket_policy import MEBIBYTE
+from compiled_ddp.planning.sequence import ADMITTED, MIXED, NOT_CAPTURED, Observations, SequencePlanner
+from compiled_ddp.planning.trained_parameters import TrainedParameters
 
 # (origin, reason, the parameters of each bucket) of each section
 Description = list[tuple[str, str, list[tuple[int, ...]]]]
@@ -24,7 +25,7 @@ def planner_of(trained: TrainedParameters, *, cap_bytes: int = 16, naive: bool =
     """A planner whose buckets hold two of these parameters."""
     size = cap_bytes / MEBIBYTE
     options = Options(bucket_cap_mb=size, first_bucket_mb=size, options={NAIVE: True} if naive else None)
-    return SequencePlanner(trained, options, world_size=2)
+    return SequencePlanner(trained, options.bucket_policy(world_size=2))
 
 
 @pytest.fixture

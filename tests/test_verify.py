@@ -20,10 +20,11 @@ import torchrun
 from models import Mlp, TokenModel, assert_equal_on_all_ranks, row_batch, token_batch
 from torch import Tensor, nn
 
-from compiled_ddp import EagerDDP, ParityReport, command_line, compile_ddp, verify_parity
-from compiled_ddp.backward import SynchronisedBackward
-from compiled_ddp.command_line import main
-from compiled_ddp.verify import ParameterDifference
+from compiled_ddp import EagerDDP, ParityReport, compile_ddp, verify_parity
+from compiled_ddp.parity import command_line
+from compiled_ddp.parity.command_line import main
+from compiled_ddp.parity.verify import ParameterDifference
+from compiled_ddp.step.backward import SynchronisedBackward
 from compiled_ddp.wrapper import DataParallelWrapper
 from ranks import RankPool
 

@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from compiled_ddp.agreement import Description
-from compiled_ddp.communicator import RankGroup
 from compiled_ddp.compat.arguments import ApexArguments
 from compiled_ddp.errors import NotPicklableError
-from compiled_ddp.lifecycle import Lifecycle
+from compiled_ddp.ranks.agreement import Description
+from compiled_ddp.ranks.communicator import RankGroup
 from compiled_ddp.wrapper import DataParallelWrapper
+from compiled_ddp.wrapping.lifecycle import Lifecycle
 
 
 class ApexAdapter(DataParallelWrapper):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from compiled_ddp.bucket_rule import BucketRule
 from compiled_ddp.options import Options
-from compiled_ddp.scaling import Scaling
+from compiled_ddp.planning.bucket_rule import BucketRule
+from compiled_ddp.reducers.averaging import Scaling
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.agreement import Description, agree_on_description
-from compiled_ddp.assignment import assign_buckets
-from compiled_ddp.communicator import Communicator, RankGroup
-from compiled_ddp.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import BucketPlan, GradientSpec, Section
+from compiled_ddp.planning.assignment import assign_buckets
+from compiled_ddp.ranks.agreement import Description, agree_on_description
+from compiled_ddp.ranks.communicator import Communicator, RankGroup
+from compiled_ddp.step.flat_buffers import SequenceBuffers
 
 
 class Reducer:
@@ -50,7 +50,7 @@ class Reducer:
         with torch.no_grad():
             self._communicator.broadcast([parameter.detach() for parameter in parameters.values()])
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     @torch.no_grad()
     def reduce(self) -> None:
         """Average over ranks. A collective: every rank calls it, as often as all others.

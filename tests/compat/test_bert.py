@@ -43,9 +43,9 @@ def _accumulated(rank: int) -> None:
                 ddp.enable_need_reduction()
             else:
                 ddp.disable_need_reduction()
-            before = torch_private.collectives_launched(communicator.group)
+            before = torch_private.groups.collectives_launched(communicator.group)
             loss.backward()
-            launched = torch_private.collectives_launched(communicator.group) - before
+            launched = torch_private.groups.collectives_launched(communicator.group) - before
             if not last:
                 assert_gradients(ddp.module, total)
                 assert launched == 0, "a backward without reduction proves nothing either"

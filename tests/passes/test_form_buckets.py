@@ -5,12 +5,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph
 
-from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.passes.form_buckets import form_buckets, memory_order
 from compiled_ddp.passes.graph_edit import output_values
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
 from compiled_ddp.plan import BucketPlan, Gradient, GradientSpec
+from compiled_ddp.planning.assignment import assign_buckets
 
 aten = torch.ops.aten
 

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.comm_hooks import Ranks, TopK, bf16_compress
-from compiled_ddp.hook_state import BucketHook
 from compiled_ddp.passes.graph_edit import output_values
 from compiled_ddp.passes.inline_hook import emit_flat, flat_buffers, inline_hook
 from compiled_ddp.passes.ops import all_reduce, is_launch, pack, wait_tensor
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import GradientSpec
+from compiled_ddp.planning.assignment import assign_buckets
+from compiled_ddp.reducers.hook_state import BucketHook
 
 aten = torch.ops.aten
 to_dtype = torch.ops.prims.convert_element_type.default

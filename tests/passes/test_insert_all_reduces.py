@@ -5,11 +5,11 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.passes.graph_edit import output_values
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces, read_reductions
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
 from compiled_ddp.plan import FIRST_USED, BucketPlan, GradientSpec
+from compiled_ddp.planning.assignment import assign_buckets
 
 aten = torch.ops.aten
 

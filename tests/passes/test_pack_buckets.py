@@ -3,11 +3,11 @@
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.passes.inline_hook import emit_flat
 from compiled_ddp.passes.ops import all_reduce, pack, wait_tensor
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.plan import BucketPlan, GradientSpec
+from compiled_ddp.planning.assignment import assign_buckets
 
 aten = torch.ops.aten
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.passes.ops import all_reduce, pack, wait_tensor
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan, GradientSpec
+from compiled_ddp.planning.assignment import assign_buckets
 
 aten = torch.ops.aten
 

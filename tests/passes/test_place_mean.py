@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.passes.graph_edit import output_values
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
 from compiled_ddp.passes.place_mean import place_mean
 from compiled_ddp.passes.prove_linearity import LinearityProof
 from compiled_ddp.plan import BucketPlan, GradientSpec
+from compiled_ddp.planning.assignment import assign_buckets
 
 aten = torch.ops.aten
 

@@ -7,7 +7,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compiled_ddp.assignment import assign_buckets
 from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.graph_edit import output_values, set_output_values
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
@@ -16,6 +15,7 @@ from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.passes.schedule_collectives import schedule_collectives
 from compiled_ddp.passes.verify_collectives import verify_collectives
 from compiled_ddp.plan import BucketPlan, GradientSpec
+from compiled_ddp.planning.assignment import assign_buckets
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_ddp import EagerDDP, compile_ddp, torch_private
-from compiled_ddp.communicator import Communicator
+from compiled_ddp.ranks.communicator import Communicator
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -381,8 +381,8 @@ def _one_rank_has_another_torch(rank: int, unsupported: bool) -> str:
     model = Mlp()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1 and unsupported:
-            check = torch_private.check_torch_version
-            patch.setattr(torch_private, "check_torch_version", lambda: check("2.10.1"))
+            check = torch_private.versions.check_torch_version
+            patch.setattr(torch_private.versions, "check_torch_version", lambda: check("2.10.1"))
         elif rank == 1:
             patch.setattr(torch, "__version__", "2.12.0")
         message = message_of_refusal(lambda: compile_ddp(model, backend="aot_eager"), model)
@@ -494,7 +494,7 @@ def test_a_rank_that_does_not_wrap_is_named_after_the_timeout(ranks3: RankPool, 
 @pytest.mark.parametrize("version", ["2.10.1", "2.15.0", "1.13.1", "3.0.0"])
 def test_an_unsupported_torch_is_refused_with_what_to_install(version: str) -> None:
     with pytest.raises(RuntimeError) as caught:
-        torch_private.check_torch_version(version)
+        torch_private.versions.check_torch_version(version)
     message = str(caught.value)
     assert f"compiled_ddp supports torch >= 2.11 and < 2.15, found {version}. Install a supported torch" in message
     assert "pip install 'torch>=2.11,<2.15'" in message
@@ -503,13 +503,13 @@ def test_an_unsupported_torch_is_refused_with_what_to_install(version: str) -> N
 
 def test_the_metadata_names_the_torch_versions_that_are_supported() -> None:
     project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
-    lowest, beyond = (".".join(map(str, bound)) for bound in torch_private.SUPPORTED_TORCH)
+    lowest, beyond = (".".join(map(str, bound)) for bound in torch_private.versions.SUPPORTED_TORCH)
     assert f"torch>={lowest},<{beyond}" in project["dependencies"]
 
 
 @pytest.mark.parametrize("version", ["2.11.0a0+git", "2.13.0+cpu", "2.14.1"])
 def test_supported_versions_of_torch_are_accepted(version: str) -> None:
-    torch_private.check_torch_version(version)
+    torch_private.versions.check_torch_version(version)
 
 
 # ---- wrapped already, and unwrap -------------------------------------------------------------------------------------
@@ -579,10 +579,10 @@ def _mode_hooks(rank: int) -> tuple[set[str], set[str], int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COMPILED_DDP_MODE", "hooks")
         ddp = wrap("compile_ddp", Mlp())
-    before = torch_private.compiler_counters().get("stats", {}).get("unique_graphs", 0)
+    before = torch_private.for_tests.compiler_counters().get("stats", {}).get("unique_graphs", 0)
     for _ in range(3):
         train_one_step(ddp, rank)
-    captured = torch_private.compiler_counters().get("stats", {}).get("unique_graphs", 0) - before
+    captured = torch_private.for_tests.compiler_counters().get("stats", {}).get("unique_graphs", 0) - before
     sections = ddp.plan.sections
     return {section.origin for section in sections}, {section.reason for section in sections}, captured
 

@@ -16,9 +16,9 @@ from models import Mlp, assert_gradients, assert_step, expected_mean, row_batch
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp, torch_private
-from compiled_ddp.group_name import SHARED_NAME
-from compiled_ddp.launch_observer import LaunchObserver
 from compiled_ddp.passes.pipeline import Pipeline
+from compiled_ddp.ranks.group_name import SHARED_NAME
+from compiled_ddp.ranks.launch_observer import LaunchObserver
 from ranks import RankPool
 
 LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}  # ranks wait for each other's compiler
@@ -30,7 +30,7 @@ def bare(width: int = 4) -> nn.Module:
 
 
 def graphs_captured() -> int:
-    return torch_private.compiler_counters().get("stats", {}).get("unique_graphs", 0)
+    return torch_private.for_tests.compiler_counters().get("stats", {}).get("unique_graphs", 0)
 
 
 def loss_at(x: Tensor) -> Callable[[nn.Module], Tensor]:
@@ -195,13 +195,13 @@ def _of_many_sizes(rank: int) -> None:
 
 @contextlib.contextmanager
 def _no_symbolic_graphs() -> Iterator[None]:
-    compiled = torch_private.compile_captured
+    compiled = torch_private.inductor.compile_captured
 
     def compile_captured(graph_module: Any, example_inputs: Any, **kwargs: Any) -> Any:
         assert not any(isinstance(value, torch.SymInt) for value in example_inputs), "sizes are symbolic"
         return compiled(graph_module, example_inputs, **kwargs)
 
-    with unittest.mock.patch.object(torch_private, "compile_captured", compile_captured):
+    with unittest.mock.patch.object(torch_private.inductor, "compile_captured", compile_captured):
         yield
 
 
@@ -303,7 +303,7 @@ def _compiler_fails(where: str) -> Iterator[None]:
         raise ZeroDivisionError("Cannot convert expression to float")
 
     passes = unittest.mock.patch.object(Pipeline, "run", run)
-    with passes if where == "passes" else torch_private.inner_compiler_replaced(compile_inner):
+    with passes if where == "passes" else torch_private.for_tests.inner_compiler_replaced(compile_inner):
         yield
 
 
@@ -364,7 +364,7 @@ def test_strict_raises_what_the_compiler_says(ranks2: RankPool) -> None:
 def _backward_not_found(rank: int) -> None:
     ddp = compile_ddp(Mlp(13), backend="aot_eager")
     with (
-        unittest.mock.patch.object(torch_private, "compiled_function_of", return_value=None),
+        unittest.mock.patch.object(torch_private.aot, "compiled_function_of", return_value=None),
         pytest.raises(RuntimeError, match=r"gradients would stay local\. Set COMPILED_DDP_MODE=hooks"),
     ):
         ddp(row_batch(rank))
@@ -376,7 +376,7 @@ def test_a_torch_that_keeps_its_backward_elsewhere_is_an_error_and_no_graph_with
 
 
 def _compared_by_inductor(rank: int) -> None:
-    with torch_private.inductor_compares_graphs():
+    with torch_private.for_tests.inductor_compares_graphs():
         _not_compiled(rank, "forward", "0", width=14)
 
 
@@ -388,7 +388,7 @@ def test_no_rank_waits_for_another_in_the_middle_of_compiling(ranks2: RankPool) 
 
 
 def test_what_dynamo_gave_up_is_looked_for_in_every_kind_of_module() -> None:
-    limits = torch_private.RecompileLimits()
+    limits = torch_private.captures.RecompileLimits()
     code = Mlp.forward.__code__
     limits.notes.append(f"forward ({code.co_filename}:{code.co_firstlineno}) has been captured too often")
     with warnings.catch_warnings():

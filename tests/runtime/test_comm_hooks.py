@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from compiled_ddp import comm_hooks
 from compiled_ddp.comm_hooks import PowerSGD, Ranks, StatefulHook, TopK
-from compiled_ddp.torch_private import generated_code
+from compiled_ddp.torch_private.for_tests import generated_code
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

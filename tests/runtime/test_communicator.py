@@ -16,8 +16,8 @@ def _gloo(rank: int, wrapper: str) -> tuple[int, int, timedelta, int]:
     ddp = wrappers([wrapper])[wrapper](Mlp())
     x = row_batch(rank)
     assert_step(ddp, lambda module: module(x).square().sum())
-    default = torch_private.gloo_options(dist.group.WORLD)
-    own = torch_private.gloo_options(ddp._runtime.communicator.group)
+    default = torch_private.for_tests.gloo_options(dist.group.WORLD)
+    own = torch_private.for_tests.gloo_options(ddp._runtime.communicator.group)
     assert own._timeout == default._timeout
     return own._threads, default._threads, own._timeout, len(own._devices)
 
@@ -25,6 +25,6 @@ def _gloo(rank: int, wrapper: str) -> tuple[int, int, timedelta, int]:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_a_communicator_of_gloo_runs_several_collectives_at_once(ranks2: RankPool, wrapper: str) -> None:
     for threads, usual_threads, timeout, devices in ranks2.run(_gloo, wrapper, collective_timeout_seconds=17):
-        assert usual_threads < threads == torch_private.GLOO_COLLECTIVES_IN_FLIGHT
+        assert usual_threads < threads == torch_private.groups.GLOO_COLLECTIVES_IN_FLIGHT
         assert timeout == timedelta(seconds=17)
         assert devices == 1

@@ -1,6 +1,6 @@
 """torch.compile around what calls a wrapper: Dynamo traces nothing of the package, and every step is right.
 
-[Note: never traced] in torch_private.py.
+[Note: never traced] in compiled_ddp/torch_private/dynamo.py.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 @contextlib.contextmanager
 def untraced() -> Iterator[None]:
     """Dynamo traces something in here, and nothing of the package."""
-    with torch_private.noting_traced_code() as traced:
+    with torch_private.for_tests.noting_traced_code() as traced:
         yield
     assert traced, "nothing was compiled"
     # A dataclass writes its methods into a file "<string>", so what Dynamo has traced below our frames counts too.
@@ -413,7 +413,7 @@ def _compiled_autograd_around_the_step(ddp: Any, x: Tensor) -> BaseException:
 
 def _compiled_autograd_around_the_backward(ddp: Any, x: Tensor) -> BaseException:
     loss = loss_of(ddp, x)
-    with torch_private.compiled_autograd("eager"), pytest.raises(RuntimeError) as raised:
+    with torch_private.for_tests.compiled_autograd("eager"), pytest.raises(RuntimeError) as raised:
         loss.backward()
     return raised.value
 
@@ -468,14 +468,14 @@ def test_what_is_untraced_is_called_as_it_is_and_traces_nothing_of_what_it_calls
     def of_a_library(x: Tensor) -> Tensor:
         return x + 1
 
-    @torch_private.untraced
+    @torch_private.dynamo.untraced
     def called(x: Tensor, *, times: int) -> Tensor:
         """What it does."""
         return times * of_a_library(x)
 
     assert called.__doc__ == "What it does." and called.__name__ == "called"
     assert called(torch.zeros(2), times=3).tolist() == [3.0, 3.0]
-    with torch_private.noting_traced_code() as traced:
+    with torch_private.for_tests.noting_traced_code() as traced:
         found = torch.compile(lambda x: called(x.sin(), times=2).cos(), backend="eager")(torch.zeros(2))
     torch.testing.assert_close(found, torch.full((2,), 2.0).cos())
     assert of_a_library.__code__ not in traced and traced

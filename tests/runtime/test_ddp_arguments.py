@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_ddp import EagerDDP, compile_ddp
-from compiled_ddp.ddp_arguments import DDPKeywords
+from compiled_ddp.wrapping.ddp_arguments import DDPKeywords
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_ddp.compat.apex import DistributedDataParallel as ApexDDP
-from compiled_ddp.ddp_attributes import INSTEAD
+from compiled_ddp.wrapping.ddp_attributes import INSTEAD
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

@@ -38,13 +38,13 @@ def message_of(call: Callable[[], object]) -> str:
 def give_up(rank: int, call: Callable[[], object]) -> str:
     """The message of `call`'s failure, when it has become known that this rank has it."""
     message = message_of(call)
-    torch_private.default_store().set(f"gave up {rank}", "")
+    torch_private.groups.default_store().set(f"gave up {rank}", "")
     return message
 
 
 def sit_until_others_give_up(rank: int) -> None:
     others = [f"gave up {other}" for other in range(dist.get_world_size()) if other != rank]
-    while not torch_private.default_store().check(others):
+    while not torch_private.groups.default_store().check(others):
         time.sleep(0.05)
 
 
@@ -89,7 +89,7 @@ def _stop_last_rank(rank: int, wrapper: str) -> str:
         return message_of(step)
     try:
         message = give_up(rank, step)
-        while not torch_private.default_store().check([f"gave up {other}" for other in range(last)]):
+        while not torch_private.groups.default_store().check([f"gave up {other}" for other in range(last)]):
             time.sleep(0.05)
         return message
     finally:

@@ -55,7 +55,7 @@ def _backward_source(rank: int) -> tuple[str, list[int], int]:
     ddp = compile_ddp(model, bucket_cap_mb=0.01, first_bucket_mb=0.005, fullgraph=True)
     x, y = token_batch(rank)
     expected = expected_mean(model, lambda module: module(x, y))
-    sources = torch_private.generated_code(lambda: ddp(x, y).backward())
+    sources = torch_private.for_tests.generated_code(lambda: ddp(x, y).backward())
     assert_gradients(model, expected, rtol=1e-4, atol=1e-6)
     (backward,) = [source for source in sources if "all_reduce_" in source]
     assert not any("all_reduce" in source or "wait_tensor" in source for source in sources if source is not backward)
@@ -160,7 +160,7 @@ def _with_users_passes(rank: int) -> dict[str, list[bool]]:
     """For every kind of custom pass: of each graph it was given, whether it has a collective."""
     seen: list[bool] = []
     found = {}
-    passes = torch_private.custom_graph_passes(lambda graph: seen.append("all_reduce" in str(graph)))
+    passes = torch_private.for_tests.custom_graph_passes(lambda graph: seen.append("all_reduce" in str(graph)))
     for kind, users_pass in passes.items():
         model = Mlp()
         ddp = compile_ddp(model, options={"post_grad_custom_pre_pass": users_pass, "fx_graph_cache": False})
@@ -183,7 +183,7 @@ def test_a_users_custom_pass_of_any_kind_is_given_the_forward_and_the_rewritten_
 
 
 def _cache_counts() -> dict[str, int]:
-    counters = torch_private.compiler_counters()
+    counters = torch_private.for_tests.compiler_counters()
     names = ("autograd_cache_hit", "autograd_cache_miss"), ("fxgraph_cache_hit", "fxgraph_cache_miss")
     groups = counters.get("aot_autograd", {}), counters.get("inductor", {})
     return {name: group.get(name, 0) for group, pair in zip(groups, names, strict=True) for name in pair}

@@ -12,8 +12,8 @@ from models import BrokenBlock, SumOverRanks, expected_mean, row_batch, wrappers
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp
-from compiled_ddp.models_collectives import ModelsCollectives
 from compiled_ddp.plan import AMONG_COLLECTIVES
+from compiled_ddp.step.models_collectives import ModelsCollectives
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

@@ -12,16 +12,17 @@ from models import Mlp, assert_equal_on_all_ranks, assert_gradients, expected_me
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from compiled_ddp import compile_ddp, launch_observer, torch_private
-from compiled_ddp.backward import SynchronisedBackward
-from compiled_ddp.checksum import as_row, checksum
-from compiled_ddp.forward_count import Forwards
+from compiled_ddp import compile_ddp, torch_private
+from compiled_ddp.checks.checksum import as_row, checksum
+from compiled_ddp.checks.proof import TRIES, Proof
 from compiled_ddp.passes import pipeline
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
 from compiled_ddp.passes.ops import pack
 from compiled_ddp.plan import FIRST_USED, VERIFY, BucketPlan, Riders
-from compiled_ddp.proof import TRIES, Proof
-from compiled_ddp.riders import Message, RiderReader, rider_values
+from compiled_ddp.ranks import launch_observer
+from compiled_ddp.step.backward import SynchronisedBackward
+from compiled_ddp.step.forward_count import Forwards
+from compiled_ddp.step.riders import Message, RiderReader, rider_values
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -561,11 +562,11 @@ def test_verifying_adds_no_graph_and_compiles_nothing_anew(ranks2: RankPool) -> 
 def _compilations(rank: int, verify: str, width: int) -> tuple[int, int]:
     """How many graphs Dynamo captures and how many AOTAutograd compiles, in steps of two shapes."""
     ddp = compile_ddp(Loss(width), verify=verify)
-    before = torch_private.compiler_counters()
+    before = torch_private.for_tests.compiler_counters()
     for step, rows in enumerate((4, 6, 8, 4, 6)):
         ddp.zero_grad()
         ddp(_rows(rank, step, rows)).backward()
-    after = torch_private.compiler_counters()
+    after = torch_private.for_tests.compiler_counters()
     assert bool(pending(ddp)) == (verify == "off"), "launches of generated code are seen"
     return tuple(
         after.get(group, {}).get(name, 0) - before.get(group, {}).get(name, 0)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from models import Mlp, assert_gradients, local_gradients, mean_over_ranks, row_batch, wrappers
 from torch import Tensor, nn
 
-from compiled_ddp.torch_private import generated_code
+from compiled_ddp.torch_private.for_tests import generated_code
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

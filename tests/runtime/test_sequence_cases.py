@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.plan import ReductionSequence
-from compiled_ddp.sequence import SequencePlanner
+from compiled_ddp.planning.sequence import SequencePlanner
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -222,7 +222,7 @@ def test_three_ranks_that_break_their_graphs_in_other_places_go_by_hooks(ranks3:
 
 
 def graphs_captured() -> int:
-    return torch_private.compiler_counters().get("stats", {}).get("unique_graphs", 0)
+    return torch_private.for_tests.compiler_counters().get("stats", {}).get("unique_graphs", 0)
 
 
 def _row_counts(rank: int, wrapper: str, dynamic: bool | None, counts: list[list[int]]) -> tuple[int, list[str]]:
@@ -402,7 +402,7 @@ def _silent_in_backward(rank: int, wrapper: str) -> bool:
     ddp = wrappers(BOTH)[wrapper](Mlp())
     ddp(row_batch(rank)).square().sum().backward()
     loss = ddp(row_batch(rank, 1)).square().sum()
-    store = torch_private.default_store()
+    store = torch_private.groups.default_store()
     silent = rank == dist.get_world_size() - 1
     if silent:
         store.wait([f"gave up/{other}" for other in range(rank)])

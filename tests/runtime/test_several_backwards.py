@@ -36,7 +36,7 @@ def _every_variant(rank: int, backend: str) -> list[int]:
     mean = expected_mean(ddp.module, lambda module: loss_of(module, x))
     loss_of(ddp, x).backward()  # compiled as usual
     ddp.zero_grad()
-    compilations = [torch_private.compilations()]
+    compilations = [torch_private.for_tests.compilations()]
     for _ in range(2):
         loss = loss_of(ddp, x)
         loss.backward(retain_graph=True)
@@ -46,7 +46,7 @@ def _every_variant(rank: int, backend: str) -> list[int]:
         loss.backward()
         _assert_close(ddp, _times(mean, 3))
         ddp.zero_grad()
-        compilations.append(torch_private.compilations())
+        compilations.append(torch_private.for_tests.compilations())
     for _ in range(2):
         gradients = local_gradients(ddp.module, lambda module: loss_of(module, other))
         local = {name: gradient.double() for name, gradient in gradients.items()}
@@ -63,7 +63,7 @@ def _every_variant(rank: int, backend: str) -> list[int]:
         loss.backward()
         _assert_close(ddp, {name: total[name] + 2 * mean[name] for name in mean})
         ddp.zero_grad()
-        compilations.append(torch_private.compilations())
+        compilations.append(torch_private.for_tests.compilations())
     assert {section.origin for section in ddp.plan.sections} == {"graph"}
     return compilations
 
@@ -89,7 +89,7 @@ def _rank_one_keeps_its_graph(rank: int, backend: str) -> list[int]:
         loss_of(ddp, x).backward(retain_graph=step > 0 and rank == 1)
         _assert_close(ddp, mean)
         ddp.zero_grad()
-        compilations.append(torch_private.compilations())
+        compilations.append(torch_private.for_tests.compilations())
     return compilations
 
 
@@ -129,7 +129,7 @@ def _graph_without_parameters(rank: int, backend: str) -> list[int]:
         loss.backward(retain_graph=True)
         loss.backward()
         _assert_close(ddp, _times(mean, 2))
-        compilations.append(torch_private.compilations())
+        compilations.append(torch_private.for_tests.compilations())
     return compilations
 
 

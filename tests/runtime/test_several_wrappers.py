@@ -15,7 +15,7 @@ from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from compiled_ddp.conductor import Conductor, SharedOrder
+from compiled_ddp.step.conductor import Conductor, SharedOrder
 from ranks import RankPool
 
 # ---- the order, without ranks ----------------------------------------------------------------------------------------

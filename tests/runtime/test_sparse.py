@@ -102,7 +102,7 @@ def _steps(rank: int, wrapper: str) -> None:
     origins = {section.origin for section in ddp.plan.launched}
     assert origins == {"graph" if wrapper == "compile_ddp" else "hooks"}
     ddp.unwrap()
-    assert len(torch_private.post_accumulate_hooks(ddp.module.token.weight)) == 1  # the user's
+    assert len(torch_private.tensors.post_accumulate_hooks(ddp.module.token.weight)) == 1  # the user's
 
 
 def _counted(calls: list[Tensor], forward: Callable[..., Tensor], module: nn.Module, x: Tensor) -> Tensor:

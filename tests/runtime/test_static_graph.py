@@ -98,8 +98,8 @@ def _overlap(rank: int) -> None:
     group = ddp._runtime.communicator.group
     for number in range(3):
         loss = loss_of(ddp, row_batch(rank, number))
-        launched = [torch_private.collectives_launched(group)]
-        ddp.module.look = lambda _: launched.append(torch_private.collectives_launched(group))  # noqa: B023
+        launched = [torch_private.groups.collectives_launched(group)]
+        ddp.module.look = lambda _: launched.append(torch_private.groups.collectives_launched(group))  # noqa: B023
         loss.backward()
         # Each time a weight and a bias: of the head, of the second layer of its own, then of the shared one.
         expected = [0, 2, 2, 4, 6] if number else [0, 0, 0, 0, 0]

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from models import Mlp, row_batch, wrappers
 
 from compiled_ddp import EagerDDP
-from compiled_ddp.agreement import agree_on_description
-from compiled_ddp.communicator import Communicator, RankGroup
-from compiled_ddp.warmup import warm_up
+from compiled_ddp.graph.warmup import warm_up
+from compiled_ddp.ranks.agreement import agree_on_description
+from compiled_ddp.ranks.communicator import Communicator, RankGroup
 from ranks import RankPool
 
 
@@ -54,7 +54,7 @@ def test_every_use_of_the_store_says_who_waited_for_what_and_what_to_do(ranks2: 
 def _no_group(rank: int) -> str:
     ranks = RankGroup(None)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compiled_ddp.torch_private.default_store", _ended_store)
+        patch.setattr("compiled_ddp.torch_private.groups.default_store", _ended_store)
         with pytest.raises(RuntimeError) as caught:
             Communicator(ranks)
     return str(caught.value)
@@ -75,7 +75,7 @@ def _in_training(rank: int) -> list[str]:
         ddp(row_batch(rank)).sum().backward()
     messages.append(str(caught.value))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compiled_ddp.torch_private.default_store", _ended_store)
+        patch.setattr("compiled_ddp.torch_private.groups.default_store", _ended_store)
         with pytest.raises(RuntimeError) as caught:
             EagerDDP(Mlp())
         messages.append(str(caught.value))

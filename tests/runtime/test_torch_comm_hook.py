@@ -26,10 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import torch_private
-from compiled_ddp.forward_count import Forwards
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, Riders
-from compiled_ddp.riders import Findings, Message, RiderReader, rider_values
-from compiled_ddp.torch_comm_hook import HookBucket
+from compiled_ddp.reducers.ddp_hook import HookBucket
+from compiled_ddp.step.forward_count import Forwards
+from compiled_ddp.step.riders import Findings, Message, RiderReader, rider_values
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -602,12 +602,12 @@ def _late(rank: int, waits: bool) -> str:
         if step == 0:
             loss.backward()
     if rank == 1:
-        while not torch_private.default_store().check(["gave up"]):
+        while not torch_private.groups.default_store().check(["gave up"]):
             time.sleep(0.05)
         return ""
     with pytest.raises(RuntimeError) as failure:
         loss.backward()
-    torch_private.default_store().set("gave up", "")
+    torch_private.groups.default_store().set("gave up", "")
     return str(failure.value)
 
 

@@ -51,7 +51,7 @@ def _captures(rank: int) -> list[int]:
         for synchronised in (False, True, True):
             with contextlib.nullcontext() if synchronised else ddp.no_sync():
                 ddp(*token_batch(rank)).backward()
-            captured.append(torch_private.compiler_counters()["stats"]["unique_graphs"])
+            captured.append(torch_private.for_tests.compiler_counters()["stats"]["unique_graphs"])
     return captured
 
 

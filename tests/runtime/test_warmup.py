@@ -20,7 +20,7 @@ from models import (
 from torch import Tensor, nn
 
 from compiled_ddp import EagerDDP, compile_ddp, torch_private
-from compiled_ddp import warmup as warmup_module
+from compiled_ddp.graph import warmup as warmup_module
 from ranks import RankPool
 
 LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}  # ranks wait for each other's compiler
@@ -49,12 +49,12 @@ def _steps_after_warmup(rank: int, backend: str, dynamic: bool | None) -> list[i
     """Compilations after the warm-up, and after each of the steps: plain, local and folding."""
     ddp = compile_ddp(Several(), backend=backend, dynamic=dynamic, bucket_cap_mb=0.0001, first_bucket_mb=0.0001)
     ddp.warmup(row_batch(rank), twice=True)
-    compilations = [torch_private.compilations()]
+    compilations = [torch_private.for_tests.compilations()]
     for step in range(2):
         for synchronised in (True, False, True):
             with contextlib.nullcontext() if synchronised else ddp.no_sync():
                 _total(ddp(row_batch(rank, step), twice=True)).backward()
-            compilations.append(torch_private.compilations())
+            compilations.append(torch_private.for_tests.compilations())
         ddp.zero_grad()
     assert {section.origin for section in ddp.plan.sections} == {"graph"}
     return compilations
@@ -75,7 +75,7 @@ def _three_steps(rank: int) -> list[int]:
     for step in range(8):
         _total(ddp(row_batch(rank, step))).backward()
         ddp.zero_grad()
-        compilations.append(torch_private.compilations())
+        compilations.append(torch_private.for_tests.compilations())
     return compilations
 
 
@@ -151,12 +151,12 @@ def _one_rank_needs_its_graph_twice(rank: int) -> None:
     ddp(*batch).backward(retain_graph=rank == 0)
     ddp.zero_grad()
     ddp.warmup(*batch)
-    before = torch_private.compilations()
+    before = torch_private.for_tests.compilations()
     for retain_graph in (True, False):
         ddp(*batch).backward(retain_graph=retain_graph and rank == 0)
         assert_gradients(ddp.module, expected)
         ddp.zero_grad()
-    assert torch_private.compilations() == before
+    assert torch_private.for_tests.compilations() == before
 
 
 def test_a_warmup_compiles_what_a_rank_that_keeps_its_graphs_needs(ranks2: RankPool) -> None:
@@ -174,7 +174,7 @@ class Messages(logging.Handler):
 
 def _messages(rank: int) -> list[str]:
     ddp = wrappers(["compile_ddp"])["compile_ddp"](Several())
-    logger, handler = logging.getLogger("compiled_ddp.warmup"), Messages()
+    logger, handler = logging.getLogger("compiled_ddp.graph.warmup"), Messages()
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     for _ in range(2):
@@ -260,10 +260,10 @@ def _in_hooks_mode(rank: int) -> None:
         patch.setenv("COMPILED_DDP_MODE", "hooks")
         ddp = wrappers(["compile_ddp"])["compile_ddp"](Several())
         ddp.warmup(row_batch(rank))
-        before = torch_private.compilations()
+        before = torch_private.for_tests.compilations()
         for step in range(2):
             _total(ddp(row_batch(rank, step))).backward()
-        assert torch_private.compilations() == before
+        assert torch_private.for_tests.compilations() == before
 
 
 def test_hooks_mode_is_warmed_up_too(ranks2: RankPool) -> None:

@@ -1,0 +1,1 @@
+"""What tells that a gradient stayed local, or was averaged with another step's."""

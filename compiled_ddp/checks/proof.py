@@ -1,0 +1,257 @@
+"""Proving that gradients were reduced: what differed between ranks before the reduction must agree after it.
+
+[Note: all ranks verify or none does] A backward that verifies ends with one collective more, so every rank must know
+by then that it is one. It is one because of what all ranks know alike: the number of synchronised backwards, what the
+last such exchange left pending, or a wish that a rank has sent in the riders. A rank whose backward broke off, or that
+raises because of what the riders say, takes part all the same, and proves nothing.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+
+from compiled_ddp.checks.checksum import as_row, checksum
+from compiled_ddp.plan import Bucket, BucketPlan, GradientSpec
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.ranks.launch_observer import LaunchObserver
+
+# Under verify="first", the backwards that verify while parameters are pending, counted from the first one and again
+# from each that ran a new graph. Beyond them a parameter stays pending, and `explain()` lists it.
+TRIES = (1, 2, 4, 8, 16, 32, 64)
+
+# Why a parameter was not proven in a backward; of several ranks' reasons the largest one counts.
+_NOTHING = 0
+_NOT_SEEN = 1  # its launch: the backward did not record, or the graph launches from C++
+_NO_GRADIENT = 2
+_NOT_FINITE = 3
+_BROKEN_OFF = 4
+
+_WORDS = {_NO_GRADIENT: "no gradient so far", _NOT_FINITE: "gradients that are not finite"}
+_EQUAL = "zero or equal gradients so far"
+_DIFFERENT = "different on the ranks after the reduction"
+_UNKNOWN = "not looked at yet"
+_NEW = "in a new graph, not looked at yet"
+
+
+class _Recording:
+    """Checksums of this rank's gradients right before they are reduced, in one backward."""
+
+    def __init__(self) -> None:
+        self.before: dict[int, torch.Tensor] = {}
+        self.not_seen: set[int] = set()
+
+    def launching(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None:
+        for gradient in bucket.gradients:
+            added = checksum(flat_buffer.narrow(0, gradient.offset_elements, gradient.numel))
+            # A parameter of several sections is launched in each of them, on every rank in the same order.
+            self.before[gradient.index] = (
+                3 * self.before[gradient.index] + added if gradient.index in self.before else added
+            )
+
+
+class Proof:
+    """Which of the wrapper's parameters are proven; the same on every rank."""
+
+    def __init__(self, parameters: TrainedParameters, communicator: Communicator, verify: str) -> None:
+        """`verify` is the wrapper's option: "first", "always" or "off"."""
+        self._communicator, self._verify = communicator, verify
+        self._active = verify != "off" and communicator.world_size > 1
+        self._why_off = 'verify="off"' if verify == "off" else ""
+        self.pending: dict[int, str] = {}  # parameter -> why
+        self._tried = 0  # synchronised backwards since the first one, or since there was something new to look at
+        self._verifies = False  # whether the backward under way ends with the exchange
+        self._recording: _Recording | None = None
+        self._met: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
+        self._renewed: set[int] = set()  # parameters of graphs that are new on this rank
+        self.begin_anew(parameters)
+
+    def begin_anew(self, parameters: TrainedParameters) -> None:
+        """Hold nothing for proven: the sequence that all ranks keep is about to change, and so may the parameters."""
+        self._parameters = parameters
+        self._specs = [GradientSpec.of(index, tensor) for index, tensor in enumerate(parameters.tensors)]
+        self._renewed.clear()
+        self.pending = dict.fromkeys(range(len(parameters.names)), _UNKNOWN)
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Verify the next backwards while something is pending. On all ranks before the same backward."""
+        self._tried = 0
+
+    def switch_off(self, reason: str) -> None:
+        """Look at nothing from here on: ranks need not agree after the reduction. On all ranks."""
+        self._active, self._why_off = False, reason
+
+    # ---- during a backward -------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Note that a synchronised backward begins, and decide whether it verifies."""
+        if not self._active:
+            return
+        self._tried += 1
+        self._verifies = self._verify == "always" or (bool(self.pending) and self._tried in TRIES)
+        self._recording = _Recording() if self._verifies else None
+
+    def meets_new_graph(self, backward: Callable[..., object], fingerprint: str, indices: Iterable[int]) -> bool:
+        """Note that a compiled backward is about to reduce parameters `indices`, whose plan is `fingerprint`.
+
+        A new one makes its parameters pending again. Returns whether the riders must ask every rank to verify.
+        """
+        if not self._active:
+            return False
+        met = self._met.setdefault(backward, set())
+        if fingerprint in met:
+            return False
+        met.add(fingerprint)
+        self._renewed.update(indices)
+        return self._recording is None
+
+    def launching(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None:
+        """Note what hooks are about to reduce; a no-op in a backward that does not verify."""
+        if self._recording is not None:
+            self._recording.launching(bucket, flat_buffer)
+
+    def watching(
+        self, plan: BucketPlan, group_name: str, *, sees_values: bool = True
+    ) -> contextlib.AbstractContextManager[None]:
+        """Note what a graph, run in this context, is about to reduce; a no-op in a backward that does not verify.
+
+        It calls its process group `group_name`. Without `sees_values` nothing can be computed from what it launches:
+        it runs as a CUDA graph.
+        """
+        # What a communication hook launches is not the gradients.
+        if self._recording is not None and (plan.reduction == "hook" or not sees_values):
+            self._recording.not_seen.update(plan.indices)
+            return contextlib.nullcontext()
+        if self._recording is None:
+            return contextlib.nullcontext()
+        return self._watching(plan, group_name, self._recording)
+
+    @contextlib.contextmanager
+    def _watching(self, plan: BucketPlan, group_name: str, recording: _Recording) -> Iterator[None]:
+        def launching(number: int, flat_buffer: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+            if number < len(plan.buckets):
+                recording.launching(plan.buckets[number], flat_buffer)
+            return contextlib.nullcontext()
+
+        with LaunchObserver(group_name, launch=launching) as observer:
+            yield
+        if observer.launched != len(plan.buckets):
+            recording.not_seen.update(plan.indices)
+
+    # ---- at its end --------------------------------------------------------------------------------------------------
+
+    def heed_wish(self, wished: bool) -> None:
+        """Verify at the end of this backward, and from the next one on anew, if a rank has asked for it."""
+        if wished:
+            self._verifies, self._tried = True, 0
+
+    def postpone(self) -> None:
+        """Take part in the exchange without proving anything; a no-op in a backward that does not verify."""
+        if self._verifies:
+            self._exchange([_BROKEN_OFF] * len(self._specs), [None] * len(self._specs))
+
+    def conclude(self, outcome_of: Callable[[int], torch.Tensor | None]) -> None:
+        """Compare the ranks' checksums; a no-op in a backward that does not verify.
+
+        `outcome_of` tells what the reduction has left of a parameter's gradient on this rank; None where it left
+        nothing, because no rank has produced one.
+
+        Raises RuntimeError, on every rank, if a gradient differs between ranks.
+        """
+        if not self._verifies:
+            return
+        outcomes = [outcome_of(index) for index in range(len(self._specs))]
+        hindrances = [
+            _NO_GRADIENT if outcome is None else _NOTHING if self._is_recorded(index) else _NOT_SEEN
+            for index, outcome in enumerate(outcomes)
+        ]
+        different = self._exchange(hindrances, outcomes)
+        if different:
+            self._tried = 0  # and look again in the next backward
+            raise RuntimeError(
+                f"rank {self._communicator.rank}: the gradient of {self._parameters.named(different)} differs between "
+                "the ranks after it was reduced: on some rank it stayed local, in whole or in part, and from here on "
+                "the models would drift apart. If the model has changed since it was wrapped, call unwrap() and wrap "
+                "it again. COMPILED_DDP_MODE=hooks in the environment reduces everything by hooks; if that helps, "
+                "please report the model with the output of explain(). A hook of yours that changes .grad in another "
+                'way on every rank does this too: then pass verify="off".'
+            )
+
+    def _is_recorded(self, index: int) -> bool:
+        recording = self._recording
+        return recording is not None and index in recording.before and index not in recording.not_seen
+
+    @torch.no_grad()
+    def _exchange(self, hindrances: list[int], outcomes: list[torch.Tensor | None]) -> list[int]:
+        """Share what this rank knows, and settle what is pending. Returns the parameters that differ between ranks."""
+        device = self._parameters.tensors[0].device
+
+        def gathered(values: Iterable[torch.Tensor]) -> torch.Tensor:
+            return torch.stack([value.to(device) for value in values])
+
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        before = [self._recording.before.get(i, zero) if self._recording else zero for i in range(len(outcomes))]
+        rows = [
+            None if outcome is None else as_row(outcome.detach(), spec.stride)
+            for outcome, spec in zip(outcomes, self._specs, strict=True)
+        ]
+        after = gathered(zero if row is None else checksum(row) for row in rows)
+        finite = gathered(zero.float() if row is None else _total(row) for row in rows).isfinite()
+        hindered = torch.where(finite, torch.tensor(hindrances, dtype=torch.int64, device=device), _NOT_FINITE)
+        new_here = [index in self._renewed for index in range(len(rows))]
+        renewed = torch.tensor(new_here, dtype=torch.int64, device=device)
+        shared = torch.stack([*_to_compare(gathered(before)), *_to_compare(after), hindered, renewed])
+        self._communicator.maximum(shared)
+        self._renewed.clear()
+        self._recording, self._verifies = None, False
+        return self._settle(shared.tolist())
+
+    def _settle(self, shared: list[list[int]]) -> list[int]:
+        different = []
+        for index, (*compared, hindrance, renewed) in enumerate(zip(*shared, strict=True)):
+            if renewed:
+                self.pending.setdefault(index, _NEW)
+            if hindrance < _NO_GRADIENT and not _equal(*compared[2:]):
+                different.append(index)
+                self.pending[index] = _DIFFERENT
+            elif hindrance == _NOTHING and not _equal(*compared[:2]):
+                self.pending.pop(index, None)
+            elif index in self.pending and hindrance not in (_NOT_SEEN, _BROKEN_OFF):
+                self.pending[index] = _WORDS.get(hindrance, _EQUAL)
+        return different
+
+    def __str__(self) -> str:
+        """How far the proof has come, in a sentence; empty where there is but one rank."""
+        if self._why_off:
+            return f"Whether gradients were reduced is not looked at: {self._why_off}."
+        if not self._active:
+            return ""
+        everything = len(self._specs)
+        reasons: dict[str, list[int]] = {}
+        for index, reason in self.pending.items():
+            reasons.setdefault(reason, []).append(index)
+        listed = "; ".join(f"{self._parameters.named(indices)} ({reason})" for reason, indices in reasons.items())
+        pending = f"; pending: {listed}" if listed else ""
+        return f"Proven to be reduced: {everything - len(self.pending)} of {everything} parameters{pending}."
+
+
+def _to_compare(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two rows whose maxima over ranks tell whether the ranks' values are equal. Unlike -x, ~x cannot overflow."""
+    return values, ~values
+
+
+def _equal(most: int, most_inverted: int) -> bool:
+    return most == ~most_inverted
+
+
+def _total(row: torch.Tensor) -> torch.Tensor:
+    """A number that is finite if all elements are, unless they overflow in summing up; float32, shape ().
+
+    Four times as fast as looking at each; an overflow merely postpones.
+    """
+    if row.is_complex():
+        row = torch.view_as_real(row)
+    return row.sum(dtype=torch.float32 if row.element_size() < 4 else None).float()

@@ -1,0 +1,39 @@
+"""What is said when the ranks have begun different numbers of forwards, so that steps were paired up wrongly."""
+
+import warnings
+
+from compiled_ddp.ranks.communicator import Communicator
+
+
+class StepCheck:
+    """Collects every rank's number of forwards once the riders have shown that they differ."""
+
+    def __init__(self, communicator: Communicator, check_steps: str) -> None:
+        self._communicator, self._check_steps = communicator, check_steps
+        self._disagreements = 0
+
+    def report(self, forward_count: int) -> RuntimeError | None:
+        """Say, with every rank's count, that gradients of different steps were averaged; all ranks are in here.
+
+        Returns the error to raise; with check_steps="warn" it is a warning, the first time.
+        """
+        if self._check_steps == "off" or (self._check_steps == "warn" and self._disagreements):
+            return None
+        self._disagreements += 1
+        key, ranks = f"forward_count/{self._disagreements}", self._communicator.ranks
+        ranks.publish(f"{key}/{ranks.rank}", str(forward_count))
+        counts = [
+            self._communicator.ranks.read(f"{key}/{writer}", writer=writer, purpose="for its number of forwards")
+            for writer in range(ranks.world_size)
+        ]
+        listed = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks.ranks, counts, strict=True))
+        message = (
+            f"rank {ranks.ranks[ranks.rank]}: this backward averaged gradients of different steps. Synchronised "
+            f"forwards begun since wrapping, {listed}. A rank that drops a step after its forward (if loss.isnan(): "
+            "continue) must call skip_step() in place of backward, and a forward for evaluation belongs under "
+            'torch.no_grad(). Where ranks differ on purpose, wrap with check_steps="warn" or "off".'
+        )
+        if self._check_steps == "error":
+            return RuntimeError(f"{message} Load the latest checkpoint on every rank.")
+        warnings.warn(message, stacklevel=2)
+        return None

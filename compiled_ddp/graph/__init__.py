@@ -1,0 +1,1 @@
+"""Captured graphs: capture, compilation, and one call of a graph inside a step."""

@@ -1,0 +1,82 @@
+"""The way into graphs that wrappers of equal models share."""
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from compiled_ddp import torch_private
+from compiled_ddp.graph.compiled_graph import CompilerFailed
+from compiled_ddp.graph.program import quoted
+from compiled_ddp.graph.segment import Segment, caller_of_this_thread
+
+# [Note: shared captures] To Dynamo a backend of another wrapper is another backend, whose graphs it captures anew, and
+# counts: the ninth model of a class would run without graphs. So wrappers of equal models have one backend, and one
+# capture for all. Models of other structure, and other settings of the compiler, have one of their own, for what Dynamo
+# learns of one (which sizes change) is not to hold for the others. They last as long as the process, as Dynamo's do.
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """What equal models have in common: the classes of their parts, and their parameters' and buffers' shapes."""
+    parts = tuple((name, type(part)) for name, part in module.named_modules(remove_duplicate=False))
+    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    return parts, tuple((name, tensor.shape, tensor.dtype, tensor.device.type) for name, tensor in tensors)
+
+
+class _ById:
+    """An option that cannot be compared by value: equal to itself alone, and kept, so that its id stays its own."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _comparable(value: object) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return _ById(value)
+    return value
+
+
+_captures: dict[Hashable, torch_private.captures.Capture] = {}
+
+
+def entry_of(
+    module: nn.Module, *, backend: str, compiler_options: Mapping[str, Any], fullgraph: bool, dynamic: bool | None
+) -> Callable[..., Any]:
+    """`module` as Dynamo captures it: [Note: shared captures]. What is returned is to be called inside `calling`."""
+    options = tuple(sorted((name, _comparable(value)) for name, value in compiler_options.items()))
+    key = _structure(module), backend, options, fullgraph, dynamic
+    if key not in _captures:
+        compile_graph = functools.partial(_compile_graph, backend=backend, compiler_options=dict(compiler_options))
+        _captures[key] = torch_private.captures.Capture(compile_graph, fullgraph=fullgraph, dynamic=dynamic)
+    return _captures[key].of(module)
+
+
+def _compile_graph(
+    graph_module: GraphModule, example_inputs: Sequence[Any], *, backend: str, compiler_options: dict[str, Any]
+) -> Callable[..., Any]:
+    """The torch.compile backend: called by Dynamo once for every graph it captures."""
+    try:
+        return Segment(graph_module, example_inputs, backend=backend, compiler_options=compiler_options)
+    except CompilerFailed as failed:
+        return Uncompiled(failed.graph_module, failed.__cause__)
+
+
+class Uncompiled:
+    """A captured graph that the compiler has failed for: autograd sees its operators, and hooks reduce."""
+
+    def __init__(self, graph_module: GraphModule, error: BaseException | None) -> None:
+        self._graph_module, self._failure = graph_module, quoted(error)
+
+    def __call__(self, *inputs: Any) -> Any:
+        caller_of_this_thread().segment_not_compiled(self._failure)
+        return self._graph_module(*inputs)

@@ -1,0 +1,134 @@
+"""The segments that a wrapper has run, bound to its parameters."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compiled_ddp.graph.compiled_graph import CompiledGraph
+from compiled_ddp.graph.program import Bound, Program
+from compiled_ddp.graph.segment import Segment, SegmentCall
+from compiled_ddp.model.managed import OwnState
+from compiled_ddp.options import Options
+from compiled_ddp.plan import GradientSpec
+from compiled_ddp.step.runtime import Runtime
+
+# Which parameter each input that may get a gradient is, in the segment's gradient order; None for any other tensor.
+_Parameters = tuple[int | None, ...]
+
+
+class Bindings:
+    """A wrapper's programs, by segment and by which of the inputs are its parameters."""
+
+    def __init__(
+        self, runtime: Runtime, own: OwnState, options: Options, index_of_parameter: Mapping[int, int]
+    ) -> None:
+        """`index_of_parameter` maps id(parameter) to its index, and follows the model."""
+        self._runtime, self._own, self._options = runtime, own, options
+        self._index_of_parameter = index_of_parameter
+        self._programs: weakref.WeakKeyDictionary[Segment, dict[tuple[bool, ...], Program]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._bound: weakref.WeakKeyDictionary[Segment, dict[_Parameters, Bound]] = weakref.WeakKeyDictionary()
+        # The inputs that the latest backward brought no gradient: [Note: undefined gradients]
+        self._undefined: weakref.WeakKeyDictionary[Segment, dict[_Parameters, frozenset[int]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def forget(self) -> None:
+        """The parameters have other indices."""
+        self._bound.clear()
+        self._undefined.clear()
+
+    def program(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
+        """The wrapper's program for a graph with these inputs; None where none of them is a parameter of its own."""
+        bound = self._bound_to(segment, self._parameters(segment, inputs))
+        return bound.program if bound.index_of else None
+
+    def call(self, segment: Segment, inputs: Sequence[Any], node: Any) -> SegmentCall | None:
+        """A call of the segment, whose backward has `node`; None as in `program`.
+
+        Raises RuntimeError if an input is a parameter that has been put into the model since it was wrapped.
+        """
+        parameters = self._parameters(segment, inputs)
+        if not self._bound_to(segment, parameters).index_of:
+            return None
+
+        alive = weakref.ref(self)  # the call hangs on an autograd graph, which is not to keep the wrapper
+        captured = weakref.ref(segment)
+
+        undefined_before = self._undefined.setdefault(segment, {})
+
+        def bound_without(undefined: frozenset[int]) -> Bound:
+            bindings, segment = alive(), captured()
+            assert bindings is not None and segment is not None, "a backward of a wrapper that is gone"
+            pairs = zip(segment.gradient_order, parameters, strict=True)
+            return bindings._bound_to(segment, tuple(None if place in undefined else index for place, index in pairs))
+
+        def note(undefined: frozenset[int]) -> None:
+            undefined_before[parameters] = undefined
+
+        left_out = undefined_before.get(parameters, frozenset())
+        return SegmentCall(
+            bound_without,
+            left_out,
+            note,
+            may_leave_out=segment.may_leave_out,
+            node=node,
+            runtime=self._runtime,
+        )
+
+    def _parameters(self, segment: Segment, inputs: Sequence[Any]) -> _Parameters:
+        index_of = self._index_of_parameter
+        parameters = tuple(index_of.get(id(inputs[position])) for position in segment.gradient_order)
+        if parameters not in self._bound.get(segment, ()):
+            self._refuse_replaced(inputs)
+        return parameters
+
+    def _bound_to(self, segment: Segment, parameters: _Parameters) -> Bound:
+        known = self._bound.setdefault(segment, {})
+        if parameters not in known:
+            known[parameters] = self._bind(segment, parameters)
+        return known[parameters]
+
+    def _bind(self, segment: Segment, parameters: _Parameters) -> Bound:
+        pairs = zip(segment.gradient_order, parameters, strict=True)
+        index_of = {position: index for position, index in pairs if index is not None}
+        pattern = tuple(index is not None for index in parameters)
+        programs = self._programs.setdefault(segment, {})
+        if pattern not in programs:
+            tensors = self._runtime.parameters.tensors
+            gradients = [GradientSpec.of(position, tensors[index]) for position, index in index_of.items()]
+            programs[pattern] = self._new_program(segment, gradients)
+        plan = programs[pattern].plan.renumbered(index_of)
+        return Bound(programs[pattern], plan, plan.fingerprint, index_of)
+
+    def _new_program(self, segment: Segment, gradients: Sequence[GradientSpec]) -> Program:
+        """`gradients` of the graph's inputs, in the order in which backward completes them."""
+        runtime, captured = self._runtime, weakref.ref(segment)
+
+        def graph() -> CompiledGraph:
+            segment = captured()
+            assert segment is not None, "the backward of a graph that is gone"
+            return segment.graph
+
+        plan = self._options.bucket_policy(runtime.communicator.world_size).assign(gradients)
+        hook = runtime.bucket_hook
+        return Program(
+            plan,
+            communicator=runtime.communicator,
+            naive=self._options.naive,
+            hooks=() if hook is None else [hook.program(bucket) for bucket in plan.buckets],
+            backend=segment.backend,
+            compiler_options=segment.compiler_options,
+            graph=graph,
+        )
+
+    def _refuse_replaced(self, inputs: Sequence[Any]) -> None:
+        sparse = self._own.sparse()
+        names = {id(parameter): name for name, parameter in self._own.parameters().items() if name not in sparse}
+        for value in inputs:
+            if id(value) in names and value.requires_grad and id(value) not in self._index_of_parameter:
+                raise RuntimeError(
+                    f"parameter {names[id(value)]} was replaced or unfrozen after compile_ddp: nothing would reduce "
+                    "its gradient. Call unwrap() and wrap the model again."
+                )

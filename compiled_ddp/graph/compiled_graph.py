@@ -1,0 +1,160 @@
+"""A captured graph, compiled: its forward once, and its backward as often as somebody wants another one."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from compiled_ddp import torch_private
+from compiled_ddp.torch_private.aot import BackwardImplementation, TracedBackward
+from compiled_ddp.torch_private.inductor import Rewriting
+
+LOCAL = Rewriting()  # the backward as plain torch.compile has it, whose cache entry it shares
+
+
+class CompilerFailed(Exception):
+    """The graph cannot be compiled. Has it as it was captured, and for a cause what the compiler has raised."""
+
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__()
+        self.graph_module = graph_module
+
+
+# [Note: one trace] All backwards of a graph are compiled from the one backward graph that AOTAutograd traced together
+# with the forward: what that saves is what they take. To trace the captured graph again may save other tensors or
+# sizes, as what is known of symbolic sizes has changed since. Where AOTAutograd had the graph in its cache there is no
+# trace, and sizes are not symbolic; then it is traced again when a second backward is asked for.
+class CompiledGraph:
+    """A captured graph's forward and backwards. What the compiler raises for a backward is raised when it is needed."""
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        backend: str,
+        options: dict[str, Any],
+        first: Rewriting = LOCAL,
+    ) -> None:
+        """`first` is the backward that AOTAutograd compiles and caches by itself. `graph_module` is consumed.
+
+        Raises CompilerFailed.
+        """
+        self._backend, self._options = backend, options
+        self._first = self._rewriting = first
+        self._kept = torch_private.dynamo.copy_captured(graph_module)
+        self._fake_inputs = torch_private.dynamo.captured_inputs(graph_module)
+        devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
+        self._state = torch_private.dynamo.CaptureState(sorted(devices))
+        self._lock = threading.RLock()
+        self._backwards: dict[str, BackwardImplementation] = {}  # by identity
+        self._traced: TracedBackward | None = None
+        self._inputs_when_traced_again: int | None = None
+        self._spares_saved_tensors = False  # from the first backward with retain_graph on
+        try:
+            self.forward = self._compile(graph_module, example_inputs, cached=True)
+        except Exception as error:
+            if torch_private.dynamo.asks_for_another_capture(error):
+                raise
+            raise CompilerFailed(self._kept) from error
+        # The autograd.Function whose node outputs hang on; None without gradients.
+        self.function = torch_private.aot.compiled_function_of(self.forward)
+        if self.function is not None:
+            self._first_backward = torch_private.aot.backward_implementation(self.function)
+
+    def _compile(self, graph_module: GraphModule, inputs: Sequence[Any], *, cached: bool) -> Callable[..., Any]:
+        return torch_private.inductor.compile_captured(
+            graph_module,
+            inputs,
+            backend=self._backend,
+            options=self._options,
+            rewriting=lambda: self._rewriting,
+            cached=cached,
+        )
+
+    def backward(self, rewriting: Rewriting) -> tuple[BackwardImplementation, bool]:
+        """The backward after `rewriting`, compiled, and whether it has been compiled just now."""
+        compiled = self._backwards.get(rewriting.identity)
+        if compiled is not None:
+            return compiled, False
+        with self._lock:
+            is_first = rewriting.identity == self._first.identity and not self._spares_saved_tensors
+            compiled, is_new = self._compile_first() if is_first else (self._compile_another(rewriting), True)
+            self._backwards[rewriting.identity] = compiled
+        return compiled, is_new
+
+    def _compile_first(self) -> tuple[BackwardImplementation, bool]:
+        """AOTAutograd may have it in its cache, or have compiled it together with the forward."""
+        with contextlib.suppress(LookupError):
+            self._traced = TracedBackward(self._function, self._first_backward)  # before it is cached
+        return self._first_backward, torch_private.aot.compile_backward_now(self._first_backward)
+
+    def _compile_another(self, rewriting: Rewriting) -> BackwardImplementation:
+        if self._spares_saved_tensors:
+            rewriting = replace(rewriting, identity=rewriting.identity + torch_private.aot.SPARING)
+        traced = self._trace()
+        with self._compiling(rewriting):
+            return traced.compile()
+
+    def uncompiled_backward(self) -> BackwardImplementation:
+        """The backward graph as it was traced, without any rewriting, run operator by operator."""
+        with self._lock:
+            return self._trace().uncompiled()
+
+    def spare_saved_tensors(self) -> None:
+        """From now on every backward may run several times after one forward.
+
+        Inductor lets a backward overwrite the tensors saved for it (donated buffers). From the first backward with
+        retain_graph on, backwards are compiled anew without that, on the rank that asks for it alone.
+        """
+        with self._lock:
+            if not self._spares_saved_tensors and torch_private.aot.overwrites_saved_tensors(self._function):
+                self._spares_saved_tensors = True
+                self._backwards.clear()
+                torch_private.aot.allow_several_backwards(self._function)
+
+    def check_fits(self, saved_and_tangents: Sequence[Any]) -> None:
+        """Raise RuntimeError if the graph, when it was traced again, saved another number of tensors for backward."""
+        again = self._inputs_when_traced_again
+        if again is not None and again != len(saved_and_tangents):
+            raise RuntimeError(
+                f"a graph from AOTAutograd's cache hands {len(saved_and_tangents)} tensors to its backward, and "
+                f"{again} when it is traced again. Delete the cache, or set TORCHINDUCTOR_AUTOGRAD_CACHE=0."
+            )
+
+    def _trace(self) -> TracedBackward:
+        """[Note: one trace]"""
+        if self._traced is None:
+            try:
+                self._traced = TracedBackward(self._function, self._first_backward)
+            except LookupError:
+                self._traced = self._trace_again()
+        if self._spares_saved_tensors:
+            self._traced.spare_saved_tensors()
+        return self._traced
+
+    @property
+    def _function(self) -> type[torch.autograd.Function]:
+        assert self.function is not None, "a graph without gradients has no backward"
+        return self.function
+
+    def _trace_again(self) -> TracedBackward:
+        with self._state.restored(), self._compiling(LOCAL):
+            compiled = self._compile(torch_private.dynamo.copy_captured(self._kept), self._fake_inputs, cached=False)
+        function = torch_private.aot.compiled_function_of(compiled)
+        assert function is not None
+        traced = TracedBackward(function, torch_private.aot.backward_implementation(function))
+        self._inputs_when_traced_again = traced.inputs
+        return traced
+
+    @contextlib.contextmanager
+    def _compiling(self, rewriting: Rewriting) -> Iterator[None]:
+        before, self._rewriting = self._rewriting, rewriting
+        try:
+            yield
+        finally:
+            self._rewriting = before

@@ -1,0 +1,192 @@
+"""A wrapper's program in a captured segment: the plan over the graph's inputs, and the backwards that reduce by it."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch.fx import GraphModule
+
+from compiled_ddp import torch_private
+from compiled_ddp.graph.compiled_graph import CompiledGraph
+from compiled_ddp.graph.graph_run import watched_graph
+from compiled_ddp.passes.inline_hook import TracedHook
+from compiled_ddp.passes.pipeline import Pipeline
+from compiled_ddp.plan import BucketPlan
+from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.ranks.group_name import SHARED_NAME, name_in_graphs
+from compiled_ddp.step.backward import SynchronisedBackward
+from compiled_ddp.step.runtime import Runtime, SegmentCall
+from compiled_ddp.torch_private.inductor import Rewriting
+
+# [Note: backward variants] A graph has one forward and several backwards, each compiled when it is first needed:
+# local          no collective, no scaling: what plain torch.compile produces, and shares its cache entry
+# synchronised   the passes' program, which wrappers share where their plans are equal: [Note: one name in all graphs]
+# folding        the same, with gradients of earlier local backwards as further inputs
+# Which one runs is decided when the backward starts.
+Variant = Literal["synchronised", "folding"]
+VARIANTS: tuple[Variant, ...] = ("synchronised", "folding")
+
+
+class Program:
+    """How a wrapper reduces the gradients of some of a graph's inputs."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        *,
+        communicator: Communicator,
+        naive: bool,
+        hooks: Sequence[TracedHook | None],
+        backend: str,
+        compiler_options: dict[str, Any],
+        graph: Callable[[], CompiledGraph],
+    ) -> None:
+        """`plan` is over the graph's inputs; `hooks` reduce its buckets, one for each or none.
+
+        `graph` is asked when a backward is needed, as the first one of a graph is known before that is compiled.
+        """
+        self.plan = plan
+        self._graph = graph
+        self._in_cuda_graphs = backend == "inductor" and any(
+            torch_private.inductor.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
+        )
+        self._communicator = weakref.ref(communicator)  # an autograd graph that lives on is not to keep it
+        self._shares_name = not hooks and not self._in_cuda_graphs  # hooks are traced with the communicator's own
+        self._pipeline = Pipeline(
+            plan,
+            SHARED_NAME if self._shares_name else communicator.group_name,
+            naive=naive,
+            hooks=tuple(hooks),
+            in_place=backend == "aot_eager",
+            replayed=self._in_cuda_graphs,
+        )
+        self._rewritings: dict[tuple[Variant, str], Rewriting] = {}
+        self._lent_buckets = self._pipeline.lent_buckets
+        self._failures: dict[Variant, str] = {}
+
+    def rewriting(self, variant: Variant, group_name: str | None = None) -> Rewriting:
+        """`group_name` is that of most runs by default."""
+        key = variant, group_name or self._pipeline.group_name
+        if key not in self._rewritings:
+            fold, name = variant == "folding", key[1]
+            self._rewritings[key] = _rewriting(replace(self._pipeline, fold=fold, group_name=name))
+        return self._rewritings[key]
+
+    def compile_ahead(self, variant: Variant) -> bool:
+        """Compile a backward before it is needed; returns False if it was compiled already."""
+        with self.named():  # Inductor looks for the group
+            _, is_new = self._graph().backward(self.rewriting(variant))
+        return is_new
+
+    def named(self) -> contextlib.AbstractContextManager[str]:
+        """Within this context the communicator has the name that is returned: [Note: one name in all graphs]"""
+        communicator = self._communicator()
+        assert communicator is not None, "the program of a wrapper that is gone"
+        return name_in_graphs(communicator.group, communicator.group_name, shared=self._shares_name)
+
+    def compile(self, variant: Variant) -> str | None:
+        """Compile a backward, unless it is; returns how the compiler has failed, if it has, now or before."""
+        if variant not in self._failures:
+            try:
+                self.compile_ahead(variant)
+            except Exception as error:
+                self._failures[variant] = quoted(error)
+        return self._failures.get(variant)
+
+    def run(
+        self,
+        runtime: Runtime,
+        call: SegmentCall,
+        backward: SynchronisedBackward,
+        section: int,
+        node: Any,
+        saved_and_tangents: list[Any],
+    ) -> Any:
+        """The gradients of the graph's inputs, reduced in the reserved `section` of `backward`."""
+        with self.named() as group_name:
+            return self._run(runtime, call, backward, section, node, saved_and_tangents, group_name)
+
+    def _run(
+        self,
+        runtime: Runtime,
+        call: SegmentCall,
+        backward: SynchronisedBackward,
+        section: int,
+        node: Any,
+        saved_and_tangents: list[Any],
+        group_name: str,
+    ) -> Any:
+        graph = self._graph()
+        try:
+            graph.check_fits(saved_and_tangents)
+            pending = backward.take_pending(call.plan)
+            variant: Variant = "folding" if pending else "synchronised"
+            implementation, _ = graph.backward(self.rewriting(variant, group_name))
+            if runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
+                backward.message.verify = True
+            flat_buffers = backward.lend_buffers(section, self._lent_buckets)
+            state = backward.hook_state(section)
+            unused = backward.without_gradient(call.index_of[n] for n in call.undefined & call.index_of.keys())
+            saved_and_tangents += [backward.rider_values(call.plan, unused), *pending, *state, *flat_buffers]
+        except BaseException:
+            backward.graph_broke(call.plan)
+            backward.release(section)  # nothing has been launched: others get zeros
+            raise
+        try:
+            watching = runtime.proof.watching(call.plan, group_name, sees_values=not self._in_cuda_graphs)
+            with watched_graph(runtime.communicator, group_name), watching:
+                *gradients, riders = implementation(node, saved_and_tangents)
+            left_out = backward.leave_out_unused(call.plan, riders, unused)
+            if state:
+                gradients, new_state = gradients[: -len(state)], gradients[-len(state) :]
+                if self._in_cuda_graphs:  # the next replay writes over what this one returned
+                    new_state = [tensor.clone() for tensor in new_state]
+                backward.keep_hook_state(section, new_state, left_out)
+            for bucket in self.plan.buckets:
+                if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
+                    (alone,) = bucket.indices
+                    gradients[alone] = gradients[alone].detach()  # autograd would copy what anyone else holds
+            if call.undefined:
+                reduced_too = {place for place, index in call.index_of.items() if index not in left_out}
+                gradients = list(without(gradients, call.undefined - reduced_too))
+            positions = call.index_of
+            reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
+            backward.segment_ran(section, riders, reduced)
+        except BaseException:
+            backward.graph_broke(call.plan)
+            raise
+        return tuple(gradients)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A program, bound to the parameters that a call runs it with."""
+
+    program: Program
+    plan: BucketPlan  # over parameters
+    fingerprint: str
+    index_of: dict[int, int]  # graph input -> parameter
+
+
+def without(gradients: Sequence[Any], undefined: Set[int]) -> tuple[Any, ...]:
+    """The gradients of a graph's inputs, None in these places."""
+    return tuple(None if place in undefined else gradient for place, gradient in enumerate(gradients))
+
+
+def _rewriting(pipeline: Pipeline) -> Rewriting:
+    def rewrite(backward: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+        positions = torch_private.aot.gradient_output_positions(backward.graph)
+        pipeline.run(backward.graph, output_positions=positions)
+        backward.recompile()
+        placeholders = backward.graph.find_nodes(op="placeholder")
+        return [*inputs, *(node.meta["val"] for node in placeholders[len(inputs) :])]
+
+    return Rewriting(pipeline.cache_identity, rewrite)
+
+
+def quoted(error: BaseException | None) -> str:
+    """A compiler's error, for a message."""
+    words = f"{type(error).__name__}: {error}"
+    return words if len(words) < 2000 else f"{words[:2000]} ..."

@@ -1,0 +1,250 @@
+"""A captured segment: what Dynamo calls in place of a graph, whichever wrapper runs it."""
+
+import contextlib
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.fx import GraphModule
+
+from compiled_ddp import torch_private
+from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own_outputs
+from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph
+from compiled_ddp.graph.program import Bound, Program, quoted, without
+from compiled_ddp.step.runtime import Runtime, UntilBackward
+from compiled_ddp.users_code import warn_user
+
+# [Note: whose segment] Dynamo runs one graph for all modules of a shape, of whichever wrapper. So a segment knows no
+# wrapper: each has programs of its own in it (`Bindings`), and says in each call who it is.
+
+
+# [Note: undefined gradients] A parameter that only feeds outputs which the loss does not use has no gradient in eager
+# mode. AOTAutograd has zeros come to the graph for such outputs, and so zeros for the parameter. Which outputs are not
+# used is seen where their gradients come in; which inputs feed no other one is read from the graph. Inputs that get no
+# gradient are left out of the wrapper's program from the next call on, as frozen ones would be: hooks reduce them if
+# they get one after all. Where the sequence has been agreed with them, the graph runs as it was agreed, the riders say
+# that this rank has no gradient of them, and where none has, None is returned. So do graphs that share parameters in
+# one backward, always: which of their outputs are used is not known when the first of them is reached, and hooks could
+# not take what one of them has reduced in part. Left out from the beginning are inputs that reach no output, and those
+# for which a Function's backward returns None, which the traced backward tells: it is never cached together with a
+# program that has them. Parameters with tensor hooks of the user's get zeros: such a hook is not called with None.
+
+
+class Caller(Protocol):
+    """A wrapper that runs its module."""
+
+    def segment_captured(self, segment: "Segment", inputs: Sequence[Any]) -> Program | None:
+        """The caller's program in a segment that is about to be compiled."""
+
+    def segment_not_compiled(self, failure: str) -> None:
+        """The compiler has failed, and a graph runs as it is. Raises where the caller wants graphs."""
+
+    def segment_called(self, segment: "Segment", inputs: Sequence[Any], node: Any) -> None:
+        """A call with gradients has made `node`."""
+
+
+_of_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def calling(caller: Caller) -> Iterator[None]:
+    """Segments that this thread runs here are called by `caller`."""
+    before = getattr(_of_this_thread, "caller", None)
+    _of_this_thread.caller = caller
+    try:
+        yield
+    finally:
+        _of_this_thread.caller = before
+
+
+def caller_of_this_thread() -> Caller:
+    """Dynamo runs what it has captured nowhere else than in `calling`."""
+    caller: Caller = _of_this_thread.caller
+    return caller
+
+
+_serial_numbers = itertools.count()
+
+
+class SegmentCall:
+    """One call of a segment in a forward: the graph, bound to the parameters that it was called with."""
+
+    def __init__(
+        self,
+        bound_without: Callable[[frozenset[int]], Bound],
+        left_out: frozenset[int],
+        note_undefined: Callable[[frozenset[int]], None],
+        *,
+        may_leave_out: bool,
+        node: Any,
+        runtime: Runtime,
+    ) -> None:
+        """`bound_without` binds the call's parameters but for some graph inputs, which are `left_out` at first.
+
+        `note_undefined` is told of those that the backward brings no gradient.
+        """
+        self._bound_without, self._note_undefined = bound_without, note_undefined
+        self.undefined = frozenset[int]()  # graph inputs that the running backward brings no gradient
+        self.may_leave_out = may_leave_out
+        self._is_whole = False
+        self._bind(left_out)
+        self.synchronise = runtime.synchronise
+        self.serial = next(_serial_numbers)
+        self.until_backward = UntilBackward(runtime)
+        self._node = weakref.ref(node)
+
+    def reached(self, undefined: frozenset[int]) -> None:
+        """The backward brings these graph inputs no gradient; all others of the call it does."""
+        self.undefined = undefined
+        self._note_undefined(undefined)
+        if not self._is_whole:
+            self._bind(undefined)
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether it is bound to less than every parameter."""
+        return self.may_leave_out and self.fingerprint != self.every_parameter().fingerprint
+
+    def every_parameter(self) -> Bound:
+        """What the call is bound to with all of its parameters, also those without gradient."""
+        return self._bound_without(frozenset())
+
+    def places_of(self, is_meant: Callable[[int], bool]) -> frozenset[int]:
+        """The graph inputs of those of the call's parameters."""
+        return frozenset(place for place, index in self.every_parameter().index_of.items() if is_meant(index))
+
+    def take_all_in(self, whole: bool = True) -> None:
+        """In the backward that begins: be bound to every parameter, whichever of them get no gradient."""
+        self._is_whole = whole
+        if whole:
+            self._bind(frozenset())
+
+    def _bind(self, left_out: frozenset[int]) -> None:
+        bound = self._bound_without(left_out)
+        self.program, self.index_of = bound.program, bound.index_of
+        self.plan, self.fingerprint = bound.plan, bound.fingerprint  # over parameters
+
+    def will_run(self) -> bool:
+        node = self._node()
+        return node is not None and torch_private.autograd.backward_will_execute(node)
+
+    def compile(self, *, folds: bool) -> str | None:
+        """Compile the backward that reduces in the graph; returns how the compiler has failed, if it has.
+
+        `folds` tells whether gradients of earlier backwards are to go into it.
+        """
+        return self.program.compile("folding" if folds else "synchronised")
+
+    def when_reached(self, do: Callable[[Any], None]) -> None:
+        """Let `do` run before a backward evaluates the call's node, even before its saved tensors are looked at."""
+        node = self._node()
+        if node is not None:
+            node.register_prehook(do)
+
+
+class Segment:
+    """[Note: whose segment]"""
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        example_inputs: Sequence[Any],
+        *,
+        backend: str,
+        compiler_options: dict[str, Any],
+    ) -> None:
+        """`graph_module` is consumed. Raises CompilerFailed."""
+        self.backend, self.compiler_options = backend, compiler_options
+        reached = outputs_reached(graph_module.graph)
+        with_gradient = [
+            position
+            for position, value in enumerate(example_inputs)
+            if isinstance(value, torch.Tensor) and value.requires_grad and (reached is None or reached[position])
+        ]
+        # The inputs that may get a gradient, in the order in which backward completes them.
+        self.gradient_order = gradient_order(graph_module.graph, with_gradient) if torch.is_grad_enabled() else []
+        # [Note: undefined gradients]
+        self._outputs_of = {} if reached is None else with_own_outputs(reached, self.gradient_order)
+        self._slots: list[int | None] | None = None  # of the outputs, among what comes to a call's node
+        self._uncompiled: torch_private.aot.BackwardImplementation | None = None  # in place of the local one
+        first = caller_of_this_thread().segment_captured(self, example_inputs)
+        with contextlib.nullcontext() if first is None else first.named():
+            self.graph = CompiledGraph(
+                graph_module,
+                example_inputs,
+                backend=backend,
+                options=compiler_options,
+                first=LOCAL if first is None else first.rewriting("synchronised"),
+            )
+        if self.graph.function is not None:  # None without gradients: an inference graph has no backward
+            traced = torch_private.aot.inputs_with_gradient(self.graph.function)
+            if traced is not None:
+                self.gradient_order = [position for position in self.gradient_order if position in traced]
+            torch_private.aot.replace_backward_implementation(self.graph.function, self._run_backward)
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether there are inputs that some backwards bring no gradient: [Note: undefined gradients]"""
+        return bool(self._outputs_of)
+
+    def __call__(self, *inputs: Any) -> Any:
+        outputs = self.graph.forward(*inputs)
+        if not torch.is_grad_enabled():
+            return outputs
+        if self.graph.function is None:
+            torch_private.aot.check_without_backward(inputs, outputs)
+        else:
+            node = torch_private.aot.node_of(self.graph.function, outputs)
+            if node is not None:
+                if self._outputs_of:
+                    self._slots = self._slots or torch_private.autograd.slots_of(node, outputs)
+                    torch_private.autograd.note_undefined(node)
+                caller_of_this_thread().segment_called(self, inputs, node)
+        return outputs
+
+    def compile_local_ahead(self) -> bool:
+        """Compile the local backward before it is needed; returns False if it was compiled already."""
+        return self._local_backward()[1]
+
+    def _local_backward(self) -> tuple[torch_private.aot.BackwardImplementation, bool]:
+        if self._uncompiled is None:
+            try:
+                return self.graph.backward(LOCAL)
+            except Exception as error:
+                warn_user(f"the backward of a graph runs operator by operator, as its compiler failed: {quoted(error)}")
+            self._uncompiled = self.graph.uncompiled_backward()
+        return self._uncompiled, False
+
+    def _run_backward(self, node: Any, saved_and_tangents: list[Any]) -> Any:
+        """The backward of every call, between AOTAutograd's prologue and epilogue."""
+        if torch_private.autograd.keeps_graph():
+            self.graph.spare_saved_tensors()
+        return self._gradients(node, saved_and_tangents, self._undefined(node))
+
+    def _undefined(self, node: Any) -> frozenset[int]:
+        """The inputs that the running backward brings no gradient: [Note: undefined gradients]"""
+        slots = torch_private.autograd.undefined_at(node)
+        if not slots or self._slots is None:
+            return frozenset()
+        used = {number for number, slot in enumerate(self._slots) if slot not in slots}
+        return frozenset(place for place, outputs in self._outputs_of.items() if used.isdisjoint(outputs))
+
+    def _gradients(self, node: Any, saved_and_tangents: list[Any], undefined: frozenset[int]) -> Any:
+        call: SegmentCall | None = torch_private.autograd.attached(node)
+        runtime = call.until_backward.take() if call is not None else None
+        if call is not None and runtime is not None:
+            if undefined:
+                undefined -= call.places_of(runtime.with_tensor_hooks)  # which take no None
+            if self._outputs_of:
+                call.reached(undefined)
+            with runtime.launching_alone():
+                reserved = runtime.reserve(call)
+                if reserved is not None:
+                    return call.program.run(runtime, call, *reserved, node, saved_and_tangents)
+        backward, _ = self._local_backward()
+        self.graph.check_fits(saved_and_tangents)
+        gradients = backward(node, saved_and_tangents)
+        return without(gradients, undefined) if undefined else gradients

@@ -1,0 +1,182 @@
+"""What a model must be to be wrapped, and what must be equal on every rank."""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from compiled_ddp import torch_private
+from compiled_ddp.errors import ModelError
+from compiled_ddp.formatting import format_names
+from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.owners import other_state_of, owner_of_state
+from compiled_ddp.options import Options
+from compiled_ddp.ranks.agreement import Description
+
+
+def check_model(module: nn.Module, wrapper: str) -> OwnState:
+    """What a `wrapper` of `module` looks after. Raises TypeError or ValueError, with what to do, if it cannot."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{wrapper} wraps a torch.nn.Module, found {type(module).__name__}.")
+    bare = torch_private.modules.without_compile_wrapper(module)
+    if isinstance(bare, nn.parallel.DistributedDataParallel):
+        raise ModelError(
+            f"the model is already wrapped by torch's DistributedDataParallel: pass its .module to {wrapper}."
+        )
+    if getattr(bare, "is_compiled_ddp_wrapper", False):
+        raise ModelError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
+    state = OwnState(module)
+    check_parts(state)
+    parameters = state.trained()
+    if parameters and len(parameters) == len(state.sparse()):
+        raise ModelError(
+            "every trained parameter has a sparse gradient: at least one with a dense gradient must carry what ranks "
+            "share. Pass sparse=False to one of the embeddings."
+        )
+    if not parameters:
+        others = " besides those to ignore and those of wrappers inside" if state.left_alone() else ""
+        raise ModelError(
+            f"the model ({type(module).__name__}) has no parameter that requires a gradient{others}: there is nothing "
+            "to reduce. Use it unwrapped, or unfreeze parameters before wrapping it."
+        )
+    return state
+
+
+def check_parts(state: OwnState) -> None:
+    """Raise ValueError, with what to do, if this wrapper cannot reduce or synchronise a parameter or buffer."""
+    _check_materialised(state)
+    _check_parameters(state.trained())
+    _check_not_owned(state)
+    for name in state.sparse():
+        device = state.trained()[name].device
+        if device.type != "cpu":
+            raise ModelError(f"parameter {name} has sparse=True on {device}: sparse gradients are averaged on the CPU.")
+
+
+def check_writable(state: OwnState) -> None:
+    """Raise ValueError, with what to do, if a parameter or buffer cannot take rank 0's values."""
+    for name, tensor in {**state.parameters(), **state.buffers()}.items():
+        lengths_and_steps = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
+        if any(length > 1 and not step for length, step in lengths_and_steps):
+            raise ModelError(
+                f"{name} is expanded, with several elements in one place of memory, so that rank 0's values cannot be "
+                "written to it: clone() it, or pass init_sync=False if all ranks have the same model."
+            )
+
+
+def broadcast_tensors(state: OwnState, options: Options) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that rank 0's values are broadcast to, at construction or in forwards, by name."""
+    received: dict[str, torch.Tensor] = {}
+    if options.init_sync:
+        received |= {f"parameter {name}": parameter for name, parameter in state.parameters().items()}
+    if options.synchronise_buffers_in_forward or (options.init_sync and options.synchronise_buffers_at_init):
+        received |= {f"buffer {name}": buffer for name, buffer in state.buffers().items()}
+    return received
+
+
+def check_layouts(state: OwnState, options: Options) -> None:
+    """Raise ValueError, with what to do, if a tensor that rank 0's values are broadcast to cannot be sent."""
+    for name, tensor in broadcast_tensors(state, options).items():
+        if tensor.layout != torch.strided:
+            raise ModelError(
+                f"{name} has layout {tensor.layout}: only strided tensors are broadcast. If it is the same on all "
+                "ranks, name it in model._ddp_params_and_buffers_to_ignore; otherwise keep a dense one."
+            )
+
+
+def _check_not_owned(state: OwnState) -> None:
+    for name, parameter in state.trained().items():
+        other = other_state_of(parameter, state)
+        if other is not None:
+            module = torch_private.modules.without_compile_wrapper(other.module)
+            raise ModelError(
+                f"parameter {name} belongs to a {type(module).__name__} that {type(owner_of_state(other)).__name__} "
+                "wraps: two wrappers would both scale its gradient. Wrap one module that contains both, unwrap() the "
+                "other, or freeze the parameter."
+            )
+
+
+def _check_materialised(state: OwnState) -> None:
+    tensors: list[tuple[str, torch.Tensor]] = [
+        (f"parameter {name}", parameter) for name, parameter in state.parameters().items()
+    ]
+    tensors += [(f"buffer {name}", buffer) for name, buffer in state.buffers().items()]
+    for name, tensor in tensors:
+        if torch_private.tensors.is_distributed_tensor(tensor):
+            raise ModelError(
+                f"{name} is a DTensor, whose parts are not this wrapper's to average: wrap a model of plain tensors, "
+                "or have the DTensors ignored by their names in model._ddp_params_and_buffers_to_ignore and average "
+                "their gradients where they were distributed."
+            )
+        if nn.parameter.is_lazy(tensor):
+            raise ModelError(f"{name} is uninitialised (lazy): run one forward before wrapping the model.")
+        if tensor.is_meta:
+            raise ModelError(f"{name} is on the meta device: materialise the model before wrapping it.")
+
+
+def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.layout != torch.strided:
+            raise ModelError(f"parameter {name} has layout {parameter.layout}: only strided parameters are supported.")
+    check_stepped_after_backward(parameters)
+
+
+def check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if torch_private.tensors.has_optimizer_in_backward(parameter):
+            raise ModelError(
+                f"parameter {name} has an optimizer of torch.distributed.optim's _apply_optimizer_in_backward, which "
+                "steps as soon as this rank's own gradient is there. Make an optimizer for each parameter and let it "
+                "step in parameter.register_post_accumulate_grad_hook(...), which is given the reduced gradient, on a "
+                "model without the other."
+            )
+
+
+def describe_model(state: OwnState, options: Options, mode: str) -> Description:
+    """Everything that must be equal on every rank."""
+    description: Description = {}
+    sparse, places = state.sparse(), _places(state.parameters().values())
+    for name, parameter in state.parameters().items():
+        kind = "sparse gradient" if name in sparse else "trained" if parameter.requires_grad else "frozen"
+        description[f"parameter {name}"] = [*_properties(parameter), places[parameter.device], kind]
+    for name, buffer in state.buffers().items():
+        description[f"buffer {name}"] = _properties(buffer)
+    for option, value in options.shared().items():
+        description[f"option {option}"] = [value]
+    description["COMPILED_DDP_MODE"] = [mode]
+    description["torch version"] = [torch.__version__]
+    return description
+
+
+def _places(parameters: Iterable[torch.Tensor]) -> dict[torch.device, str]:
+    """What must be equal on every rank of the devices that a model is on: their kinds, and which is which."""
+    places: dict[torch.device, str] = {}
+    for parameter in parameters:
+        device = parameter.device
+        others = sum(other.type == device.type for other in places)
+        places.setdefault(device, f"{device.type} device number {others + 1} of the model")
+    return places
+
+
+def _properties(tensor: torch.Tensor) -> list[object]:
+    return [
+        f"shape {tuple(tensor.shape)}",
+        f"stride {tensor.stride() if tensor.layout == torch.strided else None}",
+        f"dtype {tensor.dtype}",
+    ]
+
+
+def check_not_inside_ddp(state: OwnState, wrapper: str) -> None:
+    """Raise RuntimeError if torch's DDP, whose forward runs this one, averages what `wrapper` averages too."""
+    ddp = torch_private.modules.running_ddp()
+    if ddp is None:
+        return
+    averaged = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
+    both = [name for name, parameter in state.trained().items() if id(parameter) in averaged]
+    if both:
+        raise RuntimeError(
+            f"torch's DistributedDataParallel around {wrapper}: both average the gradients of "
+            f"{format_names(both)}. Leave one of them out: a trainer that wraps its model itself is given the bare "
+            f"one, and {wrapper} is trained as it is. Or let DistributedDataParallel ignore what is wrapped inside, "
+            "by its names in the _ddp_params_and_buffers_to_ignore of the module that it wraps."
+        )

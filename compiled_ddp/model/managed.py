@@ -1,0 +1,108 @@
+"""Which parameters and buffers of a model its wrapper looks after: none to ignore, and none of a wrapper inside."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from compiled_ddp import torch_private
+
+
+class OwnState:
+    """What a wrapper reduces, broadcasts and compares between ranks.
+
+    Left alone are the names in the module's `_ddp_params_and_buffers_to_ignore`, the attribute that torch's
+    DistributedDataParallel reads too (`_set_params_and_buffers_to_ignore_for_model` sets it); they are read here once,
+    as there. A tied parameter is left alone if all of its names are. So is what a wrapper inside the model wraps: that
+    one looks after it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.ignored = tuple(torch_private.modules.names_to_ignore(module))
+        self._ignored = frozenset(map(_plain, self.ignored))
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By name, each once, in registration order."""
+        found: dict[int, tuple[str, nn.Parameter]] = {}
+        for prefix, owner in self.modules():
+            for key, parameter in owner._parameters.items():
+                if parameter is not None and self._is_own(prefix, key):
+                    found.setdefault(id(parameter), (_joined(prefix, key), parameter))
+        return dict(found.values())
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those of the parameters that require a gradient."""
+        return {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
+
+    def devices(self) -> list[torch.device]:
+        """Where the trained parameters are, in registration order."""
+        return list(dict.fromkeys(parameter.device for parameter in self.trained().values()))
+
+    def sparse(self) -> set[str]:
+        """The names of those with a sparse gradient; as for torch's DDP, what an embedding says of its weight."""
+        weights = {id(part.weight) for part in self.sparse_modules()}
+        return {name for name, parameter in self.trained().items() if id(parameter) in weights}
+
+    def sparse_modules(self) -> list[nn.Module]:
+        return [part for _, part in self.modules() if produces_sparse_gradient(part)]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """By name, each once, in registration order."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for prefix, owner in self.modules():
+            for key, buffer in owner._buffers.items():
+                if buffer is not None and self._is_own(prefix, key):
+                    found.setdefault(id(buffer), (_joined(prefix, key), buffer))
+        return dict(found.values())
+
+    def left_alone(self) -> dict[str, nn.Parameter]:
+        """The other parameters of the model, by name."""
+        own = {id(parameter) for parameter in self.parameters().values()}
+        return {name: parameter for name, parameter in self.module.named_parameters() if id(parameter) not in own}
+
+    def leaves_alone(self, tensor: object) -> bool:
+        """Whether `tensor` is one of these."""
+        return any(parameter is tensor for parameter in self.left_alone().values())
+
+    def wrappers_inside(self) -> dict[str, nn.Module]:
+        """The outermost wrappers inside the model, by name, in registration order."""
+        found: dict[str, nn.Module] = {}
+        for name, part in self.module.named_modules():
+            if part is not self.module and is_wrapper(part) and not name.startswith(tuple(f"{n}." for n in found)):
+                found[name] = part
+        return found
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules outside of such wrappers, by name."""
+        inside: tuple[str, ...] = ()
+        for name, part in self.module.named_modules():
+            if part is not self.module and is_wrapper(part):
+                inside += (f"{name}.",)
+            elif not name.startswith(inside):
+                yield name, part
+
+    def _is_own(self, prefix: str, key: str) -> bool:
+        return not self._ignored or _plain(_joined(prefix, key)) not in self._ignored
+
+
+def produces_sparse_gradient(module: nn.Module) -> bool:
+    """Whether the gradient of `module.weight` is sparse."""
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether `module` reduces the gradients of what it holds: a wrapper of ours or torch's."""
+    bare = torch_private.modules.without_compile_wrapper(module)
+    # Of the type: another module may hand on the attributes of a wrapper that it holds.
+    is_ours = getattr(type(bare), "is_compiled_ddp_wrapper", False)
+    return is_ours or isinstance(bare, nn.parallel.DistributedDataParallel)
+
+
+def _joined(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _plain(name: str) -> str:
+    """A name as the model has it that was not compiled; for its own parameters DDP's documentation writes ".weight"."""
+    return torch_private.modules.without_compile_prefixes(name).removeprefix(".")

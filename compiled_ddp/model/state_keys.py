@@ -1,0 +1,80 @@
+"""Keys of state dicts: those of the bare module are saved, and those of any wrapper of it are accepted."""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from compiled_ddp import torch_private
+
+# Components of state_dict keys that wrappers add and that no module of the user need have.
+_WRAPPER_PREFIXES = ("module", "_orig_mod")
+
+
+def bare_keys_in_state(wrapper: nn.Module) -> None:
+    """Let `wrapper`, also as a part of a larger module, save the bare module's keys and load those of any wrapper."""
+    wrapper.register_load_state_dict_pre_hook(accept_wrapped_keys)
+    wrapper.register_state_dict_post_hook(strip_own_prefix)
+
+
+@torch_private.dynamo.untraced
+def strip_own_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
+    """Take "module." off the wrapper's own keys in `state`: a post-hook of its state_dict()."""
+    own = f"{prefix}module."
+    # First all out, then all in: a bare key may begin with "module." itself.
+    moved = {prefix + key[len(own) :]: state.pop(key) for key in list(state) if key.startswith(own)}
+    state.update(moved)
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        own_versions = [key for key in versions if f"{key}.".startswith(own)]
+        versions.update({f"{prefix}{key[len(own) :]}".rstrip("."): versions.pop(key) for key in own_versions})
+
+
+@torch_private.dynamo.untraced
+def accept_wrapped_keys(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Rename the keys under `prefix` to the wrapper's own, where it is loaded as part of a larger module."""
+    module = wrapper.module
+    assert isinstance(module, nn.Module)
+    saved = {key[len(prefix) :]: state.pop(key) for key in list(state) if key.startswith(prefix)}
+    for key, value in bare_state(saved, list(module.state_dict())).items():
+        state[f"{prefix}module.{key}"] = value
+
+
+def bare_state(saved: Mapping[str, Any], bare_keys: Sequence[str]) -> dict[str, Any]:
+    """`saved` under the names of `bare_keys`, whatever wrappers it was saved from; other keys as they are.
+
+    The prefix that all saved keys share is taken off as far as this makes more of them fit, so that a module which
+    has a submodule called "module" is told from a wrapper. Then wrappers inside the model are looked through, where
+    that is not ambiguous. The versions of modules (`state_dict()._metadata`) are renamed alike.
+    """
+    known = set(bare_keys)
+    prefix = max(_wrapper_prefixes(saved), key=lambda prefix: sum(key[len(prefix) :] in known for key in saved))
+    through: dict[str, list[str]] = {}
+    for key in bare_keys:
+        through.setdefault(_without_wrappers(key), []).append(key)
+
+    def bare(key: str) -> str:
+        key = key.removeprefix(prefix)
+        candidates = through.get(_without_wrappers(key), [])
+        return candidates[0] if key not in known and len(candidates) == 1 else key
+
+    state = OrderedDict((bare(key), value) for key, value in saved.items())
+    versions = getattr(saved, "_metadata", None)
+    if versions is not None:
+        renamed = {f"{key}.".removeprefix(prefix).rstrip("."): version for key, version in versions.items()}
+        state._metadata = OrderedDict(renamed)  # type: ignore[attr-defined]
+    return state
+
+
+def _wrapper_prefixes(keys: Collection[str]) -> list[str]:
+    """The prefixes made of wrappers' names alone that all `keys` begin with, shortest first."""
+    first = next(iter(keys), "").split(".")
+    wrappers = itertools.takewhile(lambda part: part in _WRAPPER_PREFIXES, first)
+    prefixes = ["", *itertools.accumulate(f"{part}." for part in wrappers)]
+    return [prefix for prefix in prefixes if all(key.startswith(prefix) for key in keys)]
+
+
+def _without_wrappers(key: str) -> str:
+    return ".".join(part for part in key.split(".") if part not in _WRAPPER_PREFIXES)

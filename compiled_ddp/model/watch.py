@@ -1,0 +1,175 @@
+"""Whether a model has changed since its wrapper made its plan of it, for good or for the time of a functional_call."""
+
+import enum
+import operator
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from compiled_ddp import torch_private
+from compiled_ddp.model.checks import check_stepped_after_backward
+from compiled_ddp.model.managed import OwnState
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a trained parameter, or a module that holds some, stands in the model. A tied one has several."""
+
+    siblings: Mapping[str, object]  # of the module it belongs to
+    key: str
+    name: str
+    found: object
+
+    @property
+    def now(self) -> object:
+        """What stands here, if anything does. What TorchScript has for a dictionary knows no `get`."""
+        return self.siblings[self.key] if self.key in self.siblings else None  # noqa: SIM401
+
+
+def trained_places(state: OwnState) -> list[Place]:
+    """Every place of what requires a gradient, in the model as it is now, but for what is left alone."""
+    places = []
+    left_alone = {id(parameter) for parameter in state.left_alone().values()}
+    for prefix, owner in state.modules():
+        parts: Mapping[str, torch.Tensor | nn.Module | None]
+        for parts in (owner._parameters, owner._modules):
+            places += [
+                Place(parts, key, f"{prefix}.{key}".removeprefix("."), part)
+                for key, part in parts.items()
+                if _is_trained(part, left_alone)
+            ]
+    return places
+
+
+def _is_trained(part: torch.Tensor | nn.Module | None, left_alone: Set[int]) -> bool:
+    if isinstance(part, nn.Module):
+        return any(_is_trained(parameter, left_alone) for parameter in part.parameters())
+    return part is not None and part.requires_grad and id(part) not in left_alone
+
+
+def check_not_replaced(places: Sequence[Place]) -> None:
+    """Raise RuntimeError if something else, or nothing, stands in one of `places` now."""
+    for place in places:
+        if place.now is not place.found:
+            raise RuntimeError(
+                f"{place.name} was replaced or removed after the model was wrapped: nothing would reduce the gradient "
+                "of what stands there now. Call unwrap() and wrap the model again."
+            )
+
+
+class StandIns(enum.Enum):
+    """What `torch.func.functional_call`, for the time of a call, has put others in the place of."""
+
+    NOTHING = "nothing"
+    FROZEN = "frozen parameters alone"
+    SOME = "some of the trained parameters"
+    ALL = "all trained parameters"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a model looks like in one forward."""
+
+    changed: bool = False  # whether something was added, unfrozen, or moved to another dtype, device, shape or format
+    stand_ins: StandIns = StandIns.NOTHING
+    leads_back: bool = False  # whether a gradient of a stand-in may go on to the parameters themselves
+
+
+class ModelWatch:
+    """Notices between forwards that a model has changed in what its wrapper made its plan from.
+
+    Everything is compared by identity or by a few attributes, so that it costs microseconds in every forward.
+    """
+
+    def __init__(self, state: OwnState, *, follows: bool = False) -> None:
+        """With `follows`, what was replaced, removed or frozen is a change like any other, instead of an error."""
+        self._state, self._follows = state, follows
+        self._places = trained_places(state)
+        parameters = state.parameters().values()
+        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        self._trained = [(p, _memory(p)) for p in parameters if p.requires_grad]
+        self._contents = _contents(state)
+
+    def look(self) -> Look:
+        """Compare the model with what it was.
+
+        Raises RuntimeError if something was replaced or removed, or has changed besides what a functional_call
+        replaces, ValueError if an optimizer would step in the backward.
+        """
+        if any(torch_private.tensors.has_optimizer_in_backward(parameter) for parameter, _ in self._trained):
+            check_stepped_after_backward(self._state.trained())
+        if not self._is_in_place():
+            given = {id(value): value for value in torch_private.modules.given_by_functional_calls()}
+            if any(id(part) in given for now, _ in self._contents for part in now.values()):
+                return self._look_through(given)
+        if not self._follows:
+            check_not_replaced(self._places)
+        elif self._lacks_any():
+            return Look(changed=True)
+        return Look(changed=self._is_of_another_kind() or self._has_additions())
+
+    def _is_in_place(self) -> bool:
+        return all(_are_the_same(now, before) for now, before in self._contents)
+
+    def _is_of_another_kind(self) -> bool:
+        return any(parameter.requires_grad for parameter in self._frozen) or any(
+            _memory(parameter) != memory for parameter, memory in self._trained
+        )
+
+    def _look_through(self, given: Mapping[int, object]) -> Look:
+        """The model as it is but for what functional_calls under way were `given`, by id."""
+        check_not_replaced([place for place in self._places if id(place.now) not in given])
+        own = {id(parameter) for parameter in (*self._frozen, *(parameter for parameter, _ in self._trained))}
+        here = {id(parameter) for parameter in self._state.parameters().values()}
+        replaced = [parameter for parameter, _ in self._trained if id(parameter) not in here]
+        if len(replaced) == len(self._trained):
+            return Look(stand_ins=StandIns.ALL, leads_back=any(map(self._leads_back, given.values())))
+        added = any(id(p) not in own | given.keys() for p in self._state.trained().values())
+        if added or self._is_of_another_kind():
+            raise RuntimeError(
+                "the model has changed since it was wrapped, and a functional_call replaces a part of it: call the "
+                "wrapper by itself once, on every rank, so that it takes the model as it is."
+            )
+        return Look(stand_ins=StandIns.SOME if replaced else StandIns.FROZEN)
+
+    def _leads_back(self, value: object) -> bool:
+        """Whether a tensor, or what torch.func's transforms have wrapped in it, may have been made of parameters."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        bare = torch_private.autograd.without_transforms(value)
+        return bare.requires_grad and (not bare.is_leaf or any(bare is parameter for parameter, _ in self._trained))
+
+    def _lacks_any(self) -> bool:
+        """Whether a trained parameter is in no place of the model any more, or is frozen."""
+        now = {id(parameter) for parameter in self._state.trained().values()}
+        return any(id(parameter) not in now for parameter, _ in self._trained)
+
+    def _has_additions(self) -> bool:
+        if self._is_in_place():
+            return False
+        known = {id(parameter) for parameter, _ in self._trained}
+        if any(id(p) not in known for p in self._state.trained().values()):
+            return True
+        self._contents = _contents(self._state)  # another module without trained parameters: no other rank need know
+        return False
+
+
+Part = nn.Module | torch.Tensor | None
+
+
+def _contents(state: OwnState) -> list[tuple[Mapping[str, Part], dict[str, Part]]]:
+    """What stands in each module, as it changes, beside a copy of it as it is now."""
+    found: list[tuple[Mapping[str, Part], dict[str, Part]]] = []
+    for _, part in state.modules():
+        found += [(part._modules, dict(part._modules)), (part._parameters, dict(part._parameters))]
+    return found
+
+
+def _are_the_same(now: Mapping[str, Part], before: Mapping[str, Part]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
+
+
+def _memory(parameter: torch.Tensor) -> tuple[object, ...]:
+    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()

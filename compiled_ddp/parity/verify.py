@@ -1,0 +1,269 @@
+"""Comparing a wrapper's gradients with plain autograd averaged by hand, on the user's own model and batches."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+
+from compiled_ddp import torch_private
+from compiled_ddp.compiled import compile_ddp
+from compiled_ddp.model.managed import OwnState, is_wrapper
+from compiled_ddp.plan import ReductionKind
+from compiled_ddp.ranks.agreement import Description, agree_on_description
+from compiled_ddp.ranks.communicator import RankGroup
+from compiled_ddp.wrapper import DataParallelWrapper
+
+# A gradient that is zero but for rounding (of a bias in front of a normalisation) is compared with this part of the
+# model's largest gradient, not with its own noise.
+SMALLEST_SCALE = 1e-3
+
+Loss = Callable[[Any, Any], torch.Tensor]  # (output, inputs) -> loss
+
+
+@dataclass(frozen=True)
+class ParameterDifference:
+    """How far one parameter's gradient was from the mean by hand, at most, over all ranks and steps."""
+
+    name: str
+    shape: tuple[int, ...]
+    absolute: float  # inf where one of the two had no gradient, nan where one of them was not finite
+    relative: float  # to the largest element of the mean by hand, or `SMALLEST_SCALE` of the model's largest
+    step: int  # counted from 0, in which it was
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """What `verify_parity` found, the same on every rank. `print` it for a table."""
+
+    differences: tuple[ParameterDifference, ...]  # in the order of the model's parameters
+    steps: int
+    world_size: int
+
+    @property
+    def largest(self) -> float:
+        """The largest relative difference; nan if a gradient was not finite."""
+        relative = [difference.relative for difference in self.differences]
+        return math.nan if any(map(math.isnan, relative)) else max(relative)
+
+    def within(self, tolerance: float) -> bool:
+        """Whether every relative difference is at most `tolerance`."""
+        return self.largest <= tolerance
+
+    def __str__(self) -> str:
+        headers = ("parameter", "shape", "largest absolute", "relative", "in step")
+        rows = [(d.name, list(d.shape), f"{d.absolute:.2e}", f"{d.relative:.2e}", d.step) for d in self.differences]
+        table = tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True, colalign=("left",) * 4)
+        over = f"steps: {self.steps}, ranks: {self.world_size}"
+        return f"{table}\nLargest relative difference {self.largest:.2e} ({over})."
+
+
+@torch_private.dynamo.untraced
+def verify_parity(
+    model: nn.Module,
+    batch: Any,
+    steps: int = 3,
+    *,
+    loss: Loss | None = None,
+    wrap: Callable[[nn.Module], DataParallelWrapper] = compile_ddp,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
+) -> ParityReport:
+    """Train a copy of `model` under a wrapper, and compare each step's gradients with plain autograd averaged by hand.
+
+    Both start every step from the same parameters, buffers and random state; by hand means a backward of another
+    copy on every rank, and one all-reduce in float64 for each parameter. A collective: every rank of the default
+    process group calls it. `model` itself is left as it is.
+
+    Dropout under Inductor draws other random numbers than eager code: verify in `eval()`, or pass
+    `wrap=functools.partial(compile_ddp, options={"fallback_random": True})`.
+
+    Args:
+        model: the model; the parameters and buffers of rank 0 are used on every rank.
+        batch: this rank's inputs, or a function of the step (from 0) that returns them. A tuple or list is passed as
+            positional arguments, a mapping as named ones, anything else as the only argument.
+        steps: how many steps to compare.
+        loss: makes the loss of the model's output and the inputs. None takes the output where it is a tensor of one
+            element, or its `loss` (an attribute or a key).
+        wrap: makes the wrapper; for example `EagerDDP`, or `functools.partial(compile_ddp, backend="aot_eager")`.
+        optimizer: makes the optimizer that moves the parameters between steps; None is SGD with lr=1e-3.
+
+    Returns:
+        The largest difference of each parameter's gradient over all ranks and steps.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised; what happened on another rank; what wrapper and backward
+            raise.
+        TypeError: an argument is none of these, or there is no loss; the message says what to pass.
+        ValueError: `steps` is not positive, or a wrapper is inside the model. As all of these that are about an
+            argument, a batch or the model: on one rank it is an error on every rank.
+    """
+    ranks = RankGroup(None)
+
+    def check() -> Description:
+        nonlocal model
+        _check_arguments(model, steps, loss, wrap, optimizer)
+        model = copy.deepcopy(model)
+        return {"steps": [steps]}
+
+    agree_on_description(ranks, check, occasion="arguments", purpose=_PURPOSE, failure=_FAILURE)
+    wrapper = wrap(model)
+    try:
+        return _compare(ranks, wrapper, batch, steps, loss or _loss_in, optimizer)
+    finally:
+        if isinstance(wrapper, DataParallelWrapper):
+            wrapper.unwrap()
+
+
+_PURPOSE, _FAILURE = "to verify parity with it", "parity was not verified"
+
+
+def _check_arguments(model: object, steps: object, loss: object, wrap: object, optimizer: object) -> None:
+    """Raise TypeError or ValueError, with what to pass, for what `verify_parity` cannot take."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"verify_parity takes a torch.nn.Module, found {type(model).__name__}.")
+    wrapped = next((name for name, part in model.named_modules() if is_wrapper(part)), None)
+    if wrapped is not None:
+        where = f"has a wrapper inside, {wrapped}" if wrapped else f"is wrapped, by {type(model).__name__}"
+        raise ValueError(f"the model {where}: verify models, or parts of them, before wrapping them.")
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise TypeError(f"steps must be a number of steps, found {steps!r}.")
+    if steps < 1:
+        raise ValueError(f"steps must be positive, found {steps}.")
+    takes = {"loss": "(output, inputs)", "wrap": "(model)", "optimizer": "(parameters)"}
+    for name, given in (("loss", loss), ("wrap", wrap), ("optimizer", optimizer)):
+        if not callable(given) and (given is not None or name == "wrap"):
+            raise TypeError(f"{name} must be a function of {takes[name]}, found {given!r}.")
+
+
+def _compare(
+    ranks: RankGroup,
+    wrapper: DataParallelWrapper,
+    batch: Any,
+    steps: int,
+    loss: Loss,
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None,
+) -> ParityReport:
+    reference: nn.Module
+    mover: torch.optim.Optimizer
+    inputs: Any = None
+
+    def set_up() -> Description:
+        nonlocal reference, mover
+        given: object = wrapper
+        if not isinstance(given, DataParallelWrapper):
+            raise TypeError(
+                f"wrap must return a wrapper, as compile_ddp and EagerDDP do, found {type(given).__name__}."
+            )
+        reference = copy.deepcopy(wrapper.module)
+        make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
+        mover = make(parameter for parameter in wrapper.parameters() if parameter.requires_grad)
+        if not callable(getattr(mover, "step", None)):
+            raise TypeError(f"optimizer must return one with a step(), found {type(mover).__name__}.")
+        return {}
+
+    def backward_of_reference() -> Description:
+        """What a batch or a model may make fail on one rank alone: before the others wait in a collective."""
+        nonlocal inputs
+        inputs = batch(step) if callable(batch) else batch
+        reference.zero_grad(set_to_none=True)
+        with torch.random.fork_rng():  # so that the wrapper draws the same numbers
+            loss(_call(reference, inputs), inputs).backward()
+        return {}
+
+    agree_on_description(ranks, set_up, occasion="set-up", purpose=_PURPOSE, failure=_FAILURE)
+    found = []
+    for step in range(steps):
+        _synchronise(reference, wrapper.module)
+        agree_on_description(ranks, backward_of_reference, occasion=f"step {step}", purpose=_PURPOSE, failure=_FAILURE)
+        expected = _reduced_by_hand(reference, wrapper.reduction)
+        wrapper.zero_grad()
+        loss(_call(wrapper, inputs), inputs).backward()
+        found.append(_differences(wrapper.module, expected, step))
+        mover.step()
+    differences = [_largest(of_parameter) for of_parameter in zip(*found, strict=True)]
+    return ParityReport(tuple(differences), steps, dist.get_world_size())
+
+
+def _call(model: nn.Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _loss_in(output: Any, _: Any) -> torch.Tensor:
+    """The loss that a model returns."""
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        raise TypeError(
+            f"the model returned {type(output).__name__}, which is no loss and has none: pass loss=, a function of "
+            "the output and the inputs."
+        )
+    return found
+
+
+@torch.no_grad()
+def _synchronise(reference: nn.Module, module: nn.Module) -> None:
+    """Give `reference` the state of `module`, with the buffers of rank 0, as the wrapper's next forward will have."""
+    reference.load_state_dict(module.state_dict())
+    for buffer, own in zip(reference.buffers(), module.buffers(), strict=True):
+        buffer.copy_(own)  # also those that are not part of the state
+        dist.broadcast(buffer, src=0)
+
+
+def _reduced_by_hand(reference: nn.Module, reduction: ReductionKind) -> dict[str, torch.Tensor | None]:
+    """Each parameter's .grad averaged or summed over ranks, in float64; None where no rank has one."""
+    reduced = {}
+    divisor = 1 if reduction == "sum" else dist.get_world_size()  # all weights are 1
+    for name, parameter in OwnState(reference).trained().items():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else _strided(parameter.grad)
+        ranks_with_one = torch.tensor(parameter.grad is not None, dtype=torch.int64, device=parameter.device)
+        total = gradient.to(_wide(parameter), memory_format=torch.contiguous_format)
+        dist.all_reduce(ranks_with_one)
+        dist.all_reduce(total)
+        reduced[name] = total / divisor if ranks_with_one else None
+    return reduced
+
+
+def _strided(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_dense() if gradient.layout != torch.strided else gradient
+
+
+def _wide(parameter: torch.Tensor) -> torch.dtype:
+    return torch.complex128 if parameter.is_complex() else torch.float64
+
+
+@torch.no_grad()
+def _differences(
+    module: nn.Module, expected: Mapping[str, torch.Tensor | None], step: int
+) -> Sequence[ParameterDifference]:
+    sizes = {name: 0.0 if mean is None else _largest_element(mean) for name, mean in expected.items()}
+    least = SMALLEST_SCALE * max(sizes.values())
+    found = []
+    for name, parameter in OwnState(module).trained().items():
+        gradient, mean = parameter.grad, expected[name]
+        if gradient is not None and mean is not None:
+            here = _largest_element(_strided(gradient).to(mean.dtype) - mean)
+        else:
+            here = 0.0 if gradient is mean else math.inf
+        # A nan must not be lost in a maximum over ranks.
+        kept = [0.0, 1.0] if math.isnan(here) else [here, 0.0]
+        largest = torch.tensor(kept, dtype=torch.float64, device=parameter.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        absolute = math.nan if largest[1] else float(largest[0])
+        scale = max(sizes[name], least)
+        relative = 0.0 if absolute == 0 else absolute / scale if scale else math.inf
+        found.append(ParameterDifference(name, tuple(parameter.shape), absolute, relative, step))
+    return found
+
+
+def _largest_element(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _largest(differences: Sequence[ParameterDifference]) -> ParameterDifference:
+    return max(differences, key=lambda d: math.inf if math.isnan(d.relative) else d.relative)

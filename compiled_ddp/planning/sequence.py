@@ -1,0 +1,131 @@
+"""How the sequence that all ranks keep comes about.
+
+1. When the first synchronised backward begins, rank 0 proposes it: a section per captured segment that this backward
+   will run, in the order in which it will run them, and the remaining parameters, in reverse registration order, for
+   the hooks. A wrapper without graphs needs no proposal; all parameters are the hooks'.
+2. When that backward ends, rank 0 orders the hooks' parameters by their arrival in it, between the segments they
+   arrived between, adds the parameters that turned out to be used both inside a graph and outside of it, and sets
+   those apart that no rank has used.
+
+Both go through the store, as plain lists of parameter indices. From then on the sequence changes only where the riders
+of a backward tell every rank to change it in the same way: `admit`s what is used after all, or begins again at 1.
+"""
+
+import json
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass, field, replace
+
+from compiled_ddp.plan import (
+    ADMITTED,
+    MIXED,
+    NOT_CAPTURED,
+    BucketPlan,
+    GradientSpec,
+    ReductionSequence,
+    Section,
+)
+from compiled_ddp.planning.bucket_policy import BucketPolicy
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+
+
+@dataclass
+class Observations:
+    """What rank 0 saw in a backward, from which the sequence for all later ones is made."""
+
+    arrivals: list[tuple[str, int]] = field(default_factory=list)  # ("graph", section) or ("hook", parameter)
+    mixed: set[int] = field(default_factory=set)  # in a graph's bucket, but used outside of the graph too
+
+
+class SequencePlanner:
+    """Makes sequences from what a rank knows; the same inputs give the same sequence on every rank."""
+
+    def __init__(self, parameters: TrainedParameters, policy: BucketPolicy) -> None:
+        self._parameters, self._policy = parameters, policy
+
+    def propose(self, segments: Sequence[BucketPlan], *, reason: str = NOT_CAPTURED) -> ReductionSequence:
+        """The sequence for a backward that will run `segments` (plans over parameters) in this order."""
+        captured = {index for plan in segments for index in plan.indices}
+        rest = [index for index in reversed(range(len(self._parameters.names))) if index not in captured]
+        sections = [Section(plan, "graph") for plan in segments]
+        return self._sequence([*sections, *self._hooks(rest, reason)])
+
+    def refine(
+        self,
+        sequence: ReductionSequence,
+        observations: Observations,
+        unused: Set[int] = frozenset(),
+        *,
+        graphs_first: bool = False,
+    ) -> ReductionSequence:
+        """The sequence for all later backwards, from what rank 0 observed in the first one.
+
+        `unused` are parameters, of the hooks, that no rank used in it. With `graphs_first` no hooks' section comes
+        before a graph's: [Note: models that communicate]
+        """
+        by_hooks = {index: s.reason for s in sequence.sections if s.origin == "hooks" for index in s.plan.indices}
+        if unused >= set(range(len(self._parameters.names))):
+            unused = frozenset()  # something must carry the riders
+        never = [index for index in by_hooks if index in unused]
+        by_hooks = {index: reason for index, reason in by_hooks.items() if index not in unused}
+        sections: list[Section] = []
+        arrived: list[int] = []
+        placed: set[int] = set()
+        launched = [number for kind, number in observations.arrivals if kind == "graph"]
+        graphs = [number for number, section in enumerate(sequence.sections) if section.origin == "graph"]
+        not_launched = [number for number in graphs if number not in launched]
+        arrivals = [*observations.arrivals, *(("graph", number) for number in not_launched)]
+        if graphs_first:
+            arrivals = [*(("graph", number) for number in graphs), *(a for a in arrivals if a[0] != "graph")]
+        for kind, number in arrivals:
+            if kind == "graph":
+                sections += [*self._hooks_of(arrived, by_hooks), sequence.sections[number]]
+                placed.update(arrived)
+                arrived = []
+            elif number in by_hooks and number not in placed and number not in arrived:
+                arrived.append(number)
+        rest = [index for index in dict.fromkeys([*arrived, *by_hooks]) if index not in placed]
+        mixed = self._hooks(sorted(observations.mixed), MIXED)
+        return self._sequence([*sections, *self._hooks_of(rest, by_hooks), *mixed, *self._unused(never)])
+
+    def admit(self, sequence: ReductionSequence, used: Set[int]) -> ReductionSequence:
+        """The sequence after a backward in which ranks have used these parameters of "unused" sections."""
+        before = [section for section in sequence.launched if section.reason == ADMITTED]
+        others = [section for section in sequence.launched if section.reason != ADMITTED]
+        never = [index for section in sequence.unused for index in section.plan.indices]
+        admitted = [index for section in before for index in section.plan.indices]
+        admitted += [index for index in never if index in used]
+        never = [index for index in never if index not in used]
+        return self._sequence([*others, *self._hooks(admitted, ADMITTED), *self._unused(never)])
+
+    def _unused(self, indices: Sequence[int]) -> list[Section]:
+        return [replace(section, origin="unused") for section in self._hooks(indices, "")]
+
+    def _hooks_of(self, indices: Sequence[int], reasons: dict[int, str]) -> list[Section]:
+        return self._hooks(indices, reasons[indices[0]]) if indices else []
+
+    def _hooks(self, indices: Sequence[int], reason: str) -> list[Section]:
+        if not indices:
+            return []
+        return [Section(self._policy.assign(self._specs(indices), self._parameters.names), "hooks", reason)]
+
+    def _specs(self, indices: Iterable[int]) -> list[GradientSpec]:
+        return [GradientSpec.of(index, self._parameters.tensors[index]) for index in indices]
+
+    def _sequence(self, sections: Iterable[Section]) -> ReductionSequence:
+        return ReductionSequence(tuple(sections), self._parameters.names)
+
+    # ---- as text, for the store --------------------------------------------------------------------------------------
+
+    def encode(self, sequence: ReductionSequence) -> str:
+        """A sequence as JSON: for each section its origin, its reason and its buckets' parameters."""
+        return json.dumps(
+            [[s.origin, s.reason, [bucket.indices for bucket in s.plan.buckets]] for s in sequence.sections]
+        )
+
+    def decode(self, text: str) -> ReductionSequence:
+        """The sequence that `encode` wrote, on any rank."""
+        sections = []
+        for origin, reason, buckets in json.loads(text):
+            filled = [self._specs(bucket) for bucket in buckets if bucket]
+            sections.append(Section(self._policy.place(filled, riders_apart=not buckets[-1]), origin, reason))
+        return self._sequence(sections)

@@ -1,0 +1,26 @@
+"""The parameters that a wrapper reduces, by the numbers that plans call them by."""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from compiled_ddp.formatting import format_names
+
+
+@dataclass(frozen=True)
+class TrainedParameters:
+    """The wrapper's trainable parameters in registration order; everywhere else a parameter is its index in here."""
+
+    names: tuple[str, ...]
+    tensors: tuple[torch.nn.Parameter, ...]
+
+    @functools.cached_property
+    def on_cpu(self) -> bool:
+        """Whether all of them are there; a model that moves gets another object of this class."""
+        return all(tensor.is_cpu for tensor in self.tensors)
+
+    def named(self, indices: Iterable[int], most: int = 5) -> str:
+        """Names for a message, at most `most` of them."""
+        return format_names([self.names[index] for index in indices], most)

@@ -1,0 +1,110 @@
+"""How ranks agree at construction: all wrap the same model in the same way, or all raise the same error.
+
+Everything goes through the store: rank 0 publishes what it has, every other rank compares and publishes a verdict,
+rank 0 publishes the sum of the verdicts. No collective is issued, so a rank that found its own arguments bad cannot
+leave the others hanging in one.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+
+from compiled_ddp.formatting import format_names
+from compiled_ddp.ranks.communicator import RankGroup
+
+Description = dict[str, list[object]]  # what there is to compare -> its properties, in order
+
+
+def agree_on_description(
+    ranks: RankGroup,
+    describe: Callable[[], Description],
+    *,
+    occasion: str = "construction",
+    purpose: str = "to compare the models of all ranks",
+    failure: str,
+) -> None:
+    """Raise the same error on every rank unless `describe()` succeeds everywhere and returns the same everywhere.
+
+    Each `occasion` is agreed on once; `purpose` says what a wait is for, `failure` what did not happen, on any rank.
+    An error that `describe` raises is raised as it is on the rank it came from, and as a RuntimeError that quotes it
+    on the others. Differences are a RuntimeError that names them.
+    """
+    own_error: Exception | None = None
+    description: Description = {}
+    try:
+        description = describe()
+    except Exception as error:  # raised below, when the other ranks have been told
+        own_error = error
+    own_problem = f"{type(own_error).__name__}: {own_error}" if own_error else None
+    try:
+        problems = _exchange(ranks, occasion, purpose, description, own_problem)
+    except RuntimeError as silence:
+        raise own_error or silence from silence
+    if own_error is not None:
+        raise own_error
+    if problems:
+        raise RuntimeError(f"{failure}, on any rank:\n" + "\n".join(problems))
+
+
+def _exchange(
+    ranks: RankGroup, occasion: str, purpose: str, description: Description, own_problem: str | None
+) -> Sequence[str]:
+    """Every rank's problems, one line each, the same on every rank. Ranks are called by their global numbers."""
+    if ranks.rank == 0:
+        ranks.publish(f"{occasion}/description", json.dumps([description, own_problem]))
+        problems = _collect_verdicts(ranks, occasion, purpose, own_problem)
+        ranks.publish(f"{occasion}/problems", json.dumps(problems))
+        return problems
+    expected, problem_on_0 = json.loads(ranks.read(f"{occasion}/description", writer=0, purpose=purpose))
+    verdict = own_problem
+    if verdict is None and problem_on_0 is None:
+        verdict = first_difference(expected, json.loads(json.dumps(description)), reference_rank=ranks.ranks[0])
+    ranks.publish(f"{occasion}/verdict/{ranks.rank}", json.dumps(verdict))
+    # Rank 0 may itself be waiting for a silent rank, and has to be outwaited to learn which one.
+    problems = json.loads(ranks.read(f"{occasion}/problems", writer=0, purpose=purpose, patience=2.0))
+    assert isinstance(problems, list)
+    return problems
+
+
+def _collect_verdicts(ranks: RankGroup, occasion: str, purpose: str, own_problem: str | None) -> Sequence[str]:
+    verdicts = {0: own_problem}
+    for rank in range(1, ranks.world_size):
+        try:
+            verdicts[rank] = json.loads(ranks.read(f"{occasion}/verdict/{rank}", writer=rank, purpose=purpose))
+        except RuntimeError as error:
+            ranks.publish(f"{occasion}/problems", json.dumps([f"- {error}"]))
+            raise
+    return [f"- rank {ranks.ranks[rank]}: {problem}" for rank, problem in verdicts.items() if problem]
+
+
+def first_difference(
+    expected: Mapping[str, object], found: Mapping[str, object], *, reference_rank: int = 0
+) -> str | None:
+    """The first entry in which two descriptions differ, in words; None if they are equal.
+
+    `expected` is that of global rank `reference_rank`.
+    """
+    there = f"on rank {reference_rank}"
+    missing = [name for name in expected if name not in found]
+    if missing:
+        return f"{_listed(missing)} missing here, found {there}. Build the same model on every rank."
+    extra = [name for name in found if name not in expected]
+    if extra:
+        return f"{_listed(extra)} found here, missing {there}. Build the same model on every rank."
+    for name, value in expected.items():
+        if found[name] != value:
+            return f"{name} is {_words(found[name])} here, {_words(value)} {there}. Make them equal on every rank."
+    if list(expected) != list(found):
+        place, name = next((n, name) for n, name in enumerate(found) if name != list(expected)[n])
+        return (
+            f"{list(expected)[place]} stands {there} where {name} stands here: the same parameters and buffers, "
+            "registered in another order. Build the model in the same order on every rank."
+        )
+    return None
+
+
+def _words(properties: object) -> str:
+    return ", ".join(map(str, properties)) if isinstance(properties, list) else str(properties)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{format_names(names)} {'is' if len(names) == 1 else 'are'}"

@@ -1,0 +1,240 @@
+"""A failed wait explains itself: every rank says where it stands, through the store, and the message compares them.
+
+Each rank has a thread that looks for a request now and then and answers it, also while the rank itself waits in a
+collective or sits in Python. A rank whose wait fails makes the request, answers it itself, and gathers the others'
+answers for a bounded time. The thread has a connection to the store of its own: a blocking call on the shared one
+would keep everybody waiting.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from compiled_ddp import torch_private
+from compiled_ddp.ranks.progress import Position, Standing
+
+_POLLS_PER_TIMEOUT = 20
+_SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.2, 5.0
+_GATHER_POLLS = 3  # how long a rank has to answer, beside one second
+_MOST_GROUPS = 8  # of ranks with different positions, in a message
+_REQUESTS, _FIRST_VERDICT = "hang/requests", "hang/first verdict"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What one rank wrote into the store."""
+
+    request: int  # the latest one that it knew of
+    failed: bool  # its own wait has failed: it goes nowhere from here
+    position: Position
+
+    def encode(self) -> str:
+        position = self.position
+        return json.dumps([self.request, self.failed, *dataclasses.astuple(position)])
+
+    @classmethod
+    def decode(cls, text: str) -> "Answer":
+        request, failed, launches, point, words, python = json.loads(text)
+        return cls(request, failed, Position(launches, tuple(point), words, tuple(python)))
+
+
+class HangReporter:
+    """Answers other ranks' requests in the background, and makes the report of a wait that has failed on this one."""
+
+    def __init__(
+        self, standing: Standing, store: dist.Store, *, rank: int, ranks: Sequence[int], timeout: timedelta
+    ) -> None:
+        """`rank` is this one's place in `ranks`, which are global; `timeout` is that of the group's collectives."""
+        self._standing = standing
+        self.failed_before = ""  # says where, once a wait has failed
+        self._exchange = _Exchange(standing, store, rank, ranks, timeout)
+        self._end: Callable[[], object] = self._exchange.stop
+        if len(ranks) > 1:
+            # The thread knows nothing of this object: it ends with it, or with the interpreter, whichever comes first.
+            thread = threading.Thread(target=self._exchange.serve, name="compiled_ddp hang report", daemon=True)
+            thread.start()
+            self._end = weakref.finalize(self, functools.partial(_end, self._exchange, thread, os.getpid()))
+
+    def report(self, frames: Sequence[FrameType]) -> str:
+        """Where every rank stands, for the message of a wait that failed in `frames`, innermost first."""
+        position = self._standing.read(frames)
+        if self.failed_before:
+            return self.failed_before
+        place = f"A wait on this communicator failed before, at {position.text}"
+        self.failed_before = f"{place}: see the report of that one."
+        return self._exchange.ask(position)
+
+    def note_failure(self, why: str) -> None:
+        """No wait has failed, but others may have to wait for this rank."""
+        self.failed_before = f"{why[0].upper()}{why[1:]}, at {self._standing.read().text}."
+
+    def close(self) -> None:
+        """End the thread."""
+        self._end()
+
+
+def _end(exchange: "_Exchange", thread: threading.Thread, process: int) -> None:
+    if os.getpid() == process:  # a forked child has no such thread
+        exchange.stop()
+        if threading.current_thread() is not thread:  # which collects garbage too
+            thread.join(timeout=1.0)
+
+
+class _Exchange:
+    """What the thread works with."""
+
+    def __init__(
+        self, standing: Standing, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
+    ) -> None:
+        self._standing, self._store, self._rank, self._ranks = standing, store, rank, ranks
+        share = timeout.total_seconds() / _POLLS_PER_TIMEOUT
+        self._poll_seconds = min(max(share, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
+        self._gather_seconds = 1.0 + _GATHER_POLLS * self._poll_seconds
+        self._wake = threading.Event()
+        self._stopped = False
+        self._failure: Position | None = None
+        self._report: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._world = weakref.ref(dist.group.WORLD)
+
+    # ---- in the rank's own thread ------------------------------------------------------------------------------------
+
+    def ask(self, position: Position) -> str:
+        """The report, or what there is without the store."""
+        if len(self._ranks) == 1:
+            return compare(self._ranks, self._rank, {self._rank: position})
+        self._failure = position
+        self._wake.set()
+        report = None
+        with contextlib.suppress(queue.Empty):  # the store's host may be stopped: the thread never comes back
+            report = self._report.get(timeout=self._gather_seconds + 2 * self._poll_seconds + 1.0)
+        if report is not None:
+            return report
+        own = compare(self._ranks, self._rank, {self._rank: position}).partition("\n")[2]
+        return f"The store does not answer, so nothing is known of other ranks.\n{own}"
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._wake.set()
+
+    # ---- in the thread that answers ----------------------------------------------------------------------------------
+
+    def serve(self) -> None:
+        """Answer requests until stopped, until this rank's own wait has failed, or until the store is gone."""
+        with contextlib.suppress(dist.DistError):  # the store is gone, and with it everyone who could ask
+            self._answer_requests()
+            if self._failure is not None and not self._stopped:
+                self._report.put(self._gather(self._failure))
+        self._report.put(None)
+
+    def _answer_requests(self) -> None:
+        answered = 0
+        self._store = torch_private.groups.with_own_connection(self._store)
+        while not self._wake.wait(self._poll_seconds) and dist.is_initialized() and self._world_lives():
+            requests = self._requests()
+            if requests > answered:
+                self._answer(Answer(requests, False, self._standing.read()))
+                answered = requests
+
+    def _world_lives(self) -> bool:
+        return dist.group.WORLD is self._world()
+
+    def _requests(self) -> int:
+        """How many there have been. Never waits: `check` and `add` answer at once."""
+        return self._store.add(_REQUESTS, 0) if self._store.check([_REQUESTS]) else 0
+
+    def _answer(self, answer: Answer) -> None:
+        self._store.set(f"hang/answer/{self._rank}", answer.encode())
+
+    def _gather(self, own: Position) -> str:
+        """Ask all ranks where they stand; compare what comes within the time that three polls take."""
+        request = self._store.add(_REQUESTS, 1)
+        self._answer(Answer(request, True, own))
+        positions = {self._rank: own}
+        deadline = time.monotonic() + self._gather_seconds
+        while len(positions) < len(self._ranks) and time.monotonic() < deadline:
+            for rank in range(len(self._ranks)):
+                key = f"hang/answer/{rank}"
+                if rank not in positions and self._store.check([key]):
+                    answer = Answer.decode(self._store.get(key).decode())
+                    if answer.failed or answer.request >= request:
+                        positions[rank] = answer.position
+            time.sleep(min(0.1, self._poll_seconds))
+        return self._with_first_verdict(compare(self._ranks, self._rank, positions))
+
+    def _with_first_verdict(self, report: str) -> str:
+        """A rank that comes late has caught up by the time it fails; the first one to fail saw who was behind."""
+        verdict, _, _ = report.partition("\n")
+        first = self._store.compare_set(_FIRST_VERDICT, "", verdict).decode()
+        return report if first == verdict else f"The first rank to give up found: {first}\nThis one, now: {report}"
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def compare(ranks: Sequence[int], own: int, positions: Mapping[int, Position]) -> str:
+    """A line that says who is behind or silent, then where each rank stands, equal ones together.
+
+    `positions` is by place in `ranks`, which are global; a place that is missing did not answer.
+    """
+    groups: dict[Position, list[int]] = {}
+    for place in [own, *(place for place in sorted(positions) if place != own)]:
+        groups.setdefault(positions[place], []).append(place)
+    lines = [_verdict(ranks, positions)]
+    for position, places in list(groups.items())[:_MOST_GROUPS]:
+        lines.append(f"  {_ranks_in_words(ranks, places)}: {position.text}")
+        if position.python:
+            lines.append(f"    Python: {' < '.join(position.python)}")
+    left_out = [place for places in list(groups.values())[_MOST_GROUPS:] for place in places]
+    if left_out:
+        lines.append(f"  and {len(left_out)} more ranks at {len(groups) - _MOST_GROUPS} other positions")
+    return "\n".join(lines)
+
+
+def _verdict(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
+    silent = [place for place in range(len(ranks)) if place not in positions]
+    launches = {place: position.launches for place, position in positions.items()}
+    points = {place: position.point for place, position in positions.items()}
+    most, fewer, earlier = max(launches.values()), _behind(launches), _behind(points)
+    found = []
+    if silent:
+        found.append(
+            f"{_ranks_in_words(ranks, silent)} did not answer: stopped, ended, cut off, or in code that holds "
+            "Python's lock."
+        )
+    if fewer or earlier:
+        behind = fewer or earlier
+        why = f"collectives launched: {min(positions[place].launches for place in behind)}, by others {most}"
+        be = "is" if len(behind) == 1 else "are"
+        found.append(f"{_ranks_in_words(ranks, behind)} {be} behind ({why if fewer else 'at an earlier point'}).")
+    return " ".join(found) or f"No rank is behind (collectives launched by each: {most})."
+
+
+def _behind(progress: Mapping[int, Any]) -> list[int]:
+    """The places that are furthest behind; none where all are equal."""
+    least = min(progress.values())
+    return [place for place in sorted(progress) if progress[place] == least] if least < max(progress.values()) else []
+
+
+def _ranks_in_words(ranks: Sequence[int], places: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 4-63": global numbers, consecutive ones together."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks[place] for place in places):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    more = f" and {len(words) - 10} more runs of ranks" if len(words) > 10 else ""
+    return f"rank{'s' if len(places) > 1 else ''} {', '.join(words[:10])}{more}"

@@ -1,0 +1,72 @@
+"""Looking at the collectives of a graph while it runs, and the names that launches and waits have in a profile."""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from compiled_ddp import torch_private
+
+_LAUNCHES = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default)
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+class LaunchObserver(torch_private.autograd.DispatchMode):
+    """While entered, calls `launch` and `wait` around the collectives that this thread issues on one group.
+
+    `launch(bucket, flat_buffer)` is called before the all-reduce of a bucket and `wait(bucket)` before its wait; the
+    collective runs inside of the context that they return. Buckets are numbered from `first_bucket` on in the order of
+    their launches. On a GPU a wait only orders streams. Observers may be nested. What C++ launches (Inductor's
+    `cpp_wrapper`) is not seen; `launched` tells how many launches were.
+    """
+
+    supports_higher_order_operators = True  # passes them on like all others
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __init__(
+        self,
+        group_name: str,
+        first_bucket: int = 0,
+        *,
+        launch: Callable[[int, torch.Tensor], AbstractContextManager[object]],
+        wait: Callable[[int], AbstractContextManager[object]] = lambda bucket: contextlib.nullcontext(),
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._group_name = group_name
+        self._first_bucket = first_bucket
+        self.launched = 0
+        self._around_launch, self._around_wait = launch, wait
+        self._bucket_at: dict[int, int] = {}  # address of a launched flat buffer -> bucket
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # AOTAutograd may compile a backward when it first runs, on fake tensors.
+        if type(next(iter(args), None)) is not torch.Tensor:
+            return func(*args, **kwargs)
+        if func in _LAUNCHES and args[2] == self._group_name:
+            bucket = self._first_bucket + self.launched
+            self.launched += 1
+            with self._around_launch(bucket, args[0]):
+                reduced = func(*args, **kwargs)
+            self._bucket_at[reduced.data_ptr()] = bucket
+            return reduced
+        if func is _WAIT and args[0].data_ptr() in self._bucket_at:
+            with self._around_wait(self._bucket_at.pop(args[0].data_ptr())):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def profiled(what: str, name: Callable[[int], str], bucket: int) -> AbstractContextManager[object]:
+    """The range "compiled_ddp: `what` `name(bucket)`" in torch.profiler, and in NVTX under emit_nvtx.
+
+    Nothing where neither records.
+    """
+    if torch_private.autograd.profiler_is_on():
+        return record_function(f"compiled_ddp: {what} {name(bucket)}")
+    return contextlib.nullcontext()

@@ -1,0 +1,1 @@
+"""Tables of what a wrapper has done. Nothing reads them."""

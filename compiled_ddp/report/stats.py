@@ -1,0 +1,45 @@
+"""What torch's DDP tells in its logging data, as a plain dict: all that is known without a clock."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from compiled_ddp.options import Options
+from compiled_ddp.step.runtime import Runtime
+
+
+def training_stats(module: nn.Module, runtime: Runtime, options: Options) -> dict[str, Any]:
+    """See `DataParallelWrapper.stats`."""
+    communicator, agreed, parameters = runtime.communicator, runtime.agreed, runtime.parameters
+    buckets = agreed.sequence.buckets if agreed.sequence is not None else ()
+    sections = agreed.sequence.launched if agreed.sequence is not None else ()
+    comm_hook = runtime.torch_hook
+    return {
+        "world_size": communicator.world_size,
+        "rank": communicator.rank,
+        "module_name": type(module).__name__,
+        "backend_name": dist.get_backend(communicator.group),
+        "device": ", ".join(sorted({str(tensor.device) for tensor in parameters.tensors})),
+        "dtypes": tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in parameters.tensors})),
+        "num_parameter_tensors": len(parameters.tensors),
+        "total_parameter_size_bytes": _nbytes(parameters.tensors),
+        "bucket_cap_bytes": options.largest_bucket_bytes,
+        "broadcast_buffers": options.synchronise_buffers_in_forward,
+        "gradient_as_bucket_view": options.gradient_as_bucket_view,
+        "has_sync_bn": any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),
+        "comm_hook": "" if comm_hook is None else comm_hook.name,
+        "iteration": runtime.backwards,
+        "has_rebuilt_buckets": agreed.refined,
+        "bucket_sizes": tuple(bucket.nbytes for bucket in buckets),
+        "per_bucket_param_indices": tuple(bucket.indices for bucket in buckets),
+        "num_buckets_reduced": len(buckets),
+        "num_buckets_in_graphs": sum(len(s.plan.buckets) for s in sections if s.origin == "graph"),
+        "unused_parameters": tuple(parameters.names[index] for index in sorted(agreed.unused)),
+        "unused_parameter_size": _nbytes(parameters.tensors[index] for index in agreed.unused),
+    }
+
+
+def _nbytes(tensors: Iterable[nn.Parameter]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

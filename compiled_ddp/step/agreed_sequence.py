@@ -1,0 +1,185 @@
+"""The sequence that a wrapper's ranks keep: proposed by rank 0, refined once, and how it changes after that."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import replace
+
+from compiled_ddp.options import Options
+from compiled_ddp.plan import BucketPlan, ReductionKind, ReductionSequence, Section
+from compiled_ddp.planning.sequence import Observations, SequencePlanner
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.ranks.agreement import agree_on_description
+from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.step.flat_buffers import SequenceBuffers
+
+# [Note: what a first backward shows] Only a graph that has reduced tells which of its parameters are used outside of it
+# too. Where no rank has run the sequence's graphs, because of what will pass (a weight of 0, a rank that skips, a
+# stance, another wrapper's turn), the next backward begins a new sequence; so often at most, as some ranks' graphs
+# never run.
+BEGINNINGS_UNSEEN = 3
+
+
+class AgreedSequence:
+    """Holds the sequence and its flat buffers. Every change is made by all ranks, before or after the same backward.
+
+    What it becomes is `SequencePlanner`'s; this class knows when, and that all ranks have the same one.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        communicator: Communicator,
+        hooks_reason: str | None,
+        bucket_hook: BucketHook | None = None,
+    ) -> None:
+        """With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why.
+
+        `bucket_hook` is told of every sequence.
+        """
+        self.sequence: ReductionSequence | None = None
+        self.buffers = SequenceBuffers(())
+        self.refined = False  # whether the first backward of this sequence has ended
+        self.unused: frozenset[int] = frozenset()  # parameters that no rank has used: their sections are not launched
+        self.graph_sections: dict[str, list[int]] = {}  # fingerprint -> the launched sections of equal graphs
+        self.hooks_reason = hooks_reason
+        self._reduction: ReductionKind | None = None  # in place of the options' own
+        self._options, self._communicator, self._bucket_hook = options, communicator, bucket_hook
+        self.among_collectives = False  # [Note: models that communicate], whether the ranks know it of this one
+        self._holds = False  # whether the next backward keeps `sequence`
+        self.beginnings = -1  # how often a sequence has been brought about anew
+        self._misfits = 0  # backwards in a row in which no rank's graphs fitted
+        self._patience = 2
+        self._seen = False  # whether the graphs of this sequence have run on some rank
+        self._unseen = 0  # sequences that were left because they had not
+
+    def begin_anew(self, parameters: TrainedParameters) -> None:
+        """Let the next synchronised backward bring a new sequence about."""
+        policy = self._options.bucket_policy(self._communicator.world_size)
+        if self._reduction is not None:
+            policy = replace(policy, reduction=self._reduction)
+        self._planner = SequencePlanner(parameters, policy)
+        self.beginnings += 1
+        self._holds = self.refined = self._seen = False
+        if self.hooks_reason is not None:
+            self._adopt(self._planner.propose([], reason=self.hooks_reason))
+        self.unused, self._misfits = frozenset(), 0
+
+    def leave_to_hooks(self, reason: str | None) -> None:
+        """From the next `begin_anew` on, reduce everything by hooks, for that `reason`; None where graphs take part."""
+        if self._reduction is None:
+            self.hooks_reason = reason
+
+    def leave_to_comm_hook(self, reason: str) -> None:
+        """From the next `begin_anew` on, plan buckets for a communication hook."""
+        self.hooks_reason, self._reduction = reason, "hook"
+
+    def propose(self, plans: Sequence[BucketPlan]) -> ReductionSequence:
+        """The sequence for the backward that begins; where `must_agree`, `plans` are of the calls it will run."""
+        if not self._holds:
+            self._adopt(self._agree("proposal", lambda: self._planner.propose(plans)))
+        assert self.sequence is not None
+        return self.sequence
+
+    def refine(self, observations: Observations, unused: Set[int]) -> ReductionSequence:
+        """Fix the sequence at the end of the first synchronised backward.
+
+        By what rank 0 has observed in it, and by what any rank has used both in a graph and outside: rank 0 may have
+        skipped that step.
+        """
+        before = self.sequence
+        assert before is not None
+        self.refined = True
+        observations = replace(observations, mixed=self._mixed_on_any_rank(observations.mixed))
+        return self._adopt(self._agree("sequence", lambda: self._refined(before, observations, unused)))
+
+    def _refined(self, before: ReductionSequence, observations: Observations, unused: Set[int]) -> ReductionSequence:
+        return self._planner.refine(before, observations, unused, graphs_first=self.among_collectives)
+
+    def _mixed_on_any_rank(self, mixed: set[int]) -> set[int]:
+        """The union over ranks, on rank 0."""
+        ranks, key = self._communicator.ranks, f"mixed/{self.beginnings}"
+        if ranks.rank != 0:
+            ranks.publish(f"{key}/{ranks.rank}", json.dumps(sorted(mixed)))
+            return mixed
+        found = [
+            json.loads(ranks.read(f"{key}/{rank}", writer=rank, purpose="for the end of its backward"))
+            for rank in range(1, ranks.world_size)
+        ]
+        return mixed.union(*found)
+
+    def admit(self, used: Set[int]) -> None:
+        """Launch these parameters of the unused sections in every backward from now on."""
+        assert self.sequence is not None
+        self._adopt(self._planner.admit(self.sequence, used))
+
+    def outgrown(self, misfits_on: int) -> bool:
+        """Whether no rank's graphs have fitted for a while, as after parts were frozen; asked after each backward.
+
+        A model whose graphs differ from step to step has no sequence that fits: the patience doubles every time.
+        [Note: what a first backward shows]
+        """
+        if misfits_on < self._communicator.world_size:
+            self._misfits, self._seen = 0, True
+            return False
+        if not self._seen and self._unseen < BEGINNINGS_UNSEEN:
+            self._unseen += 1
+            return True
+        self._misfits += 1
+        if self._misfits < self._patience:
+            return False
+        self._patience *= 2
+        return True
+
+    @property
+    def must_agree(self) -> bool:
+        """Whether the next backward brings the sequence about, for which ranks wait for each other."""
+        return not self._holds
+
+    @property
+    def graph_places(self) -> Iterator[int]:
+        """The launched sections that graphs reduce."""
+        for places in self.graph_sections.values():
+            yield from places
+
+    def event_of(self, section: int) -> str:
+        """A name for what ranks wait for in the graph of a section, the same on all of them."""
+        return self._events[section]
+
+    @property
+    def by_hooks(self) -> list[Section]:
+        """The sections that hooks launch."""
+        return [] if self.sequence is None else [s for s in self.sequence.sections if s.origin == "hooks"]
+
+    def _agree(self, what: str, make: Callable[[], ReductionSequence]) -> ReductionSequence:
+        """Rank 0's sequence, on every rank."""
+        ranks, key = self._communicator.ranks, f"{what}/{self.beginnings}"
+        if ranks.rank == 0:
+            sequence = make()
+            ranks.publish(key, self._planner.encode(sequence))
+        else:
+            text = ranks.read(key, writer=0, purpose="for the sequence of the first backward")
+            sequence = self._planner.decode(text)
+        agree_on_description(
+            ranks,
+            lambda: {"the sequence of buckets": [sequence.fingerprint]},
+            occasion=key,
+            failure="the sequence of buckets was not adopted",
+        )
+        return sequence
+
+    def _adopt(self, sequence: ReductionSequence) -> ReductionSequence:
+        self.buffers = SequenceBuffers(sequence.launched, self.buffers)
+        if self._bucket_hook is not None:
+            self._bucket_hook.adopt(sequence, lasting=self.refined)
+        self.sequence, self._holds = sequence, True
+        self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
+        self.graph_sections = {}
+        self._events: dict[int, str] = {}  # of the graphs' sections; refining the sequence changes none
+        for place, section in enumerate(sequence.launched):
+            if section.origin == "graph":
+                equal = self.graph_sections.setdefault(section.plan.fingerprint, [])
+                name = f"{self._communicator.group_name} graph {section.plan.fingerprint}"
+                self._events[place] = f"{name} {self.beginnings} {len(equal)}"
+                equal.append(place)
+        return sequence

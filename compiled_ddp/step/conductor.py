@@ -1,0 +1,217 @@
+"""Several wrappers in one backward: who may wait for other ranks, and when.
+
+[Note: waiting in one order] Autograd runs the parts of two wrappers in the order of this rank's forwards, which another
+rank may have called the other way round. Each then waits for what the other has not sent yet, for ever. So all ranks
+keep one order of what is waited for: in the middle of a backward a rank waits for something (in a graph, or
+to agree on a sequence of buckets) only if it has sent all that comes before; otherwise hooks send it, which wait for
+nothing. When the backward has ended, everything of all its wrappers is sent before any result is awaited, and results
+are awaited in that order. The order is that of the rank that came first, kept in the store.
+"""
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from typing import Protocol
+
+import torch.distributed as dist
+
+from compiled_ddp import torch_private
+
+
+class Conducted(Protocol):
+    """One wrapper's part."""
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks, and that of no other wrapper."""
+
+    def takes_part(self) -> bool:
+        """Whether the backward that this thread runs has reached the wrapper, or will."""
+
+    def may_take_part(self) -> bool:
+        """Whether it does, or nothing tells so beforehand."""
+
+    def expect_in_task(self) -> None:
+        """If the backward that this thread runs will reach the wrapper: note that it has begun elsewhere."""
+
+    def unsent(self) -> Iterable[str]:
+        """Of what ranks wait for in the middle of a backward, that which this rank has not sent in this one."""
+
+    def ends_with(self, task: int) -> bool:
+        """Whether its backward ends when autograd has ended `task`."""
+
+    def is_broken_off(self) -> bool:
+        """Outside of backwards: whether an exception has ended one of this thread's."""
+
+    @property
+    def communicates(self) -> bool:
+        """Whether its model has collectives of its own. [Note: models that communicate]"""
+
+    def waits_to_send(self) -> str | None:
+        """What `send_rest` waits for, if for anything."""
+
+    def begin_skipping(self) -> None:
+        """Send zeros in place of a backward."""
+
+    def send_rest(self) -> None:
+        """Send what is left of a backward that has ended."""
+
+    def end(self) -> None:
+        """Wait for the results of what was sent, and leave them in .grad."""
+
+    def send_rest_of_broken(self) -> None:
+        """Send what is left of a backward that an exception ended."""
+
+    def told_ranks(self) -> Collection[int]:
+        """The global ranks that `send_rest_of_broken` has told of the exception."""
+
+    def end_broken(self, told: Collection[int]) -> None:
+        """Wait for the results of that, and drop them. `told` are the ranks that know of it through any wrapper."""
+
+
+class Conductor:
+    """Knows the wrappers of this process."""
+
+    def __init__(self) -> None:
+        self._wrappers: weakref.WeakSet[Conducted] = weakref.WeakSet()
+        self._orders: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedOrder] = weakref.WeakKeyDictionary()
+
+    def add(self, wrapper: Conducted) -> None:
+        self._wrappers.add(wrapper)
+
+    def backward_reached(self, wrapper: Conducted) -> None:
+        """A backward has reached `wrapper`. Should it break off, it tells the others that it would have reached."""
+        for other in self._wrappers:
+            if other is not wrapper:
+                other.expect_in_task()
+
+    def any_broken_off(self) -> bool:
+        return any(wrapper.is_broken_off() for wrapper in self._wrappers)
+
+    def any_communicates(self) -> bool:
+        """Whether any wrapped model has collectives of its own: backwards may run through several."""
+        return any(wrapper.communicates for wrapper in self._wrappers)
+
+    def may_wait(self, wrapper: Conducted, events: Iterable[str]) -> bool:
+        """Whether `wrapper` may wait for other ranks at all these events now, in the middle of a backward."""
+        others = [other for other in self._wrappers if other is not wrapper and other.may_take_part()]
+        if not others:
+            return True
+        unsent = {event for other in others for event in other.unsent()}
+        return all(self._order().precedes(event, unsent) for event in events)
+
+    def end(self, task: int) -> None:
+        """All wrappers whose backward ends with `task` send what is left, then wait for their results."""
+        ending = [wrapper for wrapper in self._wrappers if wrapper.ends_with(task)]
+        self._together(ending, lambda wrapper: wrapper.send_rest(), lambda wrapper: wrapper.end())
+
+    def finish_broken(self, also: Sequence[Conducted] = ()) -> Sequence[Conducted]:
+        """Take part in what is left of all backwards that an exception ended in this thread; returns whose they were.
+
+        And of those that the wrappers in `also` were to have.
+        """
+        broken = [wrapper for wrapper in self._wrappers if wrapper in also or wrapper.is_broken_off()]
+        told: set[int] = set()
+
+        def send(wrapper: Conducted) -> None:
+            wrapper.send_rest_of_broken()
+            told.update(wrapper.told_ranks())
+
+        self._together(broken, send, lambda wrapper: wrapper.end_broken(told))
+        return broken
+
+    def skip(self, skipping: Sequence[Conducted]) -> None:
+        """Take part with zeros in a backward of all these."""
+        self._together(skipping, lambda wrapper: wrapper.begin_skipping(), lambda wrapper: wrapper.end())
+
+    def _together(
+        self, wrappers: Sequence[Conducted], send: Callable[[Conducted], None], end: Callable[[Conducted], None]
+    ) -> None:
+        """[Note: waiting in one order] An error of one wrapper keeps no other from its part."""
+        errors: dict[Conducted, BaseException] = {}
+        at_once = [wrapper for wrapper in wrappers if wrapper.waits_to_send() is None]
+        waiting = [wrapper for wrapper in wrappers if wrapper not in at_once]
+        sent_in_order = [*at_once, *self._in_order(waiting, lambda wrapper: wrapper.waits_to_send() or "")]
+        for part, in_order in ((send, sent_in_order), (end, self._in_order(wrappers, _end_of))):
+            for wrapper in in_order:
+                if wrapper in errors:
+                    continue
+                try:
+                    part(wrapper)
+                except BaseException as error:  # raised below
+                    errors[wrapper] = error
+        _raise_first([*errors.values()])
+
+    def _in_order(self, wrappers: Sequence[Conducted], event_of: Callable[[Conducted], str]) -> Sequence[Conducted]:
+        """By the order that all ranks share."""
+        if len(wrappers) < 2:
+            return wrappers
+        order = self._order()
+        places = {wrapper: len(order.events_before(event_of(wrapper))) for wrapper in wrappers}
+        return sorted(wrappers, key=places.__getitem__)
+
+    def _order(self) -> "SharedOrder":
+        world = dist.group.WORLD
+        assert world is not None
+        if world not in self._orders:
+            store = dist.PrefixStore("compiled_ddp/order", torch_private.groups.default_store())
+            self._orders[world] = SharedOrder(
+                torch_private.groups.with_own_connection(store)
+            )  # [Note: threads and the store]
+        return self._orders[world]
+
+
+class SharedOrder:
+    """A list of events in the store, to which any rank appends what it comes to first."""
+
+    _KEY = "events"
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._places: dict[str, int] = {}  # as far as this rank has read them
+        self._text = ""
+
+    def events_before(self, event: str) -> set[str]:
+        """What comes before `event`, which comes last if no rank has come to it so far."""
+        if event not in self._places:
+            self._append(event)
+        place = self._places[event]
+        return {other for other, place_of_other in self._places.items() if place_of_other < place}
+
+    def precedes(self, event: str, others: Set[str]) -> bool:
+        """Whether `event` comes before all of these.
+
+        If no rank has come to it so far, it comes after those of them that have a place, and gets none itself: a rank
+        that may not wait for it must not take the place of what the others come to while this one makes them wait.
+        """
+        if event not in self._places and self._store.check([self._KEY]):
+            self._read(self._store.get(self._KEY))
+        if event not in self._places and not others.isdisjoint(self._places):
+            return False
+        return others.isdisjoint(self.events_before(event))
+
+    def _append(self, event: str) -> None:
+        while event not in self._places:
+            wanted = f"{self._text}{event}\n"
+            self._read(self._store.compare_set(self._KEY, self._text, wanted))
+
+    def _read(self, events: bytes) -> None:
+        self._text = events.decode()
+        self._places = {event: place for place, event in enumerate(self._text.splitlines())}
+
+
+def _end_of(wrapper: Conducted) -> str:
+    return f"{wrapper.name} end"
+
+
+def _raise_first(errors: Sequence[BaseException]) -> None:
+    """Raise what must not be held up, or else the first one, with a note of the others."""
+    if not errors:
+        return
+    first = next((error for error in errors if not isinstance(error, Exception)), errors[0])
+    for other in errors:
+        if other is not first:
+            first.add_note(f"And of another wrapper in the same backward: {type(other).__name__}: {other}")
+    raise first
+
+
+conductor = Conductor()

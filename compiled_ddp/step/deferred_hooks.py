@@ -1,0 +1,62 @@
+"""Users' post-accumulate hooks on parameters that hooks reduce: held back until they can see the reduced gradient.
+
+Autograd calls every post-accumulate hook of a parameter, ours and the users', as soon as it has accumulated. A user's
+hook is therefore replaced by a stand-in, in the very dictionary it was registered in: its handle still removes it.
+"""
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compiled_ddp import torch_private
+
+Hook = Callable[[torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class HeldBack:
+    """A user's hook; does nothing while `holds()`, when whoever holds it calls `run_held_back` later."""
+
+    hook: Hook
+    holds: Callable[[], bool]
+
+    @torch_private.dynamo.untraced
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if not self.holds():
+            self.hook(parameter)
+
+
+def has_several(parameter: torch.Tensor) -> bool:
+    """Whether `parameter` has a post-accumulate hook besides our own."""
+    return len(torch_private.tensors.post_accumulate_hooks(parameter)) > 1
+
+
+def hold_back(parameter: torch.Tensor, own_id: int, holds: Callable[[], bool]) -> None:
+    """Hold back every hook of `parameter` but our own, whose handle has the id `own_id`."""
+    hooks = torch_private.tensors.post_accumulate_hooks(parameter)
+    for key, hook in list(hooks.items()):
+        if key != own_id and not isinstance(hook, HeldBack):
+            hooks[key] = HeldBack(hook, holds)
+
+
+def run_held_back(parameter: torch.Tensor) -> None:
+    """Call the users' hooks of `parameter`, in the order of their registration: its .grad is reduced now."""
+    for hook in list(torch_private.tensors.post_accumulate_hooks(parameter).values()):
+        if isinstance(hook, HeldBack):
+            hook.hook(parameter)
+
+
+def give_back(parameter: torch.Tensor) -> None:
+    """Put the users' hooks back in their places."""
+    hooks: MutableMapping[int, Hook] = torch_private.tensors.post_accumulate_hooks(parameter)
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, HeldBack):
+            hooks[key] = hook.hook
+
+
+def sees_unreduced(parameter: torch.Tensor) -> bool:
+    """Whether a hook of the user's was registered too late to be held back in this backward."""
+    hooks = torch_private.tensors.post_accumulate_hooks(parameter).values()
+    return has_several(parameter) and sum(not isinstance(hook, HeldBack) for hook in hooks) > 1

@@ -1,0 +1,27 @@
+"""What hooks reduce although a graph was wanted, told once."""
+
+import warnings
+from collections.abc import Sequence
+
+TENSOR_HOOK = "a tensor hook on the parameter must see its local gradient"
+DOES_NOT_FIT = "the graph does not fit the agreed sequence of this backward"
+
+
+class Fallback:
+    def __init__(self, *, strict: bool) -> None:
+        """With `strict` there is none: what would be one is an error."""
+        self._strict = strict
+        self._reasons: set[str] = set()
+
+    def report(self, reason: str, names: str) -> None:
+        """Warn, once for each reason, that hooks reduce the parameters of these `names`; raise if `strict`."""
+        message = f"gradients of {names} are reduced by hooks: {reason}."
+        if self._strict:
+            raise RuntimeError(f"{message} compile_ddp(strict=True) does not fall back.")
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            warnings.warn(message, stacklevel=2)
+
+    @property
+    def reasons(self) -> Sequence[str]:
+        return sorted(self._reasons)

@@ -1,0 +1,145 @@
+"""The flat buffers, one per bucket, kept from step to step, with a view of each gradient's place in them.
+
+[Note: memory that others hold] Nothing that leaves this package is what it keeps: a .grad is an alias, made anew in
+each backward, so that whoever points it elsewhere (`.data =`, `set_`, `module.half()`) moves the alias alone. And
+before a buffer is filled again it asks whether anyone but the .grad in place still holds its memory; then that memory
+is theirs, and the buffer takes other.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from compiled_ddp import torch_private
+from compiled_ddp.plan import Bucket, Section
+from compiled_ddp.step.streams import Writers
+
+
+class FlatBuffer:
+    """One bucket's flat buffer."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        bucket = self.bucket
+        self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        self.writers = Writers(bucket.device)
+        self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
+        self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
+        self._own_holders = torch_private.tensors.storage_holders(self.flat)
+
+    @property
+    def address(self) -> int:
+        return self.flat.untyped_storage().data_ptr()
+
+    def leave_memory(self) -> None:
+        """Take new memory: a collective that nobody can wait for may still write into this."""
+        self._take_memory()
+
+    def renew_if_held(self, gradients_in_place: int) -> None:
+        """Take new memory if anyone else holds this, or has resized it. [Note: memory that others hold]
+
+        `gradients_in_place` is how many tensors may: each is the .grad of a parameter, and lies in this memory.
+        """
+        holders = torch_private.tensors.storage_holders(self.flat)
+        is_whole = self.flat.untyped_storage().nbytes() >= self.bucket.nbytes
+        if holders > self._own_holders + gradients_in_place or not is_whole:
+            self._take_memory()
+
+    def lend(self) -> torch.Tensor:
+        """Memory for a graph to pack this bucket into; new memory while anyone else holds a view of it."""
+        in_use = torch_private.tensors.storage_holders(self.flat) > self._own_holders
+        return torch.empty_like(self.flat) if in_use else self.flat
+
+    def holds(self, index: int, gradient: torch.Tensor | None) -> bool:
+        """Whether `gradient` lies just where gradient `index` has its place."""
+        view = self.views[index]
+        return (
+            gradient is not None
+            and gradient.layout == torch.strided
+            and gradient.data_ptr() == view.data_ptr()
+            and gradient.stride() == view.stride()
+            and gradient.shape == view.shape
+            and gradient.dtype == view.dtype
+        )
+
+    def alias(self, index: int) -> torch.Tensor:
+        """A new tensor that shares the memory of gradient `index`, to be its .grad: with a version of its own.
+
+        What autograd adds to one .grad is no sign that it has added to another of the same buffer.
+        """
+        return self.views[index].data
+
+    @property
+    def gradients(self) -> torch.Tensor:
+        """The flat buffer without its riders."""
+        riders = self.bucket.riders
+        return self.flat if riders is None else self.flat.narrow(0, 0, riders.offset_elements)
+
+    @torch.no_grad()
+    def put(self, index: int, gradient: torch.Tensor, share: float) -> None:
+        """Place `share` times `gradient`; in place where it is the buffer's own view already."""
+        self.writers.before_write()
+        view = self.views[index]
+        if self.holds(index, gradient):
+            if share != 1.0:
+                view.mul_(share)
+        else:
+            torch.mul(gradient, share, out=view)
+
+    @torch.no_grad()
+    def put_zeros(self, index: int) -> None:
+        self.writers.before_write()
+        self.views[index].zero_()
+
+
+class SequenceBuffers:
+    """The flat buffers of a sequence, each allocated when it is first filled, and where each gradient goes."""
+
+    def __init__(self, sections: Sequence[Section], before: "SequenceBuffers | None" = None) -> None:
+        """Buckets that are equal to some of `before`'s keep their flat buffers."""
+        self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
+        self._buffers: dict[int, FlatBuffer] = {}
+        self.positions_of: dict[int, list[int]] = {}  # gradient -> positions in the launch order
+        self.first_position: dict[int, int] = {}  # section -> position of its first bucket
+        for position, (section, bucket) in enumerate(self.buckets):
+            self.first_position.setdefault(section, position)
+            for index in bucket.indices:
+                self.positions_of.setdefault(index, []).append(position)
+        kept = {} if before is None else {before.buckets[p][1]: buffer for p, buffer in before._buffers.items()}
+        for position, (_, bucket) in enumerate(self.buckets):
+            if bucket in kept:
+                self._buffers[position] = kept.pop(bucket)
+
+    def __getitem__(self, position: int) -> FlatBuffer:
+        if position not in self._buffers:
+            self._buffers[position] = FlatBuffer(self.buckets[position][1])
+        return self._buffers[position]
+
+    def renew_held(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Before a backward: new memory for the buffers that anyone but `gradients`, each a .grad, holds."""
+        in_place = Counter(g.untyped_storage().data_ptr() for g in gradients if g is not None and _has_memory(g))
+        for buffer in self._buffers.values():
+            buffer.renew_if_held(in_place[buffer.address])
+
+    def let_go(self) -> None:
+        """Leave all flat buffers to whoever holds views of them; what is filled next gets new ones."""
+        self._buffers.clear()
+
+    def contain(self, gradient: torch.Tensor) -> bool:
+        """Whether `gradient` lies in one of the flat buffers."""
+        return _has_memory(gradient) and any(
+            buffer.address == gradient.untyped_storage().data_ptr() for buffer in self._buffers.values()
+        )
+
+    def holds(self, index: int, gradient: torch.Tensor) -> bool:
+        """Whether `gradient` is where a reduction by hooks leaves the .grad of parameter `index`."""
+        allocated = [p for p in self.positions_of.get(index, ()) if p in self._buffers]
+        return bool(allocated) and self._buffers[allocated[-1]].holds(index, gradient)
+
+
+def _has_memory(gradient: torch.Tensor) -> bool:
+    return gradient.layout == torch.strided

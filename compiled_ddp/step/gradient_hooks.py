@@ -1,0 +1,96 @@
+"""The post-accumulate hooks through which a runtime learns that autograd has accumulated a gradient."""
+
+import functools
+import weakref
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, Protocol
+
+import torch
+
+from compiled_ddp import torch_private
+from compiled_ddp.step import deferred_hooks
+
+
+class Listener(Protocol):
+    """Who is told, from whichever of autograd's threads has accumulated the gradient."""
+
+    def gradient_accumulated(self, index: int) -> None:
+        """Autograd has accumulated a gradient of parameter `index` into its .grad."""
+
+    def is_reduced_by_hooks(self, index: int) -> bool:
+        """Whether what has just been accumulated is still to be reduced, so that users' hooks may not see it yet."""
+
+
+class GradientHooks:
+    """Our hooks on the parameters, and the users' ones that are held back behind them."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], listener: Listener) -> None:
+        self._parameters = parameters
+        # A parameter must not keep the listener alive: the collector does not see through autograd's hooks.
+        self._listener = weakref.ref(listener)
+        self._handles: dict[int, Any] = {}  # by parameter
+        # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
+        by_weak = [weakref.ref(parameter) for parameter in parameters]
+        weakref.finalize(self, _remove_all, self._handles, by_weak).atexit = False
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether every parameter is watched."""
+        return len(self._handles) == len(self._parameters)
+
+    def install(self) -> None:
+        """Watch every parameter, and hold back the users' hooks on them; a no-op where every one is watched."""
+        if self.everywhere:
+            return
+        for index, parameter in enumerate(self._parameters):
+            if index in self._handles:
+                continue
+            hook = functools.partial(_gradient_accumulated, self._listener, index)
+            if parameter.requires_grad:
+                self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)
+            else:
+                parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
+                self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)
+                parameter.requires_grad_(False)
+        self.hold_back_users()
+
+    def remove(self, keep: Set[int] = frozenset()) -> None:
+        """Watch only the parameters in `keep`."""
+        for index in self._handles.keys() - keep:
+            _remove(self._handles.pop(index), self._parameters[index])
+
+    def hold_back_users(self) -> None:
+        """Let the users' hooks on watched parameters wait for `run_users` where the gradient is still to be reduced."""
+        for index, handle in self._handles.items():
+            if deferred_hooks.has_several(self._parameters[index]):
+                holds = functools.partial(_is_reduced_by_hooks, self._listener, index)
+                deferred_hooks.hold_back(self._parameters[index], handle.id, holds)
+
+    def run_users(self, indices: Iterable[int]) -> None:
+        """Call the users' hooks that were held back on these parameters, whose .grad is reduced now."""
+        for index in sorted(indices):
+            deferred_hooks.run_held_back(self._parameters[index])
+
+
+def _remove_all(handles: dict[int, Any], parameters: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
+    for index, handle in handles.items():
+        parameter = parameters[index]()
+        if parameter is not None:
+            _remove(handle, parameter)
+
+
+def _remove(handle: Any, parameter: torch.nn.Parameter) -> None:
+    handle.remove()
+    deferred_hooks.give_back(parameter)
+
+
+@torch_private.dynamo.untraced
+def _gradient_accumulated(listener: weakref.ref[Listener], index: int, _: torch.Tensor) -> None:
+    alive = listener()
+    if alive is not None:
+        alive.gradient_accumulated(index)
+
+
+def _is_reduced_by_hooks(listener: weakref.ref[Listener], index: int) -> bool:
+    alive = listener()
+    return alive is not None and alive.is_reduced_by_hooks(index)

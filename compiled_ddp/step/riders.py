@@ -1,0 +1,167 @@
+"""What riders carry from this rank, and reading what came back without making a GPU wait."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from compiled_ddp.plan import (
+    ABORTED,
+    ANNOUNCED,
+    COUNT_MODULUS,
+    FIRST_USED,
+    FORWARD_COUNT,
+    FORWARD_COUNT_SQUARED,
+    GIVEN_UP_COUNT,
+    GIVEN_UP_COUNT_SQUARED,
+    HOOK_FAILED,
+    LOST,
+    MISFIT,
+    RETURNED_COUNT,
+    RETURNED_COUNT_SQUARED,
+    STATE_LOST,
+    VERIFY,
+    WEIGHT,
+    Riders,
+)
+from compiled_ddp.step.forward_count import Forwards
+
+# A count and its square.
+_BEGUN = FORWARD_COUNT, FORWARD_COUNT_SQUARED
+_RETURNED = RETURNED_COUNT, RETURNED_COUNT_SQUARED
+_GIVEN_UP = GIVEN_UP_COUNT, GIVEN_UP_COUNT_SQUARED
+
+
+@dataclass
+class Message:
+    """What this rank tells all others in the riders of every section of one backward; see `Riders`."""
+
+    forwards: Forwards
+    announced: int = 0
+    misfit: bool = False
+    aborted: bool = False
+    lost: bool = False
+    state_lost: bool = False
+    verify: bool = False
+    hook_failed: bool = False
+    weight: float = 1.0
+    passengers: torch.Tensor | None = None  # the user's values, shape (riders.passengers,); None for zeros
+
+    def note_misfit(self, there_is: bool = True) -> None:
+        """A graph of the sequence does not run in this backward; where `there_is` none, this does nothing."""
+        self.misfit |= there_is
+
+    def of_the_same_step(self) -> "Message":
+        """The message of a further reduction in the same step."""
+        return Message(self.forwards, weight=self.weight)
+
+
+def write_riders(into: torch.Tensor, riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
+    """Put this rank's rider elements into `into`, shape (riders.numel,), which is returned.
+
+    `used` tells whether this rank produced a gradient.
+    """
+    users = riders.numel - riders.passengers
+    into[:users].copy_(rider_values(riders, message, used), non_blocking=True)
+    if riders.passengers:
+        if message.passengers is None:
+            into[users:].zero_()
+        else:
+            into[users:].copy_(message.passengers, non_blocking=True)
+    return into
+
+
+def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
+    """This rank's rider elements but for the user's, on CPU; `used` tells whether it produced a gradient."""
+    forwards = message.forwards
+    values = [0.0] * FIRST_USED
+    for (count, squared), number in zip(
+        (_BEGUN, _RETURNED, _GIVEN_UP), (forwards.begun, forwards.returned, forwards.given_up), strict=True
+    ):
+        values[count] = float(number % COUNT_MODULUS)
+        values[squared] = values[count] ** 2
+    values[ABORTED], values[LOST], values[STATE_LOST], values[HOOK_FAILED] = map(
+        float, (message.aborted, message.lost, message.state_lost, message.hook_failed)
+    )
+    values[ANNOUNCED], values[MISFIT], values[VERIFY] = map(float, (message.announced, message.misfit, message.verify))
+    values[WEIGHT] = message.weight
+    values += [float(used(index)) for index in riders.indices]
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the riders of a backward say, the same on every rank."""
+
+    backwards: int = 0  # how many they are of: none, this one, the one before it, or both
+    aborted_on: int = 0  # ranks on which the backward broke off
+    lost_on: int = 0  # ranks on which the backward before broke off when everything of it had been sent
+    state_lost_on: int = 0  # those of them that have no state of the traced communication hook from it
+    counts_differ: bool = False  # whether the ranks average different steps: [Note: forwards that are no step]
+    forgiven: bool = False  # whether they do not, because all have dropped the step in which some rank's forward raised
+    announced: bool = False  # whether a rank has used a parameter of an "unused" section
+    misfits_on: int = 0  # ranks whose graphs did not fit the sequence
+    verify: bool = False  # whether a rank wishes that all prove the reduction
+    hook_failed_on: int = 0  # ranks on which the communication hook raised
+
+
+class RiderReader:
+    """Reads what every rank must know of a backward: at once on CPU, one backward later elsewhere.
+
+    A device-to-host read in every step would stall a GPU, so there the values are copied to pinned memory behind the
+    kernels of this backward, and read when the next one ends.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self.was_at_once = True  # whether the last findings were those of the backward that they were read in
+        self._copied: torch.Tensor | None = None
+        self._ready: torch.Event | None = None
+
+    def read(self, riders: Iterable[torch.Tensor], *, at_once: bool = False) -> Findings:
+        """What `riders`, one tensor per section, say; or those of the call before.
+
+        With `at_once` the device is waited for: what follows must not happen on some ranks alone.
+        """
+        leading = [rider[:FIRST_USED] for rider in riders]
+        if not leading:
+            return Findings()
+        device = next((part.device for part in leading if part.device.type != "cpu"), torch.device("cpu"))
+        together = torch.stack([part.to(device, non_blocking=True) for part in leading])
+        self.was_at_once = at_once or device.type == "cpu"
+        before = self._earlier()
+        if self.was_at_once:
+            return self._findings([*before, *together.tolist()], backwards=1 + bool(before))
+        self._copied = together.to("cpu", non_blocking=True)
+        self._ready = torch.Event(device)
+        self._ready.record(torch.accelerator.current_stream(device))
+        return self._findings(before, backwards=1) if before else Findings()
+
+    def _earlier(self) -> list[list[float]]:
+        """What has been copied and not been told yet."""
+        if self._copied is None or self._ready is None:
+            return []
+        self._ready.synchronize()
+        earlier: list[list[float]] = self._copied.tolist()
+        self._copied = None
+        return earlier
+
+    def _findings(self, sections: list[list[float]], *, backwards: int) -> Findings:
+        same_begun = all(self._agree(sums, *_BEGUN) for sums in sections)
+        all_dropped = all(self._agree(sums, *_RETURNED) and self._agree(sums, *_GIVEN_UP) for sums in sections)
+        return Findings(
+            backwards=backwards,
+            aborted_on=int(max(sums[ABORTED] for sums in sections)),
+            lost_on=int(max(sums[LOST] for sums in sections)),
+            state_lost_on=int(max(sums[STATE_LOST] for sums in sections)),
+            counts_differ=not same_begun and not all_dropped,
+            forgiven=not same_begun and all_dropped,
+            announced=any(sums[ANNOUNCED] > 0 for sums in sections),
+            misfits_on=int(max(sums[MISFIT] for sums in sections)),
+            verify=any(sums[VERIFY] > 0 for sums in sections),
+            hook_failed_on=int(max(sums[HOOK_FAILED] for sums in sections)),
+        )
+
+    def _agree(self, sums: list[float], count: int, squared: int) -> bool:
+        """Whether all ranks have the same count: its variance over ranks, exact in these sums of small integers."""
+        return self._world_size * sums[squared] == sums[count] ** 2

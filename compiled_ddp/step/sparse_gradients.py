@@ -1,0 +1,134 @@
+"""Sparse gradients of nn.Embedding and nn.EmbeddingBag: averaged at the end of each synchronised backward.
+
+They have no place in a flat buffer, as their sizes differ between ranks and steps. Each is all-reduced as a sparse
+tensor, as by c10d's Reducer (torch/csrc/distributed/c10d/reducer.cpp, `mark_variable_ready_sparse`). Before that the
+ranks tell each other, in one small collective, which have been used, and which are not sparse: then all raise.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from compiled_ddp import torch_private
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.step.gradient_hooks import GradientHooks
+
+
+class SparseGradients:
+    """The parameters whose gradients are sparse, and which of them this rank has used."""
+
+    def __init__(
+        self, parameters: TrainedParameters, communicator: Communicator, synchronises: Callable[[], bool]
+    ) -> None:
+        """`synchronises` tells, and begins if need be, whether what was just accumulated is still to be averaged."""
+        self._parameters, self._communicator, self._synchronises = parameters, communicator, synchronises
+        self._used: set[int] = set()  # since the last synchronised backward
+        self._hooks = GradientHooks(parameters.tensors, self)
+        self._hooks.install()
+
+    def gradient_accumulated(self, index: int) -> None:
+        self._synchronises()
+        if self._parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
+            self._used.add(index)
+
+    def is_reduced_by_hooks(self, index: int) -> bool:
+        return self._synchronises()
+
+    def hold_back_users(self) -> None:
+        """Let the users' hooks wait for the averaged gradient."""
+        self._hooks.hold_back_users()
+
+    def refuse_returned(self) -> None:
+        """Raise RuntimeError if the running backward is a torch.autograd.grad of one of the parameters."""
+        fates = map(torch_private.autograd.fate_of_gradient, self._parameters.tensors)
+        returned = [index for index, fate in enumerate(fates) if fate == "returned"]
+        if returned:
+            named = self._parameters.named(returned)
+            raise RuntimeError(
+                f"torch.autograd.grad would return this rank's own sparse gradient of {named}. "
+                "Use loss.backward() and .grad, or call the forward under no_sync() and average the gradients by hand."
+            )
+
+    @torch.no_grad()
+    def average(
+        self, share: Callable[[], float], *, contributes: bool = True, aborted: bool = False
+    ) -> RuntimeError | None:
+        """Leave the mean over ranks in .grad of what any rank has used: a collective at the end of every backward.
+
+        `share`, asked for if need be, is the factor of this rank's gradients: the mean is the sum over ranks of these.
+        Without `contributes` this rank sends nothing and keeps its .grad. Returns the error that every rank is to
+        raise where a rank has a gradient that is not sparse, or its backward was `aborted`; then nothing has been
+        averaged.
+        """
+        tensors = self._parameters.tensors
+        if not tensors:
+            return None
+        used, self._used = self._used if contributes else set(), set()
+        contributes = contributes and not aborted
+        gradients = [parameter.grad if contributes else None for parameter in tensors]
+        dense = [gradient is not None and gradient.layout != torch.sparse_coo for gradient in gradients]
+        flags = [[index in used for index in range(len(tensors))], dense, [aborted] * len(tensors)]
+        shared = torch.tensor(flags, dtype=torch.int32, device="cpu")
+        self._communicator.maximum(shared)
+        used_anywhere, dense_anywhere, aborted_anywhere = (row.nonzero().flatten().tolist() for row in shared)
+        if aborted_anywhere:
+            return RuntimeError(
+                f"rank {self._communicator.rank}: the backward broke off on a rank before its sparse gradients were "
+                "averaged. Drop this step on every rank (zero_grad), and look for the exception on the other ranks."
+            )
+        if dense_anywhere:
+            return RuntimeError(
+                f"parameter {self._parameters.named(dense_anywhere)} has sparse=True in its nn.Embedding or "
+                "nn.EmbeddingBag, and a gradient that is not sparse on some rank: it is used elsewhere too, or its "
+                ".grad was assigned. Pass sparse=False; it was not averaged in this step, on any rank."
+            )
+        factor = share()
+        sums = [_ready_to_send(tensors[index], gradients[index], factor) for index in used_anywhere]
+        with self._communicator.explaining("sparse gradients could not be averaged"):
+            works = [self._communicator.all_reduce(total) for total in sums]
+            for work in works:
+                work.wait()
+        if contributes:
+            for index, total in zip(used_anywhere, sums, strict=True):
+                self._write(tensors[index], total)
+            self._hooks.run_users(used_anywhere)
+        return None
+
+    def _write(self, parameter: torch.Tensor, mean: torch.Tensor) -> None:
+        if parameter.grad is None:
+            parameter.grad = mean
+        else:
+            parameter.grad.copy_(mean)
+
+    def forget_use(self) -> None:
+        self._used = set()
+
+    @property
+    def any_used(self) -> bool:
+        """Whether this rank has used one of the parameters since the last synchronised backward."""
+        return bool(self._used)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self._parameters.names
+
+    def close(self) -> None:
+        self._hooks.remove()
+
+
+def _ready_to_send(parameter: torch.Tensor, gradient: torch.Tensor | None, factor: float) -> torch.Tensor:
+    """`factor` times `gradient`, in new memory, in the form that gloo reduces; an empty tensor for None and for 0."""
+    if gradient is not None and factor != 0.0:
+        return (gradient * factor).coalesce()
+    indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.new_zeros(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        parameter.shape,
+        dtype=parameter.dtype,
+        device=parameter.device,
+        is_coalesced=True,
+        check_invariants=False,
+    )

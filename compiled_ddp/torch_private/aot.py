@@ -1,0 +1,249 @@
+"""AOTAutograd: the compiled function behind a captured graph, and the backwards that can be made from its trace."""
+
+import contextlib
+import copy
+import functools
+import types
+import unittest.mock
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NoReturn
+
+import torch
+
+from compiled_ddp.torch_private.dynamo import COMPILED_AUTOGRAD, untraced
+from compiled_ddp.torch_private.tensors import without_autocast
+
+
+def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:
+    """Which output of a backward graph is the gradient of which input of the captured graph.
+
+    AOTAutograd's partitioner describes each output as a `GradAOTOutput` of a `PlainAOTInput`; outputs for inputs that
+    want no gradient have no description. One that has may be None.
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    descriptions = backward.output_node().meta.get("desc", ())
+    return {
+        description.grad_of.idx: position
+        for position, description in enumerate(descriptions)
+        if isinstance(description, GradAOTOutput) and isinstance(description.grad_of, PlainAOTInput)
+    }
+
+
+def inputs_with_gradient(compiled_function: type[torch.autograd.Function]) -> Set[int] | None:
+    """The inputs of the captured graph to which its backward, as it was traced, brings a gradient.
+
+    None where AOTAutograd took the function from its cache, and so has no graph.
+    """
+    from torch._functorch._aot_autograd.runtime_wrappers import AutogradLazyBackwardCompileInfo
+
+    traced: Any = compiled_function._lazy_backward_info  # type: ignore[attr-defined]
+    if not isinstance(traced, AutogradLazyBackwardCompileInfo):
+        return None
+    backward: Any = traced.bw_module
+    (outputs,) = backward.graph.output_node().args
+    positions = gradient_output_positions(backward.graph)
+    return {place for place, position in positions.items() if outputs[position] is not None}
+
+
+def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Function] | None:
+    """AOTAutograd's autograd.Function behind a compiled callable; None for a graph without a backward.
+
+    AOTAutograd keeps it in the closures of its runtime wrappers, which are searched here; the shape of those closures
+    differs between a compilation and a cache hit.
+    """
+    seen: set[int] = set()
+    pending: list[Any] = [compiled]
+    while pending:
+        candidate = pending.pop()
+        if id(candidate) in seen:
+            continue
+        seen.add(id(candidate))
+        if isinstance(candidate, type):
+            if issubclass(candidate, torch.autograd.Function) and hasattr(candidate, "_backward_impl"):
+                return candidate
+        elif isinstance(candidate, types.FunctionType):
+            pending += _named_cells_of(candidate).values()
+        elif isinstance(candidate, types.MethodType | types.BuiltinMethodType):
+            pending.append(candidate.__self__)
+        elif isinstance(candidate, functools.partial):
+            pending += [candidate.func, *candidate.args]
+        elif hasattr(candidate, "compiled_fn"):
+            pending.append(candidate.compiled_fn)
+    return None
+
+
+def _named_cells_of(function: Any) -> dict[str, Any]:
+    """What a function's closure holds, but for empty cells."""
+    contents = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            contents[name] = cell.cell_contents
+    return contents
+
+
+BackwardImplementation = Callable[[Any, list[Any]], Any]  # (ctx, saved tensors and tangents) -> gradients
+
+
+def backward_implementation(compiled_function: type[torch.autograd.Function]) -> BackwardImplementation:
+    return compiled_function._backward_impl  # type: ignore[attr-defined,no-any-return]
+
+
+def replace_backward_implementation(
+    compiled_function: type[torch.autograd.Function], implementation: BackwardImplementation
+) -> None:
+    """Run `implementation` as the backward of `compiled_function`, between AOTAutograd's prologue and epilogue.
+
+    Compiled autograd, which would run AOTAutograd's own one without it, is refused.
+    """
+    compiled_function._backward_impl = staticmethod(untraced(implementation))  # type: ignore[attr-defined]
+    with_key: Any = compiled_function
+    with_key._compiled_autograd_key = staticmethod(_refuse_compiled_autograd)
+
+
+def _refuse_compiled_autograd(_: object) -> NoReturn:
+    """Compiled autograd asks every node for its key before it traces any."""
+    raise RuntimeError(COMPILED_AUTOGRAD)
+
+
+def compile_backward_now(implementation: BackwardImplementation) -> bool:
+    """Compile a backward that AOTAutograd would compile when it first runs; returns whether there was need to.
+
+    It does so for static shapes; where sizes are symbolic it compiles the backward along with the forward.
+    """
+    parts = _named_cells_of(implementation).values()
+    compilers = [part for part in parts if hasattr(part, "get_or_compile")]
+    (has_compiled,) = compilers or [part for part in parts if hasattr(part, "compiled_bw")]
+    if has_compiled.compiled_bw is not None:
+        return False
+    with torch.no_grad():
+        if compilers:
+            has_compiled.get_or_compile(saved_tensors_use_once=True)
+        else:
+            _run_without_its_graph(implementation)
+    return True
+
+
+def _run_without_its_graph(implementation: Any) -> None:
+    """Compile a backward of torch 2.11, where compiling and running are one function: leave out the call at its end."""
+    names = implementation.__globals__ | {"call_func_at_runtime_with_args": lambda *args, **kwargs: None}
+    compile_alone = types.FunctionType(implementation.__code__, names, closure=implementation.__closure__)
+    context = types.SimpleNamespace(maybe_clear_saved_tensors=lambda: None)
+    autograd: Any = torch._C._autograd  # outside of a backward it says that the graph is kept
+    with unittest.mock.patch.object(autograd, "_get_current_graph_task_keep_graph", return_value=False):
+        compile_alone(context, [])
+
+
+_ANOTHER_BACKWARD = "compiled_ddp.another_backward"  # the name of a phase, in what Dynamo notes of its times
+
+
+class TracedBackward:
+    """The backward graph that AOTAutograd has traced for a compiled function, to be compiled in several ways."""
+
+    def __init__(
+        self, compiled_function: type[torch.autograd.Function], implementation: BackwardImplementation
+    ) -> None:
+        """`implementation` is AOTAutograd's own one.
+
+        Raises LookupError where AOTAutograd took the function from its cache, and so has no graph.
+        """
+        from torch._functorch._aot_autograd.runtime_wrappers import AutogradLazyBackwardCompileInfo
+
+        traced: Any = compiled_function._lazy_backward_info  # type: ignore[attr-defined]
+        if not isinstance(traced, AutogradLazyBackwardCompileInfo):
+            raise LookupError("the backward graph is in AOTAutograd's cache, compiled")
+        cells = _named_cells_of(implementation)
+        holder = cells.get("backward_compiler", types.SimpleNamespace(**cells))  # torch 2.11 has none
+        with_compiler = holder if hasattr(holder, "bw_compiler") else holder.aot_config  # the latter up to torch 2.12
+        self._compiler: Callable[..., Any] = with_compiler.bw_compiler
+        self._without_autocast: bool = cells["disable_amp"]
+        self._traced = traced
+        self._graph_module = copy.deepcopy(traced.bw_module)  # which loses its meta data when it is cached
+        self.inputs = len(traced.placeholder_list)
+
+    def compile(self) -> BackwardImplementation:
+        """Compile it as AOTAutograd would, whatever autocast and tracing is under way."""
+        from torch._dynamo.utils import dynamo_timed
+
+        traced = self._traced
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(dynamo_timed(_ANOTHER_BACKWARD))
+            stack.enter_context(torch._guards.tracing(traced.saved_context))
+            stack.enter_context(torch._guards.compile_context(traced.saved_compile_context))
+            if self._without_autocast:
+                stack.enter_context(without_autocast())
+            stack.enter_context(torch.no_grad())
+            compiled = self._compiler(copy.deepcopy(self._graph_module), traced.placeholder_list)
+        return self._implementation(compiled)
+
+    def uncompiled(self) -> BackwardImplementation:
+        """The graph itself, run operator by operator."""
+        from functorch.compile import make_boxed_func
+
+        return self._implementation(make_boxed_func(copy.deepcopy(self._graph_module)))
+
+    def spare_saved_tensors(self) -> None:
+        """What is compiled from now on leaves saved tensors as they are."""
+        metadata = getattr(self._traced.saved_context, "fw_metadata", None)
+        if metadata is not None:
+            metadata.bw_donated_idxs = []
+
+    def _implementation(self, compiled: Callable[..., Any]) -> BackwardImplementation:
+        from torch._functorch._aot_autograd.utils import call_func_at_runtime_with_args
+
+        def run(context: Any, saved_and_tangents: list[Any]) -> Any:
+            context.maybe_clear_saved_tensors()
+            return call_func_at_runtime_with_args(
+                compiled, saved_and_tangents, steal_args=True, disable_amp=self._without_autocast
+            )
+
+        return run
+
+
+def overwrites_saved_tensors(compiled_function: type[torch.autograd.Function]) -> bool:
+    """Whether a compiled backward may reuse the memory of saved tensors, and so run only once after each forward."""
+    return bool(compiled_function.metadata.bw_donated_idxs)  # type: ignore[attr-defined]
+
+
+# Belongs into the cache identity of what is compiled to leave saved tensors as they are: the key of Inductor's cache
+# leaves out what a backward may overwrite (torch 2.13), so that it would be served code that overwrites.
+SPARING = "spares saved tensors"
+
+
+def allow_several_backwards(compiled_function: type[torch.autograd.Function]) -> None:
+    """Tell AOTAutograd that the function's backwards leave saved tensors as they are, and its compilers to see to it.
+
+    Where nothing may be overwritten it finds None instead of an empty list (torch 2.13), and refuses retain_graph.
+    """
+    compiled_function.metadata.bw_donated_idxs = []  # type: ignore[attr-defined]
+
+
+def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[Any]) -> Any | None:
+    """The autograd node that a call of `compiled_function` made, found behind the call's outputs.
+
+    An output that is a view of another tensor hangs on the node through the nodes of its views.
+    """
+    pending = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None]
+    for _ in range(64):
+        if not pending:
+            break
+        node = pending.pop(0)
+        if getattr(type(node), "_forward_cls", None) is compiled_function:
+            return node
+        pending += [following for following, _ in node.next_functions if following is not None]
+    return None
+
+
+def check_without_backward(inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """Raise RuntimeError if outputs of a graph hang on a backward, and `compiled_function_of` has found none.
+
+    Not on that of an earlier graph, by which an input has come here that is handed on.
+    """
+    earlier, nodes = (
+        {value.grad_fn for value in values if isinstance(value, torch.Tensor)} for values in (inputs, outputs)
+    )
+    if any(hasattr(getattr(type(node), "_forward_cls", None), "_backward_impl") for node in nodes - earlier):
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps a graph's compiled backward where compiled_ddp does not find it, and its "
+            "gradients would stay local. Set COMPILED_DDP_MODE=hooks, or take another torch, and report this."
+        )

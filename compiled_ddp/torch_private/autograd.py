@@ -1,0 +1,172 @@
+"""Autograd: which backward this thread runs, what it will reach, and what stands with its nodes."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.distributed import autograd as distributed_autograd
+from torch.distributed import rpc
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def current_graph_task() -> int:
+    """Id of the backward that this thread runs, -1 outside of one. A reentrant backward has an id of its own."""
+    return torch._C._current_graph_task_id()
+
+
+def evaluating_node() -> Any | None:
+    """The autograd node that this thread is evaluating; inside a reentrant backward's callback, its outer node."""
+    return torch._C._current_autograd_node()
+
+
+def backward_will_execute(node: Any) -> bool:
+    """Whether the backward that this thread runs will evaluate, or has evaluated, `node`.
+
+    The engine does not count a single root among the nodes it will execute; it is the node under evaluation then.
+    """
+    return node is evaluating_node() or torch._C._will_engine_execute_node(node)
+
+
+def backward_will_accumulate(parameter: torch.Tensor) -> bool:
+    """Whether the backward that this thread runs will bring `parameter` a gradient."""
+    return fate_of_gradient(parameter) == "accumulated"
+
+
+def fate_of_gradient(parameter: torch.Tensor) -> Literal["accumulated", "returned", "none"]:
+    """What the backward that this thread runs does with `parameter`'s gradient; "none" if there will be none.
+
+    The engine refuses to tell about a leaf whose gradient torch.autograd.grad returns.
+    """
+    if not parameter.requires_grad:
+        return "none"
+    accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return "accumulated" if torch._C._will_engine_execute_node(accumulator) else "none"
+    except RuntimeError as error:
+        if "autograd.grad" not in str(error):
+            raise
+        return "returned"
+
+
+def backward_accumulates_nothing() -> bool:
+    """Whether the backward that this thread runs is a torch.autograd.grad, of whatever tensors. Walks the graph.
+
+    A backward evaluates all that it can reach, down to a leaf that it accumulates into.
+    """
+    leaves = [node.variable for node in _nodes_from_here() if hasattr(node, "variable")]  # AccumulateGrad
+    return bool(leaves) and not any(backward_will_accumulate(leaf) for leaf in leaves)
+
+
+def _nodes_from_here() -> Iterator[Any]:
+    open_nodes = [evaluating_node()]
+    seen = set(open_nodes)
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None:
+            continue
+        yield node
+        following = {next_node for next_node, _ in node.next_functions} - seen
+        seen |= following
+        open_nodes += following
+
+
+def in_distributed_backward() -> bool:
+    """Whether the backward whose hook or node runs here is torch.distributed.autograd's.
+
+    Its engine evaluates nodes in a thread of its own, where its context is not to be seen, and notes none of them.
+    """
+    return current_graph_task() != -1 and evaluating_node() is None
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether the running backward has reached a checkpoint(..., use_reentrant=True), which runs its forward again."""
+    node = evaluating_node()
+    return node is not None and "CheckpointFunction" in node.name()
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that this thread runs, or its reentrant inner one, has evaluated all nodes."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that this thread runs was asked for with retain_graph or create_graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def slots_of(node: Any, outputs: Sequence[Any]) -> list[int | None]:
+    """Which of the gradients that come to `node` is that of each output; None where this cannot be told.
+
+    An output that is a view of what the node has made hangs on it through the nodes of its views.
+    """
+    return [_slot_of(node, output) for output in outputs]
+
+
+def _slot_of(node: Any, output: Any) -> int | None:
+    if not isinstance(output, torch.Tensor) or output.grad_fn is None:
+        return None
+    above: Any = output.grad_fn
+    slot = output.output_nr
+    while above is not None and above is not node:
+        if len(above.next_functions) != 1:
+            return None
+        ((above, slot),) = above.next_functions
+    return None if above is None else slot
+
+
+def note_undefined(node: Any) -> None:
+    """Let `undefined_at` tell, in each backward, which of the gradients that come to `node` are undefined.
+
+    A node of a Python function is itself given zeros in their place.
+    """
+    undefined: list[int] = []
+
+    def note(gradients: Sequence[torch.Tensor | None]) -> None:
+        undefined[:] = [slot for slot, gradient in enumerate(gradients) if gradient is None]
+
+    node.register_prehook(note)
+    node._compiled_ddp_undefined = undefined
+
+
+def undefined_at(node: Any) -> Sequence[int]:
+    return getattr(node, "_compiled_ddp_undefined", ())
+
+
+def attach(node: Any, call: object) -> None:
+    """Keep `call` with an autograd node of a Python function, for its backward."""
+    node._compiled_ddp_call = call
+
+
+def attached(node: Any) -> Any | None:
+    return getattr(node, "_compiled_ddp_call", None)
+
+
+DispatchMode = TorchDispatchMode
+
+
+def profiler_is_on() -> bool:
+    """Whether torch.profiler, torch.autograd.profiler or its emit_nvtx records in this process."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def transforms_are_active() -> bool:
+    """Whether this thread is inside of a transform of torch.func: grad, vmap, jvp or another."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that transforms of torch.func have wrapped, once or several times; any other one as it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def in_distributed_autograd() -> bool:
+    """Whether this thread is in a torch.distributed.autograd context, whose backward leaves .grad alone."""
+    if not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():
+        return False
+    try:
+        distributed_autograd._current_context()
+    except RuntimeError:  # there is none
+        return False
+    return True

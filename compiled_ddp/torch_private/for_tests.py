@@ -1,0 +1,110 @@
+"""What tests alone ask of torch."""
+
+import contextlib
+import functools
+import types
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from compiled_ddp.torch_private.aot import _ANOTHER_BACKWARD
+from compiled_ddp.torch_private.inductor import _COMPARES_GRAPHS
+
+
+def inductor_compares_graphs() -> contextlib.AbstractContextManager[None]:
+    """In here Inductor is told to compare ranks' graphs, from torch 2.12 on."""
+    from torch._inductor import config
+
+    patch: contextlib.AbstractContextManager[None] = config.patch({_COMPARES_GRAPHS: True})
+    return patch
+
+
+def generated_code(run: Callable[[], object]) -> list[str]:
+    """The Python sources that Inductor generates while `run()` compiles, caches aside, in order of compilation."""
+    from torch._inductor.utils import run_and_get_code
+
+    _, sources = run_and_get_code(run)
+    return list(sources)
+
+
+def compilations() -> int:
+    """How often this process has compiled so far: captures, forwards, and backwards that were left for later."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    phases = ("_compile.compile_inner", "create_aot_dispatcher_function", "backward._backward_impl", _ANOTHER_BACKWARD)
+    return sum(len(compilation_time_metrics.get(phase, ())) for phase in phases)
+
+
+@contextlib.contextmanager
+def noting_traced_code() -> Iterator[list[types.CodeType]]:
+    """Yields the list of all code that Dynamo begins to trace in here: frames that run, and what it inlines in them."""
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    traced: list[types.CodeType] = []
+    begin = InstructionTranslatorBase.__init__
+
+    def note_and_begin(translator: Any, *args: Any, **kwargs: Any) -> None:
+        begin(translator, *args, **kwargs)
+        traced.append(translator.f_code)
+
+    with unittest.mock.patch.object(InstructionTranslatorBase, "__init__", note_and_begin):
+        yield traced
+
+
+@contextlib.contextmanager
+def compiled_autograd(backend: str) -> Iterator[None]:
+    """Backwards in here are traced as a whole, and compiled by `backend`."""
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+        yield
+
+
+@contextlib.contextmanager
+def inner_compiler_replaced(compile_inner: Callable[..., Any]) -> Iterator[None]:
+    """`compile_inner` is called in place of Inductor's compiler of a forward or backward graph, given that first."""
+    from torch._inductor import compile_fx
+
+    replaced = functools.partial(compile_inner, compile_fx.compile_fx_inner)
+    with unittest.mock.patch.object(compile_fx, "compile_fx_inner", replaced):
+        yield
+
+
+def compiler_counters() -> dict[str, dict[str, int]]:
+    """Dynamo's and Inductor's counters so far: cache hits and misses, graphs captured."""
+    from torch._dynamo.utils import counters
+
+    return {group: dict(values) for group, values in counters.items()}
+
+
+def gloo_options(group: dist.ProcessGroup) -> Any:
+    """What a group's gloo was made with: `_threads`, `_timeout`, `_devices`."""
+    return group._get_backend(torch.device("cpu")).options
+
+
+def custom_graph_passes(note: Callable[[torch.fx.Graph], None]) -> dict[str, Any]:
+    """Everything that this torch takes as Inductor's `post_grad_custom_pre_pass`, by a name; each calls `note`."""
+    from torch._inductor import custom_graph_pass
+
+    class Pass(custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            note(graph)
+
+        def uuid(self) -> Any:
+            return "notes"
+
+    kinds: dict[str, Any] = {"function": note, "pass": Pass()}
+    if hasattr(custom_graph_pass, "CustomInferenceAwareGraphPass"):
+
+        class InferenceAwarePass(custom_graph_pass.CustomInferenceAwareGraphPass):
+            def __call__(self, graph: torch.fx.Graph, is_inference: bool) -> None:  # type: ignore[override]
+                note(graph)
+
+            def uuid(self) -> Any:
+                return "notes, aware of inference"
+
+        kinds["inference-aware pass"] = InferenceAwarePass()
+    if hasattr(custom_graph_pass, "get_custom_graph_passes"):
+        kinds["several"] = list(kinds.values())
+    return kinds

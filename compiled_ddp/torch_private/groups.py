@@ -1,0 +1,183 @@
+"""Process groups, their stores and their collectives."""
+
+import contextlib
+import unittest.mock
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+GLOO_COLLECTIVES_IN_FLIGHT = 4  # docs/benchmarks.md, "Collectives in flight"
+
+
+def _with_concurrent_gloo() -> contextlib.AbstractContextManager[object]:
+    """Make groups whose gloo backend has `GLOO_COLLECTIVES_IN_FLIGHT` threads, each running one collective at a time.
+
+    torch gives it two for each device, and takes no options for it. A small all-reduce is bound by the latency of its
+    steps; with four under way the link does not idle between them.
+    """
+    if not dist.is_gloo_available():
+        return contextlib.nullcontext()
+    gloo: Any = dist.ProcessGroupGloo
+
+    # Not a subclass: a group whose class is Python's was not always torn down in order, and then ended the process with
+    # "terminate called without an active exception" (2 of 10 times, where groups are made and destroyed quickly).
+    class MakesGloo(type):
+        def __instancecheck__(cls, candidate: object) -> bool:
+            return isinstance(candidate, gloo)
+
+    class ConcurrentGloo(metaclass=MakesGloo):
+        def __new__(cls, store: dist.Store, rank: int, size: int, *args: Any, **kwargs: Any) -> Any:
+            # What torch makes of the rest, another set of arguments in every version, is read from a group of one.
+            options = gloo(dist.HashStore(), 0, 1, *args, **kwargs).options
+            options._threads = max(options._threads, GLOO_COLLECTIVES_IN_FLIGHT)
+            return gloo(store, rank, size, options)
+
+    return unittest.mock.patch.object(distributed_c10d, "ProcessGroupGloo", ConcurrentGloo)
+
+
+def new_group_named(
+    name: str, ranks: Sequence[int], *, parent: dist.ProcessGroup, timeout: timedelta
+) -> tuple[dist.ProcessGroup, str]:
+    """Make a process group of the global `ranks`, with `parent`'s backend, under a name of our choice.
+
+    Only its members call this. torch's own `new_group` counts names up, and the name is part of a compiled graph and
+    so of its cache key; its local variant hashes in the number of groups that a rank happens to know.
+    """
+    group_name = distributed_c10d.GroupName(name)
+    backend, _ = distributed_c10d._world.pg_map[parent]
+    # ncclCommSplit is a collective of all ranks of the default group, which is split where it is bound to a device.
+    without_split = unittest.mock.patch.object(distributed_c10d, "_get_split_source", return_value=None)
+    with _with_concurrent_gloo(), without_split if len(ranks) < dist.get_world_size() else contextlib.nullcontext():
+        group, _ = distributed_c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            backend,
+            default_store(),
+            group_name,
+            timeout=timeout,
+            device_id=distributed_c10d._get_default_group().bound_device_id,
+            group_desc="compiled_ddp",
+        )
+    distributed_c10d._world.pg_group_ranks[group] = {
+        global_rank: group_rank for group_rank, global_rank in enumerate(ranks)
+    }
+    _our_groups.add(group)
+    return group, group_name
+
+
+_our_groups: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def check_backends(group: dist.ProcessGroup, devices: Sequence[torch.device]) -> None:
+    """Raise ValueError where `group` cannot reduce tensors of all these devices."""
+    for kind in sorted({device.type for device in devices}):
+        try:
+            group._get_backend(torch.device(kind))
+        except RuntimeError as error:
+            raise ValueError(
+                f"parameters are on {kind}, for which the process group ({dist.get_backend_config(group)}) has no "
+                'backend: name one for each kind of device, as in init_process_group("cpu:gloo,cuda:nccl").'
+            ) from error
+    bound = distributed_c10d._get_default_group().bound_device_id
+    if bound is not None and any(device.type == bound.type and device != bound for device in devices):
+        raise ValueError(
+            f"parameters are on {', '.join(map(str, devices))}, and init_process_group(device_id=...) has bound this "
+            f"process to {bound}: put the model there, or leave device_id out."
+        )
+
+
+def name_group(group: dist.ProcessGroup, name: str) -> None:
+    """Let graphs find `group` under `name` too, and no other one any more. Forgotten when all groups are destroyed."""
+    forget_group_name(name)
+    torch._C._distributed_c10d._register_process_group(distributed_c10d.GroupName(name), group)
+
+
+def forget_group_name(name: str) -> None:
+    """Let graphs find no group under `name`."""
+    torch._C._distributed_c10d._unregister_process_group(distributed_c10d.GroupName(name))
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether `group` is one of those that torch.distributed was initialised with, or that were made since."""
+    return group in distributed_c10d._world.pg_map
+
+
+def default_store() -> dist.Store:
+    return distributed_c10d._get_default_store()
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that the user gave to `group`."""
+    device = torch.device("cuda" if "cuda" in dist.get_backend_config(group) and torch.cuda.is_available() else "cpu")
+    with contextlib.suppress(RuntimeError):  # no backend for this device
+        return group._get_backend(device).options._timeout
+    return distributed_c10d.default_pg_timeout
+
+
+def with_own_connection(store: dist.Store) -> dist.Store:
+    """The same store for use in another thread, where blocking calls on `store` do not hold it up."""
+    clone: dist.Store = store.clone()  # type: ignore[attr-defined]
+    return clone
+
+
+def collectives_launched(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has launched on `group`; 0 where the backend does not count."""
+    return sum(number for backend in _backends(group) if (number := _launched_on(backend)) is not None)
+
+
+def launch_counter(group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup], int]:
+    """`collectives_launched` for this group, as fast as it can be told: in a third of a microsecond."""
+    one_backend = len(_backends(group)) == 1 and counts_collectives(group)
+    if not one_backend:
+        return collectives_launched
+    return type(group)._get_sequence_number_for_group  # type: ignore[attr-defined, no-any-return]
+
+
+def collectives_of_others() -> int:
+    """How many collectives this rank has launched on groups that `new_group_named` has not made."""
+    return sum(_counter_of(group)(group) for group in distributed_c10d._world.pg_map if group not in _our_groups)
+
+
+def _counter_of(group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup], int]:
+    counter = _counters.get(group)
+    if counter is None:
+        counter = _counters[group] = launch_counter(group)
+    return counter
+
+
+_counters: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[dist.ProcessGroup], int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def counts_collectives(group: dist.ProcessGroup) -> bool:
+    """Whether `collectives_launched` tells of every collective on `group`."""
+    return all(_launched_on(backend) is not None for backend in _backends(group))
+
+
+def _backends(group: dist.ProcessGroup) -> list[Any]:
+    """A group's backends, each once: one may be there for several kinds of devices."""
+    return list({id(backend): backend for backend in map(group._get_backend, group._device_types)}.values())
+
+
+def _launched_on(backend: Any) -> int | None:
+    with contextlib.suppress(RuntimeError):
+        return int(backend._get_sequence_number_for_group())
+    return None
+
+
+BROADCAST_BYTES = 250 * 1024 * 1024  # as torch's DDP
+
+
+def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], *, source: int) -> None:
+    """Overwrite `tensors` with those of group rank `source`, in pieces of at most `BROADCAST_BYTES`."""
+    dist._broadcast_coalesced(group, tensors, BROADCAST_BYTES, source)
+
+
+AnyFuture = torch._C.Future  # what `then` and collectives return; torch.futures.Future is a subclass

@@ -1,0 +1,202 @@
+"""Compiling a captured graph, with a backward that is rewritten."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from compiled_ddp.torch_private import packing
+from compiled_ddp.torch_private.dynamo import captured_inputs
+
+# Rewrites a backward graph in place, given its (fake) inputs; returns them with those it appended.
+RewriteBackward = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """How a backward graph is changed before it is compiled.
+
+    `identity` enters the caches' keys: it must change whenever `rewrite` would rewrite otherwise, or the backward is
+    compiled otherwise than by plain torch.compile.
+    """
+
+    identity: str = ""
+    rewrite: RewriteBackward | None = None
+
+
+def compile_captured(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    backend: str,
+    options: Mapping[str, Any],
+    rewriting: Callable[[], Rewriting],
+    cached: bool,
+) -> Callable[..., Any]:
+    """Compile a graph captured by Dynamo. `graph_module` is consumed.
+
+    `rewriting` is asked whenever a backward is compiled, and now, for what the first one will be. The forward graph is
+    compiled exactly as plain torch.compile does, and shares its cache entry. Without `cached`, or where sizes are
+    symbolic, AOTAutograd traces the graph even if it has an entry for it.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_recurrent_layers_in_ops(graph_module))
+        # An entry has no graph to compile other backwards from.
+        if not cached or any(map(_is_symbolic, captured_inputs(graph_module))):
+            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+        if backend == "aot_eager":
+            return _compile_aot_eager(graph_module, example_inputs, rewriting)
+        return _compile_inductor(graph_module, example_inputs, rewriting, dict(options))
+
+
+def _is_symbolic(value: object) -> bool:
+    sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+    return any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) for size in sizes)
+
+
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+@contextlib.contextmanager
+def _recurrent_layers_in_ops(graph_module: GraphModule) -> Iterator[None]:
+    """Trace nn.LSTM and its kin step by step: AOTAutograd cannot partition oneDNN's fused layers (torch 2.13)."""
+    if not any(node.target in _RECURRENT for node in graph_module.graph.nodes):
+        yield
+        return
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+def _compile_aot_eager(
+    graph_module: GraphModule, example_inputs: Sequence[Any], rewriting: Callable[[], Rewriting]
+) -> Callable[..., Any]:
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    def compile_backward(backward: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        rewrite = rewriting().rewrite
+        if rewrite is not None:
+            inputs = rewrite(backward, inputs)
+        return boxed_nop(backward, list(inputs), *args, **kwargs)
+
+    compiler = aot_autograd(
+        fw_compiler=boxed_nop,
+        bw_compiler=compile_backward,
+        partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )
+    return compiler(graph_module, example_inputs)
+
+
+_OVERLAP = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
+}
+
+# All ranks gather a hash of a graph with collectives in it, in the middle of compiling, and wait there for a rank that
+# has it in its cache, or whose compiler fails. Torch 2.12 does so by default, 2.11 never.
+_COMPARES_GRAPHS = "aten_distributed_optimizations.spmd_check"
+
+
+def _compile_inductor(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    rewriting: Callable[[], Rewriting],
+    options: dict[str, Any],
+) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    users_pass = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    users_own = {"post_grad_custom_pre_pass": users_pass}
+
+    def identified(identity: str) -> dict[str, Any]:
+        return {"post_grad_custom_pre_pass": _with_cache_identity(users_pass, identity)} if identity else users_own
+
+    compares_graphs = _COMPARES_GRAPHS in config.get_config_copy()
+    reducing = _OVERLAP | ({_COMPARES_GRAPHS: False} if compares_graphs else {})
+
+    def compile_inner(inner: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        now = rewriting() if kwargs.get("is_backward") else Rewriting()
+        if now.rewrite is not None:
+            inputs = now.rewrite(inner, inputs)
+        with config.patch(identified(now.identity) | (reducing if now.rewrite is not None else {})):
+            return compile_fx_inner(inner, inputs, *args, **kwargs)
+
+    packing.register_pack_lowering()
+    first = rewriting().identity
+    patches = options | identified(first) if first else options
+    return _callable(compile_fx(graph_module, example_inputs, inner_compile=compile_inner, config_patches=patches))
+
+
+def _with_cache_identity(users_pass: Any, cache_identity: str) -> Any:
+    """The user's `post_grad_custom_pre_pass`, and with it our identity in the keys of the caches.
+
+    Up to torch 2.12 it is one pass, for which ours stands, with the same arguments; from 2.13 on there may be several.
+    """
+    from torch._inductor import custom_graph_pass
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    takes_several = hasattr(custom_graph_pass, "get_custom_graph_passes")
+    stands_for = None if takes_several else users_pass
+    # Which arguments a pass is called with goes by its class; in torch 2.11 there is one kind.
+    inference_aware: Any = getattr(custom_graph_pass, "CustomInferenceAwareGraphPass", CustomGraphPass)
+    kind: Any = inference_aware if isinstance(stands_for, inference_aware) else CustomGraphPass
+
+    class CacheIdentity(kind):
+        """Rewrites nothing but what the user's own pass does."""
+
+        def __call__(self, *args: Any, **kwargs: Any) -> None:
+            if stands_for is not None:
+                stands_for(*args, **kwargs)
+
+        def uuid(self) -> Any:
+            """None, which is for nothing to be cached, where the user's pass has no identity."""
+            users_identity = stands_for.uuid() if isinstance(stands_for, CustomGraphPass) else None
+            if stands_for is not None and users_identity is None:
+                return None
+            return cache_identity, packing.source_hash(), users_identity
+
+    if takes_several:
+        return [*custom_graph_pass.get_custom_graph_passes(users_pass), CacheIdentity()]
+    return CacheIdentity()
+
+
+def _callable(compiled: object) -> Callable[..., Any]:
+    """What compile_fx returns for a graph that runs in this process; its other results are of ahead-of-time modes."""
+    assert callable(compiled)
+    return compiled
+
+
+def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
+    """Inductor's config patches for torch.compile's `mode` and `options`.
+
+    Raises RuntimeError for an unknown mode, ValueError for an unknown option.
+    """
+    import torch._inductor
+    from torch._inductor import config
+
+    patches = torch._inductor.list_mode_options(mode, dynamic) if mode and mode != "default" else {}
+    patches = {**patches, **{key.replace("-", "_"): value for key, value in (options or {}).items()}}
+    known = config.get_config_copy() if patches else {}
+    unknown = [key for key in patches if key not in known]
+    if unknown:
+        raise ValueError(
+            f"options has {unknown[0]!r}, which Inductor does not know; see torch._inductor.list_options()."
+        )
+    return patches
+
+
+def uses_cuda_graphs(options: Mapping[str, Any], device: torch.device) -> bool:
+    """Whether Inductor, with these config patches, replays what it compiles for `device` as CUDA graphs."""
+    from torch._inductor import config
+
+    return device.type == "cuda" and bool(options.get("triton.cudagraphs", config.triton.cudagraphs))

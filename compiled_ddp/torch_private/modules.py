@@ -1,0 +1,60 @@
+"""The user's module: what torch.compile, functional calls, DDP and others have made of it."""
+
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable
+from torch.distributed.utils import _to_kwargs
+from torch.nn.utils import stateless
+
+
+def moved(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A forward's arguments with all tensors on `device`, those in lists, tuples and dicts too, as torch's DDP does."""
+    inputs, keywords = _to_kwargs(args, kwargs, device, True)
+    return (inputs[0], keywords[0]) if inputs else (args, kwargs)
+
+
+def is_joining(joinable: Joinable) -> bool:
+    """Whether torch's `Join` has been entered with `joinable`, and not with enable=False."""
+    return bool(joinable._join_config.enable)
+
+
+def without_compile_wrapper(module: torch.nn.Module) -> torch.nn.Module:
+    """The module behind torch.compile(module); any other module as it is."""
+    while isinstance(module, torch._dynamo.OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
+def without_compile_prefixes(name: str) -> str:
+    """The name of a parameter or buffer without what torch.compile(module) adds to it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def given_by_functional_calls() -> list[object]:
+    """What the `torch.func.functional_call`s under way in this thread have put into their modules.
+
+    Each holds what it was given in a local variable of its frame.
+    """
+    given: list[object] = []
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is stateless._functional_call.__code__:
+            given += frame.f_locals["parameters_and_buffers"].values()
+        frame = frame.f_back
+    return given
+
+
+def running_ddp() -> torch.nn.parallel.DistributedDataParallel | None:
+    """torch's DistributedDataParallel whose forward this process runs."""
+    return torch.nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+def names_to_ignore(module: torch.nn.Module) -> Sequence[str]:
+    """The parameters and buffers that torch's DistributedDataParallel is told to leave alone in `module`."""
+    return tuple(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))

@@ -1,0 +1,62 @@
+"""Tensors and parameters: their memory, their version, and the hooks on them."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """What is equal for tensors that share memory, also for fake ones, which have no address."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """In here no operator converts what it is given, on any kind of device."""
+    context: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
+    return context
+
+
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors, and other objects, hold `tensor`'s storage; a number to be compared with an earlier one."""
+    storage = tensor.untyped_storage()
+    # All of Python shares one object for a storage, which counts once however often it is held.
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """A number that grows with each change of `tensor` in place."""
+    return tensor._version
+
+
+def has_tensor_hooks(parameter: torch.Tensor) -> bool:
+    """Whether Tensor.register_hook was called on `parameter`, by anybody but `register_own_hook`."""
+    hooks: Any = parameter._backward_hooks  # asked of every parameter in every step
+    return bool(hooks) and any(not hasattr(hook, "of_compiled_ddp") for hook in hooks.values())
+
+
+def register_own_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor | None], None]) -> Any:
+    """`parameter.register_hook(hook)`, for a hook that takes None for an undefined gradient; returns the handle."""
+    marked: Any = functools.partial(hook)
+    marked.of_compiled_ddp = True
+    return parameter.register_hook(marked)
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
+    """What register_post_accumulate_grad_hook was called with, by the ids of the handles; autograd reads it anew."""
+    hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
+
+
+def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
+    """Whether torch.distributed.optim's `_apply_optimizer_in_backward` was called on `parameter`."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def is_distributed_tensor(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a DTensor; imports nothing, as there is none before its module has been imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)

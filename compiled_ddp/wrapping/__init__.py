@@ -1,0 +1,1 @@
+"""What a wrapper is besides its steps: its arguments and attributes, copies, hooks that are registered on it."""

@@ -1,0 +1,291 @@
+"""Attributes of torch's DistributedDataParallel (2.13): each has its meaning here, or an error that says what to use.
+
+A name of DDP's never reaches the model: what a model has under such a name is at `wrapper.module`, as under DDP.
+`tests/runtime/test_ddp_attributes.py` reads the names off an instance of torch's class.
+"""
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from compiled_ddp import torch_private
+from compiled_ddp.model.managed import OwnState
+from compiled_ddp.options import Options
+from compiled_ddp.wrapping.ddp_arguments import DDPArguments
+
+# What there is nothing of here, and what to use instead.
+INSTEAD = {
+    "reducer": "plan, explain() and stats() tell what is reduced where",
+    "logger": "stats() has what DDP logs",
+    "device_mesh": "process_group is the group that was made of it, if one was passed",
+    "scatter": "inputs are not split, and the forward itself moves them to device_ids",
+    "gather": "outputs stay where the model makes them",
+    "to_kwargs": "the forward itself moves its inputs to device_ids",
+    "_get_ddp_logging_data": "use stats(), which has the same names",
+    "_set_ddp_runtime_logging_sample_rate": "stats() counts every step, and measures no times",
+    "_register_buffer_comm_hook": (
+        "pass broadcast_buffers=False, and synchronise the buffers your way in a forward pre-hook of the wrapper"
+    ),
+    "_register_fused_optim": "let an optimizer step in register_post_accumulate_grad_hook, which sees the mean",
+    "_update_process_group": "call unwrap(), and wrap again with process_group=, on every rank",
+    "_set_params_and_buffers_to_ignore_for_model": "call it on torch's class, before wrapping the model",
+    "_module_parameters": "use parameters()",
+    "_distributed_rank": "use torch.distributed.get_rank(process_group)",
+    "_has_rebuilt_buckets": "stats() has has_rebuilt_buckets",
+    "_comm_hooks": "stats() has the comm_hook's name",
+    "_check_reducer_finalized": "a backward that has returned has reduced everything",
+    "_remove_autograd_hooks": "call unwrap()",
+}
+_INTERNAL = "it is internal to torch's class"
+
+_OF_DDP = frozenset(dir(DistributedDataParallel)) - frozenset(dir(nn.Module)) | frozenset(INSTEAD)
+
+
+def refuse(wrapper: nn.Module, name: str) -> NoReturn:
+    """Raise AttributeError for a name of DDP's that `wrapper` does not have."""
+    instead = INSTEAD.get(name, _INTERNAL)
+    module = " What the model has under this name is at .module." if hasattr(wrapper.module, name) else ""
+    raise AttributeError(
+        f"{type(wrapper).__name__} has no {name!r}, as torch's DistributedDataParallel has: {instead}.{module}",
+        name=name,
+        obj=wrapper,
+    )
+
+
+class Fixed:
+    """An attribute that the constructor decides."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self._read = read
+        self.__doc__ = read.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, wrapper: Any, owner: type) -> Any:
+        return self if wrapper is None else self._read(wrapper)
+
+    def __set__(self, wrapper: Any, value: object) -> NoReturn:
+        raise AttributeError(
+            f"{type(wrapper).__name__}.{self._name} is fixed when a model is wrapped, and cannot become {value!r}: "
+            "pass what you want to the constructor.",
+            name=self._name,
+            obj=wrapper,
+        )
+
+
+class DDPAttributes(nn.Module):
+    """The part of a wrapper that answers for DDP's attributes."""
+
+    module: nn.Module
+    _options: Options
+    _options_given: Options
+    _ddp_arguments: DDPArguments
+    _input_device: torch.device | None
+    _own: OwnState
+    _require_sync: bool
+    _buffers_stale: bool  # whether the next forward broadcasts buffers, by DDP's rule
+
+    # ---- that may be assigned ----------------------------------------------------------------------------------------
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """DDP's switch: whether the backwards of forwards from here on are synchronised. May be assigned.
+
+        False is what `no_sync()` sets, which gives back at its end what it found.
+        """
+        return self._require_sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self._require_sync = bool(value)
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward brings rank 0's buffers, if forwards do: it follows a synchronised one."""
+        return self._buffers_stale
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._buffers_stale = bool(value)
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether forwards that follow a synchronised one bring rank 0's buffers. May be assigned, on every rank."""
+        return self._options.synchronise_buffers_in_forward
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self._options = dataclasses.replace(self._options, forward_sync_buffers=bool(value))
+        self._options_given = dataclasses.replace(self._options_given, forward_sync_buffers=bool(value))
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """DDP's older name for `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """What was passed; without effect, as unused parameters need no flag."""
+        return bool(self._ddp_arguments.get("find_unused_parameters", False))
+
+    @find_unused_parameters.setter
+    def find_unused_parameters(self, value: bool) -> None:
+        self._ddp_arguments = {**self._ddp_arguments, "find_unused_parameters": bool(value)}
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether every step runs the same graph. May become true, as by `_set_static_graph()`."""
+        return self._options.static_graph
+
+    @static_graph.setter
+    def static_graph(self, value: bool) -> None:
+        if value:
+            self._set_static_graph()
+        elif self.static_graph:
+            raise AttributeError(
+                f"{type(self).__name__}.static_graph cannot become false: unwrap() and wrap the model again.",
+                name="static_graph",
+                obj=self,
+            )
+
+    def _set_static_graph(self) -> None:
+        raise NotImplementedError
+
+    # ---- that the constructor decides --------------------------------------------------------------------------------
+
+    @Fixed
+    def device_ids(self) -> list[int | None] | None:
+        """The index of the GPU where inputs are moved, in a list; None where they stay where they are."""
+        return None if self._input_device is None else [self._input_device.index]
+
+    @Fixed
+    def output_device(self) -> int | None:
+        """The same GPU's index."""
+        return None if self._input_device is None else self._input_device.index
+
+    @Fixed
+    def dim(self) -> int:
+        """What was passed; without effect, as inputs are not split."""
+        return self._ddp_arguments.get("dim", 0)
+
+    @Fixed
+    def gradient_as_bucket_view(self) -> bool:
+        """Whether hooks leave .grad as views of the buckets."""
+        return self._options.gradient_as_bucket_view
+
+    @Fixed
+    def batched_grad_copy(self) -> bool:
+        """What was passed; without effect."""
+        return self._ddp_arguments.get("batched_grad_copy", False)
+
+    @Fixed
+    def skip_all_reduce_unused_params(self) -> bool:
+        """What was passed; without effect, as what no rank uses is not reduced."""
+        return self._ddp_arguments.get("skip_all_reduce_unused_params", False)
+
+    @Fixed
+    def mixed_precision(self) -> None:
+        """None: the constructor refuses others."""
+        return
+
+    @Fixed
+    def bucket_bytes_cap(self) -> int | float:
+        """The size at which a bucket closes, the last one of a list; infinite where elements are counted."""
+        return self._options.largest_bucket_bytes
+
+    @Fixed
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """The sizes of `bucket_cap_mb_list`; empty without."""
+        capacities = self._options.bucket_capacities_bytes if self._options.bucket_cap_mb_list else ()
+        return [int(capacity) for capacity in capacities]
+
+    @Fixed
+    def bucket_bytes_cap_default(self) -> bool:
+        """Whether the size of buckets was left to the wrapper."""
+        given = self._options_given
+        return given.bucket_cap_mb is None and not given.bucket_cap_mb_list and given.bucket_rule is None
+
+    @Fixed
+    def broadcast_bucket_size(self) -> int:
+        """The size in bytes of the pieces in which parameters and buffers are broadcast."""
+        return torch_private.groups.BROADCAST_BYTES
+
+    @Fixed
+    def use_side_stream_for_tensor_copies(self) -> bool:
+        """Whether inputs are moved on a stream of their own."""
+        return True
+
+    @Fixed
+    def device_type(self) -> str:
+        """The kind of device that the trained parameters are on."""
+        return self._own.devices()[0].type
+
+    @Fixed
+    def is_multi_device_module(self) -> bool:
+        """Whether the parameters are on several devices."""
+        return len({parameter.device for parameter in self._own.parameters().values()}) > 1
+
+    @Fixed
+    def parameters_to_ignore(self) -> set[str]:
+        """The names in the module's `_ddp_params_and_buffers_to_ignore`, as they were read at construction."""
+        return set(self._own.ignored)
+
+    @Fixed
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The buffers that the wrapper looks after."""
+        return list(self._own.buffers().values())
+
+    @Fixed
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The same, by name."""
+        return self._own.buffers()
+
+    @Fixed
+    def device_mesh(self) -> Any:
+        """The mesh that was passed."""
+        mesh = self._ddp_arguments.get("device_mesh")
+        if mesh is None:
+            refuse(self, "device_mesh")
+        return mesh
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward brings rank 0's buffers."""
+        return self._buffers_stale and self.forward_sync_buffers and bool(self._own.buffers())
+
+    # ---- what is looked up on the model ------------------------------------------------------------------------------
+
+    def _handed_out(self, method: types.MethodType) -> types.MethodType:
+        """A method of the model, for the user to call through the wrapper."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        """What the model has and the wrapper has not, unless DDP has it too."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+        if name in _OF_DDP:
+            refuse(self, name)
+        bare = torch_private.modules.without_compile_wrapper(self.module)
+        try:
+            found = getattr(self.module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"neither {type(self).__name__} nor the {type(bare).__name__} that it wraps has an attribute {name!r}: "
+                f"{error}",
+                name=name,
+                obj=self,
+            ) from error
+        is_method = isinstance(found, types.MethodType) and found.__self__ is bare
+        return self._handed_out(found) if is_method else found

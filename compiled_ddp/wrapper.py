@@ -39,8 +39,9 @@ from compiled_ddp.reducers.hook_program import check_hook
 from compiled_ddp.report.explain import Explanation, explain_sequence
 from compiled_ddp.report.stats import training_stats
 from compiled_ddp.step.conductor import conductor
+from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.join import JoinContext, UnevenInputs, WrapperJoinHook
-from compiled_ddp.step.runtime import Runtime, SegmentCall
+from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.users_code import warn_user
 from compiled_ddp.wrapping.comm_hook_registration import TakesCommHooks
 from compiled_ddp.wrapping.copies import Copyable
@@ -125,7 +126,8 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         except BaseException:
             communicator.close()
             raise
-        self._runtime.uneven = self._uneven = UnevenInputs(self, communicator, self._runtime)
+        self._uneven = UnevenInputs(self, communicator, self._runtime)
+        self._runtime.reduction.follow_join(self._uneven)
         self._lifecycle = Lifecycle.IN_USE
         self._methods = LocalMethods(self, self._runtime)
         self._entered = self._left = 0  # when the last forward began and ended, among those of all wrappers
@@ -188,7 +190,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         """Why hooks reduce everything; None where graphs take part."""
         raise NotImplementedError
 
-    def _live_calls(self) -> Sequence[SegmentCall]:
+    def _live_calls(self) -> Sequence[GraphCall]:
         return ()
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
@@ -322,8 +324,8 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
                 communicator.broadcast([parameter.detach() for parameter in added.values()])
         mark_wrapped(self._own, self)
         trained = [*kept, *added.items()]
-        self._runtime.agreed.leave_to_hooks(self._hooks_reason())
-        self._runtime.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
+        self._runtime.reduction.agreed.leave_to_hooks(self._hooks_reason())
+        self._runtime.reduction.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
         self._watch = ModelWatch(self._own, follows=self._options.follows_model)
 
     def _check_and_describe_parts(self) -> dict[str, list[object]]:
@@ -332,7 +334,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         self._check_devices(self._runtime.communicator.ranks)
         if self._options.comm_hook is not None:
             check_hook(self._options.comm_hook, self._dense_and_sparse()[0])
-        added = sorted(self._own.sparse().difference(self._runtime.sparse.names))
+        added = sorted(self._own.sparse().difference(self._runtime.reduction.sparse.names))
         if added:
             raise ValueError(
                 f"parameter {added[0]} with a sparse gradient was added or unfrozen after the model was wrapped: call "
@@ -386,7 +388,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         self._check_in_use()
         self._options = dataclasses.replace(self._options, static_graph=True)
         self._options_given = dataclasses.replace(self._options_given, static_graph=True)
-        self._runtime.static_graph = True
+        self._runtime.reduction.expect_static_graph()
 
     @torch_private.dynamo.untraced
     def skip_step(self, *others: "DataParallelWrapper") -> None:
@@ -418,9 +420,9 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
             return
         skipped = [self, *others]
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside())]
-        synchronised = [w for w in wrappers if w._require_sync and not w._runtime.local]
+        synchronised = [w for w in wrappers if w._require_sync and not w._runtime.conducted.local]
         broken = conductor.finish_broken()
-        skipping = [w for w in synchronised if w._runtime not in broken]
+        skipping = [w for w in synchronised if w._runtime.conducted not in broken]
         for wrapper in sorted(skipping, key=lambda w: w._entered):
             if not wrapper._runtime.awaits_backward:
                 if wrapper._watch.look().changed:  # in the forward, on the other ranks
@@ -430,7 +432,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside(last_first=True))]
         skipping = sorted((w for w in wrappers if w in skipping), key=lambda w: w._left, reverse=True)
-        conductor.skip([wrapper._runtime for wrapper in skipping])
+        conductor.skip([wrapper._runtime.conducted for wrapper in skipping])
 
     def _wrappers_inside(self, *, last_first: bool = False) -> Iterator["DataParallelWrapper"]:
         """All wrappers inside the model, each before those inside it, in registration order or in its reverse."""
@@ -453,9 +455,9 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         backward. For that, call it where the exception is handled, or while what the wrapper returned is still there.
         A no-op otherwise.
         """
-        awaited = [wrapper._runtime for wrapper in (self, *others) if wrapper._runtime.is_awaited()]
+        awaited = [wrapper._runtime.conducted for wrapper in (self, *others) if wrapper._runtime.is_awaited()]
         broken = conductor.finish_broken()
-        conductor.finish_broken(also=[runtime for runtime in awaited if runtime not in broken])
+        conductor.finish_broken(also=[waiting for waiting in awaited if waiting not in broken])
 
     # ---- uneven inputs -----------------------------------------------------------------------------------------------
 
@@ -499,7 +501,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
         """What torch's `Join` calls. Takes `divide_by_initial_world_size`, as `join` does."""
         self._check_in_use()
-        if self._runtime.sparse.names or self._own.wrappers_inside():
+        if self._runtime.reduction.sparse.names or self._own.wrappers_inside():
             raise RuntimeError(
                 "join() takes no model with sparse gradients, and none with wrapped modules inside: give every rank "
                 "the same number of batches, or call skip_step() on those that have run out."
@@ -559,7 +561,9 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
                 "the wrapper."
             )
         ranks = self._runtime.communicator.ranks
-        self._runtime.weight = as_weight(weight, rank=ranks.ranks[ranks.rank], world_size=ranks.world_size)
+        self._runtime.reduction.carried.set_weight(
+            as_weight(weight, rank=ranks.ranks[ranks.rank], world_size=ranks.world_size)
+        )
 
     @torch_private.dynamo.untraced
     def piggyback(self, **values: float | torch.Tensor) -> None:
@@ -578,7 +582,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
         """
         ranks = self._runtime.communicator.ranks
         passengers = as_passengers(values, self._options.piggyback, device=self.device, rank=ranks.ranks[ranks.rank])
-        self._runtime.board(passengers)
+        self._runtime.reduction.carried.set_piggyback(passengers)
 
     @property
     def piggybacked(self) -> dict[str, torch.Tensor]:
@@ -586,7 +590,7 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
 
         Empty before the first one.
         """
-        carried = self._runtime.carried
+        carried = self._runtime.reduction.carried.piggybacked
         return {} if carried is None else dict(zip(self._options.piggyback, carried.unbind(), strict=True))
 
     # ---- what users look at ------------------------------------------------------------------------------------------
@@ -610,18 +614,18 @@ class DataParallelWrapper(DDPAttributes, TakesCommHooks, Copyable):
 
         Before that backward it is None where graphs take part, and the order it will try where hooks do everything.
         """
-        return self._runtime.agreed.sequence
+        return self._runtime.reduction.agreed.sequence
 
     @torch_private.dynamo.untraced
     def explain(self) -> Explanation:
         """What is reduced where, and why; `print` it for a table."""
         return explain_sequence(
-            self._runtime.agreed.sequence,
-            self._runtime.fallback.reasons,
+            self._runtime.reduction.agreed.sequence,
+            self._runtime.reduction.fallback.reasons,
             self._options,
             self._link_bytes_per_second,
-            str(self._runtime.proof),
-            self._runtime.sparse.names,
+            str(self._runtime.reduction.proof),
+            self._runtime.reduction.sparse.names,
             tuple(self._own.left_alone()),
         )
 

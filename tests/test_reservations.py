@@ -24,11 +24,11 @@ def test_a_section_is_free_until_a_graph_reserves_it_and_never_after_its_release
     assert sections.is_free(0)
     sections.reserve(0)
     assert not sections.is_free(0)
-    assert sections.is_reserved(0)
+    assert 0 in sections.reserved
     assert sections.incomplete() == [0]
     sections.release(0)
     assert not sections.is_free(0)
-    assert not sections.is_reserved(0)
+    assert 0 not in sections.reserved
     assert not sections.waits_for_graph(0)
     assert sections.waits_for_graph(1)
 

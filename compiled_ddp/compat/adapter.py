@@ -36,7 +36,7 @@ class ApexAdapter(DataParallelWrapper):
         super().__init__(module, process_group, options, {})
         self.allreduce_buffers: list[torch.Tensor] = []
         if arguments.retain_allreduce_buffers:
-            self._runtime.reduced = self._retain
+            self._runtime.reduction.hand_out_to(self._retain)
 
     def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
         if isinstance(module, nn.Module):  # anything else is refused below
@@ -50,11 +50,11 @@ class ApexAdapter(DataParallelWrapper):
     def _reduce_in_backward(self, *, wanted: bool) -> None:
         """Whether backwards that begin from now on reduce, also those of forwards that have been called already."""
         self._check_in_use()
-        self._runtime.local = not wanted
+        self._runtime.conducted.stay_local(not wanted)
 
     @property
     def _reduces_in_backward(self) -> bool:
-        return not self._runtime.local
+        return not self._runtime.conducted.local
 
     def _hooks_reason(self) -> str:
         return "as in apex"

@@ -74,7 +74,7 @@ class Bindings:
             note,
             may_leave_out=segment.may_leave_out,
             node=node,
-            runtime=self._runtime,
+            backwards=self._runtime.backwards,
         )
 
     def _parameters(self, segment: Segment, inputs: Sequence[Any]) -> _Parameters:
@@ -112,7 +112,7 @@ class Bindings:
             return segment.graph
 
         plan = self._options.bucket_policy(runtime.communicator.world_size).assign(gradients)
-        hook = runtime.bucket_hook
+        hook = runtime.reduction.bucket_hook
         return Program(
             plan,
             communicator=runtime.communicator,

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph.compiled_graph import CompiledGraph
-from compiled_ddp.graph.graph_run import watched_graph
 from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.group_name import SHARED_NAME, name_in_graphs
-from compiled_ddp.step.backward import SynchronisedBackward
-from compiled_ddp.step.runtime import Runtime, SegmentCall
+from compiled_ddp.step.graph_call import GraphCall
+from compiled_ddp.step.reserved_section import ReservedSection
 from compiled_ddp.torch_private.inductor import Rewriting
 
 # [Note: backward variants] A graph has one forward and several backwards, each compiled when it is first needed:
@@ -95,68 +95,58 @@ class Program:
                 self._failures[variant] = quoted(error)
         return self._failures.get(variant)
 
-    def run(
-        self,
-        runtime: Runtime,
-        call: SegmentCall,
-        backward: SynchronisedBackward,
-        section: int,
-        node: Any,
-        saved_and_tangents: list[Any],
-    ) -> Any:
-        """The gradients of the graph's inputs, reduced in the reserved `section` of `backward`."""
+    def run(self, section: ReservedSection, call: GraphCall, node: Any, saved_and_tangents: list[Any]) -> Any:
+        """The gradients of the graph's inputs, reduced in a reserved `section` of the running backward."""
         with self.named() as group_name:
-            return self._run(runtime, call, backward, section, node, saved_and_tangents, group_name)
+            compiled, state = self._take_inputs(section, call, saved_and_tangents, group_name)
+            try:
+                with section.watched(group_name, sees_values=not self._in_cuda_graphs):
+                    *gradients, riders = compiled(node, saved_and_tangents)
+                return self._hand_over(section, call, gradients, riders, state)
+            except BaseException:
+                section.break_off()
+                raise
 
-    def _run(
-        self,
-        runtime: Runtime,
-        call: SegmentCall,
-        backward: SynchronisedBackward,
-        section: int,
-        node: Any,
-        saved_and_tangents: list[Any],
-        group_name: str,
-    ) -> Any:
+    def _take_inputs(
+        self, section: ReservedSection, call: GraphCall, saved_and_tangents: list[Any], group_name: str
+    ) -> tuple[torch_private.aot.BackwardImplementation, int]:
+        """Add what the section gives; returns the compiled backward, and how many tensors are a hook's state."""
         graph = self._graph()
         try:
             graph.check_fits(saved_and_tangents)
-            pending = backward.take_pending(call.plan)
-            variant: Variant = "folding" if pending else "synchronised"
-            implementation, _ = graph.backward(self.rewriting(variant, group_name))
-            if runtime.proof.meets_new_graph(implementation, call.fingerprint, call.plan.indices):
-                backward.message.verify = True
-            flat_buffers = backward.lend_buffers(section, self._lent_buckets)
-            state = backward.hook_state(section)
-            unused = backward.without_gradient(call.index_of[n] for n in call.undefined & call.index_of.keys())
-            saved_and_tangents += [backward.rider_values(call.plan, unused), *pending, *state, *flat_buffers]
+            to_fold = section.gradients_to_fold()
+            variant: Variant = "folding" if to_fold else "synchronised"
+            compiled, _ = graph.backward(self.rewriting(variant, group_name))
+            section.note_graph(compiled, call.fingerprint)
+            flat_buffers = section.lend_buffers(self._lent_buckets)
+            state = section.hook_state()
+            riders = section.rider_values(call.index_of[n] for n in call.undefined & call.index_of.keys())
+            saved_and_tangents += [riders, *to_fold, *state, *flat_buffers]
         except BaseException:
-            backward.graph_broke(call.plan)
-            backward.release(section)  # nothing has been launched: others get zeros
+            section.give_up()
             raise
-        try:
-            watching = runtime.proof.watching(call.plan, group_name, sees_values=not self._in_cuda_graphs)
-            with watched_graph(runtime.communicator, group_name), watching:
-                *gradients, riders = implementation(node, saved_and_tangents)
-            left_out = backward.leave_out_unused(call.plan, riders, unused)
-            if state:
-                gradients, new_state = gradients[: -len(state)], gradients[-len(state) :]
-                if self._in_cuda_graphs:  # the next replay writes over what this one returned
-                    new_state = [tensor.clone() for tensor in new_state]
-                backward.keep_hook_state(section, new_state, left_out)
-            for bucket in self.plan.buckets:
-                if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
-                    (alone,) = bucket.indices
-                    gradients[alone] = gradients[alone].detach()  # autograd would copy what anyone else holds
-            if call.undefined:
-                reduced_too = {place for place, index in call.index_of.items() if index not in left_out}
-                gradients = list(without(gradients, call.undefined - reduced_too))
-            positions = call.index_of
-            reduced = ((positions[i], gradients[i]) for i in positions if gradients[i] is not None)
-            backward.segment_ran(section, riders, reduced)
-        except BaseException:
-            backward.graph_broke(call.plan)
-            raise
+        return compiled, len(state)
+
+    def _hand_over(
+        self, section: ReservedSection, call: GraphCall, gradients: list[Any], riders: torch.Tensor, state: int
+    ) -> Any:
+        """Give the section what the graph has returned, `state` tensors of a hook's among it; returns autograd's part."""
+        left_out = section.unused_everywhere(riders)
+        if state:
+            gradients, new_state = gradients[:-state], gradients[-state:]
+            if self._in_cuda_graphs:  # the next replay writes over what this one returned
+                new_state = [tensor.clone() for tensor in new_state]
+            section.keep_hook_state(new_state, left_out)
+        for bucket in self.plan.buckets:
+            if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
+                (alone,) = bucket.indices
+                gradients[alone] = gradients[alone].detach()  # autograd would copy what anyone else holds
+        positions = call.index_of
+        if call.undefined:
+            reduced_too = {place for place, index in positions.items() if index not in left_out}
+            gradients = list(without(gradients, call.undefined - reduced_too))
+        reduced = [(positions[i], gradients[i]) for i in positions if gradients[i] is not None]
+        section.complete(riders, reduced, left_out)
         return tuple(gradients)
 
 

@@ -1,6 +1,7 @@
 """A captured segment: what Dynamo calls in place of a graph, whichever wrapper runs it."""
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -14,7 +15,8 @@ from compiled_ddp import torch_private
 from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own_outputs
 from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph
 from compiled_ddp.graph.program import Bound, Program, quoted, without
-from compiled_ddp.step.runtime import Runtime, UntilBackward
+from compiled_ddp.step.backwards import Backwards
+from compiled_ddp.step.graph_call import UntilBackward
 from compiled_ddp.users_code import warn_user
 
 # [Note: whose segment] Dynamo runs one graph for all modules of a shape, of whichever wrapper. So a segment knows no
@@ -80,7 +82,7 @@ class SegmentCall:
         *,
         may_leave_out: bool,
         node: Any,
-        runtime: Runtime,
+        backwards: Backwards,
     ) -> None:
         """`bound_without` binds the call's parameters but for some graph inputs, which are `left_out` at first.
 
@@ -91,9 +93,9 @@ class SegmentCall:
         self.may_leave_out = may_leave_out
         self._is_whole = False
         self._bind(left_out)
-        self.synchronise = runtime.synchronise
+        self.synchronise = backwards.forward.synchronises
         self.serial = next(_serial_numbers)
-        self.until_backward = UntilBackward(runtime)
+        self.until_backward = UntilBackward(backwards)
         self._node = weakref.ref(node)
 
     def reached(self, undefined: frozenset[int]) -> None:
@@ -138,11 +140,14 @@ class SegmentCall:
         """
         return self.program.compile("folding" if folds else "synchronised")
 
-    def when_reached(self, do: Callable[[Any], None]) -> None:
-        """Let `do` run before a backward evaluates the call's node, even before its saved tensors are looked at."""
+    def when_reached(self, tell: Callable[[Backwards], None]) -> None:
+        """Let `tell` be called before a backward evaluates the call's node.
+
+        Even before its saved tensors are looked at.
+        """
         node = self._node()
         if node is not None:
-            node.register_prehook(do)
+            node.register_prehook(functools.partial(self.until_backward.tell, tell))
 
 
 class Segment:
@@ -234,16 +239,16 @@ class Segment:
 
     def _gradients(self, node: Any, saved_and_tangents: list[Any], undefined: frozenset[int]) -> Any:
         call: SegmentCall | None = torch_private.autograd.attached(node)
-        runtime = call.until_backward.take() if call is not None else None
-        if call is not None and runtime is not None:
+        backwards = call.until_backward.take() if call is not None else None
+        if call is not None and backwards is not None:
             if undefined:
-                undefined -= call.places_of(runtime.with_tensor_hooks)  # which take no None
+                undefined -= call.places_of(backwards.with_tensor_hooks)  # which take no None
             if self._outputs_of:
                 call.reached(undefined)
-            with runtime.launching_alone():
-                reserved = runtime.reserve(call)
-                if reserved is not None:
-                    return call.program.run(runtime, call, *reserved, node, saved_and_tangents)
+            with backwards.launching_alone():
+                section = backwards.reserve(call)
+                if section is not None:
+                    return call.program.run(section, call, node, saved_and_tangents)
         backward, _ = self._local_backward()
         self.graph.check_fits(saved_and_tangents)
         gradients = backward(node, saved_and_tangents)

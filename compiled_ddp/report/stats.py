@@ -12,10 +12,10 @@ from compiled_ddp.step.runtime import Runtime
 
 def training_stats(module: nn.Module, runtime: Runtime, options: Options) -> dict[str, Any]:
     """See `DataParallelWrapper.stats`."""
-    communicator, agreed, parameters = runtime.communicator, runtime.agreed, runtime.parameters
+    communicator, agreed, parameters = runtime.communicator, runtime.reduction.agreed, runtime.parameters
     buckets = agreed.sequence.buckets if agreed.sequence is not None else ()
     sections = agreed.sequence.launched if agreed.sequence is not None else ()
-    comm_hook = runtime.torch_hook
+    comm_hook = runtime.reduction.torch_hook
     return {
         "world_size": communicator.world_size,
         "rank": communicator.rank,
@@ -30,7 +30,7 @@ def training_stats(module: nn.Module, runtime: Runtime, options: Options) -> dic
         "gradient_as_bucket_view": options.gradient_as_bucket_view,
         "has_sync_bn": any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),
         "comm_hook": "" if comm_hook is None else comm_hook.name,
-        "iteration": runtime.backwards,
+        "iteration": runtime.backwards.beginning.number,
         "has_rebuilt_buckets": agreed.refined,
         "bucket_sizes": tuple(bucket.nbytes for bucket in buckets),
         "per_bucket_param_indices": tuple(bucket.indices for bucket in buckets),

@@ -12,12 +12,7 @@ from compiled_ddp.ranks.agreement import agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.hook_state import BucketHook
 from compiled_ddp.step.flat_buffers import SequenceBuffers
-
-# [Note: what a first backward shows] Only a graph that has reduced tells which of its parameters are used outside of it
-# too. Where no rank has run the sequence's graphs, because of what will pass (a weight of 0, a rank that skips, a
-# stance, another wrapper's turn), the next backward begins a new sequence; so often at most, as some ranks' graphs
-# never run.
-BEGINNINGS_UNSEEN = 3
+from compiled_ddp.step.patience import Patience
 
 
 class AgreedSequence:
@@ -48,10 +43,7 @@ class AgreedSequence:
         self.among_collectives = False  # [Note: models that communicate], whether the ranks know it of this one
         self._holds = False  # whether the next backward keeps `sequence`
         self.beginnings = -1  # how often a sequence has been brought about anew
-        self._misfits = 0  # backwards in a row in which no rank's graphs fitted
-        self._patience = 2
-        self._seen = False  # whether the graphs of this sequence have run on some rank
-        self._unseen = 0  # sequences that were left because they had not
+        self._patience = Patience()
 
     def begin_anew(self, parameters: TrainedParameters) -> None:
         """Let the next synchronised backward bring a new sequence about."""
@@ -60,15 +52,20 @@ class AgreedSequence:
             policy = replace(policy, reduction=self._reduction)
         self._planner = SequencePlanner(parameters, policy)
         self.beginnings += 1
-        self._holds = self.refined = self._seen = False
+        self._holds = self.refined = False
         if self.hooks_reason is not None:
             self._adopt(self._planner.propose([], reason=self.hooks_reason))
-        self.unused, self._misfits = frozenset(), 0
+        self.unused = frozenset()
+        self._patience.begin_anew()
 
     def leave_to_hooks(self, reason: str | None) -> None:
         """From the next `begin_anew` on, reduce everything by hooks, for that `reason`; None where graphs take part."""
         if self._reduction is None:
             self.hooks_reason = reason
+
+    def note_among_collectives(self, known: bool) -> None:
+        """Whether all ranks know now that the model communicates."""
+        self.among_collectives = known
 
     def leave_to_comm_hook(self, reason: str) -> None:
         """From the next `begin_anew` on, plan buckets for a communication hook."""
@@ -113,23 +110,14 @@ class AgreedSequence:
         assert self.sequence is not None
         self._adopt(self._planner.admit(self.sequence, used))
 
-    def outgrown(self, misfits_on: int) -> bool:
-        """Whether no rank's graphs have fitted for a while, as after parts were frozen; asked after each backward.
+    def note_mismatches(self, ranks: int) -> None:
+        """On so many ranks the graphs of the backward that has ended did not fit."""
+        self._patience.note_backward(fits_some_rank=ranks < self._communicator.world_size)
 
-        A model whose graphs differ from step to step has no sequence that fits: the patience doubles every time.
-        [Note: what a first backward shows]
-        """
-        if misfits_on < self._communicator.world_size:
-            self._misfits, self._seen = 0, True
-            return False
-        if not self._seen and self._unseen < BEGINNINGS_UNSEEN:
-            self._unseen += 1
-            return True
-        self._misfits += 1
-        if self._misfits < self._patience:
-            return False
-        self._patience *= 2
-        return True
+    @property
+    def should_rebuild(self) -> bool:
+        """Whether no rank's graphs have fitted for a while."""
+        return self._patience.is_over
 
     @property
     def must_agree(self) -> bool:
@@ -144,7 +132,10 @@ class AgreedSequence:
 
     def event_of(self, section: int) -> str:
         """A name for what ranks wait for in the graph of a section, the same on all of them."""
-        return self._events[section]
+        assert self.sequence is not None
+        fingerprint = self.sequence.launched[section].plan.fingerprint
+        equal = self.graph_sections[fingerprint].index(section)  # refining the sequence changes neither
+        return f"{self._communicator.group_name} graph {fingerprint} {self.beginnings} {equal}"
 
     @property
     def by_hooks(self) -> list[Section]:
@@ -175,11 +166,7 @@ class AgreedSequence:
         self.sequence, self._holds = sequence, True
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
         self.graph_sections = {}
-        self._events: dict[int, str] = {}  # of the graphs' sections; refining the sequence changes none
         for place, section in enumerate(sequence.launched):
             if section.origin == "graph":
-                equal = self.graph_sections.setdefault(section.plan.fingerprint, [])
-                name = f"{self._communicator.group_name} graph {section.plan.fingerprint}"
-                self._events[place] = f"{name} {self.beginnings} {len(equal)}"
-                equal.append(place)
+                self.graph_sections.setdefault(section.plan.fingerprint, []).append(place)
         return sequence

@@ -39,8 +39,11 @@ class Conducted(Protocol):
     def ends_with(self, task: int) -> bool:
         """Whether its backward ends when autograd has ended `task`."""
 
+    def outlast_threads(self) -> None:
+        """Outside of backwards: wait for what other threads still run of one that this thread has called."""
+
     def is_broken_off(self) -> bool:
-        """Outside of backwards: whether an exception has ended one of this thread's."""
+        """After that: whether an exception has ended one of this thread's."""
 
     @property
     def communicates(self) -> bool:
@@ -84,8 +87,12 @@ class Conductor:
             if other is not wrapper:
                 other.expect_in_task()
 
-    def any_broken_off(self) -> bool:
-        return any(wrapper.is_broken_off() for wrapper in self._wrappers)
+    def broken_off(self) -> Sequence[Conducted]:
+        """Those of whose backwards an exception has ended one in this thread."""
+        wrappers = list(self._wrappers)
+        for wrapper in wrappers:
+            wrapper.outlast_threads()
+        return [wrapper for wrapper in wrappers if wrapper.is_broken_off()]
 
     def any_communicates(self) -> bool:
         """Whether any wrapped model has collectives of its own: backwards may run through several."""
@@ -109,7 +116,8 @@ class Conductor:
 
         And of those that the wrappers in `also` were to have.
         """
-        broken = [wrapper for wrapper in self._wrappers if wrapper in also or wrapper.is_broken_off()]
+        broken_off = self.broken_off()
+        broken = [wrapper for wrapper in self._wrappers if wrapper in also or wrapper in broken_off]
         told: set[int] = set()
 
         def send(wrapper: Conducted) -> None:

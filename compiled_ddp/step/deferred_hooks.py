@@ -17,13 +17,18 @@ Hook = Callable[[torch.Tensor], Any]
 
 @dataclass(frozen=True)
 class HeldBack:
-    """A user's hook; does nothing while `holds()`, when whoever holds it calls `run_held_back` later."""
+    """A user's hook; does nothing while `holds()`, when whoever holds it calls `run_held_back` later.
+
+    `comes` is told before.
+    """
 
     hook: Hook
+    comes: Callable[[], None]
     holds: Callable[[], bool]
 
     @torch_private.dynamo.untraced
     def __call__(self, parameter: torch.Tensor) -> None:
+        self.comes()
         if not self.holds():
             self.hook(parameter)
 
@@ -33,12 +38,12 @@ def has_several(parameter: torch.Tensor) -> bool:
     return len(torch_private.tensors.post_accumulate_hooks(parameter)) > 1
 
 
-def hold_back(parameter: torch.Tensor, own_id: int, holds: Callable[[], bool]) -> None:
+def hold_back(parameter: torch.Tensor, own_id: int, comes: Callable[[], None], holds: Callable[[], bool]) -> None:
     """Hold back every hook of `parameter` but our own, whose handle has the id `own_id`."""
     hooks = torch_private.tensors.post_accumulate_hooks(parameter)
     for key, hook in list(hooks.items()):
         if key != own_id and not isinstance(hook, HeldBack):
-            hooks[key] = HeldBack(hook, holds)
+            hooks[key] = HeldBack(hook, comes, holds)
 
 
 def run_held_back(parameter: torch.Tensor) -> None:

@@ -104,9 +104,10 @@ class SequenceBuffers:
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
         self._buffers: dict[int, FlatBuffer] = {}
         self.positions_of: dict[int, list[int]] = {}  # gradient -> positions in the launch order
-        self.first_position: dict[int, int] = {}  # section -> position of its first bucket
+        self.positions_in: dict[int, range] = {}  # section -> positions of its buckets
         for position, (section, bucket) in enumerate(self.buckets):
-            self.first_position.setdefault(section, position)
+            first = self.positions_in[section].start if section in self.positions_in else position
+            self.positions_in[section] = range(first, position + 1)
             for index in bucket.indices:
                 self.positions_of.setdefault(index, []).append(position)
         kept = {} if before is None else {before.buckets[p][1]: buffer for p, buffer in before._buffers.items()}

@@ -17,6 +17,9 @@ class Listener(Protocol):
     def gradient_accumulated(self, index: int) -> None:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
 
+    def users_hook_comes(self, index: int) -> None:
+        """Before a hook of the user's on parameter `index`, which may come before our own, of a new gradient."""
+
     def is_reduced_by_hooks(self, index: int) -> bool:
         """Whether what has just been accumulated is still to be reduced, so that users' hooks may not see it yet."""
 
@@ -32,6 +35,12 @@ class GradientHooks:
         # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
         by_weak = [weakref.ref(parameter) for parameter in parameters]
         weakref.finalize(self, _remove_all, self._handles, by_weak).atexit = False
+
+    def on(self, parameters: Sequence[torch.nn.Parameter]) -> "GradientHooks":
+        """Hooks on other parameters, for the same listener."""
+        listener = self._listener()
+        assert listener is not None
+        return GradientHooks(parameters, listener)
 
     @property
     def everywhere(self) -> bool:
@@ -63,8 +72,9 @@ class GradientHooks:
         """Let the users' hooks on watched parameters wait for `run_users` where the gradient is still to be reduced."""
         for index, handle in self._handles.items():
             if deferred_hooks.has_several(self._parameters[index]):
+                comes = functools.partial(_users_hook_comes, self._listener, index)
                 holds = functools.partial(_is_reduced_by_hooks, self._listener, index)
-                deferred_hooks.hold_back(self._parameters[index], handle.id, holds)
+                deferred_hooks.hold_back(self._parameters[index], handle.id, comes, holds)
 
     def run_users(self, indices: Iterable[int]) -> None:
         """Call the users' hooks that were held back on these parameters, whose .grad is reduced now."""
@@ -89,6 +99,12 @@ def _gradient_accumulated(listener: weakref.ref[Listener], index: int, _: torch.
     alive = listener()
     if alive is not None:
         alive.gradient_accumulated(index)
+
+
+def _users_hook_comes(listener: weakref.ref[Listener], index: int) -> None:
+    alive = listener()
+    if alive is not None:
+        alive.users_hook_comes(index)
 
 
 def _is_reduced_by_hooks(listener: weakref.ref[Listener], index: int) -> bool:

@@ -14,10 +14,10 @@ class OwnGradients:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], unsent: Set[int], passengers: torch.Tensor | None
+        self, parameters: Sequence[torch.nn.Parameter], unsent: Set[int], piggyback: torch.Tensor | None
     ) -> None:
-        """`unsent` have been used since the last synchronised backward; `passengers` wait for the next one too."""
-        self.unsent, self.passengers = set(unsent), passengers
+        """`unsent` have been used since the last synchronised backward; `piggyback` waits for the next one too."""
+        self.unsent, self.piggyback = set(unsent), piggyback
         self._before = [(parameter, parameter.grad) for parameter in parameters]
         self._shadowed: dict[int, tuple[torch.Tensor | None, int]] = {}  # what the latest shadowed step left
         self.take_away()

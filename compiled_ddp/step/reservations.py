@@ -14,7 +14,7 @@ class Reservations:
     def __init__(self, sections: Sequence[Section]) -> None:
         self._sections = sections
         self._by_hooks: set[int] = set()  # sections that no graph may reserve any more
-        self._riders: dict[int, torch.Tensor | None] = {}  # of what is reserved; None until it is complete
+        self.reserved: dict[int, torch.Tensor | None] = {}  # section -> its riders; None until it is complete
 
     # ---- what is left to hooks ---------------------------------------------------------------------------------------
 
@@ -42,34 +42,31 @@ class Reservations:
 
     def is_free(self, section: int) -> bool:
         """Whether a graph may reserve the section, if the backward has come to it."""
-        return section not in self._by_hooks and section not in self._riders
+        return section not in self._by_hooks and section not in self.reserved
 
     def waits_for_graph(self, section: int) -> bool:
         """Whether hooks must not launch the section before a graph has come."""
         return self._sections[section].origin == "graph" and section not in self._by_hooks
 
-    def is_reserved(self, section: int) -> bool:
-        return section in self._riders
-
     def reserve(self, section: int) -> None:
-        self._riders[section] = None
+        self.reserved[section] = None
 
     def release(self, section: int) -> None:
         """Leave a reserved section to hooks, as its graph has launched nothing."""
-        del self._riders[section]
+        del self.reserved[section]
         self._by_hooks.add(section)
 
     def complete(self, section: int, riders: torch.Tensor) -> None:
         """The section's graph has run, and returned these reduced riders."""
-        self._riders[section] = riders
+        self.reserved[section] = riders
 
     def incomplete(self) -> list[int]:
         """What is reserved by graphs that have not run."""
-        return [section for section, riders in self._riders.items() if riders is None]
+        return [section for section, riders in self.reserved.items() if riders is None]
 
     def riders(self) -> Iterator[torch.Tensor]:
         """Of every complete section."""
-        yield from (riders for riders in self._riders.values() if riders is not None)
+        yield from (riders for riders in self.reserved.values() if riders is not None)
 
     # ---- parameters of several sections ------------------------------------------------------------------------------
 
@@ -81,7 +78,7 @@ class Reservations:
 
     def shares_with_reserved(self, indices: Iterable[int]) -> set[int]:
         """Which of these parameters stand in a section that is reserved."""
-        return {i for section in self._riders for i in self._sections[section].plan.indices} & set(indices)
+        return {i for section in self.reserved for i in self._sections[section].plan.indices} & set(indices)
 
     def _sections_that_share(self) -> list[int]:
         """The sections with a parameter that stands in another one too."""

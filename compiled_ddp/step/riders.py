@@ -1,7 +1,8 @@
 """What riders carry from this rank, and reading what came back without making a GPU wait."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -32,28 +33,33 @@ _RETURNED = RETURNED_COUNT, RETURNED_COUNT_SQUARED
 _GIVEN_UP = GIVEN_UP_COUNT, GIVEN_UP_COUNT_SQUARED
 
 
+class Flag(enum.IntEnum):
+    """What a rank may have to tell all others in a backward; the value is its element of the riders: see `Riders`."""
+
+    BROKE_OFF = ABORTED
+    LOST = LOST
+    STATE_LOST = STATE_LOST
+    VERIFY = VERIFY
+    NEWLY_USED = ANNOUNCED
+    GRAPH_MISMATCH = MISFIT
+    HOOK_FAILED = HOOK_FAILED
+
+
 @dataclass
 class Message:
-    """What this rank tells all others in the riders of every section of one backward; see `Riders`."""
+    """What this rank tells all others in the riders of every section of one backward."""
 
     forwards: Forwards
-    announced: int = 0
-    misfit: bool = False
-    aborted: bool = False
-    lost: bool = False
-    state_lost: bool = False
-    verify: bool = False
-    hook_failed: bool = False
     weight: float = 1.0
-    passengers: torch.Tensor | None = None  # the user's values, shape (riders.passengers,); None for zeros
+    piggyback: torch.Tensor | None = None  # the user's values, shape (riders.passengers,); None for zeros
+    flags: set[Flag] = field(default_factory=set)
 
-    def note_misfit(self, there_is: bool = True) -> None:
-        """A graph of the sequence does not run in this backward; where `there_is` none, this does nothing."""
-        self.misfit |= there_is
+    def note(self, *flags: Flag) -> None:
+        self.flags.update(flags)
 
     def of_the_same_step(self) -> "Message":
         """The message of a further reduction in the same step."""
-        return Message(self.forwards, weight=self.weight)
+        return Message(self.forwards, self.weight)
 
 
 def write_riders(into: torch.Tensor, riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
@@ -64,15 +70,15 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, used: Cal
     users = riders.numel - riders.passengers
     into[:users].copy_(rider_values(riders, message, used), non_blocking=True)
     if riders.passengers:
-        if message.passengers is None:
+        if message.piggyback is None:
             into[users:].zero_()
         else:
-            into[users:].copy_(message.passengers, non_blocking=True)
+            into[users:].copy_(message.piggyback, non_blocking=True)
     return into
 
 
 def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
-    """This rank's rider elements but for the user's, on CPU; `used` tells whether it produced a gradient."""
+    """This rank's rider elements except the user's, on CPU; `used` tells whether it produced a gradient."""
     forwards = message.forwards
     values = [0.0] * FIRST_USED
     for (count, squared), number in zip(
@@ -80,10 +86,8 @@ def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) 
     ):
         values[count] = float(number % COUNT_MODULUS)
         values[squared] = values[count] ** 2
-    values[ABORTED], values[LOST], values[STATE_LOST], values[HOOK_FAILED] = map(
-        float, (message.aborted, message.lost, message.state_lost, message.hook_failed)
-    )
-    values[ANNOUNCED], values[MISFIT], values[VERIFY] = map(float, (message.announced, message.misfit, message.verify))
+    for flag in message.flags:
+        values[flag] = 1.0
     values[WEIGHT] = message.weight
     values += [float(used(index)) for index in riders.indices]
     return torch.tensor(values, dtype=torch.float32, device="cpu")
@@ -94,15 +98,13 @@ class Findings:
     """What the riders of a backward say, the same on every rank."""
 
     backwards: int = 0  # how many they are of: none, this one, the one before it, or both
-    aborted_on: int = 0  # ranks on which the backward broke off
-    lost_on: int = 0  # ranks on which the backward before broke off when everything of it had been sent
-    state_lost_on: int = 0  # those of them that have no state of the traced communication hook from it
     counts_differ: bool = False  # whether the ranks average different steps: [Note: forwards that are no step]
     forgiven: bool = False  # whether they do not, because all have dropped the step in which some rank's forward raised
-    announced: bool = False  # whether a rank has used a parameter of an "unused" section
-    misfits_on: int = 0  # ranks whose graphs did not fit the sequence
-    verify: bool = False  # whether a rank wishes that all prove the reduction
-    hook_failed_on: int = 0  # ranks on which the communication hook raised
+    most: Sequence[float] = (0.0,) * FIRST_USED  # the largest sum over ranks of each leading element, over sections
+
+    def ranks_with(self, flag: Flag) -> int:
+        """On how many ranks the flag is set."""
+        return int(self.most[flag])
 
 
 class RiderReader:
@@ -151,15 +153,9 @@ class RiderReader:
         all_dropped = all(self._agree(sums, *_RETURNED) and self._agree(sums, *_GIVEN_UP) for sums in sections)
         return Findings(
             backwards=backwards,
-            aborted_on=int(max(sums[ABORTED] for sums in sections)),
-            lost_on=int(max(sums[LOST] for sums in sections)),
-            state_lost_on=int(max(sums[STATE_LOST] for sums in sections)),
             counts_differ=not same_begun and not all_dropped,
             forgiven=not same_begun and all_dropped,
-            announced=any(sums[ANNOUNCED] > 0 for sums in sections),
-            misfits_on=int(max(sums[MISFIT] for sums in sections)),
-            verify=any(sums[VERIFY] > 0 for sums in sections),
-            hook_failed_on=int(max(sums[HOOK_FAILED] for sums in sections)),
+            most=[max(sums) for sums in zip(*sections, strict=True)],
         )
 
     def _agree(self, sums: list[float], count: int, squared: int) -> bool:

@@ -6,6 +6,7 @@ ranks tell each other, in one small collective, which have been used, and which 
 """
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -15,25 +16,35 @@ from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.step.gradient_hooks import GradientHooks
 
 
+class Backwards(Protocol):
+    """Those of the wrapper."""
+
+    def gradient_comes(self) -> None:
+        """Autograd has accumulated a gradient: begin the synchronised backward that it belongs to, if it has not."""
+
+    def synchronises(self) -> bool:
+        """Whether what has just been accumulated is still to be averaged."""
+
+
 class SparseGradients:
     """The parameters whose gradients are sparse, and which of them this rank has used."""
 
-    def __init__(
-        self, parameters: TrainedParameters, communicator: Communicator, synchronises: Callable[[], bool]
-    ) -> None:
-        """`synchronises` tells, and begins if need be, whether what was just accumulated is still to be averaged."""
-        self._parameters, self._communicator, self._synchronises = parameters, communicator, synchronises
+    def __init__(self, parameters: TrainedParameters, communicator: Communicator, backwards: Backwards) -> None:
+        self._parameters, self._communicator, self._backwards = parameters, communicator, backwards
         self._used: set[int] = set()  # since the last synchronised backward
         self._hooks = GradientHooks(parameters.tensors, self)
         self._hooks.install()
 
     def gradient_accumulated(self, index: int) -> None:
-        self._synchronises()
+        self._backwards.gradient_comes()
         if self._parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
             self._used.add(index)
 
+    def users_hook_comes(self, index: int) -> None:
+        self._backwards.gradient_comes()
+
     def is_reduced_by_hooks(self, index: int) -> bool:
-        return self._synchronises()
+        return self._backwards.synchronises()
 
     def hold_back_users(self) -> None:
         """Let the users' hooks wait for the averaged gradient."""

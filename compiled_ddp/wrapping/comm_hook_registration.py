@@ -74,7 +74,7 @@ class TakesCommHooks(HasLifecycle):
 
     def _register(self, state: object, hook: Hook, checked_name: Callable[[], str]) -> None:
         self._check_in_use()
-        if self._runtime.torch_hook is not None:
+        if self._runtime.reduction.torch_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         if torch_private.autograd.current_graph_task() != -1:
             raise RuntimeError("register_comm_hook() was called inside a backward: call it before or after one.")
@@ -87,9 +87,10 @@ class TakesCommHooks(HasLifecycle):
             name = checked_name()
             if self._options.strict and self._hooks_reason() is None:
                 raise RuntimeError("strict=True wants graphs to reduce, and under a communication hook none does.")
-            if self._runtime.sparse.names:
+            sparse = self._runtime.reduction.sparse.names
+            if sparse:
                 raise RuntimeError(
-                    f"parameter {self._runtime.sparse.names[0]} has a sparse gradient, which no communication hook "
+                    f"parameter {sparse[0]} has a sparse gradient, which no communication hook "
                     "reduces: pass sparse=False to its embedding."
                 )
             if self._options.planned_reduction != "mean" or self._options.scaling is not None:
@@ -99,7 +100,10 @@ class TakesCommHooks(HasLifecycle):
                 raise RuntimeError(
                     f"a communication hook takes the place of {what}, comm_hook= and scaling: drop them."
                 )
-            return {"communication hook": [name], "number of backwards before it": [self._runtime.backwards]}
+            return {
+                "communication hook": [name],
+                "number of backwards before it": [self._runtime.backwards.beginning.number],
+            }
 
         agree_on_description(
             ranks,
@@ -110,7 +114,7 @@ class TakesCommHooks(HasLifecycle):
         )
         if self._options.verify == "always":
             warn_user('verify="always" is ignored under a communication hook.')
-        self._runtime.register_comm_hook(TorchCommHook(state, hook, name=name, timeout=ranks.timeout))
+        self._runtime.reduction.register_comm_hook(TorchCommHook(state, hook, name=name, timeout=ranks.timeout))
 
     @torch_private.dynamo.untraced
     def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
@@ -118,7 +122,7 @@ class TakesCommHooks(HasLifecycle):
 
         Copies, which later steps do not change.
         """
-        hook = self._runtime.bucket_hook
+        hook = self._runtime.reduction.bucket_hook
         return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
 
     @torch_private.dynamo.untraced
@@ -133,9 +137,9 @@ class TakesCommHooks(HasLifecycle):
         another number or shape than the hook's or owed values that are not finite, RuntimeError without a `comm_hook`.
         Nothing is taken up then.
         """
-        if self._runtime.bucket_hook is None:
+        if self._runtime.reduction.bucket_hook is None:
             raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
         if not isinstance(state, Mapping):
             raise TypeError(f"the state must be what comm_hook_state_dict() has returned, found {state!r}.")
         parameters = self._runtime.parameters
-        self._runtime.bucket_hook.load_state_dict(state, parameters.names, parameters.tensors)
+        self._runtime.reduction.bucket_hook.load_state_dict(state, parameters.names, parameters.tensors)

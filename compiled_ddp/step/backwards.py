@@ -1,0 +1,260 @@
+"""The backwards of one wrapper, which begin and end where hooks, graphs and outputs tell that autograd has come."""
+
+import contextlib
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from compiled_ddp import torch_private
+from compiled_ddp.options import Options
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.step.backward import SynchronisedBackward
+from compiled_ddp.step.beginning import Beginning
+from compiled_ddp.step.conducted import ConductedWrapper
+from compiled_ddp.step.conductor import conductor
+from compiled_ddp.step.graph_call import GraphCall
+from compiled_ddp.step.graph_reservations import GraphReservations
+from compiled_ddp.step.latest_forward import LatestForward
+from compiled_ddp.step.phase import Phase
+from compiled_ddp.step.reduction import Reduction
+from compiled_ddp.step.reserved_section import ReservedSection
+from compiled_ddp.step.returned_gradients import returns_inputs_alone, watch_returned
+from compiled_ddp.step.under_way import UnderWay
+
+_DISTRIBUTED_AUTOGRAD = (
+    "the backward is torch.distributed.autograd's, which leaves .grad alone: there is nothing that could be averaged. "
+    "Call loss.backward() outside of its context, or the forward under no_sync() and average the context's gradients "
+    "by hand."
+)
+
+
+class Backwards:
+    """What autograd reaches of a wrapper. Every method may be called in any of autograd's threads."""
+
+    def __init__(
+        self,
+        parameters: TrainedParameters,
+        communicator: Communicator,
+        options: Options,
+        *,
+        live_calls: Callable[[], Sequence[GraphCall]],
+        hooks_reason: str | None,
+        sparse: TrainedParameters,
+    ) -> None:
+        """The arguments are those of `Reduction`."""
+        self.forward = LatestForward()
+        self.under_way = UnderWay()
+        self.lock = threading.RLock()
+        self.reduction = Reduction(
+            parameters,
+            communicator,
+            options,
+            live_calls=live_calls,
+            hooks_reason=hooks_reason,
+            sparse=sparse,
+            backwards=self,
+        )
+        self._reservations = GraphReservations(self.reduction)
+        self.beginning = Beginning(self.reduction, self._reservations, self.forward)
+        self.conducted = ConductedWrapper(
+            self.reduction,
+            self.forward,
+            self.under_way,
+            self.beginning,
+            task_ended=self._task_ended,
+            lock=self.lock,
+        )
+        self._closed_because = ""
+        conductor.add(self.conducted)
+
+    def close(self, why: str) -> None:
+        """Remove every hook; `why` is the error of backwards that would still be synchronised."""
+        self._closed_because = why
+        for call in self.reduction.live_calls():
+            if call.synchronise:
+                call.when_reached(Backwards.output_reached)
+        self.reduction.hooks.remove()
+        self.reduction.sparse.close()
+
+    # ---- the beginning -----------------------------------------------------------------------------------------------
+
+    def enter(self) -> SynchronisedBackward | None:
+        """The synchronised backward that this thread is in, begun if need be; None where it is postponed."""
+        if self._closed_because:
+            raise RuntimeError(self._closed_because)
+        with self.lock:
+            under_way = self.under_way
+            if not under_way.tasks.has_current():  # asked for every gradient
+                self._enter_task()
+            if under_way.phase is Phase.EXPECTED:
+                under_way.expect_no_more()
+            if under_way.phase is Phase.IDLE:
+                self._begin()
+            return under_way.backward
+
+    def _begin(self) -> None:
+        if self.beginning.waits and not conductor.may_wait(self.conducted, [self.conducted.begin_event]):
+            self.under_way.postpone()
+            self.reduction.hooks.install()
+            self.reduction.hooks.hold_back_users()
+            return
+        returned = watch_returned(self.reduction.parameters.tensors)
+        backward = self.beginning.in_task(returned)
+        self.under_way.begin(backward)
+        self.beginning.leave_to_hooks(backward)
+        if returned is not None:
+            returned.begin()  # with tensor hooks of its own: after what looks for users' ones
+
+    def _enter_task(self) -> None:
+        if torch_private.dynamo.in_compiled_autograd():
+            raise RuntimeError(torch_private.dynamo.COMPILED_AUTOGRAD)
+        if torch_private.autograd.in_distributed_backward():
+            warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=3)  # a hook's error becomes "python_error" there
+            raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
+        if self.reduction.on_cpu and self.under_way.tasks.are_of_other_threads():
+            raise RuntimeError(
+                "two threads run backwards of one wrapper at the same time, whose gradients would be mixed up: let "
+                "one wait for the other, or give each thread a wrapper of its own."
+            )
+        self.under_way.tasks.note(self._task_ended)
+        conductor.backward_reached(self.conducted)
+
+    def _is_local(self) -> bool:
+        """Whether the running backward, which has not begun here, is one of which other ranks need not know."""
+        return self.conducted.local or returns_inputs_alone(self.reduction.parameters.tensors)
+
+    def _refuse_returned_sparse(self) -> None:
+        if not self.conducted.local:
+            self.reduction.sparse.refuse_returned()
+
+    def output_reached(self) -> None:
+        """A backward has come to an output of a synchronised forward."""
+        if not self.under_way.has_begun():
+            self._refuse_returned_sparse()
+            if self._is_local():
+                return
+        self.enter()
+
+    # ---- told by graphs ----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def launching_alone(self) -> Iterator[None]:
+        """Keep other threads from launching anything between the reservation for a graph and what it launches."""
+        with self.lock:
+            yield
+
+    def with_tensor_hooks(self, index: int) -> bool:
+        """Whether users' tensor hooks see this parameter's gradient."""
+        return self.reduction.with_tensor_hooks(index)
+
+    def reserve(self, call: GraphCall) -> ReservedSection | None:
+        """The section that `call` may launch in its graph now; None if it must run locally."""
+        with self.lock:
+            if not self.under_way.has_begun():
+                if call.synchronise:
+                    self._refuse_returned_sparse()
+                if not call.synchronise or self._is_local():
+                    self._note_local_run(call)
+                    return None
+            backward = self.enter()
+            if backward is None:
+                self.under_way.run_locally(call)
+                self._note_local_run(call)
+                return None
+            return self._reservations.reserve(backward, call, self.conducted)
+
+    def _note_local_run(self, call: GraphCall) -> None:
+        if self.conducted.local:
+            self.forward.count.take_back()
+        carried = self.reduction.carried
+        carried.note_local_use(filter(self.reduction.will_accumulate, set(call.plan.indices) - carried.used))
+
+    # ---- told by hooks -----------------------------------------------------------------------------------------------
+
+    def gradient_accumulated(self, index: int) -> None:
+        """Autograd has accumulated a gradient of parameter `index` into its .grad."""
+        with self.lock:
+            backward = None
+            if self.synchronises():
+                backward = self._enter_with(index)
+            elif self.conducted.local:
+                self.forward.count.take_back()
+            if backward is not None:
+                self._refuse_unannounced(backward, index)
+                backward.gradient_arrived(index)
+            elif self.reduction.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
+                self.reduction.carried.note_local_use([index])
+
+    def users_hook_comes(self, index: int) -> None:
+        """The same, of a user's hook that may come before ours."""
+        with self.lock:
+            if self.synchronises():
+                self._enter_with(index)
+
+    def gradient_comes(self) -> None:
+        """The same, of a parameter that is not in the buckets."""
+        with self.lock:
+            if self.synchronises():
+                self.enter()
+
+    def _enter_with(self, index: int) -> SynchronisedBackward | None:
+        """As `enter`, in a hook of a parameter, which has its gradient already if that begins the backward."""
+        begins_here = not self.under_way.has_begun()
+        backward = self.enter()
+        if begins_here and backward is not None:
+            backward.existing.begun_by(index)
+        return backward
+
+    def _refuse_unannounced(self, backward: SynchronisedBackward, index: int) -> None:
+        if index in self.reduction.agreed.unused and index not in backward.circumstances.newly_used:
+            raise RuntimeError(
+                f"parameter {self.reduction.parameters.names[index]} had been used on no rank before, and its first "
+                "gradient comes from inside a reentrant checkpoint, too late to be reduced. Use "
+                "checkpoint(..., use_reentrant=False)."
+            )
+
+    def synchronises(self) -> bool:
+        """Whether what autograd has just accumulated belongs to a synchronised backward."""
+        return self.under_way.has_begun() or (self.forward.awaits_backward and not self.conducted.local)
+
+    def is_reduced_by_hooks(self, index: int) -> bool:
+        """Whether hooks will reduce the gradient that autograd has just accumulated into parameter `index`."""
+        if not self.synchronises():
+            return False
+        backward, agreed = self.under_way.backward, self.reduction.agreed
+        if backward is None or not agreed.refined:
+            # Until the first backward has ended, a parameter of a graph may turn out to be used outside of it too.
+            return True
+        return index in agreed.unused or backward.is_by_hooks(index)
+
+    # ---- the end of a task -------------------------------------------------------------------------------------------
+
+    @torch_private.dynamo.untraced
+    def _task_ended(self, task: int) -> None:
+        with self.lock:
+            outer = torch_private.autograd.evaluating_node()
+            tasks = self.under_way.tasks
+            try:
+                # With several devices, another task's thread may end the one that is inside of it.
+                if outer is None and not tasks.are_running(but=task):
+                    conductor.end(task)
+            finally:  # only now: other threads must not take the backward for one that has broken off
+                tasks.close(task)
+                self.under_way.expect_no_more()
+            if outer is None:
+                return
+            # A reentrant backward has ended inside `outer`. What follows `outer` runs in the outer backward, whose
+            # end is the one to finish at.
+            for following, _ in outer.next_functions:
+                if following is not None:
+                    self._enter_before(following)
+
+    def _enter_before(self, node: Any) -> None:
+        @torch_private.dynamo.untraced
+        def enter(*_: object) -> None:
+            handle.remove()
+            self.enter()
+
+        handle = node.register_prehook(enter)

@@ -1,0 +1,208 @@
+"""The beginning of a synchronised backward: what it is, which graphs run in it, and what is left to hooks."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+
+from compiled_ddp.plan import AMONG_COLLECTIVES, NOT_CALLED, ReductionSequence
+from compiled_ddp.step.backward import Circumstances, SynchronisedBackward
+from compiled_ddp.step.conductor import conductor
+from compiled_ddp.step.graph_call import GraphCall
+from compiled_ddp.step.graph_reservations import GraphReservations
+from compiled_ddp.step.latest_forward import LatestForward
+from compiled_ddp.step.reduction import Reduction
+from compiled_ddp.step.returned_gradients import ReturnedGradients
+from compiled_ddp.step.riders import Flag, Message
+
+
+class Beginning:
+    """Makes the backwards of a wrapper."""
+
+    def __init__(self, reduction: Reduction, reservations: GraphReservations, forward: LatestForward) -> None:
+        self.number = 0  # of synchronised backwards begun, the same on ranks that are level
+        self._reduction, self._reservations, self._forward = reduction, reservations, forward
+
+    @property
+    def waits(self) -> bool:
+        """Whether a backward that begins now waits for other ranks."""
+        agreed, uneven = self._reduction.agreed, self._reduction.uneven
+        if agreed.must_agree or (agreed.among_collectives and agreed.graph_sections):
+            return True
+        return uneven is not None and uneven.is_training
+
+    # ---- three kinds -------------------------------------------------------------------------------------------------
+
+    def in_task(self, returned: ReturnedGradients | None) -> SynchronisedBackward:
+        """The one that autograd runs in this thread; with `returned` it is a torch.autograd.grad, of these.
+
+        `leave_to_hooks` follows.
+        """
+        return self._new(
+            lambda call: call.will_run(),
+            accumulates=self._reduction.will_accumulate,
+            returned=returned,
+            runs_sequence=self._runs_sequence,
+        )
+
+    def after_task(self, ran: Sequence[GraphCall]) -> SynchronisedBackward:
+        """One that was postponed, and has run these calls locally. It sends everything at once."""
+        return self._new(lambda call: call in ran, graphs_ran_locally=bool(ran))
+
+    def without_task(self, weight: float) -> SynchronisedBackward:
+        """One that sends what has been accumulated, or zeros where `weight` is 0; `leave_all_to_hooks` follows."""
+        return self._new(lambda call: call.synchronise, weight=weight)
+
+    def _new(
+        self,
+        takes_part: Callable[[GraphCall], bool],
+        *,
+        accumulates: Callable[[int], bool] = lambda _: False,
+        returned: ReturnedGradients | None = None,
+        weight: float | None = None,
+        runs_sequence: Callable[[], bool] = lambda: True,
+        graphs_ran_locally: bool = False,
+    ) -> SynchronisedBackward:
+        """A new synchronised backward, of the rank's own weight unless another one is given.
+
+        `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
+        a gradient in this one. `runs_sequence` tells whether it runs the graphs of the sequence; the default is for one
+        that sends everything at once.
+        """
+        reduction, count = self._reduction, self._forward.count
+        reduction.refuse_if_broken()
+        if reduction.uneven is not None:
+            reduction.uneven.begin_backward(count.value)
+        self.number += 1
+        self._forward.backward_began(accumulates=returned is None)
+        reduction.hooks.hold_back_users()
+        forwards = count.backward_began()
+        agreed, carried = reduction.agreed, reduction.carried
+        self._take_in_what_is_shared(takes_part)
+        must_agree = agreed.must_agree
+        calls = [call for call in reduction.live_calls() if must_agree and takes_part(call) and call.plan.indices]
+        plans = [call.plan for call in calls if self._reservations.compiles(call)]  # before any rank waits for another
+        sequence, some_rank_differs = agreed.propose(plans), False
+        if agreed.graph_sections and (agreed.among_collectives or must_agree):
+            sequence, some_rank_differs = self._tell_whether(runs_sequence(), sequence)
+        reduction.proof.begin_backward()
+        newly_used: set[int] = set()
+        if returned is None:
+            newly_used = {i for i in agreed.unused if i in carried.used or accumulates(i)}
+        weight = carried.weight if weight is None else weight
+        message = Message(forwards, weight, carried.piggyback, carried.take_flags())
+        # Graphs that were postponed have run locally; where models communicate, a sequence is due that knows it.
+        if graphs_ran_locally or (not agreed.among_collectives and conductor.any_communicates()):
+            message.note(Flag.GRAPH_MISMATCH)
+        if newly_used:
+            message.note(Flag.NEWLY_USED)
+        reduction.hand_out([])  # those of the backward before are about to be filled again
+        rule = reduction.options.bucket_rule
+        expects_several = reduction.options.static_graph and agreed.hooks_reason is not None
+        circumstances = Circumstances(
+            returned=returned,
+            delayed=rule is not None and rule.delayed,
+            expected_gradients=carried.expected_gradients if expects_several else None,
+            looks_at_values=reduction.on_cpu or not agreed.refined,
+            newly_used=newly_used,
+            some_rank_differs=some_rank_differs,
+        )
+        backward = reduction.new_backward(
+            sequence.launched, agreed.buffers, used_before=carried.used, message=message, circumstances=circumstances
+        )
+        reduction.models_collectives.begin()
+        return backward
+
+    def _take_in_what_is_shared(self, takes_part: Callable[[GraphCall], bool]) -> None:
+        """[Note: undefined gradients] Calls that share parameters keep their plans, whatever each of them leaves out.
+
+        Which outputs the others' part of the loss uses is not known yet, and hooks could not take what one of the
+        graphs has reduced in part.
+        """
+        live = self._reduction.live_calls()
+        if any(call.may_leave_out for call in live):
+            indices = {call: call.every_parameter().plan.indices for call in live if takes_part(call)}
+            count = Counter(index for of_call in indices.values() for index in of_call)
+            for call, of_call in indices.items():
+                call.take_all_in(any(count[index] > 1 for index in of_call))
+
+    def _runs_sequence(self) -> bool:
+        """Whether the backward that begins will run the graphs of the sequence, all of them and in its order."""
+        reduction = self._reduction
+        calls = [call for call in reduction.live_calls() if call.will_run() and call.plan.indices]
+        sections = sorted((n, fingerprint) for fingerprint, ns in reduction.agreed.graph_sections.items() for n in ns)
+        return (
+            reduction.carried.weight > 0.0
+            and [call.fingerprint for call in calls] == [fingerprint for _, fingerprint in sections]
+            and all(map(self._reservations.may_reserve, calls))
+        )
+
+    def _tell_whether(self, runs_sequence: bool, sequence: ReductionSequence) -> tuple[ReductionSequence, bool]:
+        """[Note: models that communicate] Returns the sequence of the backward that begins: maybe another one.
+
+        And whether some rank does not run its graphs, so that hooks reduce everything.
+        """
+        reduction = self._reduction
+        agreed, communicator = reduction.agreed, reduction.communicator
+        values = [not runs_sequence, conductor.any_communicates()]
+        shared = torch.tensor(values, dtype=torch.int32, device=sequence.sections[0].plan.buckets[0].device)
+        communicator.standing.note_wait("whether all ranks run the same graphs, in a model that communicates")
+        communicator.maximum(shared)
+        communicator.standing.note_wait("")
+        differs, among_collectives = map(bool, shared.tolist())
+        agreed.note_among_collectives(among_collectives)
+        some_rank_differs = differs and among_collectives
+        if some_rank_differs and not agreed.refined:
+            # Nor would this backward show which parameters are used outside of graphs too.
+            agreed.leave_to_hooks(AMONG_COLLECTIVES)
+            reduction.forget_sequence()
+            return agreed.propose([]), some_rank_differs
+        return sequence, some_rank_differs
+
+    # ---- what is left to hooks ---------------------------------------------------------------------------------------
+
+    def leave_to_hooks(self, backward: SynchronisedBackward) -> None:
+        """Let hooks reduce what the graphs of a backward that has begun in a task will not."""
+        reduction, has_no_weight = self._reduction, backward.averaging.has_no_weight
+        some_rank_differs = backward.circumstances.some_rank_differs
+        if reduction.agreed.graph_sections and not has_no_weight:
+            self._leave_unmatched_to_hooks(backward)
+        if has_no_weight or some_rank_differs:
+            self.leave_all_to_hooks(backward)
+        if some_rank_differs:
+            reduction.fallback.report(AMONG_COLLECTIVES, reduction.named(range(len(reduction.parameters.names))))
+
+    def leave_all_to_hooks(self, backward: SynchronisedBackward) -> None:
+        """Let no graph reduce anything of a backward that has begun; users' hooks see the mean on every rank."""
+        if self._reduction.agreed.graph_sections:
+            backward.message.note(Flag.GRAPH_MISMATCH)
+        backward.reservations.leave_all_to_hooks()
+        self._reduction.hooks.install()
+
+    def _leave_unmatched_to_hooks(self, backward: SynchronisedBackward) -> None:
+        """Hooks reduce what this backward's calls and the sequence's graph sections do not both have.
+
+        With all that shares a parameter with it: a gradient must not be reduced partly in a graph.
+        """
+        reduction = self._reduction
+        free = {fingerprint: list(sections) for fingerprint, sections in reduction.agreed.graph_sections.items()}
+        unmatched: set[int] = set()
+        for call in reduction.live_calls():
+            if call.will_run():
+                if call.leaves_out and not free.get(call.fingerprint) and free.get(call.every_parameter().fingerprint):
+                    call.take_all_in()
+                    backward.message.note(Flag.GRAPH_MISMATCH)  # as in `GraphReservations`
+                if free.get(call.fingerprint) and self._reservations.may_reserve(call):
+                    free[call.fingerprint].pop()
+                else:
+                    unmatched.update(call.plan.indices)
+        not_called = {i for sections in free.values() for n in sections for i in backward.sections[n].plan.indices}
+        if unmatched or not_called:
+            backward.message.note(Flag.GRAPH_MISMATCH)
+            backward.reservations.leave_to_hooks(unmatched | not_called)
+            reduction.hooks.install()  # what a graph would have reduced may be used outside of it
+            # ... and may have been in this backward before it came here, which hooks then did not see.
+            outside = [i for i in not_called if reduction.parameters.tensors[i].grad is not None]
+            reduction.carried.note_local_use(filter(reduction.will_accumulate, outside))
+        if not_called and not unmatched:  # calls that do not match are reported one by one
+            reduction.fallback.report(NOT_CALLED, reduction.named(not_called))

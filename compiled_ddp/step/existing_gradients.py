@@ -1,0 +1,74 @@
+"""The .grad tensors that are there when a backward begins."""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from compiled_ddp import torch_private
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.step.flat_buffers import SequenceBuffers
+
+
+class ExistingGradients:
+    """What .grad was, to tell what a backward has added, and where its result is to be left."""
+
+    def __init__(self, parameters: TrainedParameters, buffers: SequenceBuffers) -> None:
+        self._parameters = parameters
+        buffers.renew_held(parameter.grad for parameter in parameters.tensors)
+        self.apart = dict(self._taken_out_of(buffers))  # those that are not views of their own place in a flat buffer
+        self._begun_with = {
+            index: (weakref.ref(parameter.grad), torch_private.tensors.version_of(parameter.grad))
+            for index, parameter in enumerate(parameters.tensors)
+            if parameter.grad is not None and not parameter.grad.is_inference()
+        }
+        self._sharing = _with_equal_memory(self.apart)
+
+    def _taken_out_of(self, buffers: SequenceBuffers) -> Iterator[tuple[int, torch.Tensor]]:
+        for index, parameter in enumerate(self._parameters.tensors):
+            gradient = parameter.grad
+            if gradient is None or buffers.holds(index, gradient):
+                continue
+            if buffers.contain(gradient):  # where another gradient will be put before this one is read
+                gradient = parameter.grad = gradient.detach().clone()
+            yield index, gradient
+
+    def begun_by(self, index: int) -> None:
+        """The backward begins with a gradient of this parameter that has been accumulated before."""
+        self._begun_with.pop(index, None)
+
+    def has_accumulated(self, index: int) -> bool:
+        """Whether .grad is another one than that with which the backward began, or has been added to since."""
+        gradient = self._parameters.tensors[index].grad
+        begun_with, version = self._begun_with.get(index, (lambda: None, 0))
+        return gradient is not begun_with() or (
+            gradient is not None and torch_private.tensors.version_of(gradient) != version
+        )
+
+    def check(self, index: int, gradient: torch.Tensor) -> None:
+        """Raise RuntimeError unless a parameter's gradient can be reduced."""
+        name = self._parameters.names[index]
+        parameter = self._parameters.tensors[index]
+        if gradient.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter {name} got a {gradient.layout} gradient; only dense gradients can be reduced. "
+                "Pass sparse=False to its nn.Embedding or nn.EmbeddingBag."
+            )
+        if gradient.dtype != parameter.dtype or gradient.device != parameter.device:
+            raise RuntimeError(
+                f"the gradient of parameter {name} is {gradient.dtype} on {gradient.device}, the parameter is "
+                f"{parameter.dtype} on {parameter.device}. Assign gradients of the parameter's dtype and device."
+            )
+        if index in self._sharing:
+            raise RuntimeError(
+                f"the gradients of parameters {self._parameters.named(sorted(self._sharing))} share memory, so that "
+                "each would be added to the others. Assign a tensor of its own to each .grad."
+            )
+
+
+def _with_equal_memory(gradients: Mapping[int, torch.Tensor]) -> set[int]:
+    """The parameters whose .grad is, or lies where, another one's."""
+    addresses = {i: g.data_ptr() for i, g in gradients.items() if g.layout == torch.strided and g.numel()}
+    count = Counter(addresses.values())
+    return {index for index, address in addresses.items() if count[address] > 1}

@@ -1,0 +1,74 @@
+"""The .grad tensors that captured graphs fold in."""
+
+from collections.abc import Iterable, Set
+
+import torch
+
+from compiled_ddp import torch_private
+from compiled_ddp.plan import BucketPlan
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.step.existing_gradients import ExistingGradients
+
+
+class FoldedGradients:
+    """Each is None in .grad from the moment its graph takes it until the backward ends, which gives it back."""
+
+    def __init__(self, parameters: TrainedParameters, existing: ExistingGradients) -> None:
+        self._parameters, self._existing = parameters, existing
+        self._taken: dict[int, torch.Tensor] = {}
+        self._accumulated: set[int] = set()  # those of them that the backward brings a .grad
+        self.not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
+
+    def take(self, plan: BucketPlan) -> list[torch.Tensor]:
+        """What a graph must fold in, one tensor per gradient in plan order; empty if no parameter has a .grad.
+
+        Those without one get zeros.
+        """
+        gradients = [(bucket, gradient) for bucket, gradient in plan.gradients]
+        parameters = self._parameters.tensors
+        if all(parameters[gradient.index].grad is None for _, gradient in gradients):
+            return []
+        inputs = []
+        for bucket, gradient in gradients:
+            parameter = parameters[gradient.index]
+            existing = parameter.grad
+            if existing is not None:
+                self._existing.check(gradient.index, existing)
+                self._taken[gradient.index] = existing
+                if torch_private.autograd.backward_will_accumulate(parameter):
+                    self._accumulated.add(gradient.index)
+                parameter.grad = None
+                if existing.stride() == gradient.stride:
+                    inputs.append(existing.detach())
+                    continue
+            laid_out = torch.empty_strided(gradient.size, gradient.stride, dtype=bucket.dtype, device=bucket.device)
+            inputs.append(laid_out.zero_() if existing is None else laid_out.copy_(existing))
+        return inputs
+
+    def leave_out(self, indices: Set[int]) -> None:
+        """The backward brings these no .grad after all."""
+        self._accumulated -= indices
+
+    def give_back_as_they_were(self, indices: Iterable[int]) -> None:
+        """Where an exception has ended the graph that took them."""
+        for index in indices:
+            if index in self._taken and self._parameters.tensors[index].grad is None:
+                self._parameters.tensors[index].grad = self._taken.pop(index)
+
+    def forget(self) -> None:
+        """An exception has ended the backward: the user may have cleared .grad since."""
+        self._taken.clear()
+
+    @torch.no_grad()
+    def give_back(self) -> None:
+        """Put the same tensors into .grad again, with the reduced values."""
+        for index, tensor in self._taken.items():
+            parameter = self._parameters.tensors[index]
+            if parameter.grad is not None:
+                tensor.copy_(parameter.grad)
+            elif index in self._accumulated:
+                continue  # a hook of the user's has taken it away
+            else:
+                self.not_accumulated.add(index)
+            parameter.grad = tensor
+        self._taken.clear()

@@ -1,0 +1,158 @@
+"""Between .grad and the buckets that hooks launch: what goes into these, and what comes back."""
+
+from collections.abc import Sequence
+
+import torch
+
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.reducers.averaging import Averaging
+from compiled_ddp.step.existing_gradients import ExistingGradients
+from compiled_ddp.step.flat_buffers import SequenceBuffers
+from compiled_ddp.step.graph_gradients import GraphGradients, sum_in_order
+from compiled_ddp.step.launches import Launches
+from compiled_ddp.step.usage import Usage
+
+
+class Gradients:
+    """Fills buckets from .grad, and leaves in .grad what has become of them."""
+
+    def __init__(
+        self,
+        parameters: TrainedParameters,
+        buffers: SequenceBuffers,
+        launches: Launches,
+        *,
+        usage: Usage,
+        averaging: Averaging,
+        existing: ExistingGradients,
+        of_graphs: GraphGradients,
+        sends_zeros: bool,
+        reduced_again: frozenset[int],
+        reduced_before: "Gradients | None",
+        as_view: bool,
+    ) -> None:
+        """`reduced_again` are the positions of buckets whose gradients have been reduced in part.
+
+        By `reduced_before`, or in the same backward. With `sends_zeros`, in a torch.autograd.grad, .grad is neither
+        read nor written. With `as_view`, .grad becomes a view of its bucket where it can.
+        """
+        self._parameters, self._buffers, self._launches = parameters, buffers, launches
+        self._usage, self._averaging, self._existing, self._of_graphs = usage, averaging, existing, of_graphs
+        self._sends_zeros, self._again, self._before, self._as_view = (
+            sends_zeros,
+            reduced_again,
+            reduced_before,
+            as_view,
+        )
+        self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
+
+    # ---- into buckets ------------------------------------------------------------------------------------------------
+
+    def fill(self, index: int, positions: Sequence[int], gradient: torch.Tensor) -> None:
+        """[Note: one gradient, several sections] Put a gradient into the buckets that hooks launch for it.
+
+        Where a parameter stands in several graphs' sections, other ranks add up what each of them brings: the whole
+        gradient goes into the first and zeros into the others. A section that reduces again waits for their sum.
+        """
+        first, *others = [p for p in positions if p not in self._again] or positions
+        self._put(index, gradient, first)
+        for position in others:
+            self._buffers[position].put_zeros(index)
+        for position in (first, *others):
+            self._launches.buckets[position].missing.discard(index)
+        if self._as_view and index not in self._existing.apart and len(positions) == 1:
+            # The gradient's own memory is free from here on, as in DDP.
+            self._leave_in_place(index, first)
+
+    def fill_missing(self, index: int, position: int) -> None:
+        """Put zeros into a bucket that is about to be launched, or an earlier .grad that is still to be reduced."""
+        buffer, gradient = self._buffers[position], self._parameters.tensors[index].grad
+        if self._sends_zeros:
+            if gradient is not None and buffer.holds(index, gradient):
+                self._untouched[index] = gradient.clone()
+            buffer.put_zeros(index)
+            return
+        summed = [p for p in self._launches.positions_by_hooks(index) if p not in self._again]
+        if position in self._again and summed:
+            self._launches.wait_for(*summed)
+            self._put(index, self._sum(index, summed), position)
+        elif gradient is None or (summed and position != summed[0]):
+            buffer.put_zeros(index)
+        else:
+            if buffer.holds(index, gradient) and not self._usage.is_used(index):
+                self._untouched[index] = gradient.clone()
+            self._put(index, gradient, position)
+
+    @torch.no_grad()
+    def _put(self, index: int, gradient: torch.Tensor, position: int) -> None:
+        """Put this rank's share of a gradient into its bucket.
+
+        In a section that reduces again a part of it is the same on every rank, as it has been reduced before.
+        """
+        if position in self._again:
+            reduced = (self._before or self)._reduced_so_far(index)
+            if reduced is not None:
+                gradient = self._averaging.still_to_reduce(gradient, reduced)
+        buffer = self._buffers[position]
+        if self._averaging.has_no_weight:
+            buffer.put_zeros(index)
+            return
+        buffer.put(index, gradient, self._averaging.share(buffer.bucket.dtype))
+
+    def _reduced_so_far(self, index: int) -> torch.Tensor | None:
+        """What this backward has reduced of a gradient, except what it reduces again."""
+        if index in self._of_graphs.indices:
+            return self._of_graphs.sum_of(index)
+        positions = [p for p in self._launches.positions_by_hooks(index) if p not in self._again]
+        return self._sum(index, positions) if positions else None
+
+    def _sum(self, index: int, positions: Sequence[int]) -> torch.Tensor:
+        return sum_in_order([self._buffers[position].views[index] for position in positions])
+
+    # ---- into .grad --------------------------------------------------------------------------------------------------
+
+    def write_back(self) -> set[int]:
+        """Leave the mean in .grad of what hooks reduced: a view of the bucket, or the tensor that was there before.
+
+        A parameter that no rank has used since the last synchronised backward keeps its .grad untouched. Returns the
+        others.
+        """
+        written: set[int] = set()
+        by_hooks = {index for p in self._launches.by_hooks() for index in self._launches.buckets[p].bucket.indices}
+        for index in sorted(by_hooks):
+            positions = self._launches.positions_by_hooks(index)
+            if any(self._launches.riders.is_used_on_any_rank(index, position) for position in positions):
+                self._write(index, [position for position in positions if position in self._again] or positions)
+                written.add(index)
+                self._untouched.pop(index, None)
+        self.restore_untouched()
+        return written
+
+    @torch.no_grad()
+    def restore_untouched(self) -> None:
+        """Let .grad be as it was where buckets were filled with zeros in its place."""
+        for index, gradient in self._untouched.items():
+            self._parameters.tensors[index].grad.copy_(gradient)  # type: ignore[union-attr]
+
+    @torch.no_grad()
+    def _write(self, index: int, positions: Sequence[int]) -> None:
+        """Leave in .grad the sum of what these buckets have of a gradient."""
+        parameter = self._parameters.tensors[index]
+        existing = self._existing.apart.get(index)
+        if existing is not None:
+            existing.copy_(self._sum(index, positions))
+            parameter.grad = existing
+        elif self._as_view and len(positions) == 1:
+            self._leave_in_place(index, positions[0])
+        elif self._as_view:
+            parameter.grad = self._sum(index, positions)
+        elif parameter.grad is None:
+            parameter.grad = self._sum(index, positions).clone()
+        else:
+            parameter.grad.copy_(self._sum(index, positions))
+
+    def _leave_in_place(self, index: int, position: int) -> None:
+        """Let .grad be where the bucket has it; a .grad that is there already stays the same object."""
+        parameter, buffer = self._parameters.tensors[index], self._buffers[position]
+        if not buffer.holds(index, parameter.grad):
+            parameter.grad = buffer.alias(index)

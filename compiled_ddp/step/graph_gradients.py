@@ -1,0 +1,49 @@
+"""The gradients that captured graphs have reduced in one backward."""
+
+import functools
+from collections.abc import Iterable, Sequence, Set
+
+import torch
+
+
+class GraphGradients:
+    """Knows each by its address and by an alias, to tell it from what else may reach .grad."""
+
+    def __init__(self) -> None:
+        # None where several graphs have reduced parts of it.
+        self.addresses: dict[int, int | None] = {}
+        self._aliases: dict[int, list[torch.Tensor]] = {}
+
+    def note(self, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """These are what a graph returns."""
+        for index, gradient in gradients:
+            self.addresses[index] = None if index in self.addresses else gradient.data_ptr()
+            # Shares the storage, so that autograd adds other contributions out of place, which `has_another` sees.
+            self._aliases.setdefault(index, []).append(gradient.detach())
+
+    @property
+    def indices(self) -> Set[int]:
+        return self.addresses.keys()
+
+    def sum_of(self, index: int) -> torch.Tensor:
+        """What graphs have reduced of a gradient."""
+        return sum_in_order(self._aliases[index])
+
+    def has_another(self, index: int, gradient: torch.Tensor, *, looks_at_values: bool) -> bool:
+        """Whether .grad, which is `gradient`, has a contribution besides what graphs have reduced.
+
+        What one graph returned is the very tensor; what several did is their sum, which only a look at it can tell.
+        """
+        address = self.addresses[index]
+        if address is not None:
+            return gradient.data_ptr() != address
+        return looks_at_values and not _are_equal(gradient, self.sum_of(index))
+
+
+def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum that autograd makes of what graphs return in this order, so that every rank rounds alike."""
+    return functools.reduce(torch.add, parts)
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

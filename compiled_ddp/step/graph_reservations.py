@@ -1,0 +1,93 @@
+"""Which section of the backward under way a captured graph may launch, if any."""
+
+from compiled_ddp.step.backward import SynchronisedBackward
+from compiled_ddp.step.conductor import Conducted, conductor
+from compiled_ddp.step.fallback import DOES_NOT_FIT, TENSOR_HOOK
+from compiled_ddp.step.graph_call import GraphCall
+from compiled_ddp.step.reduction import Reduction
+from compiled_ddp.step.reserved_section import ReservedSection
+from compiled_ddp.step.riders import Flag
+
+
+class GraphReservations:
+    """Finds the section for a call, or leaves its parameters to hooks and says why."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self._reduction = reduction
+
+    def reserve(self, backward: SynchronisedBackward, call: GraphCall, wrapper: Conducted) -> ReservedSection | None:
+        """The section that `call` may launch in its graph now; None if it must run locally."""
+        reduction = self._reduction
+        agreed = reduction.agreed
+        if agreed.hooks_reason is not None or backward.averaging.has_no_weight or not call.plan.indices:
+            return None
+        section = self._reserve_for(backward, call, wrapper) if self.compiles(call) else None
+        if section is None and call.leaves_out and agreed.graph_sections.get(call.every_parameter().fingerprint):
+            # It has been planned with parameters that get no gradient here.
+            call.take_all_in()
+            backward.message.note(Flag.GRAPH_MISMATCH)  # where it is so on all ranks, the next sequence leaves them out
+            section = self._reserve_for(backward, call, wrapper) if self.compiles(call) else None
+        if section is None:
+            self._report_not_reserved(backward, call)
+            reduction.hooks.install()
+            return None
+        return ReservedSection(backward, section, call.plan, reduction)
+
+    def _reserve_for(self, backward: SynchronisedBackward, call: GraphCall, wrapper: Conducted) -> int | None:
+        reduction = self._reduction
+        launcher = backward.launcher
+        sections = reduction.agreed.graph_sections.get(call.fingerprint, ())
+        launcher.launch_complete()
+        in_turn = [section for section in sections if launcher.is_next(section)][:1]
+        if not in_turn and backward.reservations.shares_with_reserved(call.plan.indices):
+            # Hooks cannot take what is reduced in part. They may be waiting for what this step skips.
+            in_turn = [n for n in sections if launcher.waits_in_vain_before(n, reduction.will_accumulate)]
+        section = next((n for n in in_turn if self._may_run_graph(backward, n, wrapper)), None)
+        if section is not None:
+            backward.reserve(section)
+        return section
+
+    def _may_run_graph(self, backward: SynchronisedBackward, section: int, wrapper: Conducted) -> bool:
+        """Whether this rank may wait for others in the graph of a section now.
+
+        And in those of all sections that share parameters, if this is one: hooks could not take the rest of them.
+        """
+        together = backward.reservations.graphs_to_run_with(section)
+        return conductor.may_wait(wrapper, map(self._reduction.agreed.event_of, together))
+
+    def _report_not_reserved(self, backward: SynchronisedBackward, call: GraphCall) -> None:
+        reduction = self._reduction
+        if not reduction.agreed.refined:  # [Note: what a first backward shows]
+            backward.message.note(Flag.GRAPH_MISMATCH)
+        shared = backward.reservations.shares_with_reserved(
+            backward.reservations.leave_to_hooks(set(call.plan.indices))
+        )
+        if shared:
+            raise RuntimeError(
+                f"parameter {reduction.parameters.named(shared)} stands in two captured graphs, one of which did not "
+                "come at its place in the agreed sequence after the other had been reduced. Run the parts of the model "
+                "in the same order in every step, or set COMPILED_DDP_MODE=hooks."
+            )
+        hooked = self.with_tensor_hooks(call)
+        reason = TENSOR_HOOK if hooked else DOES_NOT_FIT
+        reduction.fallback.report(reason, reduction.parameters.named(hooked or call.plan.indices))
+
+    # ---- what both a backward that begins and a graph that is reached ask --------------------------------------------
+
+    def compiles(self, call: GraphCall) -> bool:
+        """Whether the backward that reduces in the graph has been compiled, or can be, before anything is sent."""
+        reduction = self._reduction
+        folds = any(reduction.parameters.tensors[index].grad is not None for index in call.plan.indices)
+        failure = call.compile(folds=folds)
+        if failure is not None:
+            reason = f"the compiler failed for the backward of their graph: {failure}"
+            reduction.fallback.report(reason, reduction.parameters.named(call.plan.indices))
+        return failure is None
+
+    def may_reserve(self, call: GraphCall) -> bool:
+        """Whether nothing about the call itself keeps it from a section."""
+        return not self.with_tensor_hooks(call) and self.compiles(call)
+
+    def with_tensor_hooks(self, call: GraphCall) -> list[int]:
+        """The call's parameters whose gradients tensor hooks of the user's see."""
+        return list(filter(self._reduction.with_tensor_hooks, call.plan.indices))

@@ -1,0 +1,61 @@
+"""The forwards of a wrapper, as far as the next backward needs to know of them."""
+
+import sys
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from compiled_ddp.step.forward_count import ForwardCount
+
+
+class LatestForward:
+    """Whether the latest forward was synchronised, who called it, and whether it still waits for its backward."""
+
+    def __init__(self) -> None:
+        self.synchronises = True  # whether its backward does: False under no_sync
+        self.awaits_backward = False  # whether it was synchronised, and no backward has begun since
+        self.count = ForwardCount()
+        self._is_counted = False  # whether it is one of `count`
+        self._thread = 0
+
+    def begin(self, *, synchronise: bool, counted: bool) -> None:
+        """`counted` tells whether every rank is to begin as many such forwards as this one; it is counted then."""
+        self.synchronises = self.awaits_backward = synchronise
+        self._thread = threading.get_ident()
+        self._is_counted = synchronise and counted
+
+    def begin_inside_backward(self, *, synchronise: bool, under_way: bool) -> None:
+        """A reentrant checkpoint runs one of its own; `under_way` tells whether in a synchronised backward."""
+        self.synchronises = synchronise
+        self._is_counted = False
+        self.awaits_backward = synchronise and not under_way
+
+    def raised(self) -> None:
+        """It has ended with an exception. [Note: forwards that are no step]"""
+        if self._is_counted:
+            self.count.raised()
+
+    def returned(self, nodes: Iterable[Any]) -> None:
+        """It has returned outputs of these autograd nodes; one that runs again inside a backward has done so before."""
+        if self._is_counted and self.awaits_backward:
+            self.count.returned(nodes)
+
+    def backward_began(self, *, accumulates: bool) -> None:
+        """It waits no more, unless a torch.autograd.grad, which does not accumulate, has come before its backward."""
+        self.awaits_backward = self.awaits_backward and not accumulates
+
+    def drop(self) -> None:
+        """No backward follows the forwards that wait for one, on any rank."""
+        self.awaits_backward = False
+        self.count.take_back()
+
+    @property
+    def is_of_this_thread(self) -> bool:
+        return self._thread == threading.get_ident()
+
+    def is_awaited(self) -> bool:
+        """Whether it still waits for its backward, and its output has not just been thrown away.
+
+        An exception that is being handled may be what has thrown it away.
+        """
+        return self.awaits_backward and (self.count.waits_alive or sys.exc_info()[0] is not None)

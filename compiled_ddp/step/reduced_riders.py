@@ -1,0 +1,79 @@
+"""The riders that come back in one backward, and which parameters they say that ranks have used."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from compiled_ddp.plan import FIRST_USED
+from compiled_ddp.step.flat_buffers import SequenceBuffers
+from compiled_ddp.step.launch import Launch, LaunchedByGraph
+from compiled_ddp.step.reservations import Reservations
+from compiled_ddp.step.usage import Usage
+
+
+class ReducedRiders:
+    """Reads the sums over ranks, whoever has launched the bucket that carries them: the last one of each section."""
+
+    def __init__(
+        self, launches: Sequence[Launch], buffers: SequenceBuffers, reservations: Reservations, usage: Usage
+    ) -> None:
+        self._launches, self._buffers, self._reservations, self._usage = launches, buffers, reservations, usage
+        self._using: dict[int, dict[int, float]] = {}  # section -> parameter -> on how many ranks it is used
+
+    def of_every_section(self) -> Iterator[torch.Tensor]:
+        for position in range(len(self._launches)):
+            riders = self._at(position)
+            if riders is not None:
+                yield riders
+        yield from self._reservations.riders()
+
+    def await_of(self, section: int) -> torch.Tensor:
+        """The riders of a section that hooks have launched, once they have arrived."""
+        carrier = self._launches[self._buffers.positions_in[section][-1]]
+        assert carrier.work is not None
+        carrier.work.wait()
+        return self._of(section)
+
+    def are_known(self, position: int) -> bool:
+        """Whether those of a launched bucket, if it has any, can be read."""
+        launch = self._launches[position]
+        is_of_graph = launch.section in self._reservations.reserved
+        return launch.bucket.riders is None or is_of_graph or self._at(position) is not None
+
+    def is_used_on_any_rank(self, index: int, position: int) -> bool:
+        """Whether any rank has used a parameter since the last synchronised backward. Hooks have launched its bucket.
+
+        Reads from the device, once for each section, on ranks that have not used such a parameter.
+        """
+        return self._usage.is_used(index) or self._ranks_using(self._launches[position].section)[index] > 0
+
+    def unused_everywhere(self) -> set[int]:
+        """Of the parameters that hooks reduced, those that no rank has used."""
+        return {
+            index
+            for position, launch in enumerate(self._launches)
+            if launch.work is not None
+            for index in launch.bucket.indices
+            if not self.is_used_on_any_rank(index, position)
+        }
+
+    def _ranks_using(self, section: int) -> dict[int, float]:
+        if section not in self._using:
+            layout = self._launches[self._buffers.positions_in[section][-1]].bucket.riders
+            assert layout is not None
+            self._using[section] = dict(zip(layout.indices, self._of(section)[FIRST_USED:].tolist(), strict=False))
+        return self._using[section]
+
+    def _at(self, position: int) -> torch.Tensor | None:
+        """Of a bucket that hooks launched, or a graph that broke off; None where there are none."""
+        work, layout = self._launches[position].work, self._launches[position].bucket.riders
+        if isinstance(work, LaunchedByGraph):
+            return None if work.flat is None or layout is None else layout.view(work.flat)
+        return None if work is None else self._buffers[position].riders
+
+    def _of(self, section: int) -> torch.Tensor:
+        position = self._buffers.positions_in[section][-1]
+        of_graph = isinstance(self._launches[position].work, LaunchedByGraph)
+        riders = self._at(position) if of_graph else self._buffers[position].riders
+        assert riders is not None
+        return riders

@@ -1,0 +1,197 @@
+"""How the gradients of one wrapper are reduced, in all of its backwards."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from compiled_ddp import torch_private
+from compiled_ddp.checks.proof import Proof
+from compiled_ddp.options import Options
+from compiled_ddp.plan import Section
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.reducers.choice import reducer_of
+from compiled_ddp.reducers.ddp_hook import REGISTERED, TorchCommHook
+from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.step import sparse_gradients
+from compiled_ddp.step.agreed_sequence import AgreedSequence
+from compiled_ddp.step.backward import Circumstances, SynchronisedBackward
+from compiled_ddp.step.carried_over import CarriedOver
+from compiled_ddp.step.fallback import Fallback
+from compiled_ddp.step.flat_buffers import SequenceBuffers
+from compiled_ddp.step.gradient_hooks import GradientHooks, Listener
+from compiled_ddp.step.graph_call import GraphCall
+from compiled_ddp.step.join import UnevenInputs
+from compiled_ddp.step.models_collectives import ModelsCollectives
+from compiled_ddp.step.riders import Message
+from compiled_ddp.step.sparse_gradients import SparseGradients
+
+
+class Backwards(Listener, sparse_gradients.Backwards, Protocol):
+    """Told by hooks on parameters of both kinds."""
+
+
+class Reduction:
+    """What all backwards of one wrapper have in common: the parameters, the agreed sequence, hooks and the proof."""
+
+    def __init__(
+        self,
+        parameters: TrainedParameters,
+        communicator: Communicator,
+        options: Options,
+        *,
+        live_calls: Callable[[], Sequence[GraphCall]],
+        hooks_reason: str | None,
+        sparse: TrainedParameters,
+        backwards: Backwards,
+    ) -> None:
+        """`live_calls` returns the calls of graphs whose backward may still run, latest first.
+
+        With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why. `sparse` are the trained
+        parameters with sparse gradients, none of `parameters`. Hooks on both tell `backwards`.
+        """
+        self.parameters, self.communicator, self.options = parameters, communicator, options
+        self.live_calls = live_calls
+        self.bucket_hook: BucketHook | None = None  # reduces buckets in place of an all-reduce
+        if options.comm_hook is not None:
+            self.bucket_hook = BucketHook(options.comm_hook, communicator.for_hooks())
+        self.torch_hook: TorchCommHook | None = None
+        self.uneven: UnevenInputs | None = None
+        self.agreed = AgreedSequence(options, communicator, hooks_reason, self.bucket_hook)
+        self.proof = Proof(parameters, communicator, options.verify)
+        self.fallback = Fallback(strict=options.strict)
+        self.models_collectives = ModelsCollectives()
+        self.carried = CarriedOver()
+        self._receive: Callable[[list[torch.Tensor]], None] = lambda _: None
+        self.hooks = GradientHooks(parameters.tensors, backwards)
+        self.sparse = SparseGradients(sparse, communicator, backwards)
+        self.forget_sequence()
+
+    # ---- changes -----------------------------------------------------------------------------------------------------
+
+    def retrain(self, parameters: TrainedParameters) -> None:
+        """Reduce these parameters from the next backward on."""
+        self.hooks.remove()
+        places = {id(tensor): place for place, tensor in enumerate(parameters.tensors)}
+        before = self.parameters.tensors
+        self.carried.renumber(lambda index: places.get(id(before[index])))
+        self.parameters = parameters
+        self.hooks = self.hooks.on(parameters.tensors)
+        self.forget_sequence()
+
+    def forget_sequence(self) -> None:
+        """Let the next synchronised backward bring a new one about. On all ranks before the same backward."""
+        self.agreed.begin_anew(self.parameters)
+        self.carried.begin_anew()
+        self.proof.begin_anew(self.parameters)
+        self.hooks.install()
+
+    def forget_unless_refined(self) -> None:
+        """After a torch.autograd.grad, or a backward that broke off: the sequence may lack what others will run."""
+        if not self.agreed.refined:
+            self.forget_sequence()
+
+    def prove_nothing(self) -> None:
+        """The backward has ended otherwise than by a mean in .grad, on every rank."""
+        self.proof.postpone()
+        self.forget_unless_refined()
+
+    def register_comm_hook(self, torch_hook: TorchCommHook) -> None:
+        """Let a communication hook reduce every bucket. On all ranks before the same backward."""
+        self.torch_hook = torch_hook
+        self.models_collectives.stop_looking()
+        self.agreed.leave_to_comm_hook(REGISTERED)
+        self.proof.switch_off(REGISTERED)
+        self.forget_sequence()
+
+    def follow_join(self, uneven: UnevenInputs) -> None:
+        """Take part in the joins of these."""
+        self.uneven = uneven
+
+    def expect_static_graph(self) -> None:
+        """A parameter may get several gradients in one backward, from here on as many in each."""
+        self.options = replace(self.options, static_graph=True)
+
+    def hand_out_to(self, receive: Callable[[list[torch.Tensor]], None]) -> None:
+        """Let `receive` have the reduced flat buckets of each backward, and none when the next one begins."""
+        self._receive = receive
+
+    def hand_out(self, flat_buckets: list[torch.Tensor]) -> None:
+        self._receive(flat_buckets)
+
+    def remove_needless_hooks(self) -> None:
+        """Where graphs reduce everything, only parameters that no rank has used are still watched."""
+        if not self.agreed.by_hooks:
+            self.hooks.remove(keep=self.agreed.unused)
+
+    def hold_back_users(self) -> None:
+        """Let the users' hooks on parameters wait for what is reduced."""
+        self.hooks.hold_back_users()
+        self.sparse.hold_back_users()
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the host may read what it reduces without making a device wait."""
+        return self.parameters.on_cpu
+
+    def will_accumulate(self, index: int) -> bool:
+        """Whether the running backward will bring this parameter a gradient."""
+        return torch_private.autograd.backward_will_accumulate(self.parameters.tensors[index])
+
+    def with_tensor_hooks(self, index: int) -> bool:
+        """Whether users' tensor hooks see this parameter's gradient."""
+        return torch_private.tensors.has_tensor_hooks(self.parameters.tensors[index])
+
+    def named(self, indices: Iterable[int]) -> str:
+        """These parameters, in a message."""
+        return self.parameters.named(sorted(indices))
+
+    # ---- for each backward -------------------------------------------------------------------------------------------
+
+    def refuse_if_broken(self) -> None:
+        """Raise RuntimeError if nothing can be reduced any more."""
+        self.communicator.refuse_if_failed()
+        if self.torch_hook is not None:
+            self.torch_hook.refuse_if_broken()
+
+    def new_backward(
+        self,
+        sections: Sequence[Section],
+        buffers: SequenceBuffers,
+        *,
+        used_before: set[int],
+        message: Message,
+        circumstances: Circumstances,
+    ) -> SynchronisedBackward:
+        """One that launches these sections."""
+        return SynchronisedBackward(
+            sections,
+            buffers,
+            self.communicator,
+            self.parameters,
+            used_before=used_before,
+            message=message,
+            circumstances=circumstances,
+            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
+            launching=self.proof.launching,
+            reducer=reducer_of(
+                self.communicator,
+                sections,
+                [bucket for _, bucket in buffers.buckets],
+                self.parameters.tensors,
+                traced_hook=self.bucket_hook,
+                ddp_hook=self.torch_hook,
+            ),
+            scaling=self.options.scaling,
+            correction=self._correction,
+        )
+
+    @property
+    def _correction(self) -> float:
+        """What a mean over all ranks is multiplied by: some may have joined. A hook of torch's kind divides itself."""
+        corrects = self.options.planned_reduction == "mean" and self.torch_hook is None
+        return self.uneven.factor if self.uneven is not None and corrects else 1.0

@@ -1,0 +1,113 @@
+"""A section of the backward under way, reserved for a captured graph that is about to run."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+
+import torch
+
+from compiled_ddp import torch_private
+from compiled_ddp.plan import FIRST_USED, BucketPlan
+from compiled_ddp.step.backward import SynchronisedBackward
+from compiled_ddp.step.graph_run import watched_graph
+from compiled_ddp.step.reduction import Reduction
+from compiled_ddp.step.riders import Flag, write_riders
+
+
+class ReservedSection:
+    """Gives the graph its further inputs, and takes what it returns; or hears that it has broken off."""
+
+    def __init__(self, backward: SynchronisedBackward, section: int, plan: BucketPlan, reduction: Reduction) -> None:
+        """`plan` is the section's, over the wrapper's parameters."""
+        self._backward, self._section, self._plan = backward, section, plan
+        self._reduction = reduction
+        self._positions = backward.launcher.positions_in(section)
+        self._unused: set[int] = set()
+
+    # ---- before it runs ----------------------------------------------------------------------------------------------
+
+    def gradients_to_fold(self) -> list[torch.Tensor]:
+        """The .grad tensors that the graph must fold in, one per gradient in plan order; empty if there are none.
+
+        They are None until the backward ends, which gives the same tensors back.
+        """
+        if self._backward.circumstances.returned is not None:  # .grad does not matter
+            return []
+        return self._backward.folded.take(self._plan)
+
+    def lend_buffers(self, buckets: Iterable[int]) -> list[torch.Tensor]:
+        """Memory for these buckets of the section, for the graph to pack them into."""
+        return self._backward.launches.lend([self._positions[bucket] for bucket in buckets])
+
+    def hook_state(self) -> list[torch.Tensor]:
+        """What a communication hook keeps for the section."""
+        return self._backward.launches.reducer.state(self._positions)
+
+    def rider_values(self, without_gradient: Iterable[int]) -> torch.Tensor:
+        """What the riders carry from this rank, on the plan's device; these parameters get no gradient here.
+
+        Nor have they, where they count as unused, got one in an earlier local backward.
+        """
+        self._unused = set(without_gradient) - self._backward.usage.before
+        riders = self._plan.riders
+        values = torch.empty(riders.numel, dtype=torch.float32, device=self._plan.buckets[-1].device)
+        return write_riders(values, riders, self._backward.message, lambda index: index not in self._unused)
+
+    def note_graph(self, compiled: Callable[..., object], fingerprint: str) -> None:
+        """It is `compiled` that will run, for the plan with this fingerprint: a new one is to be proven."""
+        if self._reduction.proof.meets_new_graph(compiled, fingerprint, self._plan.indices):
+            self._backward.message.note(Flag.VERIFY)
+
+    def give_up(self) -> None:
+        """The graph has launched nothing, and will not: hooks launch the section, others get zeros."""
+        self.break_off()
+        self._backward.launcher.release(self._section)
+
+    # ---- while it runs -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watched(self, group_name: str, *, sees_values: bool) -> Iterator[None]:
+        """The graph, which calls the process group `group_name`, runs in this context.
+
+        Without `sees_values` nothing can be computed from what it launches: it runs as a CUDA graph.
+        """
+        watching = self._reduction.proof.watching(self._plan, group_name, sees_values=sees_values)
+        with watched_graph(self._reduction.communicator, group_name), watching:
+            yield
+
+    # ---- after it has run --------------------------------------------------------------------------------------------
+
+    def break_off(self) -> None:
+        """An exception has ended the graph: .grad gets back what it was to fold in."""
+        self._backward.folded.give_back_as_they_were(self._plan.indices)
+
+    def unused_everywhere(self, riders: torch.Tensor) -> set[int]:
+        """Of the parameters without gradient here, those that no rank has used, by the reduced `riders`.
+
+        On the CPU; elsewhere a device would have to be waited for, and they keep what the graph has made, zeros.
+        """
+        if not self._unused or not riders.is_cpu:
+            return set()
+        ranks = dict(zip(self._plan.riders.indices, riders[FIRST_USED:].tolist(), strict=False))
+        return {index for index in self._unused if ranks[index] == 0}
+
+    def keep_hook_state(self, state: Sequence[torch.Tensor], left_out: Set[int]) -> None:
+        """Note the hook's new state. Before the graph's gradients reach the parameters.
+
+        Nothing becomes of those of the `left_out` parameters.
+        """
+        self._backward.launches.reducer.keep(self._positions, state, left_out | set(self._without_use()))
+
+    def _without_use(self) -> Iterator[int]:
+        """The parameters of which the running backward wants no gradient."""
+        for index in self._plan.indices:
+            if torch_private.autograd.fate_of_gradient(self._reduction.parameters.tensors[index]) == "none":
+                yield index
+
+    def complete(self, riders: torch.Tensor, gradients: Sequence[tuple[int, torch.Tensor]], left_out: Set[int]) -> None:
+        """The graph has run, with these reduced riders and gradients; the parameters `left_out` get none."""
+        backward = self._backward
+        backward.folded.leave_out(left_out)
+        backward.reservations.complete(self._section, riders)
+        backward.launches.take_back()
+        backward.of_graphs.note(gradients)
+        backward.usage.note_gradients(index for index, _ in gradients)

@@ -130,7 +130,7 @@ class Program:
     def _hand_over(
         self, section: ReservedSection, call: GraphCall, gradients: list[Any], riders: torch.Tensor, state: int
     ) -> Any:
-        """Give the section what the graph has returned, `state` tensors of a hook's among it; returns autograd's part."""
+        """Give the section what the graph has returned, with `state` tensors of a hook; returns autograd's part."""
         left_out = section.unused_everywhere(riders)
         if state:
             gradients, new_state = gradients[:-state], gradients[-state:]

@@ -242,7 +242,7 @@ class Segment:
         backwards = call.until_backward.take() if call is not None else None
         if call is not None and backwards is not None:
             if undefined:
-                undefined -= call.places_of(backwards.with_tensor_hooks)  # which take no None
+                undefined -= call.places_of(backwards.reduction.with_tensor_hooks)  # which take no None
             if self._outputs_of:
                 call.reached(undefined)
             with backwards.launching_alone():

@@ -154,13 +154,13 @@ class SynchronisedBackward:
 
     # ---- an exception ------------------------------------------------------------------------------------------------
 
-    def break_off(self) -> bool:
-        """An exception has ended this backward; returns whether the rest of it can follow: see `Launcher`."""
+    def break_off(self) -> None:
+        """An exception has ended this backward; the rest of it can follow if `launcher.riders_are_known`."""
         if self.circumstances.returned is not None:
             self.circumstances.returned.end()
         self.folded.forget()
         self.message.note(Flag.BROKE_OFF)
-        return self.launcher.break_off()
+        self.launcher.break_off()
 
     def restore_gradients(self) -> None:
         """Give back the .grad tensors that this backward has taken, where it ends with an error."""

@@ -145,10 +145,6 @@ class Backwards:
         with self.lock:
             yield
 
-    def with_tensor_hooks(self, index: int) -> bool:
-        """Whether users' tensor hooks see this parameter's gradient."""
-        return self.reduction.with_tensor_hooks(index)
-
     def reserve(self, call: GraphCall) -> ReservedSection | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self.lock:

@@ -8,6 +8,7 @@ import torch
 from compiled_ddp.plan import AMONG_COLLECTIVES, NOT_CALLED, ReductionSequence
 from compiled_ddp.step.backward import Circumstances, SynchronisedBackward
 from compiled_ddp.step.conductor import conductor
+from compiled_ddp.step.forward_count import Forwards
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graph_reservations import GraphReservations
 from compiled_ddp.step.latest_forward import LatestForward
@@ -69,22 +70,11 @@ class Beginning:
         a gradient in this one. `runs_sequence` tells whether it runs the graphs of the sequence; the default is for one
         that sends everything at once.
         """
-        reduction, count = self._reduction, self._forward.count
-        reduction.refuse_if_broken()
-        if reduction.uneven is not None:
-            reduction.uneven.begin_backward(count.value)
-        self.number += 1
-        self._forward.backward_began(accumulates=returned is None)
-        reduction.hooks.hold_back_users()
-        forwards = count.backward_began()
-        agreed, carried = reduction.agreed, reduction.carried
+        reduction, carried = self._reduction, self._reduction.carried
+        forwards = self._count(accumulates=returned is None)
         self._take_in_what_is_shared(takes_part)
-        must_agree = agreed.must_agree
-        calls = [call for call in reduction.live_calls() if must_agree and takes_part(call) and call.plan.indices]
-        plans = [call.plan for call in calls if self._reservations.compiles(call)]  # before any rank waits for another
-        sequence, some_rank_differs = agreed.propose(plans), False
-        if agreed.graph_sections and (agreed.among_collectives or must_agree):
-            sequence, some_rank_differs = self._tell_whether(runs_sequence(), sequence)
+        sequence, some_rank_differs = self._agree(takes_part, runs_sequence)
+        agreed, options = reduction.agreed, reduction.options
         reduction.proof.begin_backward()
         newly_used: set[int] = set()
         if returned is None:
@@ -97,11 +87,10 @@ class Beginning:
         if newly_used:
             message.note(Flag.NEWLY_USED)
         reduction.hand_out([])  # those of the backward before are about to be filled again
-        rule = reduction.options.bucket_rule
-        expects_several = reduction.options.static_graph and agreed.hooks_reason is not None
+        expects_several = options.static_graph and agreed.hooks_reason is not None
         circumstances = Circumstances(
             returned=returned,
-            delayed=rule is not None and rule.delayed,
+            delayed=options.bucket_rule is not None and options.bucket_rule.delayed,
             expected_gradients=carried.expected_gradients if expects_several else None,
             looks_at_values=reduction.on_cpu or not agreed.refined,
             newly_used=newly_used,
@@ -112,6 +101,30 @@ class Beginning:
         )
         reduction.models_collectives.begin()
         return backward
+
+    def _count(self, *, accumulates: bool) -> Forwards:
+        """Count a backward that begins; returns the numbers of forwards before it."""
+        reduction, count = self._reduction, self._forward.count
+        reduction.refuse_if_broken()
+        if reduction.uneven is not None:
+            reduction.uneven.begin_backward(count.value)
+        self.number += 1
+        self._forward.backward_began(accumulates=accumulates)
+        reduction.hooks.hold_back_users()
+        return count.backward_began()
+
+    def _agree(
+        self, takes_part: Callable[[GraphCall], bool], runs_sequence: Callable[[], bool]
+    ) -> tuple[ReductionSequence, bool]:
+        """The sequence of the backward that begins, and whether some rank does not run its graphs."""
+        agreed, live_calls = self._reduction.agreed, self._reduction.live_calls
+        must_agree = agreed.must_agree
+        calls = [call for call in live_calls() if must_agree and takes_part(call) and call.plan.indices]
+        plans = [call.plan for call in calls if self._reservations.compiles(call)]  # before any rank waits for another
+        sequence = agreed.propose(plans)
+        if agreed.graph_sections and (agreed.among_collectives or must_agree):
+            return self._tell_whether(runs_sequence(), sequence)
+        return sequence, False
 
     def _take_in_what_is_shared(self, takes_part: Callable[[GraphCall], bool]) -> None:
         """[Note: undefined gradients] Calls that share parameters keep their plans, whatever each of them leaves out.

@@ -149,10 +149,12 @@ class ConductedWrapper:
             under_way.break_off(backward)
             if not has_begun:
                 self._beginning.leave_all_to_hooks(backward)
-            if not backward.break_off():
+            backward.break_off()
+            if not backward.launcher.riders_are_known:
                 under_way.end()
                 raise communicator.give_up("an exception ended a backward, and what it had reduced is lost")
-            self._rest_was_launched = backward.launcher.launch_rest()
+            self._rest_was_launched = backward.launcher.has_rest()
+            backward.launcher.launch_rest()
 
     def told_ranks(self) -> Collection[int]:
         return self._reduction.communicator.ranks.ranks if self._rest_was_launched else ()

@@ -72,28 +72,28 @@ class Finish:
                     knows_alone = not set(reduction.communicator.ranks.ranks).issubset(told)
                     state = backward.launches.lost_hook_state()
                     reduction.carried.note_lost(tell=False, state=state)
-                    every_rank_raises = self._end_as_the_others(backward, findings)
-                    reduction.carried.note_lost(tell=knows_alone and not every_rank_raises, state=state)
+                    error_of_others = self._end_as_the_others(backward, findings)
+                    reduction.carried.note_lost(tell=knows_alone and error_of_others is None, state=state)
         finally:
             reduction.carried.note_reduced()
             reduction.sparse.forget_use()
 
-    def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> bool:
+    def _end_as_the_others(self, backward: SynchronisedBackward, findings: Findings) -> RuntimeError | None:
         """For the other ranks this backward, broken here, has not broken off: take part in what they do at its end.
 
-        Returns whether this lets all of them raise, so that none steps with the mean that is dropped here.
+        Returns the error that this raises on all of them, so that none steps with the mean that is dropped here.
         """
         reduction = self._reduction
         with giving_up_after_any_exception(reduction.communicator):
             backward.launches.wait()
             backward.settle_hook_state()
         self._report_different_steps(findings)
-        every_rank_raises = reduction.sparse.average(lambda: 0.0, aborted=True) is not None
-        if every_rank_raises or backward.circumstances.returned is not None:
+        error = reduction.sparse.average(lambda: 0.0, aborted=True)
+        if error is not None or backward.circumstances.returned is not None:
             reduction.prove_nothing()
-            return every_rank_raises
-        Ending(reduction, backward, findings).run_broken()
-        return False
+        else:
+            Ending(reduction, backward, findings).run_broken()
+        return error
 
     # ---- riders ------------------------------------------------------------------------------------------------------
 

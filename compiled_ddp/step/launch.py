@@ -32,4 +32,16 @@ class Launch:
     bucket: Bucket
     missing: set[int]  # gradients that hooks wait for
     work: Work | None = None  # what hooks have launched
-    summed: torch.Tensor | None = None  # what that sums, until the mean has been made of it
+    _summed: torch.Tensor | None = None  # what that sums, until the mean has been made of it
+
+    def sums(self, outgoing: torch.Tensor) -> None:
+        """Hooks launch this."""
+        self._summed = outgoing
+
+    def started(self, work: Work) -> None:
+        self.work = work
+
+    def take_summed(self) -> torch.Tensor | None:
+        """The sum that has arrived, once; None where hooks have launched nothing."""
+        summed, self._summed = self._summed, None
+        return summed

@@ -32,6 +32,9 @@ class Launcher:
         self._buffers, self._reservations = buffers, reservations
         self._launches, self._gradients = launches, gradients
         self._message, self._standing = message, standing
+        # After `break_off`: whether those of all that was launched can be read. If not, nobody knows what the other ranks
+        # do next.
+        self.riders_are_known = True
         self._cursor = 0
         self._broke_in_launch = False  # whether an exception has ended a launch by hooks
 
@@ -85,14 +88,13 @@ class Launcher:
         """Whether the bucket before the cursor, of the same section, was launched by hooks."""
         return self._cursor > 0 and self._launches.buckets[self._cursor - 1].work is not None
 
-    def launch_rest(self) -> bool:
-        """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce.
+    def has_rest(self) -> bool:
+        """Whether a bucket has not been launched. The last one carries riders, and so the message to every rank."""
+        return self._cursor < len(self._launches.buckets)
 
-        Returns whether there was one; the last of them carries riders, and so the message to every rank.
-        """
-        launched = self._cursor < len(self._launches.buckets)
+    def launch_rest(self) -> None:
+        """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce."""
         self._launch_to(len(self._launches.buckets))
-        return launched
 
     def _launch_to(self, position: int) -> None:
         while self._cursor < position:
@@ -123,24 +125,24 @@ class Launcher:
 
     # ---- an exception ------------------------------------------------------------------------------------------------
 
-    def break_off(self) -> bool:
+    def break_off(self) -> None:
         """Find out what has been launched when an exception ended this backward, so that the rest can follow.
 
         The process group's own count of collectives tells it, however far a graph or a line of ours had come. What is
-        left of a bucket that a communication hook reduces by several is launched here. Returns whether the riders of
-        all that was launched can be read; where not, nobody knows what the other ranks do next.
+        left of a bucket that a communication hook reduces by several is launched here.
         """
         broken = self._reservations.incomplete()
         for section in broken:
             self._reservations.release(section)
         if not self._launches.reducer.counts_collectives:  # and no graph launches anything
-            return True
+            return
         if not self._standing.counts_launches:
-            return not broken and not self._broke_in_launch
+            self.riders_are_known = not broken and not self._broke_in_launch
+            return
         left = self._launches.launched_collectives
         self._cursor = 0
         while self._cursor < len(self._launches.buckets) and left > 0:
             self._launches.note_launched(self._cursor, left)
             left = max(left - self._launches.collectives[self._cursor], 0)
             self._cursor += 1
-        return all(map(self._launches.riders.are_known, range(self._cursor)))
+        self.riders_are_known = all(map(self._launches.riders.are_known, range(self._cursor)))

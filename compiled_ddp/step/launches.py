@@ -67,14 +67,15 @@ class Launches:
         if layout is not None and buffer.riders is not None:
             write_riders(buffer.riders, layout, self._message, self._usage.is_used)
         self._launching(launch.bucket, buffer.flat)
-        launch.summed = self._averaging.outgoing(buffer.flat)
-        return launch.summed
+        outgoing = self._averaging.outgoing(buffer.flat)
+        launch.sums(outgoing)
+        return outgoing
 
     def start(self, position: int, flat: torch.Tensor) -> None:
         """Launch what `make_ready` has returned."""
         launch = self.buckets[position]
         with profiled("launch", self._standing.bucket, position):
-            launch.work = self.reducer.start(position, flat, lambda: self._usage.unused(launch.bucket.indices))
+            launch.started(self.reducer.start(position, flat, lambda: self._usage.unused(launch.bucket.indices)))
         self._standing.hooks_launched(position)
 
     def lend(self, positions: Sequence[int]) -> list[torch.Tensor]:
@@ -108,11 +109,11 @@ class Launches:
         launch = self.buckets[position]
         launch.missing.clear()
         if launch.section not in self._reservations.reserved and launch.work is None:
-            launch.work = LaunchedByGraph(self._lent.get(position))
+            launch.started(LaunchedByGraph(self._lent.get(position)))
             if position not in self._lent:
                 self._buffers[position].leave_memory()
         if collectives < self.collectives[position]:
-            launch.work = self.reducer.start_rest(position, collectives)
+            launch.started(self.reducer.start_rest(position, collectives))
 
     def lost_hook_state(self) -> bool:
         """Whether a graph broke off after a bucket's launch, and nothing tells the hook's new state for it."""
@@ -181,9 +182,8 @@ class Launches:
     def _conclude(self, position: int) -> None:
         """Make of a sum that has arrived what .grad shall be."""
         launch = self.buckets[position]
-        if launch.summed is not None:
-            summed, launch.summed = launch.summed, None
-            section = launch.section
+        summed, section = launch.take_summed(), launch.section
+        if summed is not None:
             self._averaging.conclude(summed, self._buffers[position].gradients, lambda: self.riders.await_of(section))
 
     def flat_gradients(self) -> list[torch.Tensor]:

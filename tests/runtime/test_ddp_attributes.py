@@ -170,7 +170,7 @@ def _assigned(rank: int, wrapper: str) -> None:
         ddp.find_unused_parameters = True
         assert ddp.find_unused_parameters and ddp.broadcast_buffers
     ours.static_graph = True
-    assert ours.static_graph and ours._runtime.static_graph
+    assert ours.static_graph and ours._runtime.reduction.options.static_graph
     with pytest.raises(AttributeError, match=rf"^{CLASSES[wrapper]}\.static_graph cannot become false: unwrap\(\)"):
         ours.static_graph = False
     for name, value in (("device_ids", [0]), ("dim", 1), ("gradient_as_bucket_view", False), ("bucket_bytes_cap", 1)):

@@ -195,7 +195,7 @@ def _only_in_backward(rank: int) -> bool:
     for number in range(8):
         ddp.module.active = rank == 0 or number < 4
         step(ddp, rank, number)
-    return ddp._runtime.agreed.among_collectives
+    return ddp._runtime.reduction.agreed.among_collectives
 
 
 @pytest.mark.filterwarnings("ignore:gradients of")

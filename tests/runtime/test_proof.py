@@ -20,9 +20,9 @@ from compiled_ddp.passes.graph_edit import emit, output_values, set_output_value
 from compiled_ddp.passes.ops import pack
 from compiled_ddp.plan import FIRST_USED, VERIFY, BucketPlan, Riders
 from compiled_ddp.ranks import launch_observer
-from compiled_ddp.step.backward import SynchronisedBackward
 from compiled_ddp.step.forward_count import Forwards
-from compiled_ddp.step.riders import Message, RiderReader, rider_values
+from compiled_ddp.step.gradients import Gradients
+from compiled_ddp.step.riders import Flag, Message, RiderReader, rider_values
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -39,7 +39,7 @@ class Loss(nn.Module):
 
 def pending(ddp: Any) -> dict[str, str]:
     """Names of the parameters that are not proven yet -> why."""
-    proof: Proof = ddp._runtime.proof
+    proof: Proof = ddp._runtime.reduction.proof
     names = ddp._runtime.parameters.names
     return {names[index]: reason for index, reason in proof.pending.items()}
 
@@ -121,10 +121,11 @@ def test_as_row_follows_the_memory_order_of_the_given_stride() -> None:
 
 def test_one_rank_that_wishes_to_verify_is_heard() -> None:
     riders = Riders(0, (0,))
-    values = [rider_values(riders, Message(Forwards(3, 3), verify=rank == 1), lambda _: True) for rank in range(3)]
+    flags = [set(), {Flag.VERIFY}, set()]
+    values = [rider_values(riders, Message(Forwards(3, 3), flags=here), lambda _: True) for here in flags]
     assert values[1][VERIFY] == 1 and values[0][VERIFY] == 0 and VERIFY < FIRST_USED
-    assert RiderReader(3).read([torch.stack(values).sum(0)]).verify
-    assert not RiderReader(3).read([torch.stack([values[0]] * 3).sum(0)]).verify
+    assert RiderReader(3).read([torch.stack(values).sum(0)]).ranks_with(Flag.VERIFY) == 1
+    assert not RiderReader(3).read([torch.stack([values[0]] * 3).sum(0)]).ranks_with(Flag.VERIFY)
 
 
 # ---- what is proven --------------------------------------------------------------------------------------------------
@@ -304,14 +305,14 @@ def _break_graphs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _break_hooks(patch: pytest.MonkeyPatch) -> None:
-    def put_but_keep(backward: SynchronisedBackward, index: int, positions: list[int]) -> None:
-        written(backward, index, positions)
-        if backward._parameters.names[index] == "mlp.head.bias":
-            parameter = backward._parameters.tensors[index]
+    def put_but_keep(gradients: Gradients, index: int, positions: list[int]) -> None:
+        written(gradients, index, positions)
+        if gradients._parameters.names[index] == "mlp.head.bias":
+            parameter = gradients._parameters.tensors[index]
             parameter.grad = torch.full_like(parameter, dist.get_rank())
 
-    written = SynchronisedBackward._write
-    patch.setattr(SynchronisedBackward, "_write", put_but_keep)
+    written = Gradients._write
+    patch.setattr(Gradients, "_write", put_but_keep)
 
 
 def _broken(rank: int, name: str, on_rank: int | None, width: int = 8, **options: Any) -> list[str]:

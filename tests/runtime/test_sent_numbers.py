@@ -54,20 +54,21 @@ def _weights(rank: int) -> None:
     for weight, error in WEIGHTS:
         if error is None:
             ddp.set_weight(weight)
-            assert ddp._runtime.weight == pytest.approx(float(weight), rel=1e-6)
+            assert ddp._runtime.reduction.carried.weight == pytest.approx(float(weight), rel=1e-6)
             ddp.zero_grad()
             ddp(row_batch(0)).sum().backward()
             bare = Mlp()
             bare.load_state_dict(ddp.state_dict())
             bare(row_batch(0)).sum().backward()
             share = 1.0 if weight else 0.0  # ranks are alike: the weighted mean is the gradient of each
-            if 1e-30 < ddp._runtime.weight < 1e30 or not weight:  # gradients times others leave float32 themselves
+            sent = ddp._runtime.reduction.carried.weight
+            if 1e-30 < sent < 1e30 or not weight:  # gradients times others leave float32 themselves
                 torch.testing.assert_close(ddp.module.head.bias.grad, share * bare.head.bias.grad)
         else:
-            before = ddp._runtime.weight
+            before = ddp._runtime.reduction.carried.weight
             with pytest.raises(error, match=rf"^rank {rank}: set_weight\(\) takes .*found"):
                 ddp.set_weight(weight)
-            assert ddp._runtime.weight == before
+            assert ddp._runtime.reduction.carried.weight == before
 
 
 def test_weights_that_float32_cannot_hold_and_what_is_no_number_are_refused(ranks2: RankPool) -> None:

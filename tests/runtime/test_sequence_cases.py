@@ -484,7 +484,7 @@ def _no_rank_runs_the_graph_at_first(rank: int, why: str) -> list[tuple[bool, in
         for parameter, by_hand in zip(ddp.parameters(), twin.parameters(), strict=True):
             dist.all_reduce(by_hand.grad.mul_(weights[rank] / sum(weights)))
             torch.testing.assert_close(parameter.grad, by_hand.grad)
-        sequences.append((ddp._runtime.agreed.refined, ddp._runtime.agreed.beginnings))
+        sequences.append((ddp._runtime.reduction.agreed.refined, ddp._runtime.reduction.agreed.beginnings))
     return sequences
 
 
@@ -502,7 +502,7 @@ def _no_graph_ever_runs(rank: int) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             assert_averaged(ddp, lambda module: module(rows(rank, step)))  # noqa: B023
-    return ddp._runtime.agreed.beginnings
+    return ddp._runtime.reduction.agreed.beginnings
 
 
 def test_sequences_are_not_begun_again_for_ever_where_no_graph_runs(ranks2: RankPool) -> None:

@@ -32,8 +32,7 @@ class Launcher:
         self._buffers, self._reservations = buffers, reservations
         self._launches, self._gradients = launches, gradients
         self._message, self._standing = message, standing
-        # After `break_off`: whether those of all that was launched can be read. If not, nobody knows what the other ranks
-        # do next.
+        # After `break_off`: whether those of all that was launched can be read. If not, nobody knows what others do next.
         self.riders_are_known = True
         self._cursor = 0
         self._broke_in_launch = False  # whether an exception has ended a launch by hooks

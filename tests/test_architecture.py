@@ -253,6 +253,11 @@ def test_every_room_has_a_floor_and_a_place_in_what_is_installed() -> None:
     assert set(configured) == {"compiled_ddp", "compiled_ddp.passes", *folders}
 
 
+@pytest.mark.parametrize("path", [*PACKAGE, *TORCH_PRIVATE], ids=relative)
+def test_a_module_says_what_it_holds(path: Path) -> None:
+    assert ast.get_docstring(parse(path)), f"{relative(path)} needs a docstring: no list of files is kept by hand"
+
+
 def test_the_readme_draws_these_layers() -> None:
     (picture,) = re.findall(r"^```text\n(__init__\.py.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
     drawn = [line.partition("#")[0].split() for line in picture.splitlines()]

@@ -24,6 +24,7 @@ WRITTEN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benc
 PAGE_SECONDS = 240.0
 
 CELL_CHARACTERS = 300
+README_LINES = 130
 
 FENCE = re.compile(r"^ *(?P<fence>`{3,}|~{3,}) *(?:\{ *\.)?python\b(?P<options>[^}\n]*)\}?$")
 
@@ -187,6 +188,10 @@ def test_no_cell_of_a_table_is_a_wall_of_text(page: Path) -> None:
 
 def test_cells_are_found_with_their_lines() -> None:
     assert cells("a | b\n| one | two \\| three |\n") == [(2, "one"), (2, "two \\| three")]
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
 def test_snippets_are_found_with_their_lines() -> None:

@@ -7,6 +7,7 @@ A figure is measured once and stands in its JSON; the documents are filled in fr
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.result import Comparison
@@ -15,25 +16,36 @@ from benchmarks.table import derive, render, tabulate_rows
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = {"1gbit": "a 1 Gbit/s link", "loopback": "loopback"}
+_SHORT = {"1gbit": "1 Gbit/s", "loopback": "loopback"}
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
-_SUMMARY = {
-    "name": ("", "s"),
+_OF_EACH_RUN = {
     "step_ms": ("step ms", ".0f"),
     "ratio_to_baseline": ("x torch DDP", ".3f"),
     "ratio_to_limit": ("x limit 1", ".3f"),
     "exposed_ms": ("exposed ms", ".0f"),
+}
+_OF_THE_FIRST_RUN = {
     "peak_memory_mb": ("peak MiB", ".0f"),
     "first_step_cold_s": ("first step cold s", ".1f"),
     "first_step_warm_s": ("warm s", ".1f"),
 }
 
 
-def summary(comparison: Comparison) -> str:
-    """The columns that a reader of the README looks for, as a Markdown table."""
-    table = derive(comparison)
-    rows = [*table.variants, replace(table.limits[0], name="limit 1")]
-    return tabulate_rows(rows, _SUMMARY, tablefmt="github", missing="")
+def summary(comparisons: dict[str, Comparison]) -> str:
+    """The columns that a reader of the README looks for, one comparison beside the other, as a Markdown table."""
+    tables = [derive(comparison) for comparison in comparisons.values()]
+    rows = [[*table.variants, replace(table.limits[0], name="limit 1")] for table in tables]
+    columns = {"name": ("", "s")}
+    for run, name in enumerate(comparisons):
+        columns |= {f"{field} {run}": (f"{name}: {title}", spec) for field, (title, spec) in _OF_EACH_RUN.items()}
+    columns |= {f"{field} 0": title_and_spec for field, title_and_spec in _OF_THE_FIRST_RUN.items()}
+    joined = []
+    for same_row in zip(*rows, strict=True):
+        (name,) = {row.name for row in same_row}
+        fields = {f"{field} {run}": value for run, row in enumerate(same_row) for field, value in vars(row).items()}
+        joined.append(SimpleNamespace(name=name, **fields))
+    return tabulate_rows(joined, columns, tablefmt="github", missing="")
 
 
 def provenance(recipe: dict[str, Any]) -> str:
@@ -47,15 +59,17 @@ def provenance(recipe: dict[str, Any]) -> str:
 
 def readme_text(runs: dict[str, dict[str, Any]]) -> str:
     """The GPT on every link, in short."""
-    parts = []
-    for name, where in RUNS.items():
-        comparison = _comparisons(runs[name])["gpt"]
-        parts.append(f"GPT, {comparison.parameters / 1e6:.1f} M parameters, 2 ranks, {where}:\n\n{summary(comparison)}")
-    note = (
+    gpt = {_SHORT[name]: _comparisons(runs[name])["gpt"] for name in RUNS}
+    caption = (
+        f"GPT, {gpt['loopback'].parameters / 1e6:.1f} M parameters, 2 ranks, on {' and on '.join(RUNS.values())}.\n"
         "Limit 1 is forward + max(backward, communication) + optimizer of the compiled floor: the best that overlap\n"
-        "inside the backward can reach. Peak memory is without the interpreter and torch."
+        "inside the backward can reach. Peak memory (without the interpreter and torch) and first steps are those\n"
+        "on the link."
     )
-    return "\n\n".join([*parts, note, provenance(runs["1gbit"]["recipe"])])
+    link, loopback = (runs[name]["recipe"] for name in RUNS)
+    ran = f"{loopback['date'][:10]}, commit {loopback['commit']}; `{loopback['command']}`"
+    recipe = f"{provenance(link)}\nOn loopback: {ran}. [How it is measured](docs/benchmarks.md)."
+    return "\n\n".join([caption, summary(gpt), recipe])
 
 
 def page_text(runs: dict[str, dict[str, Any]]) -> str:

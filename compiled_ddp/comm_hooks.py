@@ -62,10 +62,10 @@ class StatefulHook(ABC):
     """A hook with tensors of its own for each bucket, which `ddp.comm_hook_state_dict()` saves.
 
     Each bucket of a backward has a state of its own, also where two have the same parameters. A floating-point tensor
-    that is as long as the bucket belongs to the gradients, element by element: what it has of a parameter moves along
-    when that comes into another bucket, and stays as it is in a step in which no rank uses the parameter. Other state
-    begins anew with other parameters in the bucket. A new state is taken when the backward has ended on every rank; and
-    not where the mean is not finite, or the state would become so, as in a step that a GradScaler skips.
+    that is as long as the bucket belongs to the gradients, element by element: what it holds of a parameter moves with
+    the parameter to another bucket, and stays as it is in a step in which no rank uses the parameter. Other state
+    is reset when the bucket gets other parameters. A new state is committed when the backward has ended on every rank,
+    but not where the mean is not finite or the state would become infinite, as in a step that a GradScaler skips.
 
     `owed` names, by their places in the state, the tensors of the gradients that a compression has not sent yet: as
     long as the bucket, in the gradients' own unit (not divided by the number of ranks), another on every rank. For
@@ -77,7 +77,7 @@ class StatefulHook(ABC):
 
     @abstractmethod
     def initial_state(self, gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The state of a bucket before its first reduction; `gradients` tells its size, dtype and device."""
+        """The state of a bucket before its first reduction; `gradients` has its size, dtype and device."""
 
     @abstractmethod
     def __call__(self, gradients: torch.Tensor, ranks: Ranks, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:

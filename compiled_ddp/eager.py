@@ -30,12 +30,12 @@ class EagerDDP(DataParallelWrapper):
         output_device: the same GPU, if given.
         dim: without effect, as inputs are not split.
         process_group: the ranks to average over; None is all of them.
-        bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, which is measured here
+        bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, measured here
             (`compiled_ddp.ranks.link_speed`; docs/benchmarks.md, "Bucket size").
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
         bucket_cap_mb_list: a size in MiB for each bucket in order, the last one for all further ones too; in place of
             the two sizes above.
-        broadcast_buffers: overwrite buffers by rank 0's at construction and at the begin of a forward, by DDP's rule;
+        broadcast_buffers: overwrite buffers by rank 0's at construction and at the start of a forward, by DDP's rule;
             None is True.
         forward_sync_buffers: DDP's newer name for the same in forwards alone: buffers are rank 0's at construction in
             any case. None leaves it to `broadcast_buffers`.
@@ -50,9 +50,9 @@ class EagerDDP(DataParallelWrapper):
         comm_hook: reduces the buckets in place of an all-reduce, as part of the graph where there is one
             (`compiled_ddp.comm_hooks`).
         check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
-            "error" raises on every rank, "warn" warns once, "off" does not look.
+            "error" raises on every rank, "warn" warns once, "off" does not check.
         verify: when to prove that gradients were reduced, by checksums before and after, compared between ranks:
-            "first" in the first backward, and while something is pending (`explain()` tells);
+            "first" in the first backward, and while something is pending (`explain()` lists it);
             "always" in every backward; "off" never. A gradient that was not reduced raises on every rank.
         **ddp_arguments: DDP's other arguments (docs/migration.md, "Arguments of the constructor").
 

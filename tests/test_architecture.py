@@ -253,6 +253,19 @@ def test_every_room_has_a_floor_and_a_place_in_what_is_installed() -> None:
     assert set(configured) == {"compiled_ddp", "compiled_ddp.passes", *folders}
 
 
+@pytest.mark.parametrize("path", [*PACKAGE, *TORCH_PRIVATE], ids=relative)
+def test_a_module_says_what_it_holds(path: Path) -> None:
+    assert ast.get_docstring(parse(path)), f"{relative(path)} needs a docstring: no list of files is kept by hand"
+
+
+def test_the_readme_draws_these_layers() -> None:
+    (picture,) = re.findall(r"^```text\n(__init__\.py.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    drawn = [line.partition("#")[0].split() for line in picture.splitlines()]
+    assert [tuple(name.removesuffix("/").removesuffix(".py") for name in names) for names in drawn] == [*LAYERS[::-1]]
+    folders = {"passes", *(path.parent.name for path in (ROOT / "compiled_ddp").glob("*/__init__.py"))}
+    assert {name for names in drawn for name in names if name.endswith("/")} == {f"{folder}/" for folder in folders}
+
+
 def test_editor_bans_for_passes_what_stands_above_them() -> None:
     config = tomllib.loads((ROOT / "passes" / "ruff.toml").read_text())
     banned = config["lint"]["flake8-tidy-imports"]["banned-api"]

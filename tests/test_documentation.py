@@ -1,4 +1,4 @@
-"""Every Python snippet of the README and of docs/ runs, and every test that a table names exists.
+"""Every Python snippet of the README and of docs/ runs, and every file and test that a page names exists.
 
 The blocks of a page run in order, in one namespace, in one process of its own that is rank 0 of 1 by its environment. A
 block opened by ```{.python notest} does not run, and an HTML comment directly above it says why. (The README may also
@@ -20,7 +20,11 @@ from ranks import RankError, RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))) if path.exists()]
+WRITTEN = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md"]
 PAGE_SECONDS = 240.0
+
+CELL_CHARACTERS = 300
+README_LINES = 130
 
 FENCE = re.compile(r"^ *(?P<fence>`{3,}|~{3,}) *(?:\{ *\.)?python\b(?P<options>[^}\n]*)\}?$")
 
@@ -140,6 +144,54 @@ def test_names_of_tests_are_found_in_tables(tmp_path: Path) -> None:
     page.write_text("`a/test_x.py::test_0`\n| a | `a/test_x.py::test_1`, `::test_2`, `b/test_y.py` | `test.py` |\n")
     a, b = ROOT / "tests/a/test_x.py", ROOT / "tests/b/test_y.py"
     assert named_tests(page) == [(2, a, "test_1"), (2, a, "test_2"), (2, b, None)]
+
+
+# A source or test, as `compiled_ddp/plan.py`, `passes/pipeline.py`, `tests/ranks.py::name`; in braces or not.
+SOURCE = re.compile(r"(?<![\w./-])((?:compiled_ddp|passes|tests|benchmarks|docs)/[\w./-]*\w\.\w+)(?:::(\w+))?")
+
+
+def named_files(text: str) -> list[tuple[str, str | None]]:
+    """The files of the repository that `text` names, each with the function that stands behind `::`, if any."""
+    return [(name[1], name[2]) for name in SOURCE.finditer(text)]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=relative)
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    missing = []
+    for name, function in named_files(page.read_text()):
+        path = ROOT / name
+        if not path.exists() or (function is not None and f"def {function}(" not in path.read_text()):
+            missing.append(f"{name}::{function}" if function else name)
+    assert not missing, f"{relative(page)} names {missing}"
+
+
+def test_names_of_files_are_found() -> None:
+    text = "`compiled_ddp/plan.py`, tests/ranks.py::run; not x/tests/a.py, tests/fuzz/ or benchmarks.kept"
+    assert named_files(text) == [("compiled_ddp/plan.py", None), ("tests/ranks.py", "run")]
+
+
+def cells(text: str) -> list[tuple[int, str]]:
+    """The cells of a page's tables, each with its line."""
+    return [
+        (number, cell.strip())
+        for number, line in enumerate(text.splitlines(), start=1)
+        if line.lstrip().startswith("|")
+        for cell in re.split(r"(?<!\\)\|", line.strip().strip("|"))
+    ]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=relative)
+def test_no_cell_of_a_table_is_a_wall_of_text(page: Path) -> None:
+    long = [(number, len(cell)) for number, cell in cells(page.read_text()) if len(cell) > CELL_CHARACTERS]
+    assert not long, f"{relative(page)}: write the cells at these lines as prose below the table: {long}"
+
+
+def test_cells_are_found_with_their_lines() -> None:
+    assert cells("a | b\n| one | two \\| three |\n") == [(2, "one"), (2, "two \\| three")]
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
 
 
 def test_snippets_are_found_with_their_lines() -> None:

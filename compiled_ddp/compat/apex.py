@@ -16,7 +16,7 @@ __all__ = ["DistributedDataParallel", "Reducer"]
 class DistributedDataParallel(ApexAdapter):
     """apex's wrapper: parameters are rank 0's at construction, gradients are averaged during backward.
 
-    What each argument was in apex, is here, and is tested by: docs/apex.md. The last three are our own.
+    What each argument was in apex, is here, and is tested by: docs/apex.md. The last three are not apex's.
 
     Args:
         module: the model.
@@ -24,7 +24,7 @@ class DistributedDataParallel(ApexAdapter):
         delay_allreduce: reduce everything when backward has ended, in one bucket for each dtype.
         shared_param: refused, as in apex.
         allreduce_trigger_params: parameters; the gradient of each closes the bucket of its own dtype, and
-            `message_size` counts for nothing.
+            `message_size` is ignored.
         retain_allreduce_buffers: leave each backward's reduced flat buckets, in launch order, in `allreduce_buffers`,
             until the next backward.
         allreduce_always_fp32: scale and sum float16 and bfloat16 gradients in float32.
@@ -44,7 +44,7 @@ class DistributedDataParallel(ApexAdapter):
         allreduce_buffers: with `retain_allreduce_buffers`, flat tensors; empty before the first backward that reduces.
 
     Raises:
-        TypeError, ValueError: an argument cannot be taken; on every rank.
+        TypeError, ValueError: an argument is refused; on every rank.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class DistributedDataParallel(ApexAdapter):
         super().__init__(module, arguments, process_group=process_group, check_steps=check_steps, verify=verify)
 
     def enable_allreduce(self) -> None:
-        """Let backwards reduce that begin from now on, with what was accumulated before."""
+        """Let backwards that start from now on reduce, including what was accumulated before."""
         self._reduce_in_backward(wanted=True)
 
     def disable_allreduce(self) -> None:
-        """Let backwards stay local that begin from now on: gradients accumulate into .grad."""
+        """Let backwards that start from now on stay local: gradients accumulate into .grad."""
         self._reduce_in_backward(wanted=False)

@@ -29,12 +29,12 @@ class DistributedDataParallel(ApexAdapter):
             loss.backward()
 
     A backward without reduction leaves this rank's own gradients in .grad, added to what was there; the next one with
-    reduction leaves the mean over ranks of their sum. Which of the two a backward is, is read when it begins. The
+    reduction leaves the mean over ranks of their sum. The switch is read when a backward starts. The
     arguments are those of `compiled_ddp.compat.apex`, in the fork's order, which has fewer of them; the last three
-    are our own.
+    are not the fork's.
 
     Attributes:
-        need_reduction: whether backwards that begin now reduce; may be assigned.
+        need_reduction: whether backwards that start now reduce; may be assigned.
         allreduce_buffers: as in `compiled_ddp.compat.apex`.
     """
 
@@ -70,11 +70,11 @@ class DistributedDataParallel(ApexAdapter):
         self.need_reduction = False
 
     def enable_need_reduction(self) -> None:
-        """Let backwards reduce that begin from now on, with what was accumulated before."""
+        """Let backwards that start from now on reduce, including what was accumulated before."""
         self.need_reduction = True
 
     def disable_need_reduction(self) -> None:
-        """Let backwards stay local that begin from now on."""
+        """Let backwards that start from now on stay local."""
         self.need_reduction = False
 
     @property

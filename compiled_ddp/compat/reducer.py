@@ -53,9 +53,9 @@ class Reducer:
     @torch_private.dynamo.untraced
     @torch.no_grad()
     def reduce(self) -> None:
-        """Average over ranks. A collective: every rank calls it, as often as all others.
+        """Average over ranks. A collective: every rank calls it equally often.
 
-        A parameter without a .grad is skipped, and must be so on every rank.
+        A parameter without a .grad is skipped, and must lack it on every rank.
 
         Raises RuntimeError, on every rank and before anything is averaged, where ranks differ in which parameters have
         a gradient, or in the shape or dtype of one; and where one is sparse.
@@ -122,7 +122,7 @@ class Reducer:
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     def close(self) -> None:
-        """Give the communicator back. A collective; `reduce()` cannot be called afterwards."""
+        """Release the communicator. A collective; `reduce()` cannot be called afterwards."""
         self._communicator.close()
 
 

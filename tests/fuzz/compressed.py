@@ -157,7 +157,7 @@ class Run:
                     part.requires_grad_(event.kind == "train")
 
     def _may_be_frozen(self, key: int) -> bool:
-        """Not what is read in a graph and outside of it: docs/limits.md, "a gradient from outside of its graph"."""
+        """Not what a graph and eager code read: docs/limits/refused.md, "A gradient from outside its graph"."""
         model = self.compressed.program.model
         readers = Counter(parameters_of(op) for op, _ in walk(model.ops))
         others = [name for name, p in self.twin.named_parameters() if p.requires_grad and f"linear{key}." not in name]

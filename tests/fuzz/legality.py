@@ -1,4 +1,4 @@
-"""Which programs stay clear of what docs/limits.md lists as refused or as not detected."""
+"""Which programs stay clear of what docs/limits.md and docs/limits/ list as refused or as not detected."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from fuzz.description import OTHER_WRAPPER, Join, Model, Op, Program, Reads, Ste
 
 
 def permitted(program: Program, wrapper: str) -> Program:
-    """The program without what this torch or this wrapper cannot do, and docs/limits.md tells."""
+    """The program without what this torch or this wrapper cannot do, as docs/limits.md tells."""
     return _without_unread_outputs(_of_one_size(program), wrapper)
 
 
@@ -22,7 +22,7 @@ def _of_one_size(program: Program) -> Program:
 
 
 def _without_unread_outputs(program: Program, wrapper: str) -> Program:
-    """Graphs have zeros for some of them: docs/limits.md, "Unused parameters"."""
+    """Graphs have zeros for some of them: docs/limits/works.md, "Unused parameters"."""
     wrappers = {wrapper, *(OTHER_WRAPPER[wrapper] for other in program.others if other.swapped)}
     kinds = {op.kind for model in program.models for op, _ in walk(model.ops)}
     if wrappers == {"EagerDDP"} or kinds.isdisjoint(("in_place", "nonlinear")):
@@ -35,7 +35,7 @@ def _without_unread_outputs(program: Program, wrapper: str) -> Program:
 
 
 def tamed(program: Program) -> Program:
-    """The program without what docs/limits.md refuses beside the rest of it, or what nobody could average by hand."""
+    """The program without what docs/limits/refused.md has beside the rest of it, or nobody could average by hand."""
     setting = program.setting
     if setting.hook:
         setting = replace(setting, reduction="mean")
@@ -72,7 +72,7 @@ def _alike_on_all_ranks(step: Step | Join) -> Step | Join:
 
 
 def _without_changes_to_local_gradients(step: Step | Join) -> Step | Join:
-    """A .grad that a local backward leaves as it is counts as used: docs/limits.md, "Unused parameters"."""
+    """A .grad that a local backward leaves as it is counts as used: docs/limits/works.md, "Unused parameters"."""
     if isinstance(step, Join) or not any(step.local):
         return step
     return replace(step, between=(), before=tuple(change for change in step.before if change.kind in CONVERSIONS))

@@ -71,7 +71,7 @@ def steps() -> st.SearchStrategy[Step]:
 
 
 def _countable(step: Step) -> Step:
-    """Without its forwards, skip_step() stands for one of them: docs/limits.md, "Skipped and broken steps"."""
+    """Without its forwards, skip_step() stands for one of them: docs/limits/steps.md."""
     if step.forwards == 1 or step.skip_after_forward:
         return step
     return Step(**{**vars(step), "skip_after_forward": True})

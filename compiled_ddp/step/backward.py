@@ -9,7 +9,7 @@ from compiled_ddp.plan import Bucket, Section
 from compiled_ddp.planning.sequence import Observations
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.reducers.averaging import Averaging, Scaling
+from compiled_ddp.reducers.averaging import Averaging
 from compiled_ddp.reducers.reducer import Reducer
 from compiled_ddp.step import deferred_hooks
 from compiled_ddp.step.existing_gradients import ExistingGradients
@@ -50,27 +50,18 @@ class SynchronisedBackward:
         communicator: Communicator,
         parameters: TrainedParameters,
         *,
-        used_before: set[int],
+        usage: Usage,
         message: Message,
         circumstances: "Circumstances",
-        gradient_as_bucket_view: bool = True,
-        launching: Callable[[Bucket, torch.Tensor], None],
+        averaging: Averaging,
         reducer: Reducer,
-        scaling: Scaling | None = None,
-        correction: float = 1.0,
+        launching: Callable[[Bucket, torch.Tensor], None],
+        gradient_as_bucket_view: bool = True,
     ) -> None:
         """`launching` is told of every flat buffer right before hooks launch it, which `reducer` does."""
         self.sections, self.circumstances, self.message = sections, circumstances, message
-        self.observations = Observations()
+        self.usage, self.averaging, self.observations = usage, averaging, Observations()
         self._parameters = parameters
-        returns = circumstances.returned is not None
-        self.usage = Usage(
-            used_before,
-            sends_zeros=returns,
-            delayed=circumstances.delayed,
-            expected_gradients=circumstances.expected_gradients,
-        )
-        self.averaging = Averaging(sections[0].plan, weight=message.weight, scaling=scaling, correction=correction)
         self.existing = ExistingGradients(parameters, buffers)
         self.folded = FoldedGradients(parameters, self.existing)
         self.of_graphs = GraphGradients()
@@ -79,24 +70,23 @@ class SynchronisedBackward:
             buffers,
             self.reservations,
             message=message,
-            usage=self.usage,
-            averaging=self.averaging,
+            usage=usage,
+            averaging=averaging,
             reducer=reducer,
             communicator=communicator,
             launching=launching,
         )
-        before = circumstances.reduces_again
         self._gradients: Gradients = Gradients(
             parameters,
             buffers,
             self.launches,
-            usage=self.usage,
-            averaging=self.averaging,
+            usage=usage,
+            averaging=averaging,
             existing=self.existing,
             of_graphs=self.of_graphs,
-            sends_zeros=returns,
+            sends_zeros=circumstances.returned is not None,
             reduced_again=frozenset(p for p, (n, _) in enumerate(buffers.buckets) if sections[n].reduces_again),
-            reduced_before=None if before is None else before._gradients,
+            reduced_before=circumstances.reduces_again and circumstances.reduces_again._gradients,
             as_view=gradient_as_bucket_view,
         )
         standing = communicator.standing

@@ -12,6 +12,7 @@ from compiled_ddp.options import Options
 from compiled_ddp.plan import Section
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.reducers.averaging import Averaging
 from compiled_ddp.reducers.choice import reducer_of
 from compiled_ddp.reducers.ddp_hook import REGISTERED, TorchCommHook
 from compiled_ddp.reducers.hook_state import BucketHook
@@ -27,6 +28,7 @@ from compiled_ddp.step.join import UnevenInputs
 from compiled_ddp.step.models_collectives import ModelsCollectives
 from compiled_ddp.step.riders import Message
 from compiled_ddp.step.sparse_gradients import SparseGradients
+from compiled_ddp.step.usage import Usage
 
 
 class Backwards(Listener, sparse_gradients.Backwards, Protocol):
@@ -173,11 +175,22 @@ class Reduction:
             buffers,
             self.communicator,
             self.parameters,
-            used_before=used_before,
+            usage=Usage(
+                used_before,
+                sends_zeros=circumstances.returned is not None,
+                delayed=circumstances.delayed,
+                expected_gradients=circumstances.expected_gradients,
+            ),
             message=message,
             circumstances=circumstances,
-            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
+            averaging=Averaging(
+                sections[0].plan,
+                weight=message.weight,
+                scaling=self.options.scaling,
+                correction=self._correction,
+            ),
             launching=self.proof.launching,
+            gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             reducer=reducer_of(
                 self.communicator,
                 sections,
@@ -186,8 +199,6 @@ class Reduction:
                 traced_hook=self.bucket_hook,
                 ddp_hook=self.torch_hook,
             ),
-            scaling=self.options.scaling,
-            correction=self._correction,
         )
 
     @property

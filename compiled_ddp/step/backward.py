@@ -35,7 +35,7 @@ class Circumstances:
     # With static_graph, how many gradients a parameter gets in each backward, where that is known. Else one.
     expected_gradients: Mapping[int, int] | None = None
     looks_at_values: bool = False  # whether the host may read gradients, and wait for a device
-    reduces_again: "SynchronisedBackward | None" = None  # the backward a part of which this one reduces once more
+    reduces_again: Gradients | None = None  # of the backward a part of which this one reduces once more
     newly_used: Set[int] = frozenset()  # parameters of "unused" sections that it uses here
     some_rank_differs: bool = False  # so that hooks reduce all of it: [Note: models that communicate]
 
@@ -76,7 +76,7 @@ class SynchronisedBackward:
             communicator=communicator,
             launching=launching,
         )
-        self._gradients: Gradients = Gradients(
+        self.gradients = Gradients(
             parameters,
             buffers,
             self.launches,
@@ -86,15 +86,12 @@ class SynchronisedBackward:
             of_graphs=self.of_graphs,
             sends_zeros=circumstances.returned is not None,
             reduced_again=frozenset(p for p, (n, _) in enumerate(buffers.buckets) if sections[n].reduces_again),
-            reduced_before=circumstances.reduces_again and circumstances.reduces_again._gradients,
+            reduced_before=circumstances.reduces_again,
             as_view=gradient_as_bucket_view,
         )
         standing = communicator.standing
-        self.launcher = Launcher(
-            buffers, self.reservations, self.launches, self._gradients, message=message, standing=standing
-        )
-        origins = [section.origin for section in sections]
-        collectives = self.launches.collectives
+        self.launcher = Launcher(buffers, self.launches, self.gradients, self.reservations, message, standing)
+        origins, collectives = [section.origin for section in sections], self.launches.collectives
         standing.backward_began(message.forwards.begun, buffers.buckets, origins, parameters.names, collectives)
 
     # ---- told by hooks -----------------------------------------------------------------------------------------------
@@ -123,7 +120,7 @@ class SynchronisedBackward:
                 "checkpoint(..., use_reentrant=False), or EagerDDP(static_graph=True) if all steps run one graph. And "
                 "when two threads run backwards of one wrapper at the same time: let one wait for the other."
             )
-        self._gradients.fill(index, positions, gradient)
+        self.gradients.fill(index, positions, gradient)
         self.launcher.launch_complete()
 
     def _refuse_users_hook(self, index: int) -> None:
@@ -155,7 +152,7 @@ class SynchronisedBackward:
     def restore_gradients(self) -> None:
         """Give back the .grad tensors that this backward has taken, where it ends with an error."""
         if self.circumstances.returned is not None:
-            self._gradients.restore_untouched()
+            self.gradients.restore_untouched()
         self.folded.give_back()
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -184,10 +181,10 @@ class SynchronisedBackward:
         """Leave the mean in .grad; returns the parameters that hooks have reduced and some rank has used."""
         self.settle_hook_state()
         if self.circumstances.returned is not None:
-            self._gradients.restore_untouched()
+            self.gradients.restore_untouched()
             return set()
         self._find_mixed()
-        written = self._gradients.write_back()
+        written = self.gradients.write_back()
         self.folded.give_back()
         return written
 

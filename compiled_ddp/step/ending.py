@@ -141,7 +141,7 @@ class Ending:
         mixed = [section for section in sequence.sections if section.reduces_again]
         if mixed:
             used = {index for section in mixed for index in section.plan.indices}
-            self._reduce_also(mixed, used, Circumstances(reduces_again=backward))
+            self._reduce_also(mixed, used, Circumstances(reduces_again=backward.gradients))
         if reduction.agreed.hooks_reason is None:
             for section in reduction.agreed.by_hooks:
                 reduction.fallback.report(section.reason, reduction.parameters.named(section.plan.indices))

@@ -22,17 +22,16 @@ class Launcher:
     def __init__(
         self,
         buffers: SequenceBuffers,
-        reservations: Reservations,
         launches: Launches,
         gradients: Gradients,
-        *,
+        reservations: Reservations,
         message: Message,
         standing: Standing,
     ) -> None:
         self._buffers, self._reservations = buffers, reservations
         self._launches, self._gradients = launches, gradients
         self._message, self._standing = message, standing
-        # After `break_off`: whether those of all that was launched can be read. If not, nobody knows what others do next.
+        # After `break_off`: whether those of all that was launched can be read. Else nobody knows what others do next.
         self.riders_are_known = True
         self._cursor = 0
         self._broke_in_launch = False  # whether an exception has ended a launch by hooks

@@ -9,7 +9,6 @@ from torch import nn
 from compiled_ddp.compat.arguments import ApexArguments
 from compiled_ddp.errors import NotPicklableError
 from compiled_ddp.ranks.agreement import Description
-from compiled_ddp.ranks.communicator import RankGroup
 from compiled_ddp.wrapper import DataParallelWrapper
 from compiled_ddp.wrapping.lifecycle import Lifecycle
 
@@ -36,13 +35,13 @@ class ApexAdapter(DataParallelWrapper):
         super().__init__(module, process_group, options, {})
         self.allreduce_buffers: list[torch.Tensor] = []
         if arguments.retain_allreduce_buffers:
-            self._runtime.reduced = self._retain
+            self._runtime.hand_on_reduced(self._retain)
 
-    def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
+    def _check_and_describe(self, module: nn.Module) -> Description:
         if isinstance(module, nn.Module):  # anything else is refused below
             self._arguments.check(module)
         retain: Description = {"option retain_allreduce_buffers": [repr(self._arguments.retain_allreduce_buffers)]}
-        return {**super()._check_and_describe(module, name, ranks), **retain}
+        return {**super()._check_and_describe(module), **retain}
 
     def _retain(self, flat_buckets: list[torch.Tensor]) -> None:
         self.allreduce_buffers = flat_buckets
@@ -50,7 +49,7 @@ class ApexAdapter(DataParallelWrapper):
     def _reduce_in_backward(self, *, wanted: bool) -> None:
         """Whether backwards that begin from now on reduce, also those of forwards that have been called already."""
         self._check_in_use()
-        self._runtime.local = not wanted
+        self._runtime.stay_local(not wanted)
 
     @property
     def _reduces_in_backward(self) -> bool:

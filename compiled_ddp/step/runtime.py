@@ -1201,3 +1201,25 @@ class Runtime:
             self.communicator.abandon()
         else:
             self.communicator.close()
+
+    # ---- told by the wrapper -----------------------------------------------------------------------------------------
+
+    def weigh(self, weight: float) -> None:
+        """Give this rank `weight` in the weighted means of backwards from here on."""
+        self.weight = weight
+
+    def expect_static_graph(self) -> None:
+        """From here on every step runs the same graph, in which a parameter may get several gradients."""
+        self.static_graph = True
+
+    def follow_uneven_inputs(self, uneven: UnevenInputs) -> None:
+        """Let `uneven` know of each backward, for where ranks have different numbers of them."""
+        self.uneven = uneven
+
+    def stay_local(self, wanted: bool) -> None:
+        """Let backwards that begin from here on stay local, wherever their forward was called, or not any more."""
+        self.local = wanted
+
+    def hand_on_reduced(self, take: Callable[[list[torch.Tensor]], None]) -> None:
+        """Let `take` have each backward's flat buckets."""
+        self.reduced = take

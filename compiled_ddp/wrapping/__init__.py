@@ -1,1 +1,1 @@
-"""What a wrapper is made of: its arguments and attributes, set-up, forwards, copies, hooks that are registered on it."""
+"""What a wrapper is made of: arguments and attributes, set-up, forwards, copies, hooks that are registered on it."""

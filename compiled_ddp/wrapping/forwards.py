@@ -46,14 +46,9 @@ class Forwards:
 
         A checkpoint's forward inside a backward is no new one: `recomputing`.
         """
-        self._check(module)
-        self.began = next(_moments)
         with_gradients = torch.is_grad_enabled()
-        if with_gradients and torch_private.autograd.in_distributed_autograd():
-            raise RuntimeError(
-                "the forward runs in a torch.distributed.autograd context, whose backward leaves .grad alone: there is "
-                "nothing that could be averaged. Run forward and backward of this wrapper outside of the context."
-            )
+        self._check(module, with_gradients=with_gradients)
+        self.began = next(_moments)
         recomputing = torch_private.autograd.current_graph_task() != -1
         if not recomputing:
             self._runtime.finish_broken_backward()  # before other ranks, which may wait in it, are asked for anything
@@ -72,19 +67,24 @@ class Forwards:
         self._switches.refresh_buffers(put_off or (with_gradients and self._switches.synchronises))
         # Where a transform or a functional_call is under way, no graph would fit, captured or to be.
         fits = not transformed and look.stand_ins is StandIns.NOTHING
-        counted = with_gradients and not recomputing and not transformed
-        outputs = self._run_between(self._run_module if fits else self._run_eagerly, args, kwargs, counted=counted)
+        may_count = with_gradients and not recomputing and not transformed
+        outputs = self._run_between(self._run_module if fits else self._run_eagerly, args, kwargs, may_count=may_count)
         if with_gradients and not transformed:  # autograd cannot be asked about what runs inside of a transform
             self._runtime.watch(tensors_in(outputs))
         return outputs
 
-    def _check(self, module: nn.Module) -> None:
+    def _check(self, module: nn.Module, *, with_gradients: bool) -> None:
         if module is not self._own.module:
             raise RuntimeError(
                 f"{self._wrapper}.module is another than the one it was made for: nothing would reduce the "
                 "gradients of what stands there now. Wrap that, on every rank."
             )
         check_not_inside_ddp(self._own, self._wrapper)
+        if with_gradients and torch_private.autograd.in_distributed_autograd():
+            raise RuntimeError(
+                "the forward runs in a torch.distributed.autograd context, whose backward leaves .grad alone: there is "
+                "nothing that could be averaged. Run forward and backward of this wrapper outside of the context."
+            )
 
     def _take_changes(self, *, recomputing: bool) -> None:
         if recomputing:
@@ -95,7 +95,7 @@ class Forwards:
         self._model.take_changes()
 
     def _run_between(
-        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, may_count: bool
     ) -> Any:
         """What the module returns; the runtime is told when it begins and how it ends."""
         args, kwargs = self._settings.placed(args, kwargs)
@@ -103,7 +103,7 @@ class Forwards:
         try:
             outputs = run(*args, **kwargs)
         except BaseException:
-            if counted:
+            if may_count:
                 self._runtime.forward_raised()
             raise
         self._runtime.module_ended()

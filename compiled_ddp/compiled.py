@@ -19,9 +19,8 @@ from compiled_ddp.graph.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.ranks.agreement import Description
-from compiled_ddp.ranks.communicator import RankGroup
 from compiled_ddp.users_code import warn_user
-from compiled_ddp.wrapper import DataParallelWrapper, refresh_changed
+from compiled_ddp.wrapper import DataParallelWrapper
 from compiled_ddp.wrapping.ddp_arguments import DDPArguments, DDPKeywords, Device
 
 # Graphs would come in the order of the threads, another one in every step.
@@ -163,7 +162,7 @@ class CompiledDDP(DataParallelWrapper):
         self._warmups = 0
         super().__init__(torch_private.modules.without_compile_wrapper(module), process_group, options, ddp_arguments)
         try:
-            self._prepare_to_compile(self._options)
+            self._prepare_to_compile(self._settings.options)
         except BaseException:
             self.unwrap()
             raise
@@ -171,9 +170,9 @@ class CompiledDDP(DataParallelWrapper):
     def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
         CompiledDDP.__init__(self, module, None, options, ddp_arguments)
 
-    def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
-        description = super()._check_and_describe(module, name, ranks)
-        for part_name, part in self._own.wrappers_inside().items():
+    def _check_and_describe(self, module: nn.Module) -> Description:
+        description = super()._check_and_describe(module)
+        for part_name, part in self._setup.own_state.wrappers_inside().items():
             if isinstance(torch_private.modules.without_compile_wrapper(part), nn.parallel.DistributedDataParallel):
                 raise ValueError(
                     f"{part_name} is wrapped by torch's DistributedDataParallel, which would split the graphs around "
@@ -181,9 +180,8 @@ class CompiledDDP(DataParallelWrapper):
                 )
         return description
 
-    def _check_devices(self, ranks: RankGroup) -> None:
-        super()._check_devices(ranks)
-        if self._options.strict and len(self._own.devices()) > 1:
+    def _check_devices(self) -> None:
+        if self._settings.options.strict and len(self._setup.own_state.devices()) > 1:
             raise ValueError(f"strict=True wants graphs to reduce, and hooks do: {_SEVERAL_DEVICES}.")
 
     def _prepare_to_compile(self, options: Options) -> None:
@@ -207,12 +205,11 @@ class CompiledDDP(DataParallelWrapper):
         self._index_of_parameter |= {id(t): index for index, t in enumerate(self._runtime.parameters.tensors)}
         self._bindings.forget()
 
-    def _refresh(self) -> None:
-        super()._refresh()
+    def _refreshed(self) -> None:
         self._index_parameters()
 
     def _hooks_reason(self) -> str | None:
-        if self._mode == "hooks":
+        if self._setup.mode == "hooks":
             return "COMPILED_DDP_MODE=hooks"
         if len(self._own.devices()) > 1:
             return _SEVERAL_DEVICES
@@ -240,7 +237,7 @@ class CompiledDDP(DataParallelWrapper):
         return outputs
 
     def _fall_back(self, why: str) -> None:
-        if self._options.strict and self._hooks_reason() is None:
+        if self._settings.options.strict and self._hooks_reason() is None:
             raise RuntimeError(f"{why}. compile_ddp(strict=True) does not fall back.")
         if why not in self._fallen_back:
             self._fallen_back.add(why)
@@ -252,11 +249,11 @@ class CompiledDDP(DataParallelWrapper):
     def warmup(self, *args: Any, **kwargs: Any) -> None:
         self._check_in_use()
         self._runtime.finish_broken_backward()
-        if self._watch.look().changed and torch.is_grad_enabled():
-            refresh_changed(self)
+        if self._watched_model.look().changed and torch.is_grad_enabled():
+            self._watched_model.take_changes()
         self._warmups += 1
         ranks = self._runtime.communicator.ranks
-        args, kwargs = self._on_its_device(args, kwargs)
+        args, kwargs = self._settings.placed(args, kwargs)
         with state_kept(self.module):
             warm_up(ranks, self._warmups, self._compile_ahead(args, kwargs))
 
@@ -288,7 +285,7 @@ class CompiledDDP(DataParallelWrapper):
         return self._bindings.program(segment, inputs) if self._hooks_reason() is None else None
 
     def segment_not_compiled(self, failure: str) -> None:
-        self._fall_back(f"a graph of the model runs uncompiled, as {self._options.backend} failed: {failure}")
+        self._fall_back(f"a graph of the model runs uncompiled, as {self._settings.options.backend} failed: {failure}")
 
     def segment_called(self, segment: Segment, inputs: Sequence[Any], node: Any) -> None:
         call = self._bindings.call(segment, inputs, node) if self._hooks_reason() is None else None

@@ -34,7 +34,7 @@ def _measured_without_need(rank: int) -> list[str]:
         raise AssertionError("measured")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compiled_ddp.wrapper.measure_bytes_per_second", refuse)
+        patch.setattr("compiled_ddp.wrapping.setup.measure_bytes_per_second", refuse)
         alone = torch.distributed.new_group([rank], use_local_synchronization=True)
         wrappers = [EagerDDP(nn.Linear(2, 2), bucket_cap_mb=3), EagerDDP(nn.Linear(2, 2), process_group=alone)]
         return [str(wrapper.explain()) for wrapper in wrappers]

@@ -26,31 +26,19 @@ LINES_OF_A_FUNCTION = 50
 LARGE_FILES = {
     "compiled_ddp/compiled.py": 304,
     "compiled_ddp/plan.py": 341,
-    "compiled_ddp/wrapper.py": 705,
-}
-CLASSES_OF_MANY_METHODS = {
-    "compiled_ddp.wrapping.ddp_attributes.DDPAttributes": 34,
-    "compiled_ddp.wrapper.DataParallelWrapper": 46,
 }
 CLASSES_OF_MANY_ATTRIBUTES = {
     "compiled_ddp.options.Options": 22,
-    "compiled_ddp.wrapper.DataParallelWrapper": 20,
 }
 LONG_FUNCTIONS = {
     "compiled_ddp.compiled.compile_ddp": 116,
     "compiled_ddp.parity.verify.verify_parity": 53,
-    "compiled_ddp.wrapper.DataParallelWrapper.__init__": 58,
-    "compiled_ddp.wrapper.DataParallelWrapper.forward": 56,
     "passes.form_buckets.form_buckets": 71,
 }
 # How often a module stores into an attribute that classes of other modules alone define; torch_private's are torch's.
-STORES_FROM_OUTSIDE = {
-    "compiled_ddp/reducers/traced_hook.py": 1,
-    "compiled_ddp/wrapper.py": 4,
-}
+STORES_FROM_OUTSIDE = {}
 QUESTIONS_THAT_ACT = {
     "compiled_ddp.ranks.group_name._Holder.take",
-    "compiled_ddp.model.watch.ModelWatch._has_additions",
 }
 
 Kind = TypeVar("Kind", ast.FunctionDef, ast.ClassDef)

@@ -9,7 +9,6 @@ from torch import nn
 from compiled_ddp.compat.arguments import ApexArguments
 from compiled_ddp.errors import NotPicklableError
 from compiled_ddp.ranks.agreement import Description
-from compiled_ddp.ranks.communicator import RankGroup
 from compiled_ddp.wrapper import DataParallelWrapper
 from compiled_ddp.wrapping.lifecycle import Lifecycle
 
@@ -38,11 +37,11 @@ class ApexAdapter(DataParallelWrapper):
         if arguments.retain_allreduce_buffers:
             self._runtime.reduction.hand_out_to(self._retain)
 
-    def _check_and_describe(self, module: nn.Module, name: str, ranks: RankGroup) -> Description:
+    def _check_and_describe(self, module: nn.Module) -> Description:
         if isinstance(module, nn.Module):  # anything else is refused below
             self._arguments.check(module)
         retain: Description = {"option retain_allreduce_buffers": [repr(self._arguments.retain_allreduce_buffers)]}
-        return {**super()._check_and_describe(module, name, ranks), **retain}
+        return {**super()._check_and_describe(module), **retain}
 
     def _retain(self, flat_buckets: list[torch.Tensor]) -> None:
         self.allreduce_buffers = flat_buckets

@@ -35,6 +35,11 @@ _owner_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def mark_wrapped(state: OwnState, owner: Owner) -> None:
     """Note that `owner` looks after `state`, for as long as it lives and until `unmark_wrapped`."""
     _in_use[state] = weakref.ref(owner)
+    mark_parts(state)
+
+
+def mark_parts(state: OwnState) -> None:
+    """Note what belongs to the wrapper that looks after `state`, as the model is now."""
     for part in (torch_private.modules.without_compile_wrapper(state.module), *state.parameters().values()):
         if _state_of(part) is None:  # a parameter that is frozen here may be trained by an earlier wrapper
             _owner_of[part] = weakref.ref(state)

@@ -1,7 +1,7 @@
 """The parameters that a wrapper reduces, by the numbers that plans call them by."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,10 @@ class TrainedParameters:
 
     names: tuple[str, ...]
     tensors: tuple[torch.nn.Parameter, ...]
+
+    @staticmethod
+    def of(named: Mapping[str, torch.nn.Parameter]) -> "TrainedParameters":
+        return TrainedParameters(tuple(named), tuple(named.values()))
 
     @functools.cached_property
     def on_cpu(self) -> bool:

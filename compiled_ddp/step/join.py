@@ -61,7 +61,7 @@ class UnevenInputs:
 
     def __init__(self, joinable: Joinable, communicator: Communicator, steps: Steps) -> None:
         self._joinable, self._communicator, self._steps = joinable, communicator, steps
-        self.divide_by_initial_world_size = True
+        self._by_initial_world_size = True  # what sums are divided by: the number of all ranks, or of those that go on
         self.factor = 1.0  # what the mean over all ranks is multiplied by in the backward under way
         self._announced = False  # whether torch's context manager knows of this rank's iteration
         self._shadows = False  # whether this rank's own data has run out
@@ -76,6 +76,10 @@ class UnevenInputs:
         """Whether this join raises as soon as one rank has ended, which this wrapper is to find out."""
         config = self._joinable._join_config
         return bool(config.enable and config.throw_on_early_termination and config.is_first_joinable)
+
+    def divide_by(self, *, initial_world_size: bool) -> None:
+        """In the join that begins, divide sums by the number of all ranks, or of those that still have data."""
+        self._by_initial_world_size = initial_world_size
 
     def begin_forward(self) -> None:
         """A forward with gradients begins whose module may communicate.
@@ -160,7 +164,7 @@ class UnevenInputs:
         self._steps.end_shadowing()
 
     def _agree(self, kind: int, forward_count: int = 0) -> _Next:
-        communicator, initial = self._communicator, self.divide_by_initial_world_size
+        communicator, initial = self._communicator, self._by_initial_world_size
         kinds = [kind if rank == communicator.rank else _NOTHING for rank in range(communicator.world_size)]
         shared = torch.tensor(
             [forward_count, int(initial), int(not initial), *kinds],

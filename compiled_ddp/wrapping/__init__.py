@@ -1,1 +1,1 @@
-"""What a wrapper is besides its steps: its arguments and attributes, copies, hooks that are registered on it."""
+"""What a wrapper is made of: arguments and attributes, set-up, forwards, copies, hooks that are registered on it."""

@@ -7,27 +7,17 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
-from compiled_ddp.model.managed import OwnState
-from compiled_ddp.options import Options
 from compiled_ddp.ranks.agreement import agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.ddp_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook, check_takes_complex
-from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.users_code import warn_user
-from compiled_ddp.wrapping.lifecycle import HasLifecycle
+from compiled_ddp.wrapping.parts import HasParts
 
 
-class TakesCommHooks(HasLifecycle):
+class TakesCommHooks(HasParts):
     """The part of a wrapper that is about communication hooks."""
 
-    _options: Options
-    _own: OwnState
-    _runtime: Runtime
-    _registrations: int  # so far
-
-    def _hooks_reason(self) -> str | None:
-        """Why hooks reduce everything; None where graphs take part."""
-        raise NotImplementedError
+    _registrations = 0  # so far
 
     @torch_private.dynamo.untraced
     def register_comm_hook(self, state: object, hook: Hook) -> None:
@@ -80,12 +70,12 @@ class TakesCommHooks(HasLifecycle):
             raise RuntimeError("register_comm_hook() was called inside a backward: call it before or after one.")
         self._runtime.finish_broken_backward()
         self._registrations += 1
-        ranks, name = self._runtime.communicator.ranks, ""
+        ranks, name, options = self._runtime.communicator.ranks, "", self._settings.options
 
         def describe() -> dict[str, list[object]]:
             nonlocal name
             name = checked_name()
-            if self._options.strict and self._hooks_reason() is None:
+            if options.strict and self._hooks_reason() is None:
                 raise RuntimeError("strict=True wants graphs to reduce, and under a communication hook none does.")
             sparse = self._runtime.reduction.sparse.names
             if sparse:
@@ -93,10 +83,8 @@ class TakesCommHooks(HasLifecycle):
                     f"parameter {sparse[0]} has a sparse gradient, which no communication hook "
                     "reduces: pass sparse=False to its embedding."
                 )
-            if self._options.planned_reduction != "mean" or self._options.scaling is not None:
-                what = (
-                    f'reduction="{self._options.reduction}"' if self._options.reduction != "mean" else "other options"
-                )
+            if options.planned_reduction != "mean" or options.scaling is not None:
+                what = f'reduction="{options.reduction}"' if options.reduction != "mean" else "other options"
                 raise RuntimeError(
                     f"a communication hook takes the place of {what}, comm_hook= and scaling: drop them."
                 )
@@ -112,7 +100,7 @@ class TakesCommHooks(HasLifecycle):
             purpose="to compare the communication hooks of all ranks",
             failure="the communication hook was not registered",
         )
-        if self._options.verify == "always":
+        if options.verify == "always":
             warn_user('verify="always" is ignored under a communication hook.')
         self._runtime.reduction.register_comm_hook(TorchCommHook(state, hook, name=name, timeout=ranks.timeout))
 

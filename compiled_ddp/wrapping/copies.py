@@ -25,8 +25,11 @@ from compiled_ddp.model.state_keys import bare_keys_in_state
 from compiled_ddp.options import Options
 from compiled_ddp.step.gradient_hooks import GradientHooks
 from compiled_ddp.step.runtime import Runtime
-from compiled_ddp.wrapping.ddp_arguments import DDPArguments, without_group
-from compiled_ddp.wrapping.lifecycle import HasLifecycle, Lifecycle
+from compiled_ddp.wrapping.ddp_arguments import DDPArguments
+from compiled_ddp.wrapping.lifecycle import Lifecycle
+from compiled_ddp.wrapping.parts import HasParts
+from compiled_ddp.wrapping.settings import Settings
+from compiled_ddp.wrapping.switches import Switches
 
 
 class CopiedModule:
@@ -82,23 +85,10 @@ def _reached(copied: weakref.ref[CopiedModule], _: object) -> None:
         alive.refuse_gradients()
 
 
-# Of a wrapper's own attributes, what a copy has too: it can be shared.
-_SETTINGS = ("_options", "_options_given", "_input_device", "_arguments")
-
-
-class Copyable(HasLifecycle, Joinable):
+class Copyable(HasParts, Joinable):
     """The part of a wrapper that is about copies and files."""
 
-    module: nn.Module
-    _options: Options
-    _options_given: Options
-    _ddp_arguments: DDPArguments
-    _on_default_group: bool
-    _require_sync: bool
-    _buffers_stale: bool
-    _input_device: torch.device | None
-    _own: OwnState
-    _runtime: Runtime
+    _copied: CopiedModule  # of a copy
 
     def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
         """Be constructed, on the default group."""
@@ -108,7 +98,7 @@ class Copyable(HasLifecycle, Joinable):
         """Begin as a copy, with the module and the settings that are there."""
         Joinable.__init__(self)
         self._lifecycle = Lifecycle.COPY
-        self._require_sync, self._buffers_stale = True, False
+        self._switches = Switches(buffers_are_stale=False)
         self._own = OwnState(self.module)
         self._copied = CopiedModule(self._own, Lifecycle.COPY.why_not_in_use(type(self).__name__))
         self._runtime = cast(Runtime, self._copied)  # a copy has none
@@ -116,7 +106,7 @@ class Copyable(HasLifecycle, Joinable):
     def _forward_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watched = torch.is_grad_enabled() and torch_private.autograd.current_graph_task() == -1  # else a checkpoint's
         if watched:
-            self._copied.begin_forward(synchronise=self._require_sync)
+            self._copied.begin_forward(synchronise=self._switches.synchronises)
         outputs = self.module(*args, **kwargs)
         if watched and not torch_private.autograd.transforms_are_active():  # inside, autograd cannot be asked
             self._copied.watch(tensors_in(outputs))
@@ -135,7 +125,7 @@ class Copyable(HasLifecycle, Joinable):
         """
         if self._lifecycle is not Lifecycle.COPY:
             self._check_in_use()
-            if not self._on_default_group:
+            if not self._settings.on_default_group:
                 raise NotPicklableError(
                     f"a {type(self).__name__} with a process_group or device_mesh of its own cannot be pickled: save "
                     "its .module (or its state_dict()), and wrap that on every rank."
@@ -143,8 +133,8 @@ class Copyable(HasLifecycle, Joinable):
         state = {
             "copy": self._lifecycle is Lifecycle.COPY,
             "module": self.module,
-            "options": self._options_given,
-            "ddp_arguments": self._ddp_arguments,
+            "options": self._settings.given,
+            "ddp_arguments": self._settings.ddp_arguments,
             "training": self.training,
         }
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
@@ -153,8 +143,7 @@ class Copyable(HasLifecycle, Joinable):
         if state.get("copy"):
             nn.Module.__init__(self)
             self.module = state["module"]
-            self._options = self._options_given = state["options"]
-            self._ddp_arguments, self._input_device = state["ddp_arguments"], None
+            self._settings = Settings(state["options"], state["ddp_arguments"], on_default_group=True)
             bare_keys_in_state(self)
             self._become_copy()
         else:
@@ -175,9 +164,7 @@ class Copyable(HasLifecycle, Joinable):
         for name, value in vars(self).items():
             if name in of_modules or not name.startswith("_"):
                 vars(copied)[name] = copy.deepcopy(value, memo)
-            elif name in _SETTINGS:
-                vars(copied)[name] = value
-        copied._ddp_arguments = without_group(self._ddp_arguments)
+        copied._settings = self._settings.of_a_copy()
         copied._become_copy()
         return copied
 

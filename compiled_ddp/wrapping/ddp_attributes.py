@@ -4,7 +4,6 @@ A name of DDP's never reaches the model: what a model has under such a name is a
 `tests/runtime/test_ddp_attributes.py` reads the names off an instance of torch's class.
 """
 
-import dataclasses
 import types
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -14,9 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_ddp import torch_private
-from compiled_ddp.model.managed import OwnState
-from compiled_ddp.options import Options
-from compiled_ddp.wrapping.ddp_arguments import DDPArguments
+from compiled_ddp.wrapping.assignable_attributes import AssignableAttributes
+from compiled_ddp.wrapping.parts import HasParts
 
 # What there is nothing of here, and what to use instead.
 INSTEAD = {
@@ -79,119 +77,38 @@ class Fixed:
         )
 
 
-class DDPAttributes(nn.Module):
-    """The part of a wrapper that answers for DDP's attributes."""
-
-    module: nn.Module
-    _options: Options
-    _options_given: Options
-    _ddp_arguments: DDPArguments
-    _input_device: torch.device | None
-    _own: OwnState
-    _require_sync: bool
-    _buffers_stale: bool  # whether the next forward broadcasts buffers, by DDP's rule
-
-    # ---- that may be assigned ----------------------------------------------------------------------------------------
-
-    @property
-    def require_backward_grad_sync(self) -> bool:
-        """DDP's switch: whether the backwards of forwards from here on are synchronised. May be assigned.
-
-        False is what `no_sync()` sets, which gives back at its end what it found.
-        """
-        return self._require_sync
-
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, value: bool) -> None:
-        self._require_sync = bool(value)
-
-    @property
-    def require_forward_param_sync(self) -> bool:
-        """Whether the next forward brings rank 0's buffers, if forwards do: it follows a synchronised one."""
-        return self._buffers_stale
-
-    @require_forward_param_sync.setter
-    def require_forward_param_sync(self, value: bool) -> None:
-        self._buffers_stale = bool(value)
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """Whether forwards that follow a synchronised one bring rank 0's buffers. May be assigned, on every rank."""
-        return self._options.synchronise_buffers_in_forward
-
-    @forward_sync_buffers.setter
-    def forward_sync_buffers(self, value: bool) -> None:
-        self._options = dataclasses.replace(self._options, forward_sync_buffers=bool(value))
-        self._options_given = dataclasses.replace(self._options_given, forward_sync_buffers=bool(value))
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """DDP's older name for `forward_sync_buffers`."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """What was passed; without effect, as unused parameters need no flag."""
-        return bool(self._ddp_arguments.get("find_unused_parameters", False))
-
-    @find_unused_parameters.setter
-    def find_unused_parameters(self, value: bool) -> None:
-        self._ddp_arguments = {**self._ddp_arguments, "find_unused_parameters": bool(value)}
-
-    @property
-    def static_graph(self) -> bool:
-        """Whether every step runs the same graph. May become true, as by `_set_static_graph()`."""
-        return self._options.static_graph
-
-    @static_graph.setter
-    def static_graph(self, value: bool) -> None:
-        if value:
-            self._set_static_graph()
-        elif self.static_graph:
-            raise AttributeError(
-                f"{type(self).__name__}.static_graph cannot become false: unwrap() and wrap the model again.",
-                name="static_graph",
-                obj=self,
-            )
-
-    def _set_static_graph(self) -> None:
-        raise NotImplementedError
-
-    # ---- that the constructor decides --------------------------------------------------------------------------------
+class FixedByArguments(HasParts):
+    """What a wrapper was given."""
 
     @Fixed
     def device_ids(self) -> list[int | None] | None:
         """The index of the GPU where inputs are moved, in a list; None where they stay where they are."""
-        return None if self._input_device is None else [self._input_device.index]
+        return None if self._settings.input_device is None else [self._settings.input_device.index]
 
     @Fixed
     def output_device(self) -> int | None:
         """The same GPU's index."""
-        return None if self._input_device is None else self._input_device.index
+        return None if self._settings.input_device is None else self._settings.input_device.index
 
     @Fixed
     def dim(self) -> int:
         """What was passed; without effect, as inputs are not split."""
-        return self._ddp_arguments.get("dim", 0)
+        return self._settings.ddp_arguments.get("dim", 0)
 
     @Fixed
     def gradient_as_bucket_view(self) -> bool:
         """Whether hooks leave .grad as views of the buckets."""
-        return self._options.gradient_as_bucket_view
+        return self._settings.options.gradient_as_bucket_view
 
     @Fixed
     def batched_grad_copy(self) -> bool:
         """What was passed; without effect."""
-        return self._ddp_arguments.get("batched_grad_copy", False)
+        return self._settings.ddp_arguments.get("batched_grad_copy", False)
 
     @Fixed
     def skip_all_reduce_unused_params(self) -> bool:
         """What was passed; without effect, as what no rank uses is not reduced."""
-        return self._ddp_arguments.get("skip_all_reduce_unused_params", False)
+        return self._settings.ddp_arguments.get("skip_all_reduce_unused_params", False)
 
     @Fixed
     def mixed_precision(self) -> None:
@@ -201,18 +118,18 @@ class DDPAttributes(nn.Module):
     @Fixed
     def bucket_bytes_cap(self) -> int | float:
         """The size at which a bucket closes, the last one of a list; infinite where elements are counted."""
-        return self._options.largest_bucket_bytes
+        return self._settings.options.largest_bucket_bytes
 
     @Fixed
     def bucket_bytes_cap_list(self) -> list[int]:
         """The sizes of `bucket_cap_mb_list`; empty without."""
-        capacities = self._options.bucket_capacities_bytes if self._options.bucket_cap_mb_list else ()
+        capacities = self._settings.options.bucket_capacities_bytes if self._settings.options.bucket_cap_mb_list else ()
         return [int(capacity) for capacity in capacities]
 
     @Fixed
     def bucket_bytes_cap_default(self) -> bool:
         """Whether the size of buckets was left to the wrapper."""
-        given = self._options_given
+        given = self._settings.given
         return given.bucket_cap_mb is None and not given.bucket_cap_mb_list and given.bucket_rule is None
 
     @Fixed
@@ -224,6 +141,18 @@ class DDPAttributes(nn.Module):
     def use_side_stream_for_tensor_copies(self) -> bool:
         """Whether inputs are moved on a stream of their own."""
         return True
+
+    @Fixed
+    def device_mesh(self) -> Any:
+        """The mesh that was passed."""
+        mesh = self._settings.ddp_arguments.get("device_mesh")
+        if mesh is None:
+            refuse(self, "device_mesh")
+        return mesh
+
+
+class FixedByModel(HasParts):
+    """What a wrapper found in its model."""
 
     @Fixed
     def device_type(self) -> str:
@@ -250,19 +179,9 @@ class DDPAttributes(nn.Module):
         """The same, by name."""
         return self._own.buffers()
 
-    @Fixed
-    def device_mesh(self) -> Any:
-        """The mesh that was passed."""
-        mesh = self._ddp_arguments.get("device_mesh")
-        if mesh is None:
-            refuse(self, "device_mesh")
-        return mesh
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward brings rank 0's buffers."""
-        return self._buffers_stale and self.forward_sync_buffers and bool(self._own.buffers())
-
-    # ---- what is looked up on the model ------------------------------------------------------------------------------
+class DDPAttributes(AssignableAttributes, FixedByArguments, FixedByModel):
+    """The part of a wrapper that answers for DDP's attributes, and looks up others on the model."""
 
     def _handed_out(self, method: types.MethodType) -> types.MethodType:
         """A method of the model, for the user to call through the wrapper."""

@@ -10,8 +10,6 @@
 
 import enum
 
-from torch import nn
-
 
 class Lifecycle(enum.Enum):
     """`IN_USE` and `COPY` run forwards; only the first one reduces."""
@@ -45,14 +43,3 @@ _WHY = {
         "plan. To train it, wrap its .module on every rank; to evaluate it, use torch.no_grad()."
     ),
 }
-
-
-class HasLifecycle(nn.Module):
-    """A wrapper, as far as it knows what has become of it."""
-
-    _lifecycle: Lifecycle
-
-    def _check_in_use(self) -> None:
-        """Raise RuntimeError for what only a wrapper in use can do."""
-        if self._lifecycle is not Lifecycle.IN_USE:
-            raise RuntimeError(self._lifecycle.why_not_in_use(type(self).__name__))

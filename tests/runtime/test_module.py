@@ -366,7 +366,7 @@ def _reload_a_wrapper(rank: int, wrapper: str, saved_by: str) -> None:
     assert_equal_state(loaded.state_dict(), ddp.state_dict())
     assert [p.requires_grad for p in loaded.parameters()] == [p.requires_grad for p in ddp.parameters()]
     assert loaded.reduction == "weighted"
-    assert loaded._options_given == ddp._options_given
+    assert loaded._settings.given == ddp._settings.given
     loaded.train()
     loaded.module.trainer = ddp.module.trainer = None  # not into the copies that are compared with
     loaded.module.first.bias.requires_grad_(True)

@@ -1,0 +1,155 @@
+"""The forwards of a wrapper: what comes before and behind the module's own."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_ddp import torch_private
+from compiled_ddp.model.checks import check_not_inside_ddp
+from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.nested_tensors import tensors_in
+from compiled_ddp.model.watch import Look, StandIns
+from compiled_ddp.step.join import UnevenInputs
+from compiled_ddp.step.runtime import Runtime
+from compiled_ddp.wrapping.settings import Settings
+from compiled_ddp.wrapping.switches import Switches
+from compiled_ddp.wrapping.watched_model import WatchedModel
+
+_moments = itertools.count(1)
+
+
+class Forwards:
+    """The forwards of one wrapper in use."""
+
+    def __init__(
+        self,
+        wrapper: str,
+        own: OwnState,
+        settings: Settings,
+        switches: Switches,
+        *,
+        runtime: Runtime,
+        uneven: UnevenInputs,
+        model: WatchedModel,
+        run_module: Callable[..., Any],
+    ) -> None:
+        """`wrapper` is the name of its class; `run_module` runs the module by graphs where there are any."""
+        self._wrapper, self._own, self._settings, self._switches = wrapper, own, settings, switches
+        self._runtime, self._uneven, self._model, self._run_module = runtime, uneven, model, run_module
+        self.began = self.ended = 0  # when the latest one did, among those of all wrappers
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Any:
+        """A call of the wrapper, whose `module` it is now. Raises RuntimeError if its gradients could not be averaged.
+
+        A checkpoint's forward inside a backward is no new one: `recomputing`.
+        """
+        with_gradients = torch.is_grad_enabled()
+        self._check(module, with_gradients=with_gradients)
+        self.began = next(_moments)
+        recomputing = torch_private.autograd.current_graph_task() != -1
+        if not recomputing:
+            self._runtime.finish_broken_backward()  # before other ranks, which may wait in it, are asked for anything
+        look = self._model.look()
+        if look.stand_ins is StandIns.ALL:
+            return self._run_on_stand_ins(args, kwargs, look, recomputing=recomputing)
+        if look.changed and with_gradients:
+            self._take_changes(recomputing=recomputing)
+        transformed = torch_private.autograd.transforms_are_active()
+        if not recomputing:
+            self.begin(with_gradients=with_gradients, training=training, transformed=transformed)
+        elif with_gradients and torch_private.autograd.in_reentrant_checkpoint():
+            self._runtime.begin_reentrant_forward(synchronise=self._switches.synchronises)
+        # Also if the module raises: as on other ranks.
+        put_off = self._switches.buffers_are_stale and self._uneven.is_training  # see `begin`
+        self._switches.refresh_buffers(put_off or (with_gradients and self._switches.synchronises))
+        # Where a transform or a functional_call is under way, no graph would fit, captured or to be.
+        fits = not transformed and look.stand_ins is StandIns.NOTHING
+        may_count = with_gradients and not recomputing and not transformed
+        outputs = self._run_between(self._run_module if fits else self._run_eagerly, args, kwargs, may_count=may_count)
+        if with_gradients and not transformed:  # autograd cannot be asked about what runs inside of a transform
+            self._runtime.watch(tensors_in(outputs))
+        return outputs
+
+    def _check(self, module: nn.Module, *, with_gradients: bool) -> None:
+        if module is not self._own.module:
+            raise RuntimeError(
+                f"{self._wrapper}.module is another than the one it was made for: nothing would reduce the "
+                "gradients of what stands there now. Wrap that, on every rank."
+            )
+        check_not_inside_ddp(self._own, self._wrapper)
+        if with_gradients and torch_private.autograd.in_distributed_autograd():
+            raise RuntimeError(
+                "the forward runs in a torch.distributed.autograd context, whose backward leaves .grad alone: there is "
+                "nothing that could be averaged. Run forward and backward of this wrapper outside of the context."
+            )
+
+    def _take_changes(self, *, recomputing: bool) -> None:
+        if recomputing:
+            raise RuntimeError(
+                "the model has changed since the forward of this backward, which a checkpoint runs again now: the "
+                "buckets of a backward under way are fixed. Change the model between backward and forward."
+            )
+        self._model.take_changes()
+
+    def _run_between(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, may_count: bool
+    ) -> Any:
+        """What the module returns; the runtime is told when it begins and how it ends."""
+        args, kwargs = self._settings.placed(args, kwargs)
+        self._runtime.module_begins()
+        try:
+            outputs = run(*args, **kwargs)
+        except BaseException:
+            if may_count:
+                self._runtime.forward_raised()
+            raise
+        self._runtime.module_ended()
+        self.ended = next(_moments)
+        return outputs
+
+    def _run_on_stand_ins(self, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look, *, recomputing: bool) -> Any:
+        """A forward on none of the trained parameters, in a functional_call: local, whatever other ranks do.
+
+        Where its gradients may go on to the parameters, the next backward that reaches these is synchronised.
+        """
+        leads_back = look.leads_back and torch.is_grad_enabled() and not recomputing
+        args, kwargs = self._settings.placed(args, kwargs)
+        if not leads_back:
+            return self._own.module(*args, **kwargs)
+        self._runtime.begin_forward(synchronise=self._switches.synchronises, counted=False)
+        outputs = self._run_eagerly(*args, **kwargs)
+        if not torch_private.autograd.transforms_are_active():
+            self._runtime.watch(tensors_in(outputs))
+        return outputs
+
+    def _run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self._own.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self._runtime.end_forward(())  # hooks watch what graphs would have reduced
+        return outputs
+
+    def begin(self, *, with_gradients: bool, training: bool, transformed: bool = False) -> None:
+        """What ranks do together at the begin of a forward, whether it follows on this rank or is skipped."""
+        if with_gradients:
+            self._runtime.end_shadowing(if_untouched=True)  # where torch's Join has ended without a word
+            counted = training and not transformed
+            self._runtime.begin_forward(synchronise=self._switches.synchronises, counted=counted)
+        brings_buffers = self._switches.buffers_are_stale and self._settings.options.synchronise_buffers_in_forward
+        if not self._uneven.is_training:
+            if brings_buffers:
+                self.broadcast_buffers()
+        elif brings_buffers and with_gradients and self._switches.synchronises and self._own.buffers():
+            # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
+            self.broadcast_buffers(self._uneven.begin_broadcast())
+        elif with_gradients and training:
+            self._uneven.begin_forward()
+
+    @torch.no_grad()
+    def broadcast_buffers(self, source: int = 0) -> None:
+        """Overwrite every rank's buffers by those of rank `source`."""
+        # Of .data, which has a version counter of its own: a graph that saved a buffer may still run its backward.
+        own = [buffer.data for buffer in self._own.buffers().values()]
+        self._runtime.communicator.broadcast(own, source=source)

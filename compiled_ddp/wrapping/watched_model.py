@@ -1,0 +1,106 @@
+"""The model of a wrapper between its forwards: whether it has changed, and taking it as it is now, on every rank."""
+
+import weakref
+from collections.abc import Callable
+
+from torch import nn
+
+from compiled_ddp.model.owners import mark_parts
+from compiled_ddp.model.watch import Look, ModelWatch
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.ranks.agreement import Description, agree_on_description
+from compiled_ddp.step.runtime import Runtime
+from compiled_ddp.wrapping.settings import Settings
+from compiled_ddp.wrapping.setup import Setup
+
+_of_wrappers_in_use: "weakref.WeakSet[WatchedModel]" = weakref.WeakSet()
+
+
+class WatchedModel:
+    """The model of one wrapper in use, until `close()`."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        settings: Settings,
+        runtime: Runtime,
+        *,
+        hooks_reason: Callable[[], str | None],
+        refreshed: Callable[[], None],
+    ) -> None:
+        """`hooks_reason` tells why hooks reduce the model as it is, None if graphs do.
+
+        `refreshed` is told when the runtime has other parameters.
+        """
+        self._setup, self._settings, self._runtime = setup, settings, runtime
+        self._hooks_reason, self._refreshed = hooks_reason, refreshed
+        self._refreshes = 0
+        self._watch = self._new_watch()
+        _of_wrappers_in_use.add(self)
+
+    def _new_watch(self) -> ModelWatch:
+        return ModelWatch(self._setup.own_state, follows=self._settings.options.follows_model)
+
+    def look(self) -> Look:
+        """Compare the model with what it was when the wrapper was made, or when its changes were last taken.
+
+        Raises RuntimeError or ValueError for what no wrapper can follow.
+        """
+        return self._watch.look()
+
+    def take_changes(self) -> None:
+        """Let every wrapper of this process whose model has changed take it as it is: a collective of all ranks.
+
+        All at once, in an order that ranks share: each one waits for all ranks, whose forwards may come in other
+        orders. Raises where this one cannot; another one tries again in its own forward, and raises there.
+        """
+        changed = [model for model in _of_wrappers_in_use if model.look().changed]
+        error: Exception | None = None
+        for model in sorted(changed, key=lambda model: model._runtime.communicator.group_name):
+            try:
+                model._refresh()
+            except Exception as refused:
+                error = refused if model is self else error
+        if error is not None:
+            raise error
+
+    def _refresh(self) -> None:
+        """Take the model as it is now: on every rank before the same forward, or an error on every rank."""
+        self._refreshes += 1
+        communicator = self._runtime.communicator
+        agree_on_description(
+            communicator.ranks,
+            self._check_and_describe,
+            occasion=f"refresh/{self._refreshes}",
+            purpose="to compare the models of all ranks, as this rank's has changed since it was wrapped",
+            failure="the model has changed since it was wrapped, and its gradients cannot be reduced as it is",
+        )
+        kept, added = self._kept(), self._added()
+        if self._settings.options.init_sync:
+            self._setup.broadcast([parameter for _, parameter in added], communicator)
+        mark_parts(self._setup.own_state)
+        self._runtime.reduction.agreed.leave_to_hooks(self._hooks_reason())
+        trained = [*kept, *added]
+        self._runtime.reduction.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
+        self._watch = self._new_watch()
+        self._refreshed()
+
+    def _check_and_describe(self) -> Description:
+        return self._setup.check_and_describe_parts(self._runtime.reduction.sparse.names)
+
+    def _kept(self) -> list[tuple[str, nn.Parameter]]:
+        """What the runtime reduces already, unless it is to forget what the model does not have any more."""
+        known = self._runtime.parameters
+        kept = list(zip(known.names, known.tensors, strict=True))
+        if not self._settings.options.follows_model:
+            return kept  # also what is gone keeps its place, which captured segments know
+        present = {id(parameter) for parameter in self._setup.own_state.parameters().values()}
+        return [(name, parameter) for name, parameter in kept if id(parameter) in present]
+
+    def _added(self) -> list[tuple[str, nn.Parameter]]:
+        known = {id(tensor) for tensor in self._runtime.parameters.tensors}
+        return [(name, parameter) for name, parameter in self._setup.dense().items() if id(parameter) not in known]
+
+    def close(self) -> None:
+        """Take no changes any more."""
+        _of_wrappers_in_use.discard(self)

@@ -193,7 +193,7 @@ class CompiledDDP(DataParallelWrapper):
         compiled = entry_of(
             torch_private.captures.without_own_compilation(self.module),
             backend=options.backend,
-            compiler_options=torch_private.inductor.inductor_options(
+            compiler_options=torch_private.compiler_options.inductor_options(
                 options.mode, options.compiler_options, options.dynamic
             ),
             fullgraph=options.fullgraph,

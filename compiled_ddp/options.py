@@ -84,7 +84,7 @@ class Options:
             raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {self.backend!r}.")
         if self.mode is not None and self.options is not None:
             raise ValueError("mode and options are alternatives, as in torch.compile: pass one of them.")
-        torch_private.inductor.inductor_options(
+        torch_private.compiler_options.inductor_options(
             self.mode, self.compiler_options, self.dynamic
         )  # refuses what is unknown
 

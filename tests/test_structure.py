@@ -25,7 +25,6 @@ LINES_OF_A_FUNCTION = 50
 
 LARGE_FILES = {
     "compiled_ddp/step/backward.py": 783,
-    "compiled_ddp/compiled.py": 304,
     "compiled_ddp/step/runtime.py": 1203,
     "compiled_ddp/wrapper.py": 705,
 }
@@ -38,13 +37,13 @@ CLASSES_OF_MANY_METHODS = {
 CLASSES_OF_MANY_ATTRIBUTES = {
     "compiled_ddp.step.agreed_sequence.AgreedSequence": 19,
     "compiled_ddp.step.backward.SynchronisedBackward": 40,
-    "compiled_ddp.options.Options": 22,
     "compiled_ddp.step.runtime.Runtime": 43,
     "compiled_ddp.wrapper.DataParallelWrapper": 20,
 }
+# All signature and docstring, which say what each argument does; the rest hands them on.
+FORWARDS_ARGUMENTS = "compiled_ddp.compiled.compile_ddp"
 LONG_FUNCTIONS = {
     "compiled_ddp.step.backward.SynchronisedBackward.__init__": 70,
-    "compiled_ddp.compiled.compile_ddp": 116,
     "compiled_ddp.step.runtime.Runtime.__init__": 63,
     "compiled_ddp.step.runtime.Runtime._begin": 54,
     "compiled_ddp.parity.verify.verify_parity": 53,
@@ -168,6 +167,7 @@ def test_classes_have_few_attributes() -> None:
 def test_functions_are_short() -> None:
     functions = all_definitions(ast.FunctionDef)
     sizes = {name: (node.end_lineno or node.lineno) - node.lineno + 1 for name, node in functions.items()}
+    del sizes[FORWARDS_ARGUMENTS]
     check(sizes, LINES_OF_A_FUNCTION, LONG_FUNCTIONS, "lines")
 
 

@@ -144,7 +144,8 @@ class CompiledDDP(DataParallelWrapper):
 
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}
-        self._bindings = Bindings(self._runtime, self._own, options, self._index_of_parameter)
+        policy = options.bucket_policy(self._runtime.communicator.world_size)
+        self._bindings = Bindings(self._runtime, self._own, policy, self._index_of_parameter, naive=options.naive)
         self._index_parameters()
         compiled = entry_of(
             torch_private.captures.without_own_compilation(self.module),

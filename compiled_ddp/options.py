@@ -15,7 +15,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.errors import WrongKindError
 from compiled_ddp.plan import ReductionKind
-from compiled_ddp.planning.bucket_policy import MEBIBYTE, BucketPolicy
+from compiled_ddp.planning.assignment import MEBIBYTE, BucketPolicy
 from compiled_ddp.planning.bucket_rule import BucketRule
 from compiled_ddp.reducers.averaging import Scaling
 

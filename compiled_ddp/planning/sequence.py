@@ -24,7 +24,7 @@ from compiled_ddp.plan import (
     ReductionSequence,
     Section,
 )
-from compiled_ddp.planning.bucket_policy import BucketPolicy
+from compiled_ddp.planning.assignment import BucketPolicy
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 
 

@@ -49,7 +49,6 @@ LONG_FUNCTIONS = {
     "compiled_ddp.parity.verify.verify_parity": 53,
     "compiled_ddp.wrapper.DataParallelWrapper.__init__": 58,
     "compiled_ddp.wrapper.DataParallelWrapper.forward": 56,
-    "passes.form_buckets.form_buckets": 71,
 }
 # How often a module stores into an attribute that classes of other modules alone define; torch_private's are torch's.
 STORES_FROM_OUTSIDE = {

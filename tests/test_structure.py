@@ -46,7 +46,6 @@ LONG_FUNCTIONS = {
     "compiled_ddp.step.backward.SynchronisedBackward.__init__": 70,
     "compiled_ddp.step.runtime.Runtime.__init__": 63,
     "compiled_ddp.step.runtime.Runtime._begin": 54,
-    "compiled_ddp.parity.verify.verify_parity": 53,
     "compiled_ddp.wrapper.DataParallelWrapper.__init__": 58,
     "compiled_ddp.wrapper.DataParallelWrapper.forward": 56,
 }
@@ -54,7 +53,6 @@ LONG_FUNCTIONS = {
 STORES_FROM_OUTSIDE = {
     "compiled_ddp/step/backward.py": 3,
     "compiled_ddp/compat/adapter.py": 2,
-    "compiled_ddp/reducers/traced_hook.py": 1,
     "compiled_ddp/graph/program.py": 1,
     "compiled_ddp/step/runtime.py": 2,
     "compiled_ddp/wrapper.py": 4,
@@ -63,8 +61,6 @@ QUESTIONS_THAT_ACT = {
     "compiled_ddp.step.agreed_sequence.AgreedSequence.outgrown",
     "compiled_ddp.step.backward.SynchronisedBackward._used_elsewhere",
     "compiled_ddp.step.backward.SynchronisedBackward.break_off",
-    "compiled_ddp.ranks.group_name._Holder.take",
-    "compiled_ddp.model.watch.ModelWatch._has_additions",
     "compiled_ddp.step.runtime.Runtime._has_broken_off",
     "compiled_ddp.step.runtime.Runtime._synchronises",
     "compiled_ddp.step.runtime.Runtime.is_reduced_by_hooks",

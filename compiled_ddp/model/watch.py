@@ -100,7 +100,8 @@ class ModelWatch:
         """
         if any(torch_private.tensors.has_optimizer_in_backward(parameter) for parameter, _ in self._trained):
             check_stepped_after_backward(self._state.trained())
-        if not self._is_in_place():
+        is_in_place = self._is_in_place()
+        if not is_in_place:
             given = {id(value): value for value in torch_private.modules.given_by_functional_calls()}
             if any(id(part) in given for now, _ in self._contents for part in now.values()):
                 return self._look_through(given)
@@ -108,7 +109,13 @@ class ModelWatch:
             check_not_replaced(self._places)
         elif self._lacks_any():
             return Look(changed=True)
-        return Look(changed=self._is_of_another_kind() or self._has_additions())
+        if self._is_of_another_kind():
+            return Look(changed=True)
+        if not is_in_place:
+            if self._has_additions():
+                return Look(changed=True)
+            self._contents = _contents(self._state)  # other modules, none trained: no other rank need know
+        return Look()
 
     def _is_in_place(self) -> bool:
         return all(_are_the_same(now, before) for now, before in self._contents)
@@ -147,13 +154,8 @@ class ModelWatch:
         return any(id(parameter) not in now for parameter, _ in self._trained)
 
     def _has_additions(self) -> bool:
-        if self._is_in_place():
-            return False
         known = {id(parameter) for parameter, _ in self._trained}
-        if any(id(p) not in known for p in self._state.trained().values()):
-            return True
-        self._contents = _contents(self._state)  # another module without trained parameters: no other rank need know
-        return False
+        return any(id(parameter) not in known for parameter in self._state.trained().values())
 
 
 Part = nn.Module | torch.Tensor | None

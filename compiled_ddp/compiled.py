@@ -58,7 +58,7 @@ def compile_ddp(
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
         bucket_cap_mb_list: a size in MiB for each bucket in order, the last one for all further ones too; in place of
             the two sizes above.
-        broadcast_buffers: overwrite buffers by rank 0's at construction and at the begin of a forward, by DDP's rule;
+        broadcast_buffers: overwrite buffers by rank 0's at construction and at the start of a forward, by DDP's rule;
             None is True.
         forward_sync_buffers: DDP's newer name for the same in forwards alone: buffers are rank 0's at construction in
             any case. None leaves it to `broadcast_buffers`.

@@ -24,7 +24,7 @@ class DistributedDataParallel(ApexAdapter):
         delay_allreduce: reduce everything when backward has ended, in one bucket for each dtype.
         shared_param: refused, as in apex.
         allreduce_trigger_params: parameters; the gradient of each closes the bucket of its own dtype, and
-            `message_size` counts for nothing.
+            `message_size` is ignored.
         retain_allreduce_buffers: leave each backward's reduced flat buckets, in launch order, in `allreduce_buffers`,
             until the next backward.
         allreduce_always_fp32: scale and sum float16 and bfloat16 gradients in float32.

@@ -29,7 +29,7 @@ class Place:
 
 
 def trained_places(state: OwnState) -> list[Place]:
-    """Every place of what requires a gradient, in the model as it is now, but for what is left alone."""
+    """Every place of what requires a gradient, in the model as it is now, except what is left alone."""
     places = []
     left_alone = {id(parameter) for parameter in state.left_alone().values()}
     for prefix, owner in state.modules():
@@ -126,7 +126,7 @@ class ModelWatch:
         )
 
     def _look_through(self, given: Mapping[int, object]) -> Look:
-        """The model as it is but for what functional_calls under way were `given`, by id."""
+        """The model as it is except for what functional_calls under way were `given`, by id."""
         check_not_replaced([place for place in self._places if id(place.now) not in given])
         own = {id(parameter) for parameter in (*self._frozen, *(parameter for parameter, _ in self._trained))}
         here = {id(parameter) for parameter in self._state.parameters().values()}

@@ -19,7 +19,7 @@ from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.communicator import RankGroup
 from compiled_ddp.wrapper import DataParallelWrapper
 
-# A gradient that is zero but for rounding (of a bias in front of a normalisation) is compared with this part of the
+# A gradient that is zero except for rounding (of a bias in front of a normalisation) is compared with this part of the
 # model's largest gradient, not with its own noise.
 SMALLEST_SCALE = 1e-3
 

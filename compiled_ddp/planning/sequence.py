@@ -1,4 +1,4 @@
-"""How the sequence that all ranks keep comes about.
+"""How the sequence that all ranks keep is built.
 
 1. When the first synchronised backward begins, rank 0 proposes it: a section per captured segment that this backward
    will run, in the order in which it will run them, and the remaining parameters, in reverse registration order, for

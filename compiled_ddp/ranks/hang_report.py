@@ -193,7 +193,7 @@ def compare(ranks: Sequence[int], own: int, positions: Mapping[int, Position]) -
         groups.setdefault(positions[place], []).append(place)
     lines = [_verdict(ranks, positions)]
     for position, places in list(groups.items())[:_MOST_GROUPS]:
-        lines.append(f"  {_ranks_in_words(ranks, places)}: {position.text}")
+        lines.append(f"  {_format_ranks(ranks, places)}: {position.text}")
         if position.python:
             lines.append(f"    Python: {' < '.join(position.python)}")
     left_out = [place for places in list(groups.values())[_MOST_GROUPS:] for place in places]
@@ -210,14 +210,14 @@ def _verdict(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
     found = []
     if silent:
         found.append(
-            f"{_ranks_in_words(ranks, silent)} did not answer: stopped, ended, cut off, or in code that holds "
+            f"{_format_ranks(ranks, silent)} did not answer: stopped, ended, cut off, or in code that holds "
             "Python's lock."
         )
     if fewer or earlier:
         behind = fewer or earlier
         why = f"collectives launched: {min(positions[place].launches for place in behind)}, by others {most}"
         be = "is" if len(behind) == 1 else "are"
-        found.append(f"{_ranks_in_words(ranks, behind)} {be} behind ({why if fewer else 'at an earlier point'}).")
+        found.append(f"{_format_ranks(ranks, behind)} {be} behind ({why if fewer else 'at an earlier point'}).")
     return " ".join(found) or f"No rank is behind (collectives launched by each: {most})."
 
 
@@ -227,7 +227,7 @@ def _behind(progress: Mapping[int, Any]) -> list[int]:
     return [place for place in sorted(progress) if progress[place] == least] if least < max(progress.values()) else []
 
 
-def _ranks_in_words(ranks: Sequence[int], places: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int], places: Sequence[int]) -> str:
     """ "rank 3", "ranks 0, 4-63": global numbers, consecutive ones together."""
     runs: list[list[int]] = []
     for rank in sorted(ranks[place] for place in places):

@@ -59,7 +59,7 @@ def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Fu
 
 
 def _named_cells_of(function: Any) -> dict[str, Any]:
-    """What a function's closure holds, but for empty cells."""
+    """What a function's closure holds, except empty cells."""
     contents = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):

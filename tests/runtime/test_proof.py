@@ -41,7 +41,7 @@ def pending(ddp: Any) -> dict[str, str]:
     """Names of the parameters that are not proven yet -> why."""
     proof: Proof = ddp._runtime.proof
     names = ddp._runtime.parameters.names
-    return {names[index]: reason for index, reason in proof.pending.items()}
+    return {names[index]: reason for index, reason in proof.unverified.items()}
 
 
 class ExchangesCounted:

@@ -24,7 +24,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The keyword arguments of every wrapper that are options; defaults are those of `Options`."""
+    """The keyword arguments of EagerDDP and compile_ddp that are options; defaults are those of `Options`."""
 
     bucket_cap_mb: float | None
     first_bucket_mb: float
@@ -42,7 +42,7 @@ class OptionKeywords(TypedDict, total=False):
 
 
 class CompilerKeywords(OptionKeywords, total=False):
-    """Those of compile_ddp."""
+    """Those of compile_ddp alone, and with them the others."""
 
     strict: bool
     backend: str
@@ -53,9 +53,9 @@ class CompilerKeywords(OptionKeywords, total=False):
 
 
 def takes_options(keywords: type[OptionKeywords]) -> Callable[[Function], Function]:
-    """For a function that takes these in its `**keywords`: help(), and who else asks at run time, is told of each.
+    """Write the options that a function takes in its last argument, `**others`, into its signature, with defaults.
 
-    With its default. What stays in `**keywords` are the others that it takes.
+    For help() and whatever else asks at run time; editors and type checkers read the TypedDict.
     """
 
     def write_out(function: Function) -> Function:
@@ -142,7 +142,7 @@ class CompilerOptions:
 
 
 @dataclass(frozen=True)
-class Options(BucketOptions, CompilerOptions):
+class Options(CompilerOptions, BucketOptions):
     """What a wrapper was asked for."""
 
     broadcast_buffers: bool = True

@@ -20,13 +20,7 @@ sequence
 Sizes are in elements where a name ends in `_elements`, in bytes where it ends in `_bytes`.
 """
 
-from compiled_ddp.plan.buckets import (
-    Bucket,
-    BucketPlan,
-    Gradient,
-    GradientSpec,
-    ReductionKind,
-)
+from compiled_ddp.plan.buckets import Bucket, BucketPlan, Gradient, GradientSpec, ReductionKind
 from compiled_ddp.plan.riders import (
     ABORTED,
     ANNOUNCED,
@@ -57,35 +51,9 @@ from compiled_ddp.plan.sequence import (
     Section,
 )
 
-__all__ = [
-    "ABORTED",
-    "ADMITTED",
-    "AMONG_COLLECTIVES",
-    "ANNOUNCED",
-    "COUNT_MODULUS",
-    "FIRST_USED",
-    "FORWARD_COUNT",
-    "FORWARD_COUNT_SQUARED",
-    "GIVEN_UP_COUNT",
-    "GIVEN_UP_COUNT_SQUARED",
-    "HOOK_FAILED",
-    "LOST",
-    "MISFIT",
-    "MIXED",
-    "NOT_CALLED",
-    "NOT_CAPTURED",
-    "RETURNED_COUNT",
-    "RETURNED_COUNT_SQUARED",
-    "STATE_LOST",
-    "VERIFY",
-    "WEIGHT",
-    "Bucket",
-    "BucketPlan",
-    "Gradient",
-    "GradientSpec",
-    "Origin",
-    "ReductionKind",
-    "ReductionSequence",
-    "Riders",
-    "Section",
-]
+__all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders"]
+__all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED"]
+__all__ += ["Origin", "ReductionSequence", "Section"]
+__all__ += ["ABORTED", "ANNOUNCED", "COUNT_MODULUS", "FIRST_USED", "FORWARD_COUNT", "FORWARD_COUNT_SQUARED"]
+__all__ += ["GIVEN_UP_COUNT", "GIVEN_UP_COUNT_SQUARED", "HOOK_FAILED", "LOST", "MISFIT", "RETURNED_COUNT"]
+__all__ += ["RETURNED_COUNT_SQUARED", "STATE_LOST", "VERIFY", "WEIGHT"]

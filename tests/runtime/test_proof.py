@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -300,7 +301,8 @@ def _return_a_local_gradient(graph: Graph, plan: BucketPlan, *, output_positions
 
 
 def _break_graphs(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(pipeline, "verify_collectives", _return_a_local_gradient)
+    *others, last = pipeline.PASSES
+    patch.setattr(pipeline, "PASSES", (*others, replace(last, function=_return_a_local_gradient)))
 
 
 def _break_hooks(patch: pytest.MonkeyPatch) -> None:

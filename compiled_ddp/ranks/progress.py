@@ -102,7 +102,7 @@ class _Backward:
         return _one_of([self.name(position) for position in alike])
 
 
-class Standing:
+class RankProgress:
     """What a rank would report. Writing it down costs an assignment or two for each launch, forward or backward.
 
     Another thread may read it at any time. It keeps no tensor, no module and no wrapper alive.

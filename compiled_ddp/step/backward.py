@@ -119,13 +119,13 @@ class SynchronisedBackward:
         }
         self._sharing = _with_equal_memory(self._existing)
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that the running graph fills
-        self._standing = communicator.standing
-        self._launches_before = self._standing.launches
+        self._rank_progress = communicator.progress
+        self._launches_before = self._rank_progress.launches
         self._broke_in_launch = False  # whether an exception has ended a launch by hooks
         # How many reduce each bucket.
         self._collectives = [reducer.collectives(position) for position in range(len(self._progress))]
         origins = [section.origin for section in sections]
-        self._standing.backward_began(
+        self._rank_progress.backward_began(
             message.forwards.begun, buffers.buckets, origins, parameters.names, self._collectives
         )
 
@@ -161,14 +161,14 @@ class SynchronisedBackward:
         """Hand a section to the captured segment that is about to run; what is missing before it is sent as zeros."""
         self._launch_to(self._buffers.first_position[section])
         self.reservations.reserve(section)
-        self._standing.graph_began(self._cursor)
+        self._rank_progress.graph_began(self._cursor)
         self._cursor += len(self.sections[section].plan.buckets)
         self.observations.arrivals.append(("graph", section))
 
     def release(self, section: int) -> None:
         """Undo a reservation before the graph has launched anything: hooks launch the section."""
         self.reservations.release(section)
-        self._standing.graph_ended()
+        self._rank_progress.graph_ended()
         self._cursor = self._buffers.first_position[section]
 
     def take_pending(self, plan: BucketPlan) -> list[torch.Tensor]:
@@ -204,7 +204,7 @@ class SynchronisedBackward:
         """Memory for these buckets of a reserved section, for its graph to pack them into."""
         first = self._buffers.first_position[section]
         self._lent = {first + bucket: self._lend(first + bucket) for bucket in buckets}
-        self._standing.graph_fills(self._lent.items())
+        self._rank_progress.graph_fills(self._lent.items())
         return list(self._lent.values())
 
     def _lend(self, position: int) -> torch.Tensor:
@@ -389,7 +389,7 @@ class SynchronisedBackward:
         self._launching(progress.bucket, buffer.flat)
         progress.summed = self.averaging.outgoing(buffer.flat)
         try:
-            with profiled("launch", self._standing.bucket, position):
+            with profiled("launch", self._rank_progress.bucket, position):
                 progress.work = self._reducer.start(position, progress.summed, lambda: self._unused_in(progress.bucket))
         except BaseException as error:
             self._broke_in_launch = True
@@ -398,7 +398,7 @@ class SynchronisedBackward:
             else:
                 self._explain(error, position, "could not be launched")
             raise
-        self._standing.hooks_launched(position)
+        self._rank_progress.hooks_launched(position)
 
     def _unused_in(self, bucket: Bucket) -> set[int]:
         return {index for index in bucket.indices if not self._is_used(index)}
@@ -449,9 +449,9 @@ class SynchronisedBackward:
             self.reservations.release(section)
         if not self._reducer.counts_collectives:  # and no graph launches anything
             return True
-        if not self._standing.counts_launches:
+        if not self._rank_progress.counts_launches:
             return not broken and not self._broke_in_launch
-        left = self._standing.launches - self._launches_before
+        left = self._rank_progress.launches - self._launches_before
         self._cursor = 0
         while self._cursor < len(self._progress) and left > 0:
             collectives = self._collectives[self._cursor]
@@ -560,15 +560,15 @@ class SynchronisedBackward:
                 return
         self._wait(*range(len(self._progress)), results=results)
         if self._reducer.counts_collectives:
-            self._standing.all_launched(self._launches_before + sum(self._collectives))
+            self._rank_progress.all_launched(self._launches_before + sum(self._collectives))
 
     def _wait(self, *positions: int, results: bool = True) -> None:
         for position in positions:
             work = self._progress[position].work
             if work is not None:
-                self._standing.hooks_await(position)
+                self._rank_progress.hooks_await(position)
                 try:
-                    with profiled("wait for", self._standing.bucket, position):
+                    with profiled("wait for", self._rank_progress.bucket, position):
                         if results:
                             work.wait()
                         else:
@@ -576,7 +576,7 @@ class SynchronisedBackward:
                 except BaseException as error:
                     self._explain(error, position, "was launched but not reduced")
                     raise
-        self._standing.hooks_await(None)
+        self._rank_progress.hooks_await(None)
         for position in positions:
             self._conclude(position)
 
@@ -764,7 +764,7 @@ class SynchronisedBackward:
         self.pending.clear()
 
     def _words(self, position: int) -> str:
-        return f"{self._standing.bucket(position)} on rank {self._communicator.rank}"
+        return f"{self._rank_progress.bucket(position)} on rank {self._communicator.rank}"
 
 
 def _sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -201,7 +201,7 @@ class Runtime:
         self._counted = synchronise and counted
         if self._counted:
             self._forwards.begin(after_exception=conductor.any_broken_off())
-        self.communicator.standing.forward_began(self._forwards.value)
+        self.communicator.progress.forward_began(self._forwards.value)
 
     def module_begins(self) -> None:
         """The wrapper's own part of the forward has ended."""
@@ -452,9 +452,9 @@ class Runtime:
         """[Note: models that communicate] Returns the sequence of the backward that begins: maybe another one."""
         values = [not runs_sequence, conductor.any_communicates()]
         shared = torch.tensor(values, dtype=torch.int32, device=sequence.sections[0].plan.buckets[0].device)
-        self.communicator.standing.note_wait("whether all ranks run the same graphs, in a model that communicates")
+        self.communicator.progress.note_wait("whether all ranks run the same graphs, in a model that communicates")
         self.communicator.maximum(shared)
-        self.communicator.standing.note_wait("")
+        self.communicator.progress.note_wait("")
         some_rank_differs, self.agreed.among_collectives = map(bool, shared.tolist())
         self._some_rank_differs = some_rank_differs and self.agreed.among_collectives
         if self._some_rank_differs and not self.agreed.refined:
@@ -880,7 +880,7 @@ class Runtime:
         was_refined = self.agreed.refined
         with self._giving_up_after_surprises():
             reduced = self._conclude(backward, findings, local)
-        self.communicator.standing.backward_ended()
+        self.communicator.progress.backward_ended()
         self._hooks.run_users(reduced)
         if self.agreed.refined and not was_refined:
             self._remove_needless_hooks()

@@ -51,7 +51,7 @@ class Ranks:
         return gathered
 
     def _sum_of_rows(self, tensor: torch.Tensor, place: int) -> torch.Tensor:
-        """All zeros but for this rank's row, summed over ranks."""
+        """All zeros except this rank's row, summed over ranks."""
         row = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # bool and float8 have no sum
         rows = torch.zeros((self.size, *row.shape), dtype=row.dtype, device=row.device)
         summed: torch.Tensor = wait_tensor(all_reduce(rows.select_scatter(row, 0, place), "sum", self.group_name))

@@ -10,14 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.graph.backend import entry_of
 from compiled_ddp.graph.bindings import Bindings
 from compiled_ddp.graph.program import VARIANTS, Program
 from compiled_ddp.graph.segment import Segment, SegmentCall, calling
 from compiled_ddp.graph.warmup import Compiled, state_kept, timed, warm_up
-from compiled_ddp.options import Options
-from compiled_ddp.plan import ReductionKind
+from compiled_ddp.options import CompilerKeywords, Options, part_options, takes_options
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.users_code import warn_user
 from compiled_ddp.wrapper import DataParallelWrapper
@@ -27,6 +25,11 @@ from compiled_ddp.wrapping.ddp_arguments import DDPArguments, DDPKeywords, Devic
 _SEVERAL_DEVICES = "the model is on several devices, whose backwards autograd runs in threads of their own"
 
 
+class CompileKeywords(CompilerKeywords, DDPKeywords, total=False):
+    """What compile_ddp takes by keyword: its options, and arguments of DDP."""
+
+
+@takes_options(CompilerKeywords)
 def compile_ddp(
     model: nn.Module,
     device_ids: Sequence[Device] | None = None,
@@ -34,27 +37,8 @@ def compile_ddp(
     dim: int = 0,
     *,
     process_group: dist.ProcessGroup | None = None,
-    bucket_cap_mb: float | None = None,
-    first_bucket_mb: float = 1.0,
-    bucket_cap_mb_list: Sequence[float] | None = None,
-    broadcast_buffers: bool | None = None,
-    forward_sync_buffers: bool | None = None,
-    init_sync: bool = True,
     find_unused_parameters: bool = False,
-    static_graph: bool = False,
-    gradient_as_bucket_view: bool = True,
-    reduction: ReductionKind = "mean",
-    piggyback: Sequence[str] = (),
-    comm_hook: CommHook | None = None,
-    check_steps: str = "error",
-    verify: str = "first",
-    strict: bool = False,
-    backend: str = "inductor",
-    fullgraph: bool = False,
-    dynamic: bool | None = None,
-    mode: str | None = None,
-    options: dict[str, Any] | None = None,
-    **ddp_arguments: Unpack[DDPKeywords],
+    **ddp_arguments: Unpack[CompileKeywords],
 ) -> "CompiledDDP":
     """Compile `model` for data-parallel training, with the gradients' all-reduces part of the backward graph.
 
@@ -110,38 +94,10 @@ def compile_ddp(
     `COMPILED_DDP_MODE=hooks` in the environment switches the passes off: the model is compiled as by torch.compile
     and hooks reduce its gradients.
     """
-    return CompiledDDP(
-        model,
-        process_group,
-        Options(
-            bucket_cap_mb=bucket_cap_mb,
-            first_bucket_mb=first_bucket_mb,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-            broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
-            forward_sync_buffers=forward_sync_buffers,
-            init_sync=init_sync,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            reduction=reduction,
-            piggyback=piggyback,
-            comm_hook=comm_hook,
-            check_steps=check_steps,
-            verify=verify,
-            strict=strict,
-            backend=backend,
-            fullgraph=fullgraph,
-            dynamic=dynamic,
-            mode=mode,
-            options=options,
-        ),
-        {
-            "device_ids": device_ids,
-            "output_device": output_device,
-            "dim": dim,
-            "find_unused_parameters": find_unused_parameters,
-            **ddp_arguments,
-        },
-    )
+    options, others = part_options(ddp_arguments, CompilerKeywords)
+    others |= {"device_ids": device_ids, "output_device": output_device, "dim": dim}
+    others |= {"find_unused_parameters": find_unused_parameters}
+    return CompiledDDP(model, process_group, options, others)
 
 
 class CompiledDDP(DataParallelWrapper):
@@ -186,14 +142,13 @@ class CompiledDDP(DataParallelWrapper):
 
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}
-        self._bindings = Bindings(self._runtime, self._own, options, self._index_of_parameter)
+        policy = options.bucket_policy(self._runtime.communicator.world_size)
+        self._bindings = Bindings(self._runtime, self._own, policy, self._index_of_parameter, naive=options.naive)
         self._index_parameters()
         compiled = entry_of(
             torch_private.captures.without_own_compilation(self.module),
             backend=options.backend,
-            compiler_options=torch_private.inductor.inductor_options(
-                options.mode, options.compiler_options, options.dynamic
-            ),
+            compiler_options=options.inductor_options(),
             fullgraph=options.fullgraph,
             dynamic=options.dynamic,
         )

@@ -6,11 +6,13 @@ from typing import Any, Unpack
 import torch.distributed as dist
 from torch import nn
 
-from compiled_ddp.comm_hooks import CommHook
-from compiled_ddp.options import Options
-from compiled_ddp.plan import ReductionKind
+from compiled_ddp.options import OptionKeywords, part_options, takes_options
 from compiled_ddp.wrapper import DataParallelWrapper
-from compiled_ddp.wrapping.ddp_arguments import DDPArguments, DDPKeywords, Device
+from compiled_ddp.wrapping.ddp_arguments import DDPKeywords, Device
+
+
+class EagerKeywords(OptionKeywords, DDPKeywords, total=False):
+    """What EagerDDP takes by keyword: its options, and arguments of DDP."""
 
 
 class EagerDDP(DataParallelWrapper):
@@ -61,6 +63,7 @@ class EagerDDP(DataParallelWrapper):
         TypeError, ValueError: the model or an option cannot be used; the message says what to do.
     """
 
+    @takes_options(OptionKeywords)
     def __init__(
         self,
         module: nn.Module,
@@ -69,44 +72,12 @@ class EagerDDP(DataParallelWrapper):
         dim: int = 0,
         *,
         process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
-        first_bucket_mb: float = 1.0,
-        bucket_cap_mb_list: Sequence[float] | None = None,
-        broadcast_buffers: bool | None = None,
-        forward_sync_buffers: bool | None = None,
-        init_sync: bool = True,
         find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        gradient_as_bucket_view: bool = True,
-        reduction: ReductionKind = "mean",
-        piggyback: Sequence[str] = (),
-        comm_hook: CommHook | None = None,
-        check_steps: str = "error",
-        verify: str = "first",
-        **ddp_arguments: Unpack[DDPKeywords],
+        **ddp_arguments: Unpack[EagerKeywords],
     ) -> None:
-        options = Options(
-            bucket_cap_mb=bucket_cap_mb,
-            first_bucket_mb=first_bucket_mb,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-            broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
-            forward_sync_buffers=forward_sync_buffers,
-            init_sync=init_sync,
-            static_graph=static_graph,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            reduction=reduction,
-            piggyback=piggyback,
-            comm_hook=comm_hook,
-            check_steps=check_steps,
-            verify=verify,
-        )
-        others: DDPArguments = {
-            "device_ids": device_ids,
-            "output_device": output_device,
-            "dim": dim,
-            "find_unused_parameters": find_unused_parameters,
-            **ddp_arguments,
-        }
+        options, others = part_options(ddp_arguments, OptionKeywords)
+        others |= {"device_ids": device_ids, "output_device": output_device, "dim": dim}
+        others |= {"find_unused_parameters": find_unused_parameters}
         super().__init__(module, process_group, options, others)
 
     def _hooks_reason(self) -> str:

@@ -1,26 +1,90 @@
-"""The options of both wrappers: their defaults, and what makes them valid."""
+"""The options of both wrappers: the keywords by which they are given, their defaults, and what makes them valid.
 
+A new option is a keyword and a field here, what it does where it acts, and its line in the constructors' docstrings.
+"""
+
+import inspect
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.errors import WrongKindError
 from compiled_ddp.plan import ReductionKind
-from compiled_ddp.planning.bucket_policy import MEBIBYTE, BucketPolicy
+from compiled_ddp.planning.assignment import MEBIBYTE, BucketPolicy
 from compiled_ddp.planning.bucket_rule import BucketRule
 from compiled_ddp.reducers.averaging import Scaling
 
 Mode = Literal["graph", "hooks"]
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+class OptionKeywords(TypedDict, total=False):
+    """The keyword arguments of EagerDDP and compile_ddp that are options; defaults are those of `Options`."""
+
+    bucket_cap_mb: float | None
+    first_bucket_mb: float
+    bucket_cap_mb_list: Sequence[float] | None
+    broadcast_buffers: bool | None  # None is the default, as in DDP
+    forward_sync_buffers: bool | None
+    init_sync: bool
+    static_graph: bool
+    gradient_as_bucket_view: bool
+    reduction: ReductionKind
+    piggyback: Sequence[str]
+    comm_hook: CommHook | None
+    check_steps: str
+    verify: str
+
+
+class CompilerKeywords(OptionKeywords, total=False):
+    """Those of compile_ddp alone, and with them the others."""
+
+    strict: bool
+    backend: str
+    fullgraph: bool
+    dynamic: bool | None
+    mode: str | None
+    options: dict[str, Any] | None
+
+
+def takes_options(keywords: type[OptionKeywords]) -> Callable[[Function], Function]:
+    """Write the options that a function takes in its last argument, `**others`, into its signature, with defaults.
+
+    For help() and whatever else asks at run time; editors and type checkers read the TypedDict.
+    """
+
+    def write_out(function: Function) -> Function:
+        signature = inspect.signature(function)
+        *others, rest = signature.parameters.values()
+        defaults = {field.name: field.default for field in fields(Options)}
+        options = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=annotation)
+            for name, annotation in get_type_hints(keywords).items()
+        ]
+        parameters = [*others, *options, rest.replace(annotation=inspect.Parameter.empty)]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return write_out
+
+
+def part_options(keywords: Mapping[str, Any], known: type[OptionKeywords]) -> tuple["Options", Any]:
+    """The options among a constructor's keywords, and its other keywords."""
+    options = {name: value for name, value in keywords.items() if name in known.__annotations__}
+    others = {name: value for name, value in keywords.items() if name not in options}
+    if options.get("broadcast_buffers", True) is None:
+        del options["broadcast_buffers"]
+    return Options(**options), others
 
 
 @dataclass(frozen=True)
-class Options:
-    """What a wrapper was asked for. Sizes are in MiB, as DDP's.
+class BucketOptions:
+    """How large buckets are, in MiB as DDP's.
 
     A `bucket_cap_mb` of None is to be replaced by the size that fits the link before anything is planned.
     """
@@ -28,6 +92,59 @@ class Options:
     bucket_cap_mb: float | None = None
     first_bucket_mb: float = 1.0
     bucket_cap_mb_list: Sequence[float] | None = None
+    bucket_rule: BucketRule | None = None  # in place of sizes in bytes: of the adapters in compiled_ddp.compat alone
+
+    def _check_buckets(self) -> None:
+        if not _is_listed(self.bucket_cap_mb_list or ()):
+            raise WrongKindError(f"bucket_cap_mb_list must be a list of sizes, found {self.bucket_cap_mb_list!r}.")
+        sizes = [("first_bucket_mb", self.first_bucket_mb)]
+        if self.bucket_cap_mb is not None:
+            sizes.append(("bucket_cap_mb", self.bucket_cap_mb))
+        sizes += [("each of bucket_cap_mb_list", size) for size in self.bucket_cap_mb_list or ()]
+        for name, size in sizes:
+            if not _is_positive_number(size):
+                raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
+
+
+@dataclass(frozen=True)
+class CompilerOptions:
+    """Whether graphs must serve, and how they are compiled: nothing where hooks reduce."""
+
+    strict: bool = False
+    backend: str = "inductor"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    mode: str | None = None
+    options: dict[str, Any] | None = None
+
+    def _check_compiler(self) -> None:
+        if not isinstance(self.options, dict | None):
+            raise ValueError(f"options must be a dict, as in torch.compile, found {self.options!r}.")
+        if self.backend not in ("inductor", "aot_eager"):
+            raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {self.backend!r}.")
+        if self.mode is not None and self.options is not None:
+            raise ValueError("mode and options are alternatives, as in torch.compile: pass one of them.")
+        self.inductor_options()  # refuses what is unknown
+
+    @property
+    def naive(self) -> bool:
+        """Whether graphs keep the reference program, one all-reduce per gradient: `options={NAIVE: True}`."""
+        return bool((self.options or {}).get(NAIVE))
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """`options` without our own keys: Inductor's."""
+        return self.options and {key: value for key, value in self.options.items() if key != NAIVE}
+
+    def inductor_options(self) -> dict[str, Any]:
+        """What Inductor is given for `mode` and `options`. Raises RuntimeError or ValueError for what it has not."""
+        return torch_private.compiler_options.inductor_options(self.mode, self.compiler_options, self.dynamic)
+
+
+@dataclass(frozen=True)
+class Options(CompilerOptions, BucketOptions):
+    """What a wrapper was asked for."""
+
     broadcast_buffers: bool = True
     forward_sync_buffers: bool | None = None
     init_sync: bool = True
@@ -38,35 +155,18 @@ class Options:
     comm_hook: CommHook | None = None
     check_steps: str = "error"
     verify: str = "first"
-    strict: bool = False
-    backend: str = "inductor"
-    fullgraph: bool = False
-    dynamic: bool | None = None
-    mode: str | None = None
-    options: dict[str, Any] | None = None
     # Of the adapters in compiled_ddp.compat alone, where hooks reduce everything.
-    bucket_rule: BucketRule | None = None  # in place of sizes in bytes
     scaling: Scaling | None = None  # in place of the mean
     follows_model: bool = False  # take what was replaced, removed or frozen in the model, and find the buckets anew
 
     def check(self) -> None:
         """Raise ValueError, with what is allowed, for a value that is not."""
-        if not _is_listed(self.bucket_cap_mb_list or ()):
-            raise WrongKindError(f"bucket_cap_mb_list must be a list of sizes, found {self.bucket_cap_mb_list!r}.")
-        sizes = [("first_bucket_mb", self.first_bucket_mb)]
-        if self.bucket_cap_mb is not None:
-            sizes.append(("bucket_cap_mb", self.bucket_cap_mb))
-        sizes += [("each of bucket_cap_mb_list", size) for size in self.bucket_cap_mb_list or ()]
-        for name, size in sizes:
-            if not _is_positive_number(size):
-                raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
+        self._check_buckets()
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, found {getattr(self, name)!r}.")
         if not isinstance(self.forward_sync_buffers, bool | None):
             raise ValueError(f"forward_sync_buffers must be True, False or None, found {self.forward_sync_buffers!r}.")
-        if not isinstance(self.options, dict | None):
-            raise ValueError(f"options must be a dict, as in torch.compile, found {self.options!r}.")
         if self.reduction not in ("mean", "sum", "weighted"):
             raise ValueError(f"reduction must be 'mean', 'sum' or 'weighted', found {self.reduction!r}.")
         if self.comm_hook is not None and self.reduction != "mean":
@@ -80,13 +180,7 @@ class Options:
             raise ValueError(f"check_steps must be 'error', 'warn' or 'off', found {self.check_steps!r}.")
         if self.verify not in ("first", "always", "off"):
             raise ValueError(f"verify must be 'first', 'always' or 'off', found {self.verify!r}.")
-        if self.backend not in ("inductor", "aot_eager"):
-            raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {self.backend!r}.")
-        if self.mode is not None and self.options is not None:
-            raise ValueError("mode and options are alternatives, as in torch.compile: pass one of them.")
-        torch_private.inductor.inductor_options(
-            self.mode, self.compiler_options, self.dynamic
-        )  # refuses what is unknown
+        self._check_compiler()
 
     @property
     def bucket_capacities_bytes(self) -> tuple[float, ...]:
@@ -121,16 +215,6 @@ class Options:
     @property
     def synchronise_buffers_in_forward(self) -> bool:
         return self.broadcast_buffers if self.forward_sync_buffers is None else self.forward_sync_buffers
-
-    @property
-    def naive(self) -> bool:
-        """Whether graphs keep the reference program, one all-reduce per gradient: `options={NAIVE: True}`."""
-        return bool((self.options or {}).get(NAIVE))
-
-    @property
-    def compiler_options(self) -> dict[str, Any] | None:
-        """`options` without our own keys: Inductor's."""
-        return self.options and {key: value for key, value in self.options.items() if key != NAIVE}
 
     def shared(self) -> dict[str, object]:
         """The options that must be equal on every rank, in a form that can be compared."""

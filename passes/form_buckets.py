@@ -1,6 +1,6 @@
 """Buckets: one all-reduce for many gradients instead of one for each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -52,40 +52,16 @@ def form_buckets(
     outputs = output_values(graph)
     riders_wait = outputs[-1]
     assert riders_wait is not None
-    place = {node: number for number, node in enumerate(graph.nodes)}
-    last_place, anchor = -1, riders_wait  # behind which the next bucket's reduction goes
-    waits = []
-    state: list[Node | None] = []
-    for bucket, hook in zip(plan.buckets, hooks or [None] * len(plan.buckets), strict=True):
-        old = [] if hook is None else _add_state_placeholders(graph, hook, len(state))
-        merged = [reductions[index] for index in bucket.indices]
-        latest = max((reduction.wait for reduction in merged), key=place.__getitem__, default=None)
-        if latest is not None and place[latest] > last_place:
-            last_place, anchor = place[latest], latest
-        behind = anchor.next
-        with graph.inserting_before(behind):
-            wait, new = _merge(graph, bucket, merged, riders_wait, group_name, hook, old)
-            waits.append(wait)
-            state += new
-            if bucket.riders is not None:
-                rider_view = _view(graph, wait, (bucket.riders.numel,), (1,), bucket.riders.offset_elements)
-                riders_wait.replace_all_uses_with(rider_view)
-                outputs[-1] = rider_view
-        anchor = behind.prev
+    waits, state = _merge_all(graph, plan, reductions, riders_wait, group_name, hooks)
+    with graph.inserting_before(waits[-1].next):
+        riders = _view(graph, waits[-1], (plan.riders.numel,), (1,), plan.riders.offset_elements)
+    riders_wait.replace_all_uses_with(riders)
     for bucket, wait in zip(plan.buckets, waits, strict=True):
-        merged = [reductions[index] for index in bucket.indices]
-        for reduction, view in zip(merged, _views(graph, bucket, merged, wait), strict=True):
-            outputs[output_positions[reduction.gradient.index]] = view
-    outputs[-1:-1] = state
-    set_output_values(graph, outputs)
-    for reduction in reductions.values():
-        if reduction.normalised is not None:
-            graph.erase_node(reduction.normalised)
-    for node in [*(reduction.wait for reduction in reductions.values()), riders_wait]:
-        launch = node.args[0]
-        assert isinstance(launch, Node)
-        graph.erase_node(node)
-        graph.erase_node(launch)
+        views = _views(graph, bucket, [reductions[index] for index in bucket.indices], wait)
+        for index, view in zip(bucket.indices, views, strict=True):
+            outputs[output_positions[index]] = view
+    set_output_values(graph, [*outputs[:-1], *state, riders])
+    _erase(graph, reductions.values(), riders_wait)
 
 
 def memory_order(gradient: Gradient) -> list[int]:
@@ -102,6 +78,33 @@ def _add_state_placeholders(graph: Graph, hook: TracedHook, first: int) -> list[
             value = torch.empty(like.shape, dtype=like.dtype, device=like.device) if fake else None
         placeholders.append(add_placeholder(graph, f"hook_state_{number}", value))
     return placeholders
+
+
+def _merge_all(
+    graph: Graph,
+    plan: BucketPlan,
+    reductions: Mapping[int, Reduction],
+    riders_wait: Node,
+    group_name: str,
+    hooks: Sequence[TracedHook | None],
+) -> tuple[list[Node], list[Node]]:
+    """Emit the buckets' reductions; returns the reduced flat tensors, and the new state of all hooks."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    last_place, anchor = -1, riders_wait  # behind which the next bucket's reduction goes
+    waits, state = [], list[Node]()
+    for bucket, hook in zip(plan.buckets, hooks or [None] * len(plan.buckets), strict=True):
+        old = [] if hook is None else _add_state_placeholders(graph, hook, len(state))
+        merged = [reductions[index] for index in bucket.indices]
+        latest = max((reduction.wait for reduction in merged), key=place.__getitem__, default=None)
+        if latest is not None and place[latest] > last_place:
+            last_place, anchor = place[latest], latest
+        behind = anchor.next
+        with graph.inserting_before(behind):
+            wait, new = _merge(graph, bucket, merged, riders_wait, group_name, hook, old)
+        waits.append(wait)
+        state += new
+        anchor = behind.prev
+    return waits, state
 
 
 def _merge(
@@ -138,6 +141,18 @@ def _views(graph: Graph, bucket: Bucket, merged: Sequence[Reduction], wait: Node
     with graph.inserting_before(wait.next if normalised is None else graph.output_node()):
         flat = wait if normalised is None else emit(graph, _mul, wait, normalised.args[1])
         return [_view(graph, flat, g.size, g.stride, g.offset_elements) for g in bucket.gradients]
+
+
+def _erase(graph: Graph, reductions: Collection[Reduction], riders_wait: Node) -> None:
+    """Remove the naive program, whose results nothing reads any more."""
+    for reduction in reductions:
+        if reduction.normalised is not None:
+            graph.erase_node(reduction.normalised)
+    for node in [*(reduction.wait for reduction in reductions), riders_wait]:
+        launch = node.args[0]
+        assert isinstance(launch, Node)
+        graph.erase_node(node)
+        graph.erase_node(launch)
 
 
 def _flatten(graph: Graph, reduction: Reduction) -> Node:

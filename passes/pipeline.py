@@ -9,16 +9,19 @@
 7. `verify_collectives`    asserts that the graph launches what the plan says
 
 With `naive`, steps 2, 4, 5 and 6 are left out, and the plan has one bucket per gradient.
+
+A new pass is a file of its own, a row of `PASSES`, and a row of the table in docs/how-it-works.md.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
-from compiled_ddp import plan
 from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
@@ -27,7 +30,7 @@ from compiled_ddp.passes.place_mean import place_mean
 from compiled_ddp.passes.reduce_in_place import reduce_in_place
 from compiled_ddp.passes.schedule_collectives import schedule_collectives
 from compiled_ddp.passes.verify_collectives import verify_collectives
-from compiled_ddp.plan import BucketPlan
+from compiled_ddp.plan import BucketPlan, buckets, riders
 
 Observer = Callable[[str, Graph], None]
 
@@ -68,10 +71,11 @@ class Pipeline:
 
     @property
     def cache_identity(self) -> str:
-        """A hash of the passes' sources and of everything they are given, for a compiler's cache key."""
+        """A hash of which passes run, of `SOURCES` and of everything they are given, for a compiler's cache key."""
+        names = [pass_.name for pass_ in PASSES if pass_.when(self)]
         hooks = [hook and hook.identity for hook in self.hooks]
         given = f"{self.plan.fingerprint} {self.group_name} {self.fold} {self.naive} {hooks} "
-        given += f"{self.in_place} {self.replayed}"
+        given += f"{self.in_place} {self.replayed} {names}"
         return hashlib.sha256((_source_hash() + given).encode()).hexdigest()
 
     def run(self, graph: Graph, *, output_positions: Mapping[int, int], observe: Observer | None = None) -> None:
@@ -80,28 +84,74 @@ class Pipeline:
         `output_positions` maps the plan's indices to places among the graph's outputs. Tangents are the inputs whose
         names begin with "tangents", as AOTAutograd names them.
         """
-        tangents = [node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("tangents")]
-        seen = observe or (lambda name, graph: None)
-        group, positions = self.group_name, output_positions
-        insert_all_reduces(graph, self.plan, group_name=group, output_positions=positions, fold=self.fold)
-        seen("insert_all_reduces", graph)
-        if not self.naive:
-            place_mean(graph, self.plan, group_name=group, tangents=tangents, output_positions=positions)
-            seen("place_mean", graph)
-        form_buckets(graph, self.plan, group_name=group, output_positions=positions, hooks=self.hooks)
-        seen("form_buckets", graph)
-        if not self.naive:
-            pack_buckets(graph, self.plan, lent=self.lent_buckets)
-            seen("pack_buckets", graph)
-            schedule_collectives(graph, group_name=group)
-            seen("schedule_collectives", graph)
-        if self.in_place and not self.naive:
-            reduce_in_place(graph, group_name=group)
-            seen("reduce_in_place", graph)
-        verify_collectives(graph, self.plan, group_name=group, output_positions=positions, hooks=self.hooks)
-        seen("verify_collectives", graph)
+        given: Given = {
+            "plan": self.plan,
+            "group_name": self.group_name,
+            "output_positions": output_positions,
+            "tangents": [node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")],
+            "fold": self.fold,
+            "hooks": self.hooks,
+            "lent": self.lent_buckets,
+        }
+        for pass_ in PASSES:
+            if pass_.when(self):
+                pass_.function(graph, **{name: value for name, value in given.items() if name in pass_.asks_for})
+                if observe is not None:
+                    observe(pass_.name, graph)
+
+
+class Given(TypedDict):
+    """What a pass may ask for, by the names of its arguments."""
+
+    plan: BucketPlan
+    group_name: str
+    output_positions: Mapping[int, int]
+    tangents: Sequence[Node]
+    fold: bool
+    hooks: Sequence[TracedHook | None]
+    lent: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A row of `PASSES`: the function is in the file of the same name."""
+
+    name: str
+    function: Callable[..., object]
+    when: Callable[[Pipeline], bool]
+
+    @property
+    def asks_for(self) -> set[str]:
+        """The names in `Given` of what the function takes besides the graph."""
+        _, *names = inspect.signature(self.function).parameters
+        return set(names)
+
+
+def _always(pipeline: Pipeline) -> bool:
+    return True
+
+
+def _unless_naive(pipeline: Pipeline) -> bool:
+    return not pipeline.naive
+
+
+def _in_place(pipeline: Pipeline) -> bool:
+    return pipeline.in_place and not pipeline.naive
+
+
+PASSES = (
+    Pass("insert_all_reduces", insert_all_reduces, _always),
+    Pass("place_mean", place_mean, _unless_naive),
+    Pass("form_buckets", form_buckets, _always),
+    Pass("pack_buckets", pack_buckets, _unless_naive),
+    Pass("schedule_collectives", schedule_collectives, _unless_naive),
+    Pass("reduce_in_place", reduce_in_place, _in_place),
+    Pass("verify_collectives", verify_collectives, _always),
+)
+
+# What the rewritten program depends on: the passes with what they share, and the nouns that they are given.
+SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(buckets.__file__), Path(riders.__file__))
 
 
 def _source_hash() -> str:
-    sources = [*sorted(Path(__file__).parent.glob("*.py")), Path(plan.__file__)]
-    return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()

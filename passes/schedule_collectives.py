@@ -16,7 +16,7 @@ def schedule_collectives(graph: Graph, *, group_name: str) -> None:
     waits and what reads them. A weight gradient therefore runs before the data gradients that only later buckets
     need.
 
-    Leaves the order of nodes as it is, but for the waits, in a graph that mutates something: nothing may move across
+    Leaves the order of nodes as it is, except for the waits, in a graph that mutates something: nothing may move across
     a mutation.
     """
     nodes = list(graph.nodes)

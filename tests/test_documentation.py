@@ -16,6 +16,7 @@ import pytest
 import torchrun
 from torch.nn.parallel import DistributedDataParallel
 
+from compiled_ddp.passes.pipeline import PASSES
 from ranks import RankError, RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +106,13 @@ def test_migration_page_names_every_ddp_argument() -> None:
     first_cells = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "migration.md").read_text(), flags=re.MULTILINE)
     arguments = set(inspect.signature(DistributedDataParallel).parameters)
     assert not arguments - set(first_cells), "docs/migration.md lists every argument of DistributedDataParallel"
+
+
+def test_how_it_works_lists_every_pass_in_run_order() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    table = page[page.index("| pass | what it does |") :].split("\n\n", maxsplit=1)[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
+    assert listed == [pass_.name for pass_ in PASSES], "docs/how-it-works.md lists the passes as the pipeline runs them"
 
 
 # In a table's row: `path.py`, `path.py::test_name`, and `::test_name` or, on apex's page, `test_name` alone.

@@ -6,8 +6,7 @@ from torch import nn
 
 from compiled_ddp.options import NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionSequence
-from compiled_ddp.planning.assignment import assign_buckets
-from compiled_ddp.planning.bucket_policy import MEBIBYTE
+from compiled_ddp.planning.assignment import MEBIBYTE, assign_buckets
 from compiled_ddp.planning.sequence import ADMITTED, MIXED, NOT_CAPTURED, Observations, SequencePlanner
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 

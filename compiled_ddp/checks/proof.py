@@ -2,7 +2,7 @@
 
 [Note: all ranks verify or none does] A backward that verifies ends with one collective more, so every rank must know
 by then that it is one. It is one because of what all ranks know alike: the number of synchronised backwards, what the
-last such exchange left pending, or a wish that a rank has sent in the riders. A rank whose backward broke off, or that
+last such exchange left unverified, or a wish a rank has sent in the riders. A rank whose backward broke off, or that
 raises because of what the riders say, takes part all the same, and proves nothing.
 """
 
@@ -18,8 +18,8 @@ from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 
-# Under verify="first", the backwards that verify while parameters are pending, counted from the first one and again
-# from each that ran a new graph. Beyond them a parameter stays pending, and `explain()` lists it.
+# Under verify="first", the backwards that verify while parameters are unverified, counted from the first one and again
+# from each that ran a new graph. Beyond them a parameter stays so, and `explain()` lists it.
 TRIES = (1, 2, 4, 8, 16, 32, 64)
 
 # Why a parameter was not proven in a backward; of several ranks' reasons the largest one counts.
@@ -60,7 +60,7 @@ class Proof:
         self._communicator, self._verify = communicator, verify
         self._active = verify != "off" and communicator.world_size > 1
         self._why_off = 'verify="off"' if verify == "off" else ""
-        self.pending: dict[int, str] = {}  # parameter -> why
+        self.unverified: dict[int, str] = {}  # parameter -> why
         self._tried = 0  # synchronised backwards since the first one, or since there was something new to look at
         self._verifies = False  # whether the backward under way ends with the exchange
         self._recording: _Recording | None = None
@@ -73,11 +73,11 @@ class Proof:
         self._parameters = parameters
         self._specs = [GradientSpec.of(index, tensor) for index, tensor in enumerate(parameters.tensors)]
         self._renewed.clear()
-        self.pending = dict.fromkeys(range(len(parameters.names)), _UNKNOWN)
+        self.unverified = dict.fromkeys(range(len(parameters.names)), _UNKNOWN)
         self.look_again()
 
     def look_again(self) -> None:
-        """Verify the next backwards while something is pending. On all ranks before the same backward."""
+        """Verify the next backwards while something is unverified. On all ranks before the same backward."""
         self._tried = 0
 
     def switch_off(self, reason: str) -> None:
@@ -91,13 +91,13 @@ class Proof:
         if not self._active:
             return
         self._tried += 1
-        self._verifies = self._verify == "always" or (bool(self.pending) and self._tried in TRIES)
+        self._verifies = self._verify == "always" or (bool(self.unverified) and self._tried in TRIES)
         self._recording = _Recording() if self._verifies else None
 
     def meets_new_graph(self, backward: Callable[..., object], fingerprint: str, indices: Iterable[int]) -> bool:
         """Note that a compiled backward is about to reduce parameters `indices`, whose plan is `fingerprint`.
 
-        A new one makes its parameters pending again. Returns whether the riders must ask every rank to verify.
+        A new one makes its parameters unverified again. Returns whether the riders must ask every rank to verify.
         """
         if not self._active:
             return False
@@ -186,7 +186,7 @@ class Proof:
 
     @torch.no_grad()
     def _exchange(self, hindrances: list[int], outcomes: list[torch.Tensor | None]) -> list[int]:
-        """Share what this rank knows, and settle what is pending. Returns the parameters that differ between ranks."""
+        """Share what this rank knows, settle what is unverified. Returns the parameters that differ between ranks."""
         device = self._parameters.tensors[0].device
 
         def gathered(values: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -213,14 +213,14 @@ class Proof:
         different = []
         for index, (*compared, hindrance, renewed) in enumerate(zip(*shared, strict=True)):
             if renewed:
-                self.pending.setdefault(index, _NEW)
+                self.unverified.setdefault(index, _NEW)
             if hindrance < _NO_GRADIENT and not _equal(*compared[2:]):
                 different.append(index)
-                self.pending[index] = _DIFFERENT
+                self.unverified[index] = _DIFFERENT
             elif hindrance == _NOTHING and not _equal(*compared[:2]):
-                self.pending.pop(index, None)
-            elif index in self.pending and hindrance not in (_NOT_SEEN, _BROKEN_OFF):
-                self.pending[index] = _WORDS.get(hindrance, _EQUAL)
+                self.unverified.pop(index, None)
+            elif index in self.unverified and hindrance not in (_NOT_SEEN, _BROKEN_OFF):
+                self.unverified[index] = _WORDS.get(hindrance, _EQUAL)
         return different
 
     def __str__(self) -> str:
@@ -231,11 +231,11 @@ class Proof:
             return ""
         everything = len(self._specs)
         reasons: dict[str, list[int]] = {}
-        for index, reason in self.pending.items():
+        for index, reason in self.unverified.items():
             reasons.setdefault(reason, []).append(index)
         listed = "; ".join(f"{self._parameters.named(indices)} ({reason})" for reason, indices in reasons.items())
         pending = f"; pending: {listed}" if listed else ""
-        return f"Proven to be reduced: {everything - len(self.pending)} of {everything} parameters{pending}."
+        return f"Proven to be reduced: {everything - len(self.unverified)} of {everything} parameters{pending}."
 
 
 def _to_compare(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

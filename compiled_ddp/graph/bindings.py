@@ -8,8 +8,8 @@ from compiled_ddp.graph.compiled_graph import CompiledGraph
 from compiled_ddp.graph.program import Bound, Program
 from compiled_ddp.graph.segment import Segment, SegmentCall
 from compiled_ddp.model.managed import OwnState
-from compiled_ddp.options import Options
 from compiled_ddp.plan import GradientSpec
+from compiled_ddp.planning.assignment import BucketPolicy
 from compiled_ddp.step.runtime import Runtime
 
 # Which parameter each input that may get a gradient is, in the segment's gradient order; None for any other tensor.
@@ -20,10 +20,16 @@ class Bindings:
     """A wrapper's programs, by segment and by which of the inputs are its parameters."""
 
     def __init__(
-        self, runtime: Runtime, own: OwnState, options: Options, index_of_parameter: Mapping[int, int]
+        self,
+        runtime: Runtime,
+        own: OwnState,
+        policy: BucketPolicy,
+        index_of_parameter: Mapping[int, int],
+        *,
+        naive: bool,
     ) -> None:
         """`index_of_parameter` maps id(parameter) to its index, and follows the model."""
-        self._runtime, self._own, self._options = runtime, own, options
+        self._runtime, self._own, self._policy, self._naive = runtime, own, policy, naive
         self._index_of_parameter = index_of_parameter
         self._programs: weakref.WeakKeyDictionary[Segment, dict[tuple[bool, ...], Program]] = (
             weakref.WeakKeyDictionary()
@@ -111,12 +117,12 @@ class Bindings:
             assert segment is not None, "the backward of a graph that is gone"
             return segment.graph
 
-        plan = self._options.bucket_policy(runtime.communicator.world_size).assign(gradients)
+        plan = self._policy.assign(gradients)
         hook = runtime.reduction.bucket_hook
         return Program(
             plan,
             communicator=runtime.communicator,
-            naive=self._options.naive,
+            naive=self._naive,
             hooks=() if hook is None else [hook.program(bucket) for bucket in plan.buckets],
             backend=segment.backend,
             compiler_options=segment.compiler_options,

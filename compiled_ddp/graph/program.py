@@ -50,7 +50,7 @@ class Program:
         self.plan = plan
         self._graph = graph
         self._in_cuda_graphs = backend == "inductor" and any(
-            torch_private.inductor.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
+            torch_private.compiler_options.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
         )
         self._communicator = weakref.ref(communicator)  # an autograd graph that lives on is not to keep it
         self._shares_name = not hooks and not self._in_cuda_graphs  # hooks are traced with the communicator's own
@@ -167,7 +167,7 @@ def without(gradients: Sequence[Any], undefined: Set[int]) -> tuple[Any, ...]:
 
 def _rewriting(pipeline: Pipeline) -> Rewriting:
     def rewrite(backward: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
-        positions = torch_private.aot.gradient_output_positions(backward.graph)
+        positions = torch_private.inductor.gradient_output_positions(backward.graph)
         pipeline.run(backward.graph, output_positions=positions)
         backward.recompile()
         placeholders = backward.graph.find_nodes(op="placeholder")

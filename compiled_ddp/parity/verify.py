@@ -19,7 +19,7 @@ from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.communicator import RankGroup
 from compiled_ddp.wrapper import DataParallelWrapper
 
-# A gradient that is zero but for rounding (of a bias in front of a normalisation) is compared with this part of the
+# A gradient that is zero except for rounding (of a bias in front of a normalisation) is compared with this part of the
 # model's largest gradient, not with its own noise.
 SMALLEST_SCALE = 1e-3
 
@@ -103,14 +103,7 @@ def verify_parity(
             argument, a batch or the model: on one rank it is an error on every rank.
     """
     ranks = RankGroup(None)
-
-    def check() -> Description:
-        nonlocal model
-        _check_arguments(model, steps, loss, wrap, optimizer)
-        model = copy.deepcopy(model)
-        return {"steps": [steps]}
-
-    agree_on_description(ranks, check, occasion="arguments", purpose=_PURPOSE, failure=_FAILURE)
+    model = _agree_on_arguments(ranks, model, steps, loss, wrap, optimizer)
     wrapper = wrap(model)
     try:
         return _compare(ranks, wrapper, batch, steps, loss or _loss_in, optimizer)
@@ -120,6 +113,20 @@ def verify_parity(
 
 
 _PURPOSE, _FAILURE = "to verify parity with it", "parity was not verified"
+
+
+def _agree_on_arguments(ranks: RankGroup, model: nn.Module, steps: int, *functions: object) -> nn.Module:
+    """A copy of the model, if no rank refuses what it was given: `loss`, `wrap` and `optimizer` come last."""
+    copied: nn.Module
+
+    def check() -> Description:
+        nonlocal copied
+        _check_arguments(model, steps, *functions)
+        copied = copy.deepcopy(model)
+        return {"steps": [steps]}
+
+    agree_on_description(ranks, check, occasion="arguments", purpose=_PURPOSE, failure=_FAILURE)
+    return copied
 
 
 def _check_arguments(model: object, steps: object, loss: object, wrap: object, optimizer: object) -> None:

@@ -16,7 +16,7 @@ _ORDER = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
 class BucketRule:
     """When hooks close a bucket. Each dtype (and device) has buckets of its own.
 
-    `elements` is how many a bucket has at least. With `triggers`, names of parameters, it counts for nothing: the
+    `elements` is how many a bucket has at least. With `triggers`, names of parameters, it is ignored: the
     gradient of a trigger closes the bucket of its own dtype. `delayed` makes one bucket for each dtype, in registration
     order, that is launched when backward has ended.
     """

@@ -1,4 +1,4 @@
-"""How the sequence that all ranks keep comes about.
+"""How the sequence that all ranks keep is built.
 
 1. When the first synchronised backward begins, rank 0 proposes it: a section per captured segment that this backward
    will run, in the order in which it will run them, and the remaining parameters, in reverse registration order, for
@@ -24,7 +24,7 @@ from compiled_ddp.plan import (
     ReductionSequence,
     Section,
 )
-from compiled_ddp.planning.bucket_policy import BucketPolicy
+from compiled_ddp.planning.assignment import BucketPolicy
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 
 

@@ -14,7 +14,7 @@ from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.errors import NotInitialisedError, WrongKindError
 from compiled_ddp.ranks import group_name
 from compiled_ddp.ranks.hang_report import HangReporter
-from compiled_ddp.ranks.progress import Standing, frames_of_error
+from compiled_ddp.ranks.progress import RankProgress, frames_of_error
 from compiled_ddp.ranks.store import Store
 
 # How many wrappers each rank set has had, per default process group. [Note: one communicator per wrapper]
@@ -69,9 +69,13 @@ class RankGroup:
         ranks_hash = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
         self.name = f"compiled_ddp/{ranks_hash}/{ordinal}"
         self._store = Store(self.name)
-        # A communicator puts its own here: then a wait that fails tells where every rank stands.
+        # Until `explain_waits`:
         self.note_wait: Callable[[str], None] = lambda _: None
         self.failure: Callable[[RuntimeError], RuntimeError] = lambda error: error
+
+    def explain_waits(self, note_wait: Callable[[str], None], failure: Callable[[RuntimeError], RuntimeError]) -> None:
+        """From now on waits for other ranks are noted, and their errors go through `failure`, which explains them."""
+        self.note_wait, self.failure = note_wait, failure
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -137,9 +141,9 @@ class RankGroup:
                 "has ended or cannot be reached. Look there for the first error, and start all ranks again."
             ) from error
 
-    def hang_reporter(self, standing: Standing) -> HangReporter:
+    def hang_reporter(self, rank_progress: RankProgress) -> HangReporter:
         """What explains failed waits of these ranks; it has the store too."""
-        return HangReporter(standing, self._store.shared, rank=self.rank, ranks=self.ranks, timeout=self.timeout)
+        return HangReporter(rank_progress, self._store.shared, rank=self.rank, ranks=self.ranks, timeout=self.timeout)
 
 
 class Communicator:
@@ -162,9 +166,9 @@ class Communicator:
         self._group = weakref.ref(group)
         self._at_end = weakref.finalize(self, _abandoned.append, self._group)
         self._at_end.atexit = False
-        self.standing = Standing(group)
-        self._hangs = ranks.hang_reporter(self.standing)
-        ranks.note_wait, ranks.failure = self.standing.note_wait, self.failure
+        self.progress = RankProgress(group)
+        self._hangs = ranks.hang_reporter(self.progress)
+        ranks.explain_waits(self.progress.note_wait, self.failure)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -197,12 +201,12 @@ class Communicator:
         """Overwrite `tensors` with those of the group's rank `source`."""
         if tensors and self.world_size > 1:
             self.refuse_if_failed()
-            self.standing.note_wait(f"the parameters and buffers of {self._in_words(source)}")
+            self.progress.note_wait(f"the parameters and buffers of {self._format_rank(source)}")
             with self.explaining("the broadcast of parameters and buffers failed"):
                 torch_private.groups.broadcast_coalesced(self.group, list(tensors), source=source)
-            self.standing.note_wait("")
+            self.progress.note_wait("")
 
-    def _in_words(self, rank: int) -> str:
+    def _format_rank(self, rank: int) -> str:
         return f"rank {self.ranks.ranks[rank]}" if rank else "the group's first rank"
 
     def failure(self, error: RuntimeError, what: str | None = None) -> RuntimeError:

@@ -26,15 +26,16 @@ class _Holder:
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._running = 0
 
-    def take(self, group: dist.ProcessGroup) -> bool:
+    def hand_over(self, group: dist.ProcessGroup) -> str | None:
+        """The shared name, which is the group's until `release`; None while graphs of another one run."""
         with self._lock:
             if self._group is None or self._group() is not group:
                 if self._running:
-                    return False
+                    return None
                 torch_private.groups.name_group(group, SHARED_NAME)
                 self._group = weakref.ref(group)
             self._running += 1
-            return True
+            return SHARED_NAME
 
     def release(self) -> None:
         with self._lock:
@@ -58,10 +59,9 @@ def forget(group: dist.ProcessGroup) -> None:
 @contextlib.contextmanager
 def name_in_graphs(group: dist.ProcessGroup, own_name: str, *, shared: bool) -> Iterator[str]:
     """The name of `group` in a graph that runs in this context: the one of all graphs if it is to be `shared`."""
-    if not shared or not _holder.take(group):
-        yield own_name
-        return
+    name = _holder.hand_over(group) if shared else None
     try:
-        yield SHARED_NAME
+        yield name or own_name
     finally:
-        _holder.release()
+        if name is not None:
+            _holder.release()

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
-from compiled_ddp.ranks.progress import Position, Standing
+from compiled_ddp.ranks.progress import Position, RankProgress
 
 _POLLS_PER_TIMEOUT = 20
 _SHORTEST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.2, 5.0
@@ -54,12 +54,12 @@ class HangReporter:
     """Answers other ranks' requests in the background, and makes the report of a wait that has failed on this one."""
 
     def __init__(
-        self, standing: Standing, store: dist.Store, *, rank: int, ranks: Sequence[int], timeout: timedelta
+        self, rank_progress: RankProgress, store: dist.Store, *, rank: int, ranks: Sequence[int], timeout: timedelta
     ) -> None:
         """`rank` is this one's place in `ranks`, which are global; `timeout` is that of the group's collectives."""
-        self._standing = standing
+        self._rank_progress = rank_progress
         self.failed_before = ""  # says where, once a wait has failed
-        self._exchange = _Exchange(standing, store, rank, ranks, timeout)
+        self._exchange = _Exchange(rank_progress, store, rank, ranks, timeout)
         self._end: Callable[[], object] = self._exchange.stop
         if len(ranks) > 1:
             # The thread knows nothing of this object: it ends with it, or with the interpreter, whichever comes first.
@@ -69,7 +69,7 @@ class HangReporter:
 
     def report(self, frames: Sequence[FrameType]) -> str:
         """Where every rank stands, for the message of a wait that failed in `frames`, innermost first."""
-        position = self._standing.read(frames)
+        position = self._rank_progress.read(frames)
         if self.failed_before:
             return self.failed_before
         place = f"A wait on this communicator failed before, at {position.text}"
@@ -78,7 +78,7 @@ class HangReporter:
 
     def note_failure(self, why: str) -> None:
         """No wait has failed, but others may have to wait for this rank."""
-        self.failed_before = f"{why[0].upper()}{why[1:]}, at {self._standing.read().text}."
+        self.failed_before = f"{why[0].upper()}{why[1:]}, at {self._rank_progress.read().text}."
 
     def close(self) -> None:
         """End the thread."""
@@ -96,9 +96,9 @@ class _Exchange:
     """What the thread works with."""
 
     def __init__(
-        self, standing: Standing, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
+        self, rank_progress: RankProgress, store: dist.Store, rank: int, ranks: Sequence[int], timeout: timedelta
     ) -> None:
-        self._standing, self._store, self._rank, self._ranks = standing, store, rank, ranks
+        self._rank_progress, self._store, self._rank, self._ranks = rank_progress, store, rank, ranks
         share = timeout.total_seconds() / _POLLS_PER_TIMEOUT
         self._poll_seconds = min(max(share, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
         self._gather_seconds = 1.0 + _GATHER_POLLS * self._poll_seconds
@@ -144,7 +144,7 @@ class _Exchange:
         while not self._wake.wait(self._poll_seconds) and dist.is_initialized() and self._world_lives():
             requests = self._requests()
             if requests > answered:
-                self._answer(Answer(requests, False, self._standing.read()))
+                self._answer(Answer(requests, False, self._rank_progress.read()))
                 answered = requests
 
     def _world_lives(self) -> bool:
@@ -193,7 +193,7 @@ def compare(ranks: Sequence[int], own: int, positions: Mapping[int, Position]) -
         groups.setdefault(positions[place], []).append(place)
     lines = [_verdict(ranks, positions)]
     for position, places in list(groups.items())[:_MOST_GROUPS]:
-        lines.append(f"  {_ranks_in_words(ranks, places)}: {position.text}")
+        lines.append(f"  {_format_ranks(ranks, places)}: {position.text}")
         if position.python:
             lines.append(f"    Python: {' < '.join(position.python)}")
     left_out = [place for places in list(groups.values())[_MOST_GROUPS:] for place in places]
@@ -210,14 +210,14 @@ def _verdict(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
     found = []
     if silent:
         found.append(
-            f"{_ranks_in_words(ranks, silent)} did not answer: stopped, ended, cut off, or in code that holds "
+            f"{_format_ranks(ranks, silent)} did not answer: stopped, ended, cut off, or in code that holds "
             "Python's lock."
         )
     if fewer or earlier:
         behind = fewer or earlier
         why = f"collectives launched: {min(positions[place].launches for place in behind)}, by others {most}"
         be = "is" if len(behind) == 1 else "are"
-        found.append(f"{_ranks_in_words(ranks, behind)} {be} behind ({why if fewer else 'at an earlier point'}).")
+        found.append(f"{_format_ranks(ranks, behind)} {be} behind ({why if fewer else 'at an earlier point'}).")
     return " ".join(found) or f"No rank is behind (collectives launched by each: {most})."
 
 
@@ -227,7 +227,7 @@ def _behind(progress: Mapping[int, Any]) -> list[int]:
     return [place for place in sorted(progress) if progress[place] == least] if least < max(progress.values()) else []
 
 
-def _ranks_in_words(ranks: Sequence[int], places: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int], places: Sequence[int]) -> str:
     """ "rank 3", "ranks 0, 4-63": global numbers, consecutive ones together."""
     runs: list[list[int]] = []
     for rank in sorted(ranks[place] for place in places):

@@ -5,7 +5,7 @@ import time
 
 import torch
 
-from compiled_ddp.planning.bucket_policy import MEBIBYTE
+from compiled_ddp.planning.assignment import MEBIBYTE
 from compiled_ddp.ranks.communicator import Communicator
 
 # A slow link should start early, so its buckets are small. On a fast one the work that each bucket makes beside its

@@ -80,14 +80,14 @@ class _Backward:
             position += 1
         return position - 1
 
-    def section_in_words(self, position: int) -> str:
+    def format_section(self, position: int) -> str:
         section, _ = self.buckets[position]
         if self.origins[section] != "graph":
             return "by hooks"
         graphs = [n for n, origin in enumerate(self.origins) if origin == "graph"]
         return f"of graph {graphs.index(section) + 1} of {len(graphs)}"
 
-    def awaited_in_words(self, launches: int, frames: Sequence[FrameType]) -> str:
+    def format_awaited(self, launches: int, frames: Sequence[FrameType]) -> str:
         graph = self.graph
         if graph is None:
             return "" if self.awaits is None else self.name(self.awaits)
@@ -102,7 +102,7 @@ class _Backward:
         return _one_of([self.name(position) for position in alike])
 
 
-class Standing:
+class RankProgress:
     """What a rank would report. Writing it down costs an assignment or two for each launch, forward or backward.
 
     Another thread may read it at any time. It keeps no tensor, no module and no wrapper alive.
@@ -197,10 +197,10 @@ class Standing:
         parts = [f"step {step}, {_STAGES[stage]}"]
         last = backward.last_launched(launches)
         if last >= 0:
-            parts.append(f"last bucket launched: {backward.name(last)}, {backward.section_in_words(last)}")
+            parts.append(f"last bucket launched: {backward.name(last)}, {backward.format_section(last)}")
         elif stage == _IN:
             parts.append("no bucket launched")
-        awaited = self._awaits or backward.awaited_in_words(launches, frames)
+        awaited = self._awaits or backward.format_awaited(launches, frames)
         if awaited:
             parts.append(f"first awaited: {awaited}")
         python = python_position(frames) or python_position(_frames_of(threading.main_thread().ident))

@@ -69,7 +69,7 @@ def initial_state(hook: CommHook, flat: torch.Tensor) -> list[torch.Tensor]:
         return []
     state: object = hook.initial_state(flat)
     if not isinstance(state, tuple | list) or not all(isinstance(tensor, torch.Tensor) for tensor in state):
-        raise TypeError(f"{hook!r}.initial_state must return a tuple of tensors, found {_words(state)}.")
+        raise TypeError(f"{hook!r}.initial_state must return a tuple of tensors, found {_format_value(state)}.")
     return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in state]
 
 
@@ -123,7 +123,7 @@ class HookProgram:
         several_rounds = any(node.target in LAUNCHES for node in waited)
         self.first = nodes if several_rounds else [node for node in nodes if node not in waited]
         self.then = [] if several_rounds else [node for node in nodes if node in waited]
-        text = [str(self.graph), *(_words(node.meta["val"]) for node in self.graph.find_nodes(op="placeholder"))]
+        text = [str(self.graph), *(_format_value(node.meta["val"]) for node in self.graph.find_nodes(op="placeholder"))]
         self.identity = hashlib.sha256("\n".join(text).encode()).hexdigest()
 
     def inputs(self, flat: torch.Tensor, state: Sequence[torch.Tensor]) -> dict[Node, Any]:
@@ -182,8 +182,8 @@ def _checked(hook: CommHook, results: object, expected: Sequence[torch.Tensor]) 
     if len(found) != len(expected) or not all(map(_alike, found, expected)):
         state = f", and {len(expected) - 1} tensors of state as they were given" if expected[1:] else ""
         raise TypeError(
-            f"the communication hook {hook!r} must return the reduced gradients, {_words(expected[0])}{state}; "
-            f"found {', '.join(map(_words, found))}."
+            f"the communication hook {hook!r} must return the reduced gradients, {_format_value(expected[0])}{state}; "
+            f"found {', '.join(map(_format_value, found))}."
         )
     return found
 
@@ -244,7 +244,7 @@ def _type(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _words(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
     return repr(value)

@@ -33,6 +33,9 @@ class Place:
     bucket: Bucket
     state: list[torch.Tensor] | None = None
 
+    def keep(self, state: list[torch.Tensor] | None) -> None:
+        self.state = state
+
     @functools.cached_property
     def _gradients(self) -> dict[int, Gradient]:
         return {gradient.index: gradient for gradient in self.bucket.gradients}
@@ -74,7 +77,7 @@ class BucketHook:
     def begin_anew(self) -> None:
         """Drop all state, and what is owed. On all ranks before the same backward."""
         for place in self._all():
-            place.state = None
+            place.keep(None)
         self._former = []
 
     def program(self, bucket: Bucket) -> HookProgram | None:
@@ -97,7 +100,8 @@ class BucketHook:
         """What the hook keeps there, from the last backward that ended."""
         if place.state is None:
             flat = example(place.bucket.numel, place.bucket.dtype, place.bucket.device)
-            place.state = [] if self.program(place.bucket) is None else initial_state(self._hook, flat)
+            place.keep([] if self.program(place.bucket) is None else initial_state(self._hook, flat))
+        assert place.state is not None
         return place.state
 
     def places(self, sections: Sequence[Section]) -> list[Place]:
@@ -119,7 +123,7 @@ class BucketHook:
         assert len(self._places) == len(sequence.sections), "a section stands twice in the sequence"
         for place in self._all():
             if kept[place.bucket]:
-                place.state = kept[place.bucket].pop(0).state
+                place.keep(kept[place.bucket].pop(0).state)
         self._former += [_Former(place, set(place.bucket.indices)) for places in kept.values() for place in places]
         self._move_on()
 
@@ -222,10 +226,10 @@ class BucketHook:
         for key, tensors in state.items():
             indices = [index_of[name] for name in _names_in(key)]
             place = Place(_bucket_of(indices, parameters))
-            place.state = self._checked(key, tensors, place.bucket)
+            place.keep(self._checked(key, tensors, place.bucket))
             loaded.append(_Former(place, set(indices), waits=True))
         for place in self._all():
-            place.state = None
+            place.keep(None)
         self._former = loaded
         self._move_on()
 

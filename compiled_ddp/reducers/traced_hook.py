@@ -161,7 +161,7 @@ class TracedHook(Reducer):
                 place.part(slot, index, change.new).copy_(place.part(slot, index))
             for slot, index in _pairs(self._hook.owed, change.held_back - as_before):
                 place.part(slot, index, change.new).add_(place.part(slot, index))
-            place.state = change.new
+            place.keep(change.new)
         self._changes.clear()
 
 

@@ -58,8 +58,8 @@ def explain_sequence(
 
     `link_bytes_per_second` is what the bucket size was chosen for; None if it was not measured.
     """
-    bucket_size = _bucket_size_in_words(options, link_bytes_per_second)
-    reduction = _reduction_in_words(options)
+    bucket_size = _format_bucket_size(options, link_bytes_per_second)
+    reduction = _format_reduction(options)
     if sequence is None:
         return Explanation((), tuple(fallback_reasons), bucket_size, (), sparse, left_alone, reduction, proof)
     rows: list[Row] = []
@@ -74,7 +74,7 @@ def explain_sequence(
     return Explanation(tuple(rows), at_run_time, bucket_size, tuple(unused), sparse, left_alone, reduction, proof)
 
 
-def _reduction_in_words(options: Options) -> str:
+def _format_reduction(options: Options) -> str:
     if options.comm_hook is not None:
         name = getattr(options.comm_hook, "__name__", repr(options.comm_hook))
         return f"The communication hook {name} reduces each bucket; in graphs the proof does not see what it launches."
@@ -83,7 +83,7 @@ def _reduction_in_words(options: Options) -> str:
     return "Gradients are averaged by each rank's weight." if options.reduction == "weighted" else ""
 
 
-def _bucket_size_in_words(options: Options, link_bytes_per_second: float | None) -> str:
+def _format_bucket_size(options: Options, link_bytes_per_second: float | None) -> str:
     if options.bucket_rule is not None:
         return str(options.bucket_rule)
     if options.naive:

@@ -89,10 +89,10 @@ class SynchronisedBackward:
             reduced_before=circumstances.reduces_again,
             as_view=gradient_as_bucket_view,
         )
-        standing = communicator.standing
-        self.launcher = Launcher(buffers, self.launches, self.gradients, self.reservations, message, standing)
+        rank_progress = communicator.progress
+        self.launcher = Launcher(buffers, self.launches, self.gradients, self.reservations, message, rank_progress)
         origins, collectives = [section.origin for section in sections], self.launches.collectives
-        standing.backward_began(message.forwards.begun, buffers.buckets, origins, parameters.names, collectives)
+        rank_progress.backward_began(message.forwards.begun, buffers.buckets, origins, parameters.names, collectives)
 
     # ---- told by hooks -----------------------------------------------------------------------------------------------
 

@@ -159,9 +159,9 @@ class Beginning:
         agreed, communicator = reduction.agreed, reduction.communicator
         values = [not runs_sequence, conductor.any_communicates()]
         shared = torch.tensor(values, dtype=torch.int32, device=sequence.sections[0].plan.buckets[0].device)
-        communicator.standing.note_wait("whether all ranks run the same graphs, in a model that communicates")
+        communicator.progress.note_wait("whether all ranks run the same graphs, in a model that communicates")
         communicator.maximum(shared)
-        communicator.standing.note_wait("")
+        communicator.progress.note_wait("")
         differs, among_collectives = map(bool, shared.tolist())
         agreed.note_among_collectives(among_collectives)
         some_rank_differs = differs and among_collectives

@@ -49,7 +49,7 @@ class Finish:
         ending = Ending(reduction, backward, findings, not_reduced)
         with giving_up_after_surprises(reduction.communicator):
             reduced = ending.run()
-        reduction.communicator.standing.backward_ended()
+        reduction.communicator.progress.backward_ended()
         reduction.hooks.run_users(reduced)
         ending.remove_needless_hooks()
 

@@ -11,7 +11,7 @@ from compiled_ddp.ranks.progress import failed_in_collective
 
 @contextlib.contextmanager
 def watched_graph(communicator: Communicator, group_name: str) -> Iterator[None]:
-    """Watch the graph that `communicator.standing` has been told of, and which calls the group `group_name`."""
+    """Watch the graph that `communicator.progress` has been told of, and which calls the group `group_name`."""
     try:
         with _named_in_profiles(communicator, group_name):
             yield
@@ -21,16 +21,16 @@ def watched_graph(communicator: Communicator, group_name: str) -> Iterator[None]
         rank = communicator.ranks.ranks[communicator.rank]
         raise communicator.failure(error, f"rank {rank}: a collective in the backward graph failed") from error
     finally:
-        communicator.standing.graph_ended()
+        communicator.progress.graph_ended()
 
 
 def _named_in_profiles(communicator: Communicator, group_name: str) -> contextlib.AbstractContextManager[object]:
     if not torch_private.autograd.profiler_is_on():
         return contextlib.nullcontext()
-    standing = communicator.standing
+    rank_progress = communicator.progress
     return LaunchObserver(
         group_name,
-        standing.first_of_graph,
-        launch=lambda bucket, _: profiled("launch", standing.bucket, bucket),
-        wait=lambda bucket: profiled("wait for", standing.bucket, bucket),
+        rank_progress.first_of_graph,
+        launch=lambda bucket, _: profiled("launch", rank_progress.bucket, bucket),
+        wait=lambda bucket: profiled("wait for", rank_progress.bucket, bucket),
     )

@@ -171,9 +171,9 @@ class UnevenInputs:
             dtype=torch.int64,
             device=self._joinable.join_device,
         )
-        communicator.standing.note_wait("the next step of ranks that still have data (join)")
+        communicator.progress.note_wait("the next step of ranks that still have data (join)")
         communicator.maximum(shared)
-        communicator.standing.note_wait("")
+        communicator.progress.note_wait("")
         forward_count, some_initial, some_not, *kinds = shared.tolist()
         if some_initial and some_not:
             raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from compiled_ddp.ranks.progress import Standing
+from compiled_ddp.ranks.progress import RankProgress
 from compiled_ddp.step.flat_buffers import SequenceBuffers
 from compiled_ddp.step.gradients import Gradients
 from compiled_ddp.step.launches import Launches
@@ -26,11 +26,11 @@ class Launcher:
         gradients: Gradients,
         reservations: Reservations,
         message: Message,
-        standing: Standing,
+        rank_progress: RankProgress,
     ) -> None:
         self._buffers, self._reservations = buffers, reservations
         self._launches, self._gradients = launches, gradients
-        self._message, self._standing = message, standing
+        self._message, self._rank_progress = message, rank_progress
         # After `break_off`: whether those of all that was launched can be read. Else nobody knows what others do next.
         self.riders_are_known = True
         self._cursor = 0
@@ -62,13 +62,13 @@ class Launcher:
         """Hand a section to the captured segment that is about to run; what is missing before it is sent as zeros."""
         self._launch_to(self._buffers.positions_in[section].start)
         self._reservations.reserve(section)
-        self._standing.graph_began(self._cursor)
+        self._rank_progress.graph_began(self._cursor)
         self._cursor += len(self._buffers.positions_in[section])
 
     def release(self, section: int) -> None:
         """Undo a reservation before the graph has launched anything: hooks launch the section."""
         self._reservations.release(section)
-        self._standing.graph_ended()
+        self._rank_progress.graph_ended()
         self._cursor = self._buffers.positions_in[section].start
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Launcher:
             self._reservations.release(section)
         if not self._launches.reducer.counts_collectives:  # and no graph launches anything
             return
-        if not self._standing.counts_launches:
+        if not self._rank_progress.counts_launches:
             self.riders_are_known = not broken and not self._broke_in_launch
             return
         left = self._launches.launched_collectives

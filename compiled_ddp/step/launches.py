@@ -44,8 +44,8 @@ class Launches:
         self._buffers, self._reservations = buffers, reservations
         self._message, self._usage, self._averaging = message, usage, averaging
         self._communicator, self._launching = communicator, launching
-        self._standing = communicator.standing
-        self._launches_before = self._standing.launches
+        self._rank_progress = communicator.progress
+        self._launches_before = self._rank_progress.launches
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that the running graph fills
 
     def positions_by_hooks(self, index: int) -> list[int]:
@@ -74,14 +74,14 @@ class Launches:
     def start(self, position: int, flat: torch.Tensor) -> None:
         """Launch what `make_ready` has returned."""
         launch = self.buckets[position]
-        with profiled("launch", self._standing.bucket, position):
+        with profiled("launch", self._rank_progress.bucket, position):
             launch.started(self.reducer.start(position, flat, lambda: self._usage.unused(launch.bucket.indices)))
-        self._standing.hooks_launched(position)
+        self._rank_progress.hooks_launched(position)
 
     def lend(self, positions: Sequence[int]) -> list[torch.Tensor]:
         """Memory for these buckets of a reserved section, for its graph to pack them into."""
         self._lent = {position: self._memory_for(position) for position in positions}
-        self._standing.graph_fills(self._lent.items())
+        self._rank_progress.graph_fills(self._lent.items())
         return list(self._lent.values())
 
     def _memory_for(self, position: int) -> torch.Tensor:
@@ -99,7 +99,7 @@ class Launches:
     @property
     def launched_collectives(self) -> int:
         """How many have been launched on the communicator in this backward, by whomever."""
-        return self._standing.launches - self._launches_before
+        return self._rank_progress.launches - self._launches_before
 
     def note_launched(self, position: int, collectives: int) -> None:
         """So many of a bucket's collectives had been launched when an exception ended the backward; launch the others.
@@ -138,7 +138,7 @@ class Launches:
         error.add_note(where)
 
     def _name(self, position: int) -> str:
-        return f"{self._standing.bucket(position)} on rank {self._communicator.rank}"
+        return f"{self._rank_progress.bucket(position)} on rank {self._communicator.rank}"
 
     # ---- wait --------------------------------------------------------------------------------------------------------
 
@@ -158,16 +158,16 @@ class Launches:
                 return
         self.wait_for(*range(last + 1), results=results)
         if self.reducer.counts_collectives:
-            self._standing.all_launched(self._launches_before + sum(self.collectives))
+            self._rank_progress.all_launched(self._launches_before + sum(self.collectives))
 
     def wait_for(self, *positions: int, results: bool = True) -> None:
         """Wait for these buckets, where hooks have launched them."""
         for position in positions:
             work = self.buckets[position].work
             if work is not None:
-                self._standing.hooks_await(position)
+                self._rank_progress.hooks_await(position)
                 try:
-                    with profiled("wait for", self._standing.bucket, position):
+                    with profiled("wait for", self._rank_progress.bucket, position):
                         if results:
                             work.wait()
                         else:
@@ -175,7 +175,7 @@ class Launches:
                 except BaseException as error:
                     self.explain(error, position, "was launched but not reduced")
                     raise
-        self._standing.hooks_await(None)
+        self._rank_progress.hooks_await(None)
         for position in positions:
             self._conclude(position)
 

@@ -55,7 +55,7 @@ class Runtime:
         self.reduction.hold_back_users()
         if synchronise and counted:
             self._forward.count.begin(after_exception=bool(conductor.broken_off()))
-        self.communicator.standing.forward_began(self._forward.count.value)
+        self.communicator.progress.forward_began(self._forward.count.value)
 
     def begin_reentrant_forward(self, *, synchronise: bool) -> None:
         """Note a forward that a reentrant checkpoint runs inside a backward: of its own, which was without gradients.

@@ -11,23 +11,8 @@ from typing import Any, NoReturn
 import torch
 
 from compiled_ddp.torch_private.dynamo import COMPILED_AUTOGRAD, untraced
+from compiled_ddp.torch_private.inductor import gradient_output_positions
 from compiled_ddp.torch_private.tensors import without_autocast
-
-
-def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:
-    """Which output of a backward graph is the gradient of which input of the captured graph.
-
-    AOTAutograd's partitioner describes each output as a `GradAOTOutput` of a `PlainAOTInput`; outputs for inputs that
-    want no gradient have no description. One that has may be None.
-    """
-    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
-
-    descriptions = backward.output_node().meta.get("desc", ())
-    return {
-        description.grad_of.idx: position
-        for position, description in enumerate(descriptions)
-        if isinstance(description, GradAOTOutput) and isinstance(description.grad_of, PlainAOTInput)
-    }
 
 
 def inputs_with_gradient(compiled_function: type[torch.autograd.Function]) -> Set[int] | None:
@@ -74,7 +59,7 @@ def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Fu
 
 
 def _named_cells_of(function: Any) -> dict[str, Any]:
-    """What a function's closure holds, but for empty cells."""
+    """What a function's closure holds, except empty cells."""
     contents = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):

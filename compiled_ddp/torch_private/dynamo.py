@@ -34,7 +34,7 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
 
     [Note: never traced] Dynamo looks at every frame that runs below compiled code, also at the hooks that autograd
     calls in a backward below it. Those of this package it leaves alone (`leave_out_of_traces`), but not what they call:
-    torch's own library, others, users' hooks. So what is called from outside of the package switches Dynamo off, if it
+    torch's own library, others, user hooks. So what is called from outside of the package switches Dynamo off, if it
     is on.
     """
     switched_off: Callable[P, T] = torch.compiler.disable(function, reason=_WHY_UNTRACED)

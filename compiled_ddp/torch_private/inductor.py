@@ -1,8 +1,11 @@
 """Compiling a captured graph, with a backward that is rewritten."""
 
 import contextlib
+import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +13,16 @@ from torch.fx import GraphModule
 
 from compiled_ddp.torch_private import packing
 from compiled_ddp.torch_private.dynamo import captured_inputs
+
+# What a compiled program depends on besides its graph, the options and how its backward is rewritten: this file, and
+# the lowering of `pack`.
+SOURCES = (Path(__file__), Path(packing.__file__))
+
+
+@functools.cache
+def _source_hash() -> str:
+    return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
+
 
 # Rewrites a backward graph in place, given its (fake) inputs; returns them with those it appended.
 RewriteBackward = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]
@@ -25,6 +38,22 @@ class Rewriting:
 
     identity: str = ""
     rewrite: RewriteBackward | None = None
+
+
+def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:
+    """Which output of a backward graph is the gradient of which input of the captured graph.
+
+    AOTAutograd's partitioner describes each output as a `GradAOTOutput` of a `PlainAOTInput`; outputs for inputs that
+    want no gradient have no description. One that has may be None.
+    """
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    descriptions = backward.output_node().meta.get("desc", ())
+    return {
+        description.grad_of.idx: position
+        for position, description in enumerate(descriptions)
+        if isinstance(description, GradAOTOutput) and isinstance(description.grad_of, PlainAOTInput)
+    }
 
 
 def compile_captured(
@@ -163,7 +192,7 @@ def _with_cache_identity(users_pass: Any, cache_identity: str) -> Any:
             users_identity = stands_for.uuid() if isinstance(stands_for, CustomGraphPass) else None
             if stands_for is not None and users_identity is None:
                 return None
-            return cache_identity, packing.source_hash(), users_identity
+            return cache_identity, _source_hash(), users_identity
 
     if takes_several:
         return [*custom_graph_pass.get_custom_graph_passes(users_pass), CacheIdentity()]
@@ -174,29 +203,3 @@ def _callable(compiled: object) -> Callable[..., Any]:
     """What compile_fx returns for a graph that runs in this process; its other results are of ahead-of-time modes."""
     assert callable(compiled)
     return compiled
-
-
-def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
-    """Inductor's config patches for torch.compile's `mode` and `options`.
-
-    Raises RuntimeError for an unknown mode, ValueError for an unknown option.
-    """
-    import torch._inductor
-    from torch._inductor import config
-
-    patches = torch._inductor.list_mode_options(mode, dynamic) if mode and mode != "default" else {}
-    patches = {**patches, **{key.replace("-", "_"): value for key, value in (options or {}).items()}}
-    known = config.get_config_copy() if patches else {}
-    unknown = [key for key in patches if key not in known]
-    if unknown:
-        raise ValueError(
-            f"options has {unknown[0]!r}, which Inductor does not know; see torch._inductor.list_options()."
-        )
-    return patches
-
-
-def uses_cuda_graphs(options: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether Inductor, with these config patches, replays what it compiles for `device` as CUDA graphs."""
-    from torch._inductor import config
-
-    return device.type == "cuda" and bool(options.get("triton.cudagraphs", config.triton.cudagraphs))

@@ -1,16 +1,8 @@
 """Inductor's lowering of `pack`, by which gradients are produced inside their bucket."""
 
 import functools
-import hashlib
-from pathlib import Path
 
 import torch
-
-
-@functools.cache
-def source_hash() -> str:
-    """Belongs into the keys of Inductor's caches: no cached kernel may outlive the lowering in this file."""
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 @functools.cache

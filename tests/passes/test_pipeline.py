@@ -3,8 +3,10 @@
 The graphs are run here for several ranks in lockstep, with the all-reduce summing over their values: no process group.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError, dataclass, replace
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compiled_ddp.passes import pipeline as pipeline_module
 from compiled_ddp.passes.ops import all_reduce, pack, wait_tensor
-from compiled_ddp.passes.pipeline import Pipeline
+from compiled_ddp.passes.pipeline import PASSES, Given, Pass, Pipeline
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
 
@@ -28,6 +31,25 @@ STEPS = [
     "verify_collectives",
 ]
 NAIVE_STEPS = ["insert_all_reduces", "form_buckets", "verify_collectives"]
+
+
+# ---- the table of passes ---------------------------------------------------------------------------------------------
+
+
+def test_table_of_contents_lists_every_pass_in_run_order() -> None:
+    contents = re.findall(r"^\d+\. `(\w+)`", pipeline_module.__doc__ or "", flags=re.MULTILINE)
+    assert contents == [pass_.name for pass_ in PASSES]
+
+
+@pytest.mark.parametrize("pass_", PASSES, ids=lambda pass_: pass_.name)
+def test_pass_is_a_function_in_a_file_of_its_name(pass_: Pass) -> None:
+    assert (pass_.function.__module__, pass_.function.__name__) == (f"compiled_ddp.passes.{pass_.name}", pass_.name)
+
+
+@pytest.mark.parametrize("pass_", PASSES, ids=lambda pass_: pass_.name)
+def test_pass_asks_for_what_the_pipeline_gives(pass_: Pass) -> None:
+    given, asked = get_type_hints(Given), get_type_hints(pass_.function)
+    assert {name: asked[name] for name in pass_.asks_for} == {name: given[name] for name in pass_.asks_for}
 
 
 # ---- a backward of two layers, on several ranks ----------------------------------------------------------------------
@@ -279,8 +301,16 @@ def test_cache_identity_changes_with_everything_that_a_pass_is_given(pipeline: P
         replace(pipeline, group_name="theirs"),
         replace(pipeline, fold=True),
         replace(pipeline, naive=True),
+        replace(pipeline, in_place=True),
+        replace(pipeline, replayed=True),
     ]
     assert len({each.cache_identity for each in pipelines}) == len(pipelines)
+
+
+def test_cache_identity_changes_with_the_passes_that_run(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = pipeline.cache_identity
+    monkeypatch.setattr(pipeline_module, "PASSES", PASSES[:-1])
+    assert pipeline.cache_identity != before
 
 
 def test_running_a_pipeline_does_not_change_its_identity(pipeline: Pipeline) -> None:

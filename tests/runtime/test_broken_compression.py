@@ -343,11 +343,11 @@ def test_a_hook_that_cannot_follow_the_other_ranks_gives_its_rank_up(ranks2: Ran
 def _counts_otherwise(rank: int) -> None:
     """A backend whose count of collectives tells something else: a graph that breaks off cannot be followed."""
     steps = Steps("compile_ddp", "Threshold", 1)
-    standing = steps.ddp._runtime.communicator.standing
-    count = standing._count_launches
-    standing._count_launches = lambda group: 2 * count(group)
+    rank_progress = steps.ddp._runtime.communicator.progress
+    count = rank_progress._count_launches
+    rank_progress._count_launches = lambda group: 2 * count(group)
     steps.right()
-    assert not standing.counts_launches
+    assert not rank_progress.counts_launches
     steps.ddp.zero_grad()
     loss = loss_of(steps.ddp, batch(1))
     if rank == 0:
@@ -374,9 +374,9 @@ def _counts(rank: int) -> None:
         for numel in (0, 1, 5):
             tensor = torch.zeros(numel, dtype=dtype)
             for collective in (ranks.all_reduce, ranks.all_gather):
-                before = communicator.standing.launches
+                before = communicator.progress.launches
                 collective(tensor)
-                assert communicator.standing.launches == before + 1, (collective, tensor)
+                assert communicator.progress.launches == before + 1, (collective, tensor)
 
 
 def test_each_collective_of_a_hook_counts_as_one(ranks2: RankPool) -> None:

@@ -103,7 +103,7 @@ def _complex(rank: int, wrapper: str) -> None:
         loss(ddp).backward()
     loss(ddp).backward()
     _assert_complex(ddp, {name: 2 * mean for name, mean in once.items()})
-    assert not ddp._runtime.reduction.proof.pending
+    assert not ddp._runtime.reduction.proof.unverified
 
 
 @pytest.mark.filterwarnings("ignore:gradients of")

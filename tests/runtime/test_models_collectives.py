@@ -108,9 +108,9 @@ def _alike(rank: int) -> tuple[list[str], list[str], list[int]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(4):
-            before = ddp._runtime.communicator.standing.launches
+            before = ddp._runtime.communicator.progress.launches
             step(ddp, rank, number)
-            launched.append(ddp._runtime.communicator.standing.launches - before)
+            launched.append(ddp._runtime.communicator.progress.launches - before)
     return origins(ddp), [str(w.message) for w in caught if AMONG_COLLECTIVES in str(w.message)], launched
 
 
@@ -125,9 +125,9 @@ def _without_collectives(rank: int) -> list[int]:
     ddp = compile_ddp(nn.Sequential(BrokenBlock(5)), backend="aot_eager", verify="off")
     launched = []
     for number in range(3):
-        before = ddp._runtime.communicator.standing.launches
+        before = ddp._runtime.communicator.progress.launches
         ddp(row_batch(rank, number)).square().sum().backward()
-        launched.append(ddp._runtime.communicator.standing.launches - before)
+        launched.append(ddp._runtime.communicator.progress.launches - before)
     assert origins(ddp) == ["graph", "graph"]
     return launched
 

@@ -225,7 +225,7 @@ def _piggybacks(rank: int, wrapper: str) -> None:
         with pytest.raises(ValueError, match="'los' is not among"):
             ddp.piggyback(los=1.0)
         loss.backward()
-        launches.append(ddp._runtime.communicator.standing.launches)
+        launches.append(ddp._runtime.communicator.progress.launches)
         losses = loss.detach().clone()
         dist.all_reduce(losses)
         torch.testing.assert_close(ddp.piggybacked, {"loss": losses, "tokens": torch.tensor(21.0)})

@@ -1,24 +1,4 @@
-"""The nouns of compiled_ddp, each defined once, as plain immutable data.
-
-gradient
-    One parameter's gradient and its place in a flat buffer.
-bucket
-    Gradients of one dtype and device that are reduced by one all-reduce.
-flat buffer
-    The one-dimensional tensor a bucket's gradients live in, back to back.
-launch
-    The asynchronous all-reduce of a bucket's flat buffer. It returns at once.
-wait
-    The point after which a launched bucket may be read.
-riders
-    A few float32 elements at the end of a plan's last bucket that carry what ranks must share.
-plan
-    All buckets of one captured segment (or of the hooks), in launch order: `BucketPlan`.
-sequence
-    The plans of a whole backward, in launch order, the same on every rank: `ReductionSequence`.
-
-Sizes are in elements where a name ends in `_elements`, in bytes where it ends in `_bytes`.
-"""
+"""Gradients, buckets, and the plan of one segment: what a pass is given."""
 
 import hashlib
 import math
@@ -28,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+
+from compiled_ddp.plan.riders import Riders
 
 
 @dataclass(frozen=True)
@@ -84,63 +66,6 @@ class Gradient:
     def view(self, flat_buffer: torch.Tensor) -> torch.Tensor:
         """This gradient as a view of `flat_buffer`."""
         return flat_buffer.as_strided(self.size, self.stride, flat_buffer.storage_offset() + self.offset_elements)
-
-
-# What each leading rider element carries; one element per gradient of the plan follows them, and then the user's own.
-FORWARD_COUNT = 0
-FORWARD_COUNT_SQUARED = 1
-RETURNED_COUNT = 2
-RETURNED_COUNT_SQUARED = 3
-GIVEN_UP_COUNT = 4
-GIVEN_UP_COUNT_SQUARED = 5
-ABORTED = 6
-LOST = 7
-VERIFY = 8
-ANNOUNCED = 9
-MISFIT = 10
-WEIGHT = 11
-HOOK_FAILED = 12
-STATE_LOST = 13
-FIRST_USED = 14
-
-COUNT_MODULUS = 64  # sums of squares stay exact in float32 up to 4096 ranks
-
-
-@dataclass(frozen=True)
-class Riders:
-    """Layout of the float32 elements that travel at the end of a plan's last bucket.
-
-    | element | value on each rank, summed over ranks |
-    |---|---|
-    | `FORWARD_COUNT` | forwards begun to be synchronised, modulo `COUNT_MODULUS` |
-    | `FORWARD_COUNT_SQUARED` | its square: the counts agree if and only if the variance over ranks is zero |
-    | `RETURNED_COUNT`, `..._SQUARED` | the same without the forwards that raised; [Note: forwards that are no step] |
-    | `GIVEN_UP_COUNT`, `..._SQUARED` | forwards since the last backward that raised, or whose output was thrown away |
-    | `ABORTED` | 1 where the backward broke off and the rest of it goes out as zeros |
-    | `LOST` | 1 where the backward before broke off when everything of it had been sent |
-    | `STATE_LOST` | 1 where that one has left no state of a traced communication hook that fits the other ranks' |
-    | `VERIFY` | 1 where a rank wishes to prove the reduction |
-    | `ANNOUNCED` | how many parameters of "unused" sections this rank has used after all |
-    | `MISFIT` | 1 where the graphs of the backward do not fit the sequence |
-    | `HOOK_FAILED` | 1 where the communication hook raised, and no further bucket was handed to it |
-    | `WEIGHT` | this rank's weight in a weighted mean |
-    | `FIRST_USED + k` | 1 where the k-th gradient of the plan was produced on this rank |
-    | the last `passengers` | what the user gives to `piggyback` |
-
-    Riders are never scaled, compressed or handed to a communication hook.
-    """
-
-    offset_elements: int
-    indices: tuple[int, ...]  # the plan's gradients in order: whose `used` element stands where
-    passengers: int = 0
-
-    @property
-    def numel(self) -> int:
-        return FIRST_USED + len(self.indices) + self.passengers
-
-    def view(self, flat_buffer: torch.Tensor) -> torch.Tensor:
-        """The rider elements as a view of `flat_buffer`, shape (numel,)."""
-        return flat_buffer.narrow(0, self.offset_elements, self.numel)
 
 
 @dataclass(frozen=True)
@@ -238,7 +163,7 @@ class BucketPlan:
     @property
     def fingerprint(self) -> str:
         """A hash of everything in the plan, the same on every rank and in every process."""
-        return _fingerprint(self)
+        return fingerprint_of(self)
 
     def renumbered(self, index_of: Mapping[int, int]) -> "BucketPlan":
         """The same plan with each index i replaced by `index_of[i]`, for example graph inputs by parameters."""
@@ -253,89 +178,7 @@ class BucketPlan:
         return replace(self, buckets=tuple(renumber(bucket) for bucket in self.buckets))
 
 
-Origin = Literal["graph", "hooks", "unused"]
-
-# Why parameters are the hooks'.
-NOT_CAPTURED = "not in a captured graph: used in eager code, or unused"
-NOT_CALLED = (
-    "the captured graphs of the first backward that hold them were not called in this forward (eager code: Dynamo's "
-    "recompile limit, a stance, or switched off; or other control flow)"
-)
-AMONG_COLLECTIVES = (
-    "the model communicates by itself, and a rank does not run the graphs of the others, which would wait for it there "
-    "while it waits in the model's own collectives"
-)
-MIXED = "used both inside a captured graph and outside of it"
-ADMITTED = "not used in the first backward"
-
-
-@dataclass(frozen=True)
-class Section:
-    """One stretch of the sequence: a plan over the wrapper's parameters and what launches it where all goes well.
-
-    `origin` is "graph" where a captured segment's backward graph launches the buckets and "hooks" where gradient
-    hooks do. A rank that cannot follow a "graph" section in a graph launches the same buckets by hooks. The buckets of
-    an "unused" section, whose parameters no rank has used, are not launched until one of them is.
-    """
-
-    plan: BucketPlan
-    origin: Origin
-    reason: str = ""  # why hooks, in words; empty for a graph
-
-    @property
-    def reduces_again(self) -> bool:
-        """Whether its parameters stand in a graph's section too, whose result is averaged together with the rest.
-
-        The mean of a mean is that mean, so reducing all of .grad again is right.
-        """
-        return self.reason == MIXED
-
-
-@dataclass(frozen=True)
-class ReductionSequence:
-    """Every launch of a synchronised backward, in the order that all ranks keep.
-
-    A parameter that several captured segments use stands once in each of their sections; the sum of its means is the
-    mean of its sum. Every trainable parameter stands in at least one section (asserted).
-
-    Sections of parameters that no rank has used come last.
-    """
-
-    sections: tuple[Section, ...]
-    parameter_names: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        planned = {index for section in self.sections for index in section.plan.indices}
-        expected = set(range(len(self.parameter_names)))
-        assert planned == expected, f"parameters without a bucket or unknown: {sorted(planned ^ expected)}"
-        assert self.sections == (*self.launched, *self.unused), "unused sections do not come last"
-
-    @property
-    def launched(self) -> tuple[Section, ...]:
-        """The sections that every backward launches."""
-        return tuple(section for section in self.sections if section.origin != "unused")
-
-    @property
-    def unused(self) -> tuple[Section, ...]:
-        """The sections that are launched only in a backward in which a rank has used one of their parameters."""
-        return tuple(section for section in self.sections if section.origin == "unused")
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Every bucket that a backward launches, in launch order."""
-        return tuple(bucket for section in self.launched for bucket in section.plan.buckets)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(bucket.nbytes for bucket in self.buckets)
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of everything in the sequence, the same on every rank and in every process."""
-        return _fingerprint(self)
-
-
-def _fingerprint(plan: object) -> str:
+def fingerprint_of(plan: object) -> str:
     """A hash of a plan's text without the numbers of devices, which differ between the ranks of a host."""
     text = re.sub(r"(device\(type='\w+'), index=\d+\)", r"\1)", repr(plan))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

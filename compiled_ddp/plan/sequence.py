@@ -1,0 +1,87 @@
+"""What a whole backward launches: sections, each a plan and who launches it, and their sequence."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from compiled_ddp.plan.buckets import Bucket, BucketPlan, fingerprint_of
+
+Origin = Literal["graph", "hooks", "unused"]
+
+# Why parameters are the hooks'.
+NOT_CAPTURED = "not in a captured graph: used in eager code, or unused"
+NOT_CALLED = (
+    "the captured graphs of the first backward that hold them were not called in this forward (eager code: Dynamo's "
+    "recompile limit, a stance, or switched off; or other control flow)"
+)
+AMONG_COLLECTIVES = (
+    "the model communicates by itself, and a rank does not run the graphs of the others, which would wait for it there "
+    "while it waits in the model's own collectives"
+)
+MIXED = "used both inside a captured graph and outside of it"
+ADMITTED = "not used in the first backward"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One stretch of the sequence: a plan over the wrapper's parameters and what launches it where all goes well.
+
+    `origin` is "graph" where a captured segment's backward graph launches the buckets and "hooks" where gradient
+    hooks do. A rank that cannot follow a "graph" section in a graph launches the same buckets by hooks. The buckets of
+    an "unused" section, whose parameters no rank has used, are not launched until one of them is.
+    """
+
+    plan: BucketPlan
+    origin: Origin
+    reason: str = ""  # why hooks, in words; empty for a graph
+
+    @property
+    def reduces_again(self) -> bool:
+        """Whether its parameters stand in a graph's section too, whose result is averaged together with the rest.
+
+        The mean of a mean is that mean, so reducing all of .grad again is right.
+        """
+        return self.reason == MIXED
+
+
+@dataclass(frozen=True)
+class ReductionSequence:
+    """Every launch of a synchronised backward, in the order that all ranks keep.
+
+    A parameter that several captured segments use stands once in each of their sections; the sum of its means is the
+    mean of its sum. Every trainable parameter stands in at least one section (asserted).
+
+    Sections of parameters that no rank has used come last.
+    """
+
+    sections: tuple[Section, ...]
+    parameter_names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        planned = {index for section in self.sections for index in section.plan.indices}
+        expected = set(range(len(self.parameter_names)))
+        assert planned == expected, f"parameters without a bucket or unknown: {sorted(planned ^ expected)}"
+        assert self.sections == (*self.launched, *self.unused), "unused sections do not come last"
+
+    @property
+    def launched(self) -> tuple[Section, ...]:
+        """The sections that every backward launches."""
+        return tuple(section for section in self.sections if section.origin != "unused")
+
+    @property
+    def unused(self) -> tuple[Section, ...]:
+        """The sections that are launched only in a backward in which a rank has used one of their parameters."""
+        return tuple(section for section in self.sections if section.origin == "unused")
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Every bucket that a backward launches, in launch order."""
+        return tuple(bucket for section in self.launched for bucket in section.plan.buckets)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything in the sequence, the same on every rank and in every process."""
+        return fingerprint_of(self)

@@ -36,6 +36,7 @@ LAYERS = (
     ("options",),
     ("model",),
     ("checks",),
+    ("backward",),
     ("step",),
     ("graph",),
     ("report",),

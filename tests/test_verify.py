@@ -21,10 +21,10 @@ from models import Mlp, TokenModel, assert_equal_on_all_ranks, row_batch, token_
 from torch import Tensor, nn
 
 from compiled_ddp import EagerDDP, ParityReport, compile_ddp, verify_parity
+from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.parity import command_line
 from compiled_ddp.parity.command_line import main
 from compiled_ddp.parity.verify import ParameterDifference
-from compiled_ddp.step.backward import SynchronisedBackward
 from compiled_ddp.wrapper import DataParallelWrapper
 from ranks import RankPool
 

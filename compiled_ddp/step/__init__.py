@@ -1,1 +1,1 @@
-"""One step: forwards, the synchronised backward, and what lives from one step to the next."""
+"""From step to step: forwards, when a synchronised backward begins and how it ends, and what outlives it."""

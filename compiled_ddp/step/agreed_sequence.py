@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionKind, ReductionSequence, Section
 from compiled_ddp.planning.sequence import Observations, SequencePlanner
@@ -11,7 +12,6 @@ from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.hook_state import BucketHook
-from compiled_ddp.step.flat_buffers import SequenceBuffers
 from compiled_ddp.step.patience import Patience
 
 

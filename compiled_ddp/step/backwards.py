@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from compiled_ddp import torch_private
+from compiled_ddp.backward.returned_gradients import returns_inputs_alone, watch_returned
+from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.options import Options
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.step.backward import SynchronisedBackward
 from compiled_ddp.step.beginning import Beginning
 from compiled_ddp.step.conducted import ConductedWrapper
 from compiled_ddp.step.conductor import conductor
@@ -20,7 +21,6 @@ from compiled_ddp.step.latest_forward import LatestForward
 from compiled_ddp.step.phase import Phase
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.reserved_section import ReservedSection
-from compiled_ddp.step.returned_gradients import returns_inputs_alone, watch_returned
 from compiled_ddp.step.under_way import UnderWay
 
 _DISTRIBUTED_AUTOGRAD = (

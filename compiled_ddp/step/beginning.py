@@ -5,16 +5,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from compiled_ddp.backward.forward_count import Forwards
+from compiled_ddp.backward.returned_gradients import ReturnedGradients
+from compiled_ddp.backward.riders import Flag, Message
+from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.plan import AMONG_COLLECTIVES, NOT_CALLED, ReductionSequence
-from compiled_ddp.step.backward import Circumstances, SynchronisedBackward
 from compiled_ddp.step.conductor import conductor
-from compiled_ddp.step.forward_count import Forwards
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graph_reservations import GraphReservations
 from compiled_ddp.step.latest_forward import LatestForward
 from compiled_ddp.step.reduction import Reduction
-from compiled_ddp.step.returned_gradients import ReturnedGradients
-from compiled_ddp.step.riders import Flag, Message
 
 
 class Beginning:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from compiled_ddp.step.riders import Flag
+from compiled_ddp.backward.riders import Flag
 
 
 class CarriedOver:

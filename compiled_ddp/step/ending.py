@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.backward.riders import Findings, Flag
+from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.plan import Section
-from compiled_ddp.step.backward import Circumstances, SynchronisedBackward
-from compiled_ddp.step.flat_buffers import SequenceBuffers
 from compiled_ddp.step.giving_up import giving_up_after_any_exception
 from compiled_ddp.step.reduction import Reduction
-from compiled_ddp.step.riders import Findings, Flag
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What rank `rank` raises in its backward of forward `forward` because of what riders say of other ranks."""
 
-from compiled_ddp.step.riders import Findings, Flag
+from compiled_ddp.backward.riders import Findings, Flag
 
 
 def broke_off_elsewhere(rank: int, forward: int, findings: Findings, *, told_at_once: bool) -> RuntimeError:

@@ -7,14 +7,14 @@ Where an exception has ended the backward on this rank, it takes part in what th
 
 from collections.abc import Collection
 
+from compiled_ddp.backward.forward_count import ForwardCount
+from compiled_ddp.backward.riders import Findings, Flag, RiderReader
+from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.checks.same_step import StepCheck
-from compiled_ddp.step.backward import SynchronisedBackward
 from compiled_ddp.step.ending import Ending
 from compiled_ddp.step.errors_elsewhere import broke_off_elsewhere, hook_failed_elsewhere, lost_elsewhere
-from compiled_ddp.step.forward_count import ForwardCount
 from compiled_ddp.step.giving_up import giving_up_after_any_exception, giving_up_after_surprises
 from compiled_ddp.step.reduction import Reduction
-from compiled_ddp.step.riders import Findings, Flag, RiderReader
 from compiled_ddp.step.under_way import UnderWay
 
 

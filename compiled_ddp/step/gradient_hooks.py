@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.step import deferred_hooks
+from compiled_ddp.backward import deferred_hooks
 
 
 class Listener(Protocol):

@@ -1,12 +1,12 @@
 """Which section of the backward under way a captured graph may launch, if any."""
 
-from compiled_ddp.step.backward import SynchronisedBackward
+from compiled_ddp.backward.riders import Flag
+from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.step.conductor import Conducted, conductor
 from compiled_ddp.step.fallback import DOES_NOT_FIT, TENSOR_HOOK
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.reserved_section import ReservedSection
-from compiled_ddp.step.riders import Flag
 
 
 class GraphReservations:

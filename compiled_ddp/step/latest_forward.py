@@ -5,7 +5,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-from compiled_ddp.step.forward_count import ForwardCount
+from compiled_ddp.backward.forward_count import ForwardCount
 
 
 class LatestForward:

@@ -7,6 +7,10 @@ from typing import Protocol
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.backward.riders import Message
+from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
+from compiled_ddp.backward.usage import Usage
 from compiled_ddp.checks.proof import Proof
 from compiled_ddp.options import Options
 from compiled_ddp.plan import Section
@@ -18,17 +22,13 @@ from compiled_ddp.reducers.ddp_hook import REGISTERED, TorchCommHook
 from compiled_ddp.reducers.hook_state import BucketHook
 from compiled_ddp.step import sparse_gradients
 from compiled_ddp.step.agreed_sequence import AgreedSequence
-from compiled_ddp.step.backward import Circumstances, SynchronisedBackward
 from compiled_ddp.step.carried_over import CarriedOver
 from compiled_ddp.step.fallback import Fallback
-from compiled_ddp.step.flat_buffers import SequenceBuffers
 from compiled_ddp.step.gradient_hooks import GradientHooks, Listener
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.join import UnevenInputs
 from compiled_ddp.step.models_collectives import ModelsCollectives
-from compiled_ddp.step.riders import Message
 from compiled_ddp.step.sparse_gradients import SparseGradients
-from compiled_ddp.step.usage import Usage
 
 
 class Backwards(Listener, sparse_gradients.Backwards, Protocol):

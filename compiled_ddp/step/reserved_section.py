@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.backward.riders import Flag, write_riders
+from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.plan import FIRST_USED, BucketPlan
-from compiled_ddp.step.backward import SynchronisedBackward
 from compiled_ddp.step.graph_run import watched_graph
 from compiled_ddp.step.reduction import Reduction
-from compiled_ddp.step.riders import Flag, write_riders
 
 
 class ReservedSection:

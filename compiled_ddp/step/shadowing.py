@@ -2,8 +2,8 @@
 
 import threading
 
+from compiled_ddp.backward.forward_count import ForwardCount
 from compiled_ddp.step.conducted import ConductedWrapper
-from compiled_ddp.step.forward_count import ForwardCount
 from compiled_ddp.step.own_gradients import OwnGradients
 from compiled_ddp.step.reduction import Reduction
 

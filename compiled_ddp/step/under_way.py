@@ -3,7 +3,7 @@
 import threading
 import time
 
-from compiled_ddp.step.backward import SynchronisedBackward
+from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graph_tasks import OpenTasks
 from compiled_ddp.step.phase import Event, Phase, after

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from models import ThreeEqualBlocks, assert_gradients, assert_step, expected_mean, mean_by_hand, wrappers
 from torch import Tensor, nn
 
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import GradientSpec, Section
 from compiled_ddp.planning.assignment import assign_buckets
-from compiled_ddp.step.flat_buffers import SequenceBuffers
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

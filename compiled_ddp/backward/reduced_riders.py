@@ -4,11 +4,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.backward.launch import Launch, LaunchedByGraph
+from compiled_ddp.backward.reservations import Reservations
+from compiled_ddp.backward.usage import Usage
 from compiled_ddp.plan import FIRST_USED
-from compiled_ddp.step.flat_buffers import SequenceBuffers
-from compiled_ddp.step.launch import Launch, LaunchedByGraph
-from compiled_ddp.step.reservations import Reservations
-from compiled_ddp.step.usage import Usage
 
 
 class ReducedRiders:

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Set
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.backward.existing_gradients import ExistingGradients
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.trained_parameters import TrainedParameters
-from compiled_ddp.step.existing_gradients import ExistingGradients
 
 
 class FoldedGradients:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from compiled_ddp.backward.forward_count import Forwards
 from compiled_ddp.plan import (
     ABORTED,
     ANNOUNCED,
@@ -25,7 +26,6 @@ from compiled_ddp.plan import (
     WEIGHT,
     Riders,
 )
-from compiled_ddp.step.forward_count import Forwards
 
 # A count and its square.
 _BEGUN = FORWARD_COUNT, FORWARD_COUNT_SQUARED

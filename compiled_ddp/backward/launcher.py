@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.backward.gradients import Gradients
+from compiled_ddp.backward.launches import Launches
+from compiled_ddp.backward.reservations import Reservations
+from compiled_ddp.backward.riders import Flag, Message
 from compiled_ddp.ranks.progress import RankProgress
-from compiled_ddp.step.flat_buffers import SequenceBuffers
-from compiled_ddp.step.gradients import Gradients
-from compiled_ddp.step.launches import Launches
-from compiled_ddp.step.reservations import Reservations
-from compiled_ddp.step.riders import Flag, Message
 
 
 class Launcher:

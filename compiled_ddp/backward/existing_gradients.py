@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.planning.trained_parameters import TrainedParameters
-from compiled_ddp.step.flat_buffers import SequenceBuffers
 
 
 class ExistingGradients:

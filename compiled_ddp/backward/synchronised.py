@@ -5,24 +5,24 @@ from dataclasses import dataclass
 
 import torch
 
+from compiled_ddp.backward import deferred_hooks
+from compiled_ddp.backward.existing_gradients import ExistingGradients
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.backward.folded_gradients import FoldedGradients
+from compiled_ddp.backward.gradients import Gradients
+from compiled_ddp.backward.graph_gradients import GraphGradients
+from compiled_ddp.backward.launcher import Launcher
+from compiled_ddp.backward.launches import Launches
+from compiled_ddp.backward.reservations import Reservations
+from compiled_ddp.backward.returned_gradients import ReturnedGradients
+from compiled_ddp.backward.riders import Flag, Message
+from compiled_ddp.backward.usage import Usage
 from compiled_ddp.plan import Bucket, Section
 from compiled_ddp.planning.sequence import Observations
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.averaging import Averaging
 from compiled_ddp.reducers.reducer import Reducer
-from compiled_ddp.step import deferred_hooks
-from compiled_ddp.step.existing_gradients import ExistingGradients
-from compiled_ddp.step.flat_buffers import SequenceBuffers
-from compiled_ddp.step.folded_gradients import FoldedGradients
-from compiled_ddp.step.gradients import Gradients
-from compiled_ddp.step.graph_gradients import GraphGradients
-from compiled_ddp.step.launcher import Launcher
-from compiled_ddp.step.launches import Launches
-from compiled_ddp.step.reservations import Reservations
-from compiled_ddp.step.returned_gradients import ReturnedGradients
-from compiled_ddp.step.riders import Flag, Message
-from compiled_ddp.step.usage import Usage
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.backward.streams import Writers
 from compiled_ddp.plan import Bucket, Section
-from compiled_ddp.step.streams import Writers
 
 
 class FlatBuffer:

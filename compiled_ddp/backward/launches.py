@@ -4,18 +4,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.backward.launch import Launch, LaunchedByGraph
+from compiled_ddp.backward.reduced_riders import ReducedRiders
+from compiled_ddp.backward.reservations import Reservations
+from compiled_ddp.backward.riders import Message, write_riders
+from compiled_ddp.backward.usage import Usage
 from compiled_ddp.plan import HOOK_FAILED, Bucket
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import profiled
 from compiled_ddp.ranks.progress import failed_in_collective
 from compiled_ddp.reducers.averaging import Averaging
 from compiled_ddp.reducers.reducer import Reducer
-from compiled_ddp.step.flat_buffers import SequenceBuffers
-from compiled_ddp.step.launch import Launch, LaunchedByGraph
-from compiled_ddp.step.reduced_riders import ReducedRiders
-from compiled_ddp.step.reservations import Reservations
-from compiled_ddp.step.riders import Message, write_riders
-from compiled_ddp.step.usage import Usage
 
 
 class Launches:

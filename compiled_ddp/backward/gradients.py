@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
+from compiled_ddp.backward.existing_gradients import ExistingGradients
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.backward.graph_gradients import GraphGradients, sum_in_order
+from compiled_ddp.backward.launches import Launches
+from compiled_ddp.backward.usage import Usage
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.reducers.averaging import Averaging
-from compiled_ddp.step.existing_gradients import ExistingGradients
-from compiled_ddp.step.flat_buffers import SequenceBuffers
-from compiled_ddp.step.graph_gradients import GraphGradients, sum_in_order
-from compiled_ddp.step.launches import Launches
-from compiled_ddp.step.usage import Usage
 
 
 class Gradients:

@@ -1,0 +1,1 @@
+"""One synchronised backward."""

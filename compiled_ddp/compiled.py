@@ -163,7 +163,7 @@ class CompiledDDP(DataParallelWrapper):
     def _refreshed(self) -> None:
         self._index_parameters()
 
-    def _hooks_reason(self) -> str | None:
+    def _why_not_graph(self) -> str | None:
         if self._setup.mode == "hooks":
             return "COMPILED_DDP_MODE=hooks"
         if len(self._own.devices()) > 1:
@@ -192,7 +192,7 @@ class CompiledDDP(DataParallelWrapper):
         return outputs
 
     def _fall_back(self, why: str) -> None:
-        if self._settings.options.strict and self._hooks_reason() is None:
+        if self._settings.options.strict and self._why_not_graph() is None:
             raise RuntimeError(f"{why}. compile_ddp(strict=True) does not fall back.")
         if why not in self._fallen_back:
             self._fallen_back.add(why)
@@ -237,13 +237,13 @@ class CompiledDDP(DataParallelWrapper):
     # ---- told by segments --------------------------------------------------------------------------------------------
 
     def segment_captured(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
-        return self._bindings.program(segment, inputs) if self._hooks_reason() is None else None
+        return self._bindings.program(segment, inputs) if self._why_not_graph() is None else None
 
     def segment_not_compiled(self, failure: str) -> None:
         self._fall_back(f"a graph of the model runs uncompiled, as {self._settings.options.backend} failed: {failure}")
 
     def segment_called(self, segment: Segment, inputs: Sequence[Any], node: Any) -> None:
-        call = self._bindings.call(segment, inputs, node) if self._hooks_reason() is None else None
+        call = self._bindings.call(segment, inputs, node) if self._why_not_graph() is None else None
         self._segments_of_forward[segment] = None if call is None else call.program
         if call is not None:
             torch_private.autograd.attach(node, call)

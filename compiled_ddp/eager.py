@@ -80,7 +80,7 @@ class EagerDDP(DataParallelWrapper):
         others |= {"find_unused_parameters": find_unused_parameters}
         super().__init__(module, process_group, options, others)
 
-    def _hooks_reason(self) -> str:
+    def _why_not_graph(self) -> str:
         return "the model runs eagerly"
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:

@@ -75,7 +75,7 @@ class DataParallelWrapper(
         self._switches = Switches(buffers_are_stale=True)
         self._methods = LocalMethods(self, self._runtime)
         self._watched_model = WatchedModel(
-            self._setup, self._settings, self._runtime, hooks_reason=self._hooks_reason, refreshed=self._refreshed
+            self._setup, self._settings, self._runtime, why_not_graph=self._why_not_graph, refreshed=self._refreshed
         )
         self._forwards = Forwards(
             name,
@@ -97,7 +97,7 @@ class DataParallelWrapper(
             communicator,
             self._settings.options,
             live_calls=self._live_calls,
-            hooks_reason=self._hooks_reason(),
+            why_not_graph=self._why_not_graph(),
             sparse=TrainedParameters.of(self._setup.sparse()),
         )
 

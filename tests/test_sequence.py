@@ -163,7 +163,7 @@ def test_parameters_used_inside_and_outside_of_a_graph_get_a_section_of_their_ow
     planner: SequencePlanner,
 ) -> None:
     sequence = planner.propose([segment(5, 4, 3, 2, 1, 0)])
-    refined = planner.refine(sequence, Observations([("graph", 0)], mixed={4, 1}))
+    refined = planner.refine(sequence, Observations([("graph", 0)], graph_and_eager={4, 1}))
     assert describe(refined) == [("graph", "", [(5, 4), (3, 2), (1, 0)]), ("hooks", MIXED, [(1, 4)])]
 
 
@@ -214,7 +214,7 @@ def test_every_rank_decodes_an_equal_sequence(dtypes: dict[int, torch.dtype], na
     rank1 = planner_of(parameters(dtypes=dtypes), naive=naive)
     sequence = rank0.propose([segment(4, 3)])
     arrivals = [("hook", 5), ("graph", 0), ("hook", 1), ("hook", 0), ("hook", 2)]
-    refined = rank0.refine(sequence, Observations(arrivals, mixed={3}))
+    refined = rank0.refine(sequence, Observations(arrivals, graph_and_eager={3}))
     for agreed in (sequence, refined):
         decoded = rank1.decode(rank0.encode(agreed))
         assert decoded == agreed

@@ -183,19 +183,19 @@ class SynchronisedBackward:
         if self.circumstances.returned is not None:
             self.gradients.restore_untouched()
             return set()
-        self._find_mixed()
+        self._find_graph_and_eager()
         written = self.gradients.write_back()
         self.folded.give_back()
         return written
 
-    def _find_mixed(self) -> None:
+    def _find_graph_and_eager(self) -> None:
         """A .grad that is not what graphs returned has another contribution, which was not reduced."""
         by_hooks = {index for p in self.launches.by_hooks() for index in self.launches.buckets[p].bucket.indices}
         for index in self.of_graphs.indices - by_hooks:
             gradient = self._parameters.tensors[index].grad
             looks = self.circumstances.looks_at_values
             if gradient is not None and self.of_graphs.has_another(index, gradient, looks_at_values=looks):
-                self.observations.mixed.add(index)
+                self.observations.graph_and_eager.add(index)
 
     def outcome(self, index: int, written: Set[int]) -> torch.Tensor | None:
         """What the reduction left of a parameter's gradient; None where no rank has produced one.

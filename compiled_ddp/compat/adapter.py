@@ -55,7 +55,7 @@ class ApexAdapter(DataParallelWrapper):
     def _reduces_in_backward(self) -> bool:
         return not self._runtime.conducted.local
 
-    def _hooks_reason(self) -> str:
+    def _why_not_graph(self) -> str:
         return "as in apex"
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:

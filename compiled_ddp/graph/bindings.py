@@ -118,7 +118,7 @@ class Bindings:
             return segment.graph
 
         plan = self._policy.assign(gradients)
-        hook = runtime.reduction.bucket_hook
+        hook = runtime.reduction.traced_hook
         return Program(
             plan,
             communicator=runtime.communicator,

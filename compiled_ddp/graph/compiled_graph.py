@@ -95,7 +95,7 @@ class CompiledGraph:
 
     def _compile_another(self, rewriting: Rewriting) -> BackwardImplementation:
         if self._spares_saved_tensors:
-            rewriting = replace(rewriting, identity=rewriting.identity + torch_private.aot.SPARING)
+            rewriting = replace(rewriting, identity=rewriting.identity + torch_private.aot.RETAIN_GRAPH_SAFE)
         traced = self._trace()
         with self._compiling(rewriting):
             return traced.compile()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph.compiled_graph import CompiledGraph
@@ -71,7 +70,8 @@ class Program:
         key = variant, group_name or self._pipeline.group_name
         if key not in self._rewritings:
             fold, name = variant == "folding", key[1]
-            self._rewritings[key] = _rewriting(replace(self._pipeline, fold=fold, group_name=name))
+            pipeline = replace(self._pipeline, fold=fold, group_name=name)
+            self._rewritings[key] = torch_private.inductor.rewriting_by(pipeline.run, pipeline.cache_identity)
         return self._rewritings[key]
 
     def compile_ahead(self, variant: Variant) -> bool:
@@ -163,17 +163,6 @@ class Bound:
 def without(gradients: Sequence[Any], undefined: Set[int]) -> tuple[Any, ...]:
     """The gradients of a graph's inputs, None in these places."""
     return tuple(None if place in undefined else gradient for place, gradient in enumerate(gradients))
-
-
-def _rewriting(pipeline: Pipeline) -> Rewriting:
-    def rewrite(backward: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
-        positions = torch_private.inductor.gradient_output_positions(backward.graph)
-        pipeline.run(backward.graph, output_positions=positions)
-        backward.recompile()
-        placeholders = backward.graph.find_nodes(op="placeholder")
-        return [*inputs, *(node.meta["val"] for node in placeholders[len(inputs) :])]
-
-    return Rewriting(pipeline.cache_identity, rewrite)
 
 
 def quoted(error: BaseException | None) -> str:

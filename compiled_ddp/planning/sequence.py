@@ -33,7 +33,7 @@ class Observations:
     """What rank 0 saw in a backward, from which the sequence for all later ones is made."""
 
     arrivals: list[tuple[str, int]] = field(default_factory=list)  # ("graph", section) or ("hook", parameter)
-    mixed: set[int] = field(default_factory=set)  # in a graph's bucket, but used outside of the graph too
+    graph_and_eager: set[int] = field(default_factory=set)  # in a graph's bucket, but used outside of the graph too
 
 
 class SequencePlanner:
@@ -84,7 +84,7 @@ class SequencePlanner:
             elif number in by_hooks and number not in placed and number not in arrived:
                 arrived.append(number)
         rest = [index for index in dict.fromkeys([*arrived, *by_hooks]) if index not in placed]
-        mixed = self._hooks(sorted(observations.mixed), MIXED)
+        mixed = self._hooks(sorted(observations.graph_and_eager), MIXED)
         return self._sequence([*sections, *self._hooks_of(rest, by_hooks), *mixed, *self._unused(never)])
 
     def admit(self, sequence: ReductionSequence, used: Set[int]) -> ReductionSequence:

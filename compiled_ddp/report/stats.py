@@ -15,7 +15,7 @@ def training_stats(module: nn.Module, runtime: Runtime, options: Options) -> dic
     communicator, agreed, parameters = runtime.communicator, runtime.reduction.agreed, runtime.parameters
     buckets = agreed.sequence.buckets if agreed.sequence is not None else ()
     sections = agreed.sequence.launched if agreed.sequence is not None else ()
-    comm_hook = runtime.reduction.torch_hook
+    comm_hook = runtime.reduction.ddp_hook
     return {
         "world_size": communicator.world_size,
         "rank": communicator.rank,

@@ -25,21 +25,21 @@ class AgreedSequence:
         self,
         options: Options,
         communicator: Communicator,
-        hooks_reason: str | None,
-        bucket_hook: BucketHook | None = None,
+        why_not_graph: str | None,
+        traced_hook: BucketHook | None = None,
     ) -> None:
-        """With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why.
+        """With `why_not_graph`, no graph takes part: the hooks reduce everything, and that is why.
 
-        `bucket_hook` is told of every sequence.
+        `traced_hook` is told of every sequence.
         """
         self.sequence: ReductionSequence | None = None
         self.buffers = SequenceBuffers(())
         self.refined = False  # whether the first backward of this sequence has ended
         self.unused: frozenset[int] = frozenset()  # parameters that no rank has used: their sections are not launched
         self.graph_sections: dict[str, list[int]] = {}  # fingerprint -> the launched sections of equal graphs
-        self.hooks_reason = hooks_reason
+        self.why_not_graph = why_not_graph
         self._reduction: ReductionKind | None = None  # in place of the options' own
-        self._options, self._communicator, self._bucket_hook = options, communicator, bucket_hook
+        self._options, self._communicator, self._bucket_hook = options, communicator, traced_hook
         self.among_collectives = False  # [Note: models that communicate], whether the ranks know it of this one
         self._holds = False  # whether the next backward keeps `sequence`
         self.beginnings = -1  # how often a sequence has been brought about anew
@@ -53,15 +53,15 @@ class AgreedSequence:
         self._planner = SequencePlanner(parameters, policy)
         self.beginnings += 1
         self._holds = self.refined = False
-        if self.hooks_reason is not None:
-            self._adopt(self._planner.propose([], reason=self.hooks_reason))
+        if self.why_not_graph is not None:
+            self._adopt(self._planner.propose([], reason=self.why_not_graph))
         self.unused = frozenset()
         self._patience.begin_anew()
 
     def leave_to_hooks(self, reason: str | None) -> None:
         """From the next `begin_anew` on, reduce everything by hooks, for that `reason`; None where graphs take part."""
         if self._reduction is None:
-            self.hooks_reason = reason
+            self.why_not_graph = reason
 
     def note_among_collectives(self, known: bool) -> None:
         """Whether all ranks know now that the model communicates."""
@@ -69,7 +69,7 @@ class AgreedSequence:
 
     def leave_to_comm_hook(self, reason: str) -> None:
         """From the next `begin_anew` on, plan buckets for a communication hook."""
-        self.hooks_reason, self._reduction = reason, "hook"
+        self.why_not_graph, self._reduction = reason, "hook"
 
     def propose(self, plans: Sequence[BucketPlan]) -> ReductionSequence:
         """The sequence for the backward that begins; where `must_agree`, `plans` are of the calls it will run."""
@@ -87,23 +87,25 @@ class AgreedSequence:
         before = self.sequence
         assert before is not None
         self.refined = True
-        observations = replace(observations, mixed=self._mixed_on_any_rank(observations.mixed))
+        observations = replace(
+            observations, graph_and_eager=self._graph_and_eager_on_any_rank(observations.graph_and_eager)
+        )
         return self._adopt(self._agree("sequence", lambda: self._refined(before, observations, unused)))
 
     def _refined(self, before: ReductionSequence, observations: Observations, unused: Set[int]) -> ReductionSequence:
         return self._planner.refine(before, observations, unused, graphs_first=self.among_collectives)
 
-    def _mixed_on_any_rank(self, mixed: set[int]) -> set[int]:
+    def _graph_and_eager_on_any_rank(self, here: set[int]) -> set[int]:
         """The union over ranks, on rank 0."""
-        ranks, key = self._communicator.ranks, f"mixed/{self.beginnings}"
+        ranks, key = self._communicator.ranks, f"graph_and_eager/{self.beginnings}"
         if ranks.rank != 0:
-            ranks.publish(f"{key}/{ranks.rank}", json.dumps(sorted(mixed)))
-            return mixed
+            ranks.publish(f"{key}/{ranks.rank}", json.dumps(sorted(here)))
+            return here
         found = [
             json.loads(ranks.read(f"{key}/{rank}", writer=rank, purpose="for the end of its backward"))
             for rank in range(1, ranks.world_size)
         ]
-        return mixed.union(*found)
+        return here.union(*found)
 
     def admit(self, used: Set[int]) -> None:
         """Launch these parameters of the unused sections in every backward from now on."""

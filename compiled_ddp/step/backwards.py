@@ -40,7 +40,7 @@ class Backwards:
         options: Options,
         *,
         live_calls: Callable[[], Sequence[GraphCall]],
-        hooks_reason: str | None,
+        why_not_graph: str | None,
         sparse: TrainedParameters,
     ) -> None:
         """The arguments are those of `Reduction`."""
@@ -52,7 +52,7 @@ class Backwards:
             communicator,
             options,
             live_calls=live_calls,
-            hooks_reason=hooks_reason,
+            why_not_graph=why_not_graph,
             sparse=sparse,
             backwards=self,
         )
@@ -98,7 +98,7 @@ class Backwards:
         if self.beginning.waits and not conductor.may_wait(self.conducted, [self.conducted.begin_event]):
             self.under_way.postpone()
             self.reduction.hooks.install()
-            self.reduction.hooks.hold_back_users()
+            self.reduction.hooks.defer_users()
             return
         returned = watch_returned(self.reduction.parameters.tensors)
         backward = self.beginning.in_task(returned)

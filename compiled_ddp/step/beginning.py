@@ -87,7 +87,7 @@ class Beginning:
         if newly_used:
             message.note(Flag.NEWLY_USED)
         reduction.hand_out([])  # those of the backward before are about to be filled again
-        expects_several = options.static_graph and agreed.hooks_reason is not None
+        expects_several = options.static_graph and agreed.why_not_graph is not None
         circumstances = Circumstances(
             returned=returned,
             delayed=options.bucket_rule is not None and options.bucket_rule.delayed,
@@ -110,7 +110,7 @@ class Beginning:
             reduction.uneven.begin_backward(count.value)
         self.number += 1
         self._forward.backward_began(accumulates=accumulates)
-        reduction.hooks.hold_back_users()
+        reduction.hooks.defer_users()
         return count.backward_began()
 
     def _agree(

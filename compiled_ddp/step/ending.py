@@ -45,7 +45,7 @@ class Ending:
             self._forget_a_skip_of_all,
             self._refine,
             self._prove,
-            self._refuse_mixed,
+            self._refuse_graph_and_eager,
             self._rebuild,
         )
         return self._reduced
@@ -129,20 +129,20 @@ class Ending:
             self._is_over = True
 
     def _refine(self) -> None:
-        """Fix the sequence after its first backward, and reduce what that has left mixed."""
+        """Fix the sequence after its first backward, and reduce once more what has been used in graphs and in eager code."""
         if not self._is_first:
             return
         reduction, backward = self._reduction, self._backward
         # What is set apart must be announced in the very backward that uses it: elsewhere riders are read too late.
         # A communication hook gets every bucket in every backward, as under DDP: it may keep memory by index.
-        sets_apart = reduction.on_cpu and reduction.torch_hook is None
+        sets_apart = reduction.on_cpu and reduction.ddp_hook is None
         unused = backward.launches.riders.unused_everywhere() if sets_apart else set()
         sequence = reduction.agreed.refine(backward.observations, unused)
-        mixed = [section for section in sequence.sections if section.reduces_again]
-        if mixed:
-            used = {index for section in mixed for index in section.plan.indices}
-            self._reduce_also(mixed, used, Circumstances(reduces_again=backward.gradients))
-        if reduction.agreed.hooks_reason is None:
+        again = [section for section in sequence.sections if section.reduces_again]
+        if again:
+            used = {index for section in again for index in section.plan.indices}
+            self._reduce_also(again, used, Circumstances(reduces_again=backward.gradients))
+        if reduction.agreed.why_not_graph is None:
             for section in reduction.agreed.by_hooks:
                 reduction.fallback.report(section.reason, reduction.parameters.named(section.plan.indices))
 
@@ -157,15 +157,15 @@ class Ending:
     def _prove_nothing(self) -> None:
         self._reduction.proof.postpone()
 
-    def _refuse_mixed(self) -> None:
+    def _refuse_graph_and_eager(self) -> None:
         """A gradient from outside of its graph has not been reduced, and the sequence does not know it."""
         reduction = self._reduction
         known = {index for s in reduction.agreed.by_hooks if s.reduces_again for index in s.plan.indices}
-        mixed = self._backward.observations.mixed - known
-        if mixed:
+        not_reduced = self._backward.observations.graph_and_eager - known
+        if not_reduced:
             reduction.carried.note_lost()  # other ranks may have stepped, and are told in the next backward
             raise RuntimeError(
-                f"parameter {reduction.parameters.named(mixed)} got a gradient from outside of its captured graph, "
+                f"parameter {reduction.parameters.named(not_reduced)} got a gradient from outside of its captured graph, "
                 "which it did on no rank in the first backward (or create_graph=True made autograd copy it); it was "
                 "not reduced. Call unwrap() and wrap the model again, or set COMPILED_DDP_MODE=hooks."
             )

@@ -105,8 +105,8 @@ class Finish:
         findings = self._reader.read(riders, at_once=not reduction.agreed.refined)
         self._forwards.settle(backwards=findings.backwards, forgiven=findings.forgiven)
         reduction.proof.heed_wish(findings.ranks_with(Flag.VERIFY) > 0)
-        if findings.ranks_with(Flag.STATE_LOST) and reduction.bucket_hook is not None:
-            reduction.bucket_hook.begin_anew()
+        if findings.ranks_with(Flag.STATE_LOST) and reduction.traced_hook is not None:
+            reduction.traced_hook.begin_anew()
         if findings.ranks_with(Flag.BROKE_OFF) and self._reader.was_at_once:
             # To be told in the next one: the error of this one hides it.
             reduction.carried.note_lost(tell=Flag.LOST in backward.message.flags)
@@ -116,9 +116,9 @@ class Finish:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
         reduction = self._reduction
         here = reduction.communicator.rank, self._forwards.value
-        if findings.ranks_with(Flag.HOOK_FAILED) and reduction.torch_hook is not None:
-            reduction.torch_hook.note_broken()
-            raise hook_failed_elsewhere(*here, findings, reduction.torch_hook.name)
+        if findings.ranks_with(Flag.HOOK_FAILED) and reduction.ddp_hook is not None:
+            reduction.ddp_hook.note_broken()
+            raise hook_failed_elsewhere(*here, findings, reduction.ddp_hook.name)
         if findings.ranks_with(Flag.BROKE_OFF):
             reduction.prove_nothing()
             raise broke_off_elsewhere(*here, findings, told_at_once=self._reader.was_at_once)

@@ -61,25 +61,25 @@ class GradientHooks:
                 parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
                 self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)
                 parameter.requires_grad_(False)
-        self.hold_back_users()
+        self.defer_users()
 
     def remove(self, keep: Set[int] = frozenset()) -> None:
         """Watch only the parameters in `keep`."""
         for index in self._handles.keys() - keep:
             _remove(self._handles.pop(index), self._parameters[index])
 
-    def hold_back_users(self) -> None:
+    def defer_users(self) -> None:
         """Let the users' hooks on watched parameters wait for `run_users` where the gradient is still to be reduced."""
         for index, handle in self._handles.items():
             if deferred_hooks.has_several(self._parameters[index]):
                 comes = functools.partial(_users_hook_comes, self._listener, index)
-                holds = functools.partial(_is_reduced_by_hooks, self._listener, index)
-                deferred_hooks.hold_back(self._parameters[index], handle.id, comes, holds)
+                waits = functools.partial(_is_reduced_by_hooks, self._listener, index)
+                deferred_hooks.defer(self._parameters[index], handle.id, comes, waits)
 
     def run_users(self, indices: Iterable[int]) -> None:
         """Call the users' hooks that were held back on these parameters, whose .grad is reduced now."""
         for index in sorted(indices):
-            deferred_hooks.run_held_back(self._parameters[index])
+            deferred_hooks.run_deferred(self._parameters[index])
 
 
 def _remove_all(handles: dict[int, Any], parameters: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
@@ -91,7 +91,7 @@ def _remove_all(handles: dict[int, Any], parameters: Sequence[weakref.ref[torch.
 
 def _remove(handle: Any, parameter: torch.nn.Parameter) -> None:
     handle.remove()
-    deferred_hooks.give_back(parameter)
+    deferred_hooks.restore(parameter)
 
 
 @torch_private.dynamo.untraced

@@ -19,7 +19,7 @@ class GraphReservations:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         reduction = self._reduction
         agreed = reduction.agreed
-        if agreed.hooks_reason is not None or backward.averaging.has_no_weight or not call.plan.indices:
+        if agreed.why_not_graph is not None or backward.averaging.has_no_weight or not call.plan.indices:
             return None
         section = self._reserve_for(backward, call, wrapper) if self.compiles(call) else None
         if section is None and call.leaves_out and agreed.graph_sections.get(call.every_parameter().fingerprint):

@@ -45,23 +45,23 @@ class Reduction:
         options: Options,
         *,
         live_calls: Callable[[], Sequence[GraphCall]],
-        hooks_reason: str | None,
+        why_not_graph: str | None,
         sparse: TrainedParameters,
         backwards: Backwards,
     ) -> None:
         """`live_calls` returns the calls of graphs whose backward may still run, latest first.
 
-        With `hooks_reason`, no graph takes part: the hooks reduce everything, and that is why. `sparse` are the trained
+        With `why_not_graph`, no graph takes part: the hooks reduce everything, and that is why. `sparse` are the trained
         parameters with sparse gradients, none of `parameters`. Hooks on both tell `backwards`.
         """
         self.parameters, self.communicator, self.options = parameters, communicator, options
         self.live_calls = live_calls
-        self.bucket_hook: BucketHook | None = None  # reduces buckets in place of an all-reduce
+        self.traced_hook: BucketHook | None = None  # reduces buckets in place of an all-reduce
         if options.comm_hook is not None:
-            self.bucket_hook = BucketHook(options.comm_hook, communicator.for_hooks())
-        self.torch_hook: TorchCommHook | None = None
+            self.traced_hook = BucketHook(options.comm_hook, communicator.for_hooks())
+        self.ddp_hook: TorchCommHook | None = None
         self.uneven: UnevenInputs | None = None
-        self.agreed = AgreedSequence(options, communicator, hooks_reason, self.bucket_hook)
+        self.agreed = AgreedSequence(options, communicator, why_not_graph, self.traced_hook)
         self.proof = Proof(parameters, communicator, options.verify)
         self.fallback = Fallback(strict=options.strict)
         self.models_collectives = ModelsCollectives()
@@ -100,9 +100,9 @@ class Reduction:
         self.proof.postpone()
         self.forget_unless_refined()
 
-    def register_comm_hook(self, torch_hook: TorchCommHook) -> None:
+    def register_comm_hook(self, ddp_hook: TorchCommHook) -> None:
         """Let a communication hook reduce every bucket. On all ranks before the same backward."""
-        self.torch_hook = torch_hook
+        self.ddp_hook = ddp_hook
         self.models_collectives.stop_looking()
         self.agreed.leave_to_comm_hook(REGISTERED)
         self.proof.switch_off(REGISTERED)
@@ -128,10 +128,10 @@ class Reduction:
         if not self.agreed.by_hooks:
             self.hooks.remove(keep=self.agreed.unused)
 
-    def hold_back_users(self) -> None:
+    def defer_users(self) -> None:
         """Let the users' hooks on parameters wait for what is reduced."""
-        self.hooks.hold_back_users()
-        self.sparse.hold_back_users()
+        self.hooks.defer_users()
+        self.sparse.defer_users()
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
@@ -157,8 +157,8 @@ class Reduction:
     def refuse_if_broken(self) -> None:
         """Raise RuntimeError if nothing can be reduced any more."""
         self.communicator.refuse_if_failed()
-        if self.torch_hook is not None:
-            self.torch_hook.refuse_if_broken()
+        if self.ddp_hook is not None:
+            self.ddp_hook.refuse_if_broken()
 
     def new_backward(
         self,
@@ -196,13 +196,13 @@ class Reduction:
                 sections,
                 [bucket for _, bucket in buffers.buckets],
                 self.parameters.tensors,
-                traced_hook=self.bucket_hook,
-                ddp_hook=self.torch_hook,
+                traced_hook=self.traced_hook,
+                ddp_hook=self.ddp_hook,
             ),
         )
 
     @property
     def _correction(self) -> float:
         """What a mean over all ranks is multiplied by: some may have joined. A hook of torch's kind divides itself."""
-        corrects = self.options.planned_reduction == "mean" and self.torch_hook is None
+        corrects = self.options.planned_reduction == "mean" and self.ddp_hook is None
         return self.uneven.factor if self.uneven is not None and corrects else 1.0

@@ -25,12 +25,12 @@ class Runtime:
         options: Options,
         *,
         live_calls: Callable[[], Sequence[GraphCall]],
-        hooks_reason: str | None,
+        why_not_graph: str | None,
         sparse: TrainedParameters,
     ) -> None:
         """The arguments are those of `Reduction`."""
         self.backwards = Backwards(
-            parameters, communicator, options, live_calls=live_calls, hooks_reason=hooks_reason, sparse=sparse
+            parameters, communicator, options, live_calls=live_calls, why_not_graph=why_not_graph, sparse=sparse
         )
         self.communicator = communicator
         self.reduction = self.backwards.reduction
@@ -49,10 +49,10 @@ class Runtime:
 
         `counted` tells whether every rank is to begin as many such forwards as this one.
         """
-        if synchronise and self.reduction.torch_hook is not None:
-            self.reduction.torch_hook.refuse_if_broken()
+        if synchronise and self.reduction.ddp_hook is not None:
+            self.reduction.ddp_hook.refuse_if_broken()
         self._forward.begin(synchronise=synchronise, counted=counted)
-        self.reduction.hold_back_users()
+        self.reduction.defer_users()
         if synchronise and counted:
             self._forward.count.begin(after_exception=bool(conductor.broken_off()))
         self.communicator.progress.forward_began(self._forward.count.value)

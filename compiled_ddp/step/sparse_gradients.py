@@ -46,9 +46,9 @@ class SparseGradients:
     def is_reduced_by_hooks(self, index: int) -> bool:
         return self._backwards.synchronises()
 
-    def hold_back_users(self) -> None:
+    def defer_users(self) -> None:
         """Let the users' hooks wait for the averaged gradient."""
-        self._hooks.hold_back_users()
+        self._hooks.defer_users()
 
     def refuse_returned(self) -> None:
         """Raise RuntimeError if the running backward is a torch.autograd.grad of one of the parameters."""

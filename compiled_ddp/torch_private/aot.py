@@ -192,7 +192,7 @@ def overwrites_saved_tensors(compiled_function: type[torch.autograd.Function]) -
 
 # Belongs into the cache identity of what is compiled to leave saved tensors as they are: the key of Inductor's cache
 # leaves out what a backward may overwrite (torch 2.13), so that it would be served code that overwrites.
-SPARING = "spares saved tensors"
+RETAIN_GRAPH_SAFE = "spares saved tensors"
 
 
 def allow_several_backwards(compiled_function: type[torch.autograd.Function]) -> None:

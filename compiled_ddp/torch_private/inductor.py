@@ -40,6 +40,18 @@ class Rewriting:
     rewrite: RewriteBackward | None = None
 
 
+def rewriting_by(run: Callable[..., None], identity: str) -> Rewriting:
+    """By `run(graph, output_positions=...)`, which may append inputs; `identity` is as in `Rewriting`."""
+
+    def rewrite(backward: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+        run(backward.graph, output_positions=gradient_output_positions(backward.graph))
+        backward.recompile()
+        placeholders = backward.graph.find_nodes(op="placeholder")
+        return [*inputs, *(node.meta["val"] for node in placeholders[len(inputs) :])]
+
+    return Rewriting(identity, rewrite)
+
+
 def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:
     """Which output of a backward graph is the gradient of which input of the captured graph.
 

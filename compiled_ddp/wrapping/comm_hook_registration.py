@@ -64,7 +64,7 @@ class TakesCommHooks(HasParts):
 
     def _register(self, state: object, hook: Hook, checked_name: Callable[[], str]) -> None:
         self._check_in_use()
-        if self._runtime.reduction.torch_hook is not None:
+        if self._runtime.reduction.ddp_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         if torch_private.autograd.current_graph_task() != -1:
             raise RuntimeError("register_comm_hook() was called inside a backward: call it before or after one.")
@@ -75,7 +75,7 @@ class TakesCommHooks(HasParts):
         def describe() -> dict[str, list[object]]:
             nonlocal name
             name = checked_name()
-            if options.strict and self._hooks_reason() is None:
+            if options.strict and self._why_not_graph() is None:
                 raise RuntimeError("strict=True wants graphs to reduce, and under a communication hook none does.")
             sparse = self._runtime.reduction.sparse.names
             if sparse:
@@ -110,7 +110,7 @@ class TakesCommHooks(HasParts):
 
         Copies, which later steps do not change.
         """
-        hook = self._runtime.reduction.bucket_hook
+        hook = self._runtime.reduction.traced_hook
         return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
 
     @torch_private.dynamo.untraced
@@ -125,9 +125,9 @@ class TakesCommHooks(HasParts):
         another number or shape than the hook's or owed values that are not finite, RuntimeError without a `comm_hook`.
         Nothing is taken up then.
         """
-        if self._runtime.reduction.bucket_hook is None:
+        if self._runtime.reduction.traced_hook is None:
             raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
         if not isinstance(state, Mapping):
             raise TypeError(f"the state must be what comm_hook_state_dict() has returned, found {state!r}.")
         parameters = self._runtime.parameters
-        self._runtime.reduction.bucket_hook.load_state_dict(state, parameters.names, parameters.tensors)
+        self._runtime.reduction.traced_hook.load_state_dict(state, parameters.names, parameters.tensors)

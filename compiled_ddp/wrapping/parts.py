@@ -26,7 +26,7 @@ class HasParts(nn.Module):
         if self._lifecycle is not Lifecycle.IN_USE:
             raise RuntimeError(self._lifecycle.why_not_in_use(type(self).__name__))
 
-    def _hooks_reason(self) -> str | None:
+    def _why_not_graph(self) -> str | None:
         """Why hooks reduce everything; None where graphs take part."""
         raise NotImplementedError
 

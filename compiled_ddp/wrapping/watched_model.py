@@ -25,15 +25,15 @@ class WatchedModel:
         settings: Settings,
         runtime: Runtime,
         *,
-        hooks_reason: Callable[[], str | None],
+        why_not_graph: Callable[[], str | None],
         refreshed: Callable[[], None],
     ) -> None:
-        """`hooks_reason` tells why hooks reduce the model as it is, None if graphs do.
+        """`why_not_graph` tells why hooks reduce the model as it is, None if graphs do.
 
         `refreshed` is told when the runtime has other parameters.
         """
         self._setup, self._settings, self._runtime = setup, settings, runtime
-        self._hooks_reason, self._refreshed = hooks_reason, refreshed
+        self._why_not_graph, self._refreshed = why_not_graph, refreshed
         self._refreshes = 0
         self._watch = self._new_watch()
         _of_wrappers_in_use.add(self)
@@ -79,7 +79,7 @@ class WatchedModel:
         if self._settings.options.init_sync:
             self._setup.broadcast([parameter for _, parameter in added], communicator)
         mark_parts(self._setup.own_state)
-        self._runtime.reduction.agreed.leave_to_hooks(self._hooks_reason())
+        self._runtime.reduction.agreed.leave_to_hooks(self._why_not_graph())
         trained = [*kept, *added]
         self._runtime.reduction.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
         self._watch = self._new_watch()

@@ -25,8 +25,8 @@ PLAN = assign_buckets(
 
 
 def programs(hook: object) -> tuple[object, ...]:
-    bucket_hook = BucketHook(hook, RANKS)
-    return tuple(bucket_hook.program(bucket) for bucket in PLAN.buckets)
+    traced_hook = BucketHook(hook, RANKS)
+    return tuple(traced_hook.program(bucket) for bucket in PLAN.buckets)
 
 
 def backward_graph() -> Graph:

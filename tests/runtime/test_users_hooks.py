@@ -148,7 +148,7 @@ def _given_back(rank: int) -> None:
     assert len(seen) == 2
     torch.testing.assert_close(seen[-1], model.head.weight.grad)
     (hook,) = model.head.weight._post_accumulate_grad_hooks.values()
-    assert "HeldBack" not in repr(hook)
+    assert "Deferred" not in repr(hook)
 
 
 def test_unwrap_gives_the_users_hooks_back(ranks2: RankPool) -> None:

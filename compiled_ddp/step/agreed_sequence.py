@@ -87,9 +87,8 @@ class AgreedSequence:
         before = self.sequence
         assert before is not None
         self.refined = True
-        observations = replace(
-            observations, graph_and_eager=self._graph_and_eager_on_any_rank(observations.graph_and_eager)
-        )
+        on_any_rank = self._graph_and_eager_on_any_rank(observations.graph_and_eager)
+        observations = replace(observations, graph_and_eager=on_any_rank)
         return self._adopt(self._agree("sequence", lambda: self._refined(before, observations, unused)))
 
     def _refined(self, before: ReductionSequence, observations: Observations, unused: Set[int]) -> ReductionSequence:

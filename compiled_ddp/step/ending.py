@@ -129,7 +129,7 @@ class Ending:
             self._is_over = True
 
     def _refine(self) -> None:
-        """Fix the sequence after its first backward, and reduce once more what has been used in graphs and in eager code."""
+        """Fix the sequence after its first backward, and reduce again what graphs and eager code have both used."""
         if not self._is_first:
             return
         reduction, backward = self._reduction, self._backward
@@ -165,9 +165,9 @@ class Ending:
         if not_reduced:
             reduction.carried.note_lost()  # other ranks may have stepped, and are told in the next backward
             raise RuntimeError(
-                f"parameter {reduction.parameters.named(not_reduced)} got a gradient from outside of its captured graph, "
-                "which it did on no rank in the first backward (or create_graph=True made autograd copy it); it was "
-                "not reduced. Call unwrap() and wrap the model again, or set COMPILED_DDP_MODE=hooks."
+                f"parameter {reduction.parameters.named(not_reduced)} got a gradient from outside of its captured "
+                "graph, which it did on no rank in the first backward (or create_graph=True made autograd copy it); it "
+                "was not reduced. Call unwrap() and wrap the model again, or set COMPILED_DDP_MODE=hooks."
             )
 
     def _rebuild(self) -> None:

@@ -51,7 +51,7 @@ class Reduction:
     ) -> None:
         """`live_calls` returns the calls of graphs whose backward may still run, latest first.
 
-        With `why_not_graph`, no graph takes part: the hooks reduce everything, and that is why. `sparse` are the trained
+        With `why_not_graph`, no graph takes part: hooks reduce everything, and that is why. `sparse` are the trained
         parameters with sparse gradients, none of `parameters`. Hooks on both tell `backwards`.
         """
         self.parameters, self.communicator, self.options = parameters, communicator, options

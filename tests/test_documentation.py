@@ -17,6 +17,7 @@ import torchrun
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_ddp.passes.pipeline import PASSES
+from compiled_ddp.step.phase import Phase
 from ranks import RankError, RankPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -238,3 +239,11 @@ def test_failing_snippet_names_the_line_of_its_page(tmp_path: Path) -> None:
     with RankPool(1) as pool, pytest.raises(RankError, match="ZeroDivisionError") as failure:
         pool.run(run_page, str(page), snippets(page.read_text()), str(tmp_path), process_group=False)
     assert f'"{page}", line 8' in str(failure.value)
+
+
+def test_how_it_works_tells_the_phases_as_they_are() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    rows = re.findall(
+        r"^\| (\w+) \| (.+) \|$", page.partition("| phase | meaning |")[2].partition("\n\n")[0], re.MULTILINE
+    )
+    assert rows == [(phase.name.lower(), phase.value) for phase in Phase]

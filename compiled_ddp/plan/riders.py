@@ -38,7 +38,7 @@ class Riders:
     | `LOST` | 1 where the backward before broke off when everything of it had been sent |
     | `STATE_LOST` | 1 where that one has left no state of a traced communication hook that fits the other ranks' |
     | `VERIFY` | 1 where a rank wishes to prove the reduction |
-    | `ANNOUNCED` | how many parameters of "unused" sections this rank has used after all |
+    | `ANNOUNCED` | 1 where this rank has used parameters of "unused" sections after all |
     | `MISFIT` | 1 where the graphs of the backward do not fit the sequence |
     | `HOOK_FAILED` | 1 where the communication hook raised, and no further bucket was handed to it |
     | `WEIGHT` | this rank's weight in a weighted mean |

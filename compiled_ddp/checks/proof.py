@@ -94,19 +94,19 @@ class Proof:
         self._verifies = self._verify == "always" or (bool(self.unverified) and self._tried in TRIES)
         self._recording = _Recording() if self._verifies else None
 
-    def meets_new_graph(self, backward: Callable[..., object], fingerprint: str, indices: Iterable[int]) -> bool:
+    def meet_graph(self, backward: Callable[..., object], fingerprint: str, indices: Iterable[int]) -> None:
         """Note that a compiled backward is about to reduce parameters `indices`, whose plan is `fingerprint`.
 
-        A new one makes its parameters unverified again. Returns whether the riders must ask every rank to verify.
+        A new one makes its parameters unverified again.
         """
-        if not self._active:
-            return False
         met = self._met.setdefault(backward, set())
-        if fingerprint in met:
-            return False
-        met.add(fingerprint)
-        self._renewed.update(indices)
-        return self._recording is None
+        if self._active and fingerprint not in met:
+            met.add(fingerprint)
+            self._renewed.update(indices)
+
+    def needs_all_ranks(self) -> bool:
+        """Whether the riders must ask every rank to verify: a graph is new here, in a backward that does not."""
+        return bool(self._renewed) and self._recording is None
 
     def launching(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None:
         """Note what hooks are about to reduce; a no-op in a backward that does not verify."""

@@ -42,6 +42,7 @@ TRANSITIONS = {
     (Phase.IDLE, Event.SKIP): Phase.SKIPPING,
     (Phase.IDLE, Event.BREAK): Phase.BROKEN,  # the exception came before the backward had reached the wrapper
     (Phase.EXPECTED, Event.EXPECTATION_OVER): Phase.IDLE,
+    (Phase.EXPECTED, Event.SKIP): Phase.SKIPPING,  # in another thread than the one that expected it
     (Phase.EXPECTED, Event.BREAK): Phase.BROKEN,
     (Phase.POSTPONED, Event.BEGIN): Phase.REDUCING,
     (Phase.POSTPONED, Event.BREAK): Phase.BROKEN,

@@ -54,7 +54,9 @@ class ReservedSection:
 
     def note_graph(self, compiled: Callable[..., object], fingerprint: str) -> None:
         """It is `compiled` that will run, for the plan with this fingerprint: a new one is to be proven."""
-        if self._reduction.proof.meets_new_graph(compiled, fingerprint, self._plan.indices):
+        proof = self._reduction.proof
+        proof.meet_graph(compiled, fingerprint, self._plan.indices)
+        if proof.needs_all_ranks():
             self._backward.message.note(Flag.VERIFY)
 
     def give_up(self) -> None:

@@ -1,7 +1,8 @@
 """Ranks in one process, without torch.distributed: backwards that a test runs by hand, and whole run times."""
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -81,12 +82,41 @@ class HandRun:
             parameter.grad.add_(values)
         self.backward.gradient_arrived(index)
 
+    def accumulate_all(self, *brought: Mapping[int, Tensor]) -> None:
+        """Add up, as autograd does before it accumulates, what graphs and others have brought."""
+        for index in dict.fromkeys(index for part in brought for index in part):
+            self.accumulate(index, functools.reduce(torch.add, [part[index] for part in brought if index in part]))
+
     def begin_graph(self, section: int, *gradients: Tensor | None, most: int = 99, lent: bool = True) -> "GraphRun":
         """Reserve a section for a graph that computes these, None where there is none, and let it launch its buckets.
 
         `most` so many of them, if an exception ends it then; not `lent` on a GPU, where it allocates them itself.
         """
-        return GraphRun(self, section, gradients, most, lent=lent)
+        return in_a_backward(self.rank.tensors, lambda: GraphRun(self, section, gradients, most, lent=lent))
+
+
+Result = TypeVar("Result")
+
+
+class _Inside(torch.autograd.Function):
+    """Calls something in a backward, and brings no gradient."""
+
+    @staticmethod
+    def forward(context: Any, call: Callable[[], None], *tensors: Tensor) -> Tensor:
+        context.call, context.count = call, len(tensors)
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(context: Any, _: Tensor) -> Any:  # type: ignore[override]
+        context.call()
+        return (None,) * (1 + context.count)
+
+
+def in_a_backward(tensors: Sequence[Tensor], call: Callable[[], Result]) -> Result:
+    """Call it in a backward that reaches these parameters."""
+    results: list[Result] = []
+    _Inside.apply(lambda: results.append(call()), *tensors).backward()
+    return results[0]
 
 
 class GraphRun:
@@ -114,7 +144,7 @@ class GraphRun:
             self.works.append(run.rank.communicator.all_reduce(flat))
 
     def complete(self) -> dict[int, Tensor]:
-        """Wait, and give autograd the means; returns these."""
+        """Wait; returns the means, which `accumulate_all` takes."""
         for work in self.works:
             work.wait()
         riders = self.plan.riders.view(self.flats[-1]).clone()
@@ -123,8 +153,6 @@ class GraphRun:
         means = {g.index: g.view(flat).clone() for bucket, flat in of_buckets for g in bucket.gradients}
         means = {index: mean for index, mean in means.items() if index not in left_out}
         self.reserved.complete(riders, list(means.items()), left_out)
-        for index, mean in means.items():
-            self._run.accumulate(index, mean)
         return means
 
 

@@ -135,7 +135,7 @@ def test_a_reservation_moves_past_its_section_and_sends_zeros_for_what_is_missin
     # The other rank reduces the same by hooks, none of which comes in order.
     there.backward.reservations.leave_all_to_hooks()
     bring(there, [0, 1, 2, 3])
-    graph.complete()
+    here.accumulate_all(graph.complete())
     bring(here, [0])
     end_all(here, there)
     assert_sent_in_order(wire, sections)

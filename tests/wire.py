@@ -93,7 +93,11 @@ class Port:
         return self
 
     def _get_sequence_number_for_group(self) -> int:
-        return len(self._wire.sent[self._rank])
+        return len(self.sent)
+
+    @property
+    def sent(self) -> list[Sent]:
+        return self._wire.sent[self._rank]
 
     def launch(self, kind: str, values: Tensor) -> Work:
         return Work(self._wire, self._wire.send(self._rank, Sent(kind, values.detach().flatten().clone())), values)
@@ -130,16 +134,16 @@ class WiredCommunicator(Communicator):
     def __init__(self, wire: Wire, rank: int) -> None:
         self.ranks = WiredRanks(wire, rank)
         self.rank, self.world_size, self.group_name, self.closed = rank, len(wire.sent), f"wire {rank}", False
-        self._port = Port(wire, rank)
-        self.standing = Standing(self._port)  # type: ignore[arg-type]
+        self.port = Port(wire, rank)
+        self.standing = Standing(self.port)  # type: ignore[arg-type]
         self._hangs = NoHangReport()  # type: ignore[assignment]
 
     def for_hooks(self) -> Ranks:
         return Ranks(self.world_size, self.group_name, self.rank)
 
     def all_reduce(self, flat_buffer: Tensor) -> Any:
-        return self._port.launch("sum", flat_buffer)
+        return self.port.launch("sum", flat_buffer)
 
     def maximum(self, values: Tensor) -> None:
         self.refuse_if_failed()
-        self._port.launch("maximum", values).wait()
+        self.port.launch("maximum", values).wait()

@@ -2,21 +2,25 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from wire import Wire, WiredCommunicator
+from wire import PATIENCE_S, Wire, WiredCommunicator
 
+from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionKind, Section
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.reducers.reducer import Reducer
 from compiled_ddp.step.backward import Circumstances, SynchronisedBackward
+from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.flat_buffers import SequenceBuffers
 from compiled_ddp.step.forward_count import Forwards
 from compiled_ddp.step.reserved_section import ReservedSection
 from compiled_ddp.step.riders import Flag, Message
+from compiled_ddp.step.runtime import Runtime
 
 
 def plan_of(*sizes: tuple[int, int], capacity_bytes: float = 1024, reduction: ReductionKind = "mean") -> BucketPlan:
@@ -163,3 +167,82 @@ def end_all(*runs: HandRun) -> list[set[int]]:
     for run in runs:
         run.backward.launches.wait()
     return [run.backward.write_back() for run in runs]
+
+
+# ---- whole run times -------------------------------------------------------------------------------------------------
+
+
+class _Raises(torch.autograd.Function):
+    """Raises in backward, where it `breaks`."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, breaks: bool) -> Tensor:
+        context.breaks = breaks
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        if context.breaks:
+            raise Broken("an exception of the user's")
+        return gradient, None
+
+
+class Broken(Exception): ...
+
+
+class Wrapped:
+    """One rank's run time, with a thread of its own in which its hooks see real backwards."""
+
+    def __init__(self, wire: Wire, rank: int, sizes: Sequence[int], options: Options) -> None:
+        self.rank, self._thread = rank, ThreadPoolExecutor(1)
+        self.tensors = tuple(nn.Parameter(torch.zeros(numel)) for numel in sizes)
+        parameters = TrainedParameters(tuple(f"p{index}" for index in range(len(sizes))), self.tensors)
+        nothing = TrainedParameters((), ())
+        communicator = WiredCommunicator(wire, rank)
+        self.runtime = Runtime(parameters, communicator, options, live_calls=list, hooks_reason=None, sparse=nothing)
+        self.reduction, self.communicator = self.runtime.reduction, communicator
+        self.carried, self.agreed = self.reduction.carried, self.reduction.agreed
+
+    def forward(self, *used: int, breaks_before: bool = False, breaks_after: bool = False) -> Tensor:
+        """A loss whose gradients are `values` of the used parameters.
+
+        Its backward may raise, before it has come to any parameter or after it has come to all.
+        """
+        self.runtime.begin_forward(synchronise=True, counted=True)
+        self.runtime.module_begins()
+        output = _Raises.apply(torch.zeros((), requires_grad=True), breaks_after)  # its backward runs last
+        for index in used:
+            output = output + (self.tensors[index] * self.values(index)).sum()
+        output = _Raises.apply(output, breaks_before)
+        self.runtime.module_ended()
+        self.runtime.watch([output])
+        return output
+
+    def step(self, *used: int, **breaks: bool) -> None:
+        """What an exception leaves to be sent follows, as it would before the next forward."""
+        try:
+            self.forward(*used, **breaks).backward()
+        except BaseException:
+            self.runtime.finish_broken_backward()
+            raise
+
+    def skip(self) -> None:
+        self.runtime.begin_forward(synchronise=True, counted=True)
+        conductor.skip([self.runtime.conducted])
+
+    def values(self, index: int) -> Tensor:
+        return torch.full((self.tensors[index].numel(),), 2.0 * index + 4.0 * self.rank + 2.0)
+
+    def submit(self, call: "Callable[[Wrapped], object]") -> "Future[object]":
+        return self._thread.submit(call, self)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self.runtime.close("the test is over")
+
+
+def together(ranks: Sequence[Wrapped], *calls: Callable[[Wrapped], object]) -> list[BaseException | None]:
+    """Let each rank run its call, or all the one, at the same time; returns what each has raised."""
+    calls = calls * len(ranks) if len(calls) == 1 else calls
+    futures = [rank.submit(call) for rank, call in zip(ranks, calls, strict=True)]
+    return [future.exception(timeout=2 * PATIENCE_S) for future in futures]

@@ -1,7 +1,7 @@
 """Ranks in one process, without torch.distributed: backwards that a test runs by hand, and whole run times."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -13,13 +13,13 @@ from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionKind, Section
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.planning.trained_parameters import TrainedParameters
-from compiled_ddp.reducers.reducer import Reducer
 from compiled_ddp.step.backward import Circumstances, SynchronisedBackward
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.flat_buffers import SequenceBuffers
 from compiled_ddp.step.forward_count import Forwards
+from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.reserved_section import ReservedSection
-from compiled_ddp.step.riders import Flag, Message
+from compiled_ddp.step.riders import Message
 from compiled_ddp.step.runtime import Runtime
 
 
@@ -29,13 +29,31 @@ def plan_of(*sizes: tuple[int, int], capacity_bytes: float = 1024, reduction: Re
     return assign_buckets(specs, capacities_bytes=(capacity_bytes,), world_size=2, reduction=reduction)
 
 
+def parameters_of(sizes: Sequence[int]) -> TrainedParameters:
+    names = tuple(f"p{index}" for index in range(len(sizes)))
+    return TrainedParameters(names, tuple(nn.Parameter(torch.zeros(numel)) for numel in sizes))
+
+
+class Nobody:
+    """Listens to hooks, which are removed."""
+
+
 class Rank:
     """A rank with parameters of these numbers of elements, whose backwards a test runs by hand."""
 
-    def __init__(self, wire: Wire, rank: int, sizes: Sequence[int]) -> None:
-        self.rank, self.communicator = rank, WiredCommunicator(wire, rank)
-        self.tensors = tuple(nn.Parameter(torch.zeros(numel)) for numel in sizes)
-        self.parameters = TrainedParameters(tuple(f"p{index}" for index in range(len(sizes))), self.tensors)
+    def __init__(self, wire: Wire, rank: int, sizes: Sequence[int], **options: Any) -> None:
+        self.rank, self.communicator, self.parameters = rank, WiredCommunicator(wire, rank), parameters_of(sizes)
+        self.tensors = self.parameters.tensors
+        self.reduction = Reduction(
+            self.parameters,
+            self.communicator,
+            Options(bucket_cap_mb=1, **options),
+            live_calls=list,
+            hooks_reason="by hand",
+            sparse=parameters_of(()),
+            backwards=Nobody(),  # type: ignore[arg-type]
+        )
+        self.reduction.hooks.remove()
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -46,26 +64,18 @@ class Rank:
         sections: Sequence[Section],
         buffers: SequenceBuffers | None = None,
         *,
-        used_before: set[int] = frozenset(),  # type: ignore[assignment]
+        used_before: Set[int] = frozenset(),
         weight: float = 1.0,
-        as_view: bool = True,
-        reducer: Reducer | None = None,
-        flags: set[Flag] = frozenset(),  # type: ignore[assignment]
         **circumstances: Any,
     ) -> "HandRun":
         return HandRun(
             self,
-            SynchronisedBackward(
+            self.reduction.new_backward(
                 sections,
-                SequenceBuffers(sections) if buffers is None else buffers,
-                self.communicator,
-                self.parameters,
+                buffers or SequenceBuffers(sections),
                 used_before=set(used_before),
-                message=Message(Forwards(1, 1), weight, flags=set(flags)),
+                message=Message(Forwards(1, 1), weight),
                 circumstances=Circumstances(**circumstances),
-                gradient_as_bucket_view=as_view,
-                launching=lambda bucket, flat: None,
-                reducer=reducer or Reducer(self.communicator),
             ),
         )
 
@@ -75,6 +85,11 @@ class HandRun:
 
     def __init__(self, rank: Rank, backward: SynchronisedBackward) -> None:
         self.rank, self.backward, self.launcher = rank, backward, backward.launcher
+
+    @property
+    def first_reduction(self) -> SynchronisedBackward:
+        """What `Circumstances.reduces_again` of a further backward takes."""
+        return self.backward
 
     @torch.no_grad()
     def accumulate(self, index: int, values: Tensor) -> None:
@@ -129,8 +144,7 @@ class GraphRun:
     ) -> None:
         self._run, self.plan = run, run.backward.sections[section].plan
         run.backward.reserve(section)
-        reduction: Any = None  # is asked about hooks alone
-        self.reserved = ReservedSection(run.backward, section, self.plan, reduction)
+        self.reserved = ReservedSection(run.backward, section, self.plan, run.rank.reduction)
         places = dict(zip(self.plan.indices, gradients, strict=True))
         folded = self.reserved.gradients_to_fold()
         places_lent = range(len(self.plan.buckets)) if lent else ()

@@ -14,8 +14,8 @@ BY_HOOKS = [Section(plan_of((1, 2), (0, 3)), "hooks")]
 
 @pytest.mark.parametrize("as_view", [True, False])
 def test_a_fresh_grad_becomes_the_mean_in_its_bucket_or_in_memory_of_its_own(as_view: bool) -> None:
-    ranks, buffers = two_ranks(), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
-    runs = [r.begin(BY_HOOKS, own, as_view=as_view) for r, own in zip(ranks, buffers, strict=True)]
+    ranks, buffers = two_ranks(gradient_as_bucket_view=as_view), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
+    runs = [r.begin(BY_HOOKS, own) for r, own in zip(ranks, buffers, strict=True)]
     bring(*runs)
     assert end_all(*runs) == [{0, 1}] * 2
     assert_gradients(ranks, mean(0), mean(1))
@@ -25,10 +25,10 @@ def test_a_fresh_grad_becomes_the_mean_in_its_bucket_or_in_memory_of_its_own(as_
 
 @pytest.mark.parametrize("as_view", [True, False])
 def test_a_grad_that_is_there_stays_the_same_tensor_and_is_added_to(as_view: bool) -> None:
-    ranks, existing = two_ranks(), [torch.full((3,), 10.0) for _ in range(2)]
+    ranks, existing = two_ranks(gradient_as_bucket_view=as_view), [torch.full((3,), 10.0) for _ in range(2)]
     for rank, gradient in zip(ranks, existing, strict=True):
         rank.tensors[0].grad = gradient
-    runs = begin(ranks, BY_HOOKS, as_view=as_view)
+    runs = begin(ranks, BY_HOOKS)
     bring(*runs)
     end_all(*runs)
     assert_gradients(ranks, 10.0 + mean(0), mean(1))
@@ -37,10 +37,10 @@ def test_a_grad_that_is_there_stays_the_same_tensor_and_is_added_to(as_view: boo
 
 @pytest.mark.parametrize("as_view", [True, False])
 def test_what_a_backward_has_left_is_added_to_by_the_next_one_in_the_same_tensor(as_view: bool) -> None:
-    ranks, buffers = two_ranks(), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
+    ranks, buffers = two_ranks(gradient_as_bucket_view=as_view), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
     kept: list[list[Tensor | None]] = []
     for _ in range(3):
-        runs = [rank.begin(BY_HOOKS, own, as_view=as_view) for rank, own in zip(ranks, buffers, strict=True)]
+        runs = [rank.begin(BY_HOOKS, own) for rank, own in zip(ranks, buffers, strict=True)]
         bring(*runs)
         end_all(*runs)
         kept.append([gradient for rank in ranks for gradient in rank.gradients])
@@ -82,7 +82,7 @@ def test_an_earlier_grad_of_a_rank_that_does_not_use_it_now_is_in_the_mean() -> 
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("was", ["none", "apart", "in its bucket"])
 def test_what_no_rank_has_used_keeps_its_grad(was: str, as_view: bool) -> None:
-    ranks, buffers = two_ranks(), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
+    ranks, buffers = two_ranks(gradient_as_bucket_view=as_view), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
     if was == "in its bucket":
         runs = [rank.begin(BY_HOOKS, own) for rank, own in zip(ranks, buffers, strict=True)]
         bring(*runs, indices=[0])
@@ -92,7 +92,7 @@ def test_what_no_rank_has_used_keeps_its_grad(was: str, as_view: bool) -> None:
             rank.tensors[0].grad = values(rank.rank) if rank.tensors[0].grad is None else rank.tensors[0].grad
             rank.tensors[0].grad.copy_(values(rank.rank))  # differs between ranks
     before = [rank.tensors[0].grad for rank in ranks]
-    runs = [rank.begin(BY_HOOKS, own, as_view=as_view) for rank, own in zip(ranks, buffers, strict=True)]
+    runs = [rank.begin(BY_HOOKS, own) for rank, own in zip(ranks, buffers, strict=True)]
     bring(*runs, indices=[1])
     assert end_all(*runs) == [{1}] * 2
     for rank, gradient in zip(ranks, before, strict=True):

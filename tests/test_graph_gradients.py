@@ -69,7 +69,7 @@ def test_what_no_rank_has_used_of_a_graph_keeps_its_grad() -> None:
 @pytest.mark.parametrize("graphs_run_on", [[0, 1], [0], []])
 def test_a_gradient_of_several_sections_is_the_mean_of_its_sum(graphs_run_on: list[int], as_view: bool) -> None:
     """[Note: one gradient, several sections]"""
-    runs = begin(ranks := two_ranks(), IN_TWO_GRAPHS, as_view=as_view)
+    runs = begin(ranks := two_ranks(gradient_as_bucket_view=as_view), IN_TWO_GRAPHS)
     by_graphs = [run for run in runs if run.rank.rank in graphs_run_on]
     for run in runs:
         if run not in by_graphs:
@@ -114,7 +114,7 @@ def test_a_second_reduction_takes_in_what_the_first_one_has_left_out(reduction: 
     run_graphs(*runs, outside=[{0: 5.0 * values(rank)} for rank in range(2)])
     end_all(*runs)
     again = [Section(plans[1], "hooks", MIXED)]
-    end_all(*(run.rank.begin(again, used_before={0}, reduces_again=run.backward) for run in runs))
+    end_all(*(run.rank.begin(again, used_before={0}, reduces_again=run.first_reduction) for run in runs))
     factor = 2 if reduction == "sum" else 1
     assert_gradients(ranks, factor * 6.0 * mean(0), factor * mean(1))
 
@@ -186,7 +186,7 @@ def test_a_backward_that_has_ended_keeps_nothing_and_needs_no_collector_to_go() 
     end_all(*runs)
     backwards = [weakref.ref(run.backward) for run in runs]
     again = [Section(plan_of((0, 3)), "hooks", MIXED)]
-    end_all(*(run.rank.begin(again, used_before={0}, reduces_again=run.backward) for run in runs))
+    end_all(*(run.rank.begin(again, used_before={0}, reduces_again=run.first_reduction) for run in runs))
     assert all(reference() is not None for reference in memory)
     del runs
     assert [reference() for reference in backwards] == [None, None]

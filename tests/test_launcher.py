@@ -12,7 +12,7 @@ from torch.futures import Future
 from wire import Wire
 
 from compiled_ddp.plan import ABORTED, HOOK_FAILED, BucketPlan, ReductionKind, Section
-from compiled_ddp.reducers.ddp_hook import DDPHook, TorchCommHook
+from compiled_ddp.reducers.ddp_hook import TorchCommHook
 
 SIZES = (5, 4, 2, 1)  # of the gradients
 ORDERS = list(permutations(range(4)))
@@ -36,9 +36,9 @@ def with_graph() -> list[Section]:
     return [Section(plan_of((3, 1)), "hooks"), Section(graph, "graph"), Section(plan_of((0, 5)), "hooks")]
 
 
-def two(sections: Sequence[Section], **each: Any) -> tuple[Wire, HandRun, HandRun]:
+def two(sections: Sequence[Section]) -> tuple[Wire, HandRun, HandRun]:
     wire = Wire(2)
-    one, other = (Rank(wire, rank, SIZES).begin(sections, **each) for rank in range(2))
+    one, other = (Rank(wire, rank, SIZES).begin(sections) for rank in range(2))
     return wire, one, other
 
 
@@ -259,9 +259,9 @@ class Failing:
 def test_a_reducer_that_fails_midway_sends_riders_alone(from_bucket: int) -> None:
     wire, plan, hook = Wire(2), three_buckets("hook"), Failing(from_bucket)
     rank = Rank(wire, 0, SIZES)
-    registered = TorchCommHook(None, hook, name="hook", timeout=rank.communicator.ranks.timeout)
-    reducer = DDPHook(rank.communicator, registered, plan.buckets, rank.tensors)
-    run = rank.begin([Section(plan, "hooks")], reducer=reducer)
+    timeout = rank.communicator.ranks.timeout
+    rank.reduction.register_comm_hook(TorchCommHook(None, hook, name="hook", timeout=timeout))
+    run = rank.begin([Section(plan, "hooks")])
     with pytest.raises(ValueError, match="the user's mistake") as raised:
         bring(run, [3, 2, 1, 0])
     assert raised.value.__notes__ == [

@@ -13,9 +13,9 @@ from compiled_ddp.plan import Section
 SIZES = (3, 2)
 
 
-def two_ranks() -> list[Rank]:
+def two_ranks(**options: Any) -> list[Rank]:
     wire = Wire(2)
-    return [Rank(wire, rank, SIZES) for rank in range(2)]
+    return [Rank(wire, rank, SIZES, **options) for rank in range(2)]
 
 
 def begin(ranks: Sequence[Rank], sections: Sequence[Section], **each: Any) -> list[HandRun]:

@@ -3,79 +3,49 @@
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from in_process import Broken, Wrapped, together
+from run_times import (
+    ALL,
+    Broken,
+    Two,
+    Wrapped,
+    assert_steps_well,
+    forget_gradients,
+    makes_two_ranks,
+    mean,
+    together,
+    uses,
+)
 from torch import Tensor
 from torch.futures import Future
-from wire import Wire
 
-from compiled_ddp.options import Options
 from compiled_ddp.plan import ADMITTED
 from compiled_ddp.reducers.ddp_hook import TorchCommHook
-from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.phase import Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore:gradients of")  # there are no graphs
 
-SIZES = (3, 2, 4)
-
-Two = Callable[..., tuple[Wrapped, Wrapped]]
-
 
 @pytest.fixture
-def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
-    """Makes two ranks with these options; in this test no other wrappers are there."""
-    monkeypatch.setattr(conductor, "_wrappers", weakref.WeakSet())
-    made: list[Wrapped] = []
-
-    def make(**options: Any) -> tuple[Wrapped, Wrapped]:
-        wire = Wire(2)
-        made.extend(Wrapped(wire, rank, SIZES, Options(bucket_cap_mb=1, **options)) for rank in range(2))
-        return made[-2], made[-1]
-
-    yield make
-    for rank in made:
-        rank.close()
-
-
-def uses(*indices: int, **breaks: bool) -> Callable[[Wrapped], None]:
-    return lambda rank: rank.step(*indices, **breaks)
-
-
-ALL = uses(0, 1, 2)
-
-
-def mean(index: int) -> Tensor:
-    return torch.full((SIZES[index],), 2.0 * index + 4.0)
+def two() -> Iterator[Two]:
+    with makes_two_ranks() as make:
+        yield make
 
 
 def refined(two: Two, **options: Any) -> tuple[Wrapped, Wrapped]:
     """Two ranks after a first backward, without .grad."""
     ranks = two(**options)
-    assert together(ranks, ALL) == [None, None]
-    for rank in ranks:
-        for tensor in rank.tensors:
-            assert tensor.grad is not None
-            tensor.grad = None
+    assert_steps_well(*ranks)
+    forget_gradients(*ranks)
     return ranks
 
 
 def assert_idle(*ranks: Wrapped) -> None:
     assert all(rank.runtime.backwards.under_way.phase is Phase.IDLE for rank in ranks)
-
-
-def assert_steps_well(*ranks: Wrapped) -> None:
-    for rank in ranks:
-        for tensor in rank.tensors:
-            tensor.grad = None
-    assert together(ranks, ALL) == [None, None]
-    for rank in ranks:
-        assert all(torch.equal(tensor.grad, mean(index)) for index, tensor in enumerate(rank.tensors))  # type: ignore[arg-type]
-    assert_idle(*ranks)
 
 
 # ---- well ------------------------------------------------------------------------------------------------------------

@@ -57,6 +57,10 @@ class Rank:
     def gradients(self) -> list[Tensor | None]:
         return [tensor.grad for tensor in self.tensors]
 
+    def forget_gradients(self) -> None:
+        for tensor in self.tensors:
+            tensor.grad = None
+
     def begin(
         self,
         sections: Sequence[Section],

@@ -46,15 +46,18 @@ def test_where_graphs_reduce_everything_no_parameter_is_watched_after_the_first_
     assert not any(rank.reduction.hooks.everywhere for rank in ranks)
 
 
-def test_what_one_rank_has_used_outside_of_the_graph_too_is_reduced_again_in_the_first_backward(two: Two) -> None:
-    one, other = two()
-    mixes = uses(2, 0, graph=(1, 0))
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_what_one_rank_has_used_outside_of_the_graph_too_is_reduced_again_in_the_first_backward(
+    two: Two, reduction: str
+) -> None:
+    one, other = two(reduction=reduction)
+    factor = 2 if reduction == "sum" else 1
     for number in range(2):
         forget_gradients(one, other)
-        assert together([one, other], GRAPH, mixes) == [None, None], number
+        assert together([one, other], GRAPH, uses(2, 0, graph=(1, 0))) == [None, None], number
         for rank in (one, other):
-            assert torch.equal(rank.tensors[0].grad, mean(0) + other.values(0) / 2)  # type: ignore[arg-type]
-            assert torch.equal(rank.tensors[1].grad, mean(1))  # type: ignore[arg-type]
+            assert torch.equal(rank.tensors[0].grad, factor * (mean(0) + other.values(0) / 2))  # type: ignore[arg-type]
+            assert torch.equal(rank.tensors[1].grad, factor * mean(1))  # type: ignore[arg-type]
             assert origins(rank)[-1] == ("hooks", (0,)) and rank.agreed.by_hooks[-1].reduces_again
 
 
@@ -104,6 +107,16 @@ def test_a_sequence_whose_graphs_fit_on_no_rank_is_left_after_two_backwards(two:
         assert {rank.agreed.beginnings for rank in ranks} == {beginnings}
     assert_steps_well(*ranks, step=others)
     assert all(("graph", (0,)) in origins(rank) for rank in ranks)
+
+
+def test_a_rank_whose_backward_broke_when_all_was_sent_leaves_the_sequence_with_the_others(two: Two) -> None:
+    ranks, others = refined(two), uses(2, 1, graph=(0,))
+    assert_steps_well(*ranks, step=others)
+    here, there = together(ranks, others, uses(2, 1, graph=(0,), breaks_after=True))
+    assert here is None and isinstance(there, Broken)
+    assert {rank.agreed.beginnings for rank in ranks} == {1}
+    assert all("an exception ended the one before it" in str(error) for error in together(ranks, GRAPH))
+    assert_steps_well(*ranks, step=GRAPH)
 
 
 def test_a_sequence_whose_graphs_fit_on_some_rank_stays(two: Two) -> None:

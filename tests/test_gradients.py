@@ -54,7 +54,10 @@ def test_of_a_grad_in_another_ones_place_the_value_is_kept() -> None:
     bring(*runs)
     end_all(*runs)
     for rank in ranks:
-        rank.tensors[0].grad, rank.tensors[1].grad = rank.tensors[1].grad.new_ones(3), rank.tensors[0].grad[:2]  # type: ignore[union-attr, index]
+        first = rank.tensors[0].grad
+        assert first is not None
+        rank.tensors[0].grad, rank.tensors[1].grad = torch.ones(3), first[:2].data
+    del first
     runs = [rank.begin(BY_HOOKS, own) for rank, own in zip(ranks, buffers, strict=True)]
     bring(*runs)
     end_all(*runs)

@@ -69,17 +69,22 @@ def test_what_no_rank_has_used_of_a_graph_keeps_its_grad() -> None:
 @pytest.mark.parametrize("graphs_run_on", [[0, 1], [0], []])
 def test_a_gradient_of_several_sections_is_the_mean_of_its_sum(graphs_run_on: list[int], as_view: bool) -> None:
     """[Note: one gradient, several sections]"""
-    runs = begin(ranks := two_ranks(gradient_as_bucket_view=as_view), IN_TWO_GRAPHS)
-    by_graphs = [run for run in runs if run.rank.rank in graphs_run_on]
-    for run in runs:
-        if run not in by_graphs:
-            run.backward.reservations.leave_all_to_hooks()
-            run.accumulate(0, 2 * values(run.rank.rank))
-            run.accumulate(1, values(run.rank.rank, 1))
-            run.launcher.launch_rest()
-    run_graphs(*by_graphs, sections=(0, 1), outside=[{}] * len(by_graphs))
-    end_all(*runs)
-    assert_gradients(ranks, 2 * mean(0), mean(1))
+    ranks = two_ranks(gradient_as_bucket_view=as_view)
+    buffers = [SequenceBuffers(IN_TWO_GRAPHS) for _ in ranks]
+    for _ in range(2):  # the second one finds the values of the first one in its buffers
+        runs = [rank.begin(IN_TWO_GRAPHS, own) for rank, own in zip(ranks, buffers, strict=True)]
+        by_graphs = [run for run in runs if run.rank.rank in graphs_run_on]
+        for run in runs:
+            if run not in by_graphs:
+                run.backward.reservations.leave_all_to_hooks()
+                run.accumulate(0, 2 * values(run.rank.rank))
+                run.accumulate(1, values(run.rank.rank, 1))
+                run.launcher.launch_rest()
+        run_graphs(*by_graphs, sections=(0, 1), outside=[{}] * len(by_graphs))
+        end_all(*runs)
+        assert_gradients(ranks, 2 * mean(0), mean(1))
+        for rank in ranks:
+            rank.forget_gradients()
 
 
 def test_a_contribution_from_outside_of_the_graph_is_found() -> None:
@@ -191,6 +196,5 @@ def test_a_backward_that_has_ended_keeps_nothing_and_needs_no_collector_to_go() 
     del runs
     assert [reference() for reference in backwards] == [None, None]
     for rank in ranks:
-        for tensor in rank.tensors:
-            tensor.grad = None
+        rank.forget_gradients()
     assert [reference() for reference in memory] == [None] * 4

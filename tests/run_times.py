@@ -1,0 +1,226 @@
+"""Whole run times of several ranks in one process, each with a thread in which its hooks see real backwards."""
+
+import contextlib
+import unittest.mock
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from in_process import parameters_of
+from stand_in_graph import GraphRun
+from torch import Tensor
+from wire import PATIENCE_S, Wire, WiredCommunicator
+
+from compiled_ddp import torch_private
+from compiled_ddp.options import Options
+from compiled_ddp.plan import BucketPlan, GradientSpec
+from compiled_ddp.step.conductor import conductor
+from compiled_ddp.step.phase import Phase
+from compiled_ddp.step.runtime import Runtime
+
+
+class _Raises(torch.autograd.Function):
+    """Raises in backward, where it `breaks`."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, breaks: bool) -> Tensor:
+        context.breaks = breaks
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        if context.breaks:
+            raise Broken("an exception of the user's")
+        return gradient, None
+
+
+class Broken(Exception): ...
+
+
+class Call:
+    """One call of a stand-in for a captured graph."""
+
+    synchronise, may_leave_out, leaves_out = True, False, False
+
+    def __init__(self, plan: BucketPlan) -> None:
+        self.plan, self.fingerprint = plan, plan.fingerprint
+        self.index_of, self.undefined = {index: index for index in plan.indices}, frozenset[int]()
+        self._node: weakref.ref[Any] | None = None
+
+    def made(self, node: Any) -> None:
+        self._node = weakref.ref(node)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._node is not None and self._node() is not None
+
+    def will_run(self) -> bool:
+        node = None if self._node is None else self._node()
+        return node is not None and torch_private.autograd.backward_will_execute(node)
+
+    def compile(self, *, folds: bool) -> None: ...
+
+    def every_parameter(self) -> "Call":
+        return self
+
+    def take_all_in(self, whole: bool = True) -> None: ...
+
+    def when_reached(self, tell: Callable[[Any], None]) -> None:
+        """When the run time is closed, at the end of a test: no backward follows."""
+
+
+class _Graph(torch.autograd.Function):
+    """Reduces in its backward what the section that it reserves has; an exception may end it after `most` launches."""
+
+    @staticmethod
+    def forward(context: Any, rank: "Wrapped", call: Call, most: int, *tensors: Tensor) -> Tensor:
+        context.rank, context.call, context.most = rank, call, most
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(context: Any, _: Tensor) -> Any:  # type: ignore[override]
+        rank, call, most = context.rank, context.call, context.most
+        gradients: dict[int, Tensor] = {index: rank.values(index) for index in call.plan.indices}
+        with rank.runtime.backwards.launching_alone():
+            reserved = rank.runtime.backwards.reserve(call)
+            if reserved is not None:
+                graph = GraphRun(reserved, call.plan, gradients, rank.communicator, most=most)
+                if most < len(call.plan.buckets):
+                    reserved.break_off()
+                    raise Broken("an exception of the user's")
+                gradients = graph.complete()
+        return None, None, None, *(gradients.get(index) for index in call.plan.indices)
+
+
+class Wrapped:
+    """One rank's run time, with a thread of its own in which its hooks see real backwards."""
+
+    def __init__(self, wire: Wire, rank: int, sizes: Sequence[int], options: Options) -> None:
+        self.rank, self._thread = rank, ThreadPoolExecutor(1)
+        self._calls: list[Call] = []
+        parameters = parameters_of(sizes)
+        self.tensors = parameters.tensors
+        self.runtime = Runtime(
+            parameters,
+            WiredCommunicator(wire, rank),
+            options,
+            live_calls=lambda: [call for call in reversed(self._calls) if call.is_alive],
+            hooks_reason=None,
+            sparse=parameters_of(()),
+        )
+        self.reduction, self.communicator = self.runtime.reduction, self.runtime.communicator
+        self.carried, self.agreed = self.reduction.carried, self.reduction.agreed
+
+    def forward(
+        self,
+        *used: int,
+        graph: Sequence[int] = (),
+        most: int = 99,
+        breaks_before: bool = False,
+        breaks_after: bool = False,
+    ) -> Tensor:
+        """A loss whose gradients are `values` of the used parameters, and of those that a graph uses.
+
+        Its backward may raise: before it has come to any parameter, after it has come to all, or in the graph when that
+        has launched `most` buckets.
+        """
+        self.runtime.begin_forward(synchronise=True, counted=True)
+        self.runtime.module_begins()
+        output = _Raises.apply(torch.zeros((), requires_grad=True), breaks_after)  # its backward runs last
+        for index in used:
+            output = output + (self.tensors[index] * self.values(index)).sum()
+        if graph:
+            output = output + self._in_graph(graph, most)
+        output = _Raises.apply(output, breaks_before)
+        self.runtime.module_ended()
+        self.runtime.end_forward([call for call in self._calls if call.is_alive])
+        self.runtime.watch([output])
+        return output
+
+    def _in_graph(self, indices: Sequence[int], most: int) -> Tensor:
+        policy = self.reduction.options.bucket_policy(self.communicator.world_size)
+        call = Call(policy.assign([GradientSpec.of(index, self.tensors[index]) for index in indices]))
+        output = _Graph.apply(self, call, most, *(self.tensors[index] for index in indices))
+        call.made(output.grad_fn)
+        self._calls.append(call)
+        return output
+
+    def step(self, *used: int, **how: Any) -> None:
+        """What an exception leaves to be sent follows, as it would before the next forward."""
+        try:
+            self.forward(*used, **how).backward()
+        except BaseException:
+            self.runtime.finish_broken_backward()
+            raise
+
+    def skip(self) -> None:
+        self.runtime.begin_forward(synchronise=True, counted=True)
+        conductor.skip([self.runtime.conducted])
+
+    def values(self, index: int) -> Tensor:
+        return torch.full((self.tensors[index].numel(),), 2.0 * index + 4.0 * self.rank + 2.0)
+
+    def submit(self, call: "Callable[[Wrapped], object]") -> "Future[object]":
+        return self._thread.submit(call, self)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self.runtime.close("the test is over")
+
+
+def together(ranks: Sequence[Wrapped], *calls: Callable[[Wrapped], object]) -> list[BaseException | None]:
+    """Let each rank run its call, or all the one, at the same time; returns what each has raised."""
+    calls = calls * len(ranks) if len(calls) == 1 else calls
+    futures = [rank.submit(call) for rank, call in zip(ranks, calls, strict=True)]
+    return [future.exception(timeout=2 * PATIENCE_S) for future in futures]
+
+
+# ---- for tests -------------------------------------------------------------------------------------------------------
+
+SIZES = (3, 2, 4)
+
+Two = Callable[..., tuple[Wrapped, Wrapped]]
+
+
+@contextlib.contextmanager
+def makes_two_ranks() -> Iterator[Two]:
+    """In this context no other wrappers are there than those of the ranks that this makes, with given options."""
+    made: list[Wrapped] = []
+
+    def make(**options: Any) -> tuple[Wrapped, Wrapped]:
+        wire = Wire(2)
+        made.extend(Wrapped(wire, rank, SIZES, Options(bucket_cap_mb=1, **options)) for rank in range(2))
+        return made[-2], made[-1]
+
+    with unittest.mock.patch.object(conductor, "_wrappers", weakref.WeakSet()):
+        yield make
+        for rank in made:
+            rank.close()
+
+
+def uses(*indices: int, **how: Any) -> Callable[[Wrapped], None]:
+    return lambda rank: rank.step(*indices, **how)
+
+
+ALL = uses(0, 1, 2)
+
+
+def mean(index: int) -> Tensor:
+    return torch.full((SIZES[index],), 2.0 * index + 4.0)
+
+
+def forget_gradients(*ranks: Wrapped) -> None:
+    for rank in ranks:
+        for tensor in rank.tensors:
+            tensor.grad = None
+
+
+def assert_steps_well(*ranks: Wrapped, step: Callable[[Wrapped], None] = ALL) -> None:
+    """The next step, without .grad, leaves the mean of all parameters, and nothing under way."""
+    forget_gradients(*ranks)
+    assert together(ranks, step) == [None, None]
+    for rank in ranks:
+        assert all(torch.equal(tensor.grad, mean(index)) for index, tensor in enumerate(rank.tensors))  # type: ignore[arg-type]
+        assert rank.runtime.backwards.under_way.phase is Phase.IDLE

@@ -1,0 +1,58 @@
+"""What a captured graph's backward does with a reserved section, without a compiler."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from wire import WiredCommunicator
+
+from compiled_ddp.plan import BucketPlan
+from compiled_ddp.step.reserved_section import ReservedSection
+
+
+class GraphRun:
+    """Launches its buckets when it is made; what comes back follows in `complete`."""
+
+    def __init__(
+        self,
+        reserved: ReservedSection,
+        plan: BucketPlan,
+        gradients: Mapping[int, Tensor | None],
+        communicator: WiredCommunicator,
+        *,
+        most: int = 99,
+        lent: bool = True,
+    ) -> None:
+        """`gradients` has what the graph computes for each parameter, None where that is nothing.
+
+        An exception ends it after `most` launches. Where no memory is `lent`, as on a GPU, it allocates its own.
+        """
+        self.reserved, self.plan, self._communicator = reserved, plan, communicator
+        folded = reserved.gradients_to_fold() or [torch.zeros(())] * len(plan.indices)
+        earlier = dict(zip(plan.indices, folded, strict=True))
+        self.flats = reserved.lend_buffers(range(len(plan.buckets)) if lent else ()) or [
+            torch.empty(bucket.numel) for bucket in plan.buckets
+        ]
+        riders = reserved.rider_values([index for index, gradient in gradients.items() if gradient is None])
+        self._works = []
+        for bucket, flat in [*zip(plan.buckets, self.flats, strict=True)][:most]:
+            for gradient in bucket.gradients:
+                brought = gradients[gradient.index]
+                total = earlier[gradient.index] + (0.0 if brought is None else brought)
+                gradient.view(flat).copy_(total * plan.share)
+            if bucket.riders is not None:
+                bucket.riders.view(flat).copy_(riders)
+            self._works.append(communicator.all_reduce(flat))
+
+    def complete(self) -> dict[int, Tensor]:
+        """Wait; returns the means, which `accumulate_all` takes."""
+        for work in self._works:
+            work.wait()
+        riders = self.plan.riders.view(self.flats[-1]).clone()
+        left_out = self.reserved.unused_everywhere(riders)
+        of_buckets = zip(self.plan.buckets, self.flats, strict=True)
+        means = {g.index: g.view(flat).clone() for bucket, flat in of_buckets for g in bucket.gradients}
+        means = {index: mean for index, mean in means.items() if index not in left_out}
+        self._communicator.standing.graph_ended()
+        self.reserved.complete(riders, list(means.items()), left_out)
+        return means

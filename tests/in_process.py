@@ -9,16 +9,17 @@ from stand_in_graph import GraphRun
 from torch import Tensor, nn
 from wire import Wire, WiredCommunicator
 
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.backward.forward_count import Forwards
+from compiled_ddp.backward.gradients import Gradients
+from compiled_ddp.backward.riders import Message
+from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionKind, Section
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.planning.trained_parameters import TrainedParameters
-from compiled_ddp.step.backward import Circumstances, SynchronisedBackward
-from compiled_ddp.step.flat_buffers import SequenceBuffers
-from compiled_ddp.step.forward_count import Forwards
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.reserved_section import ReservedSection
-from compiled_ddp.step.riders import Message
 
 
 def plan_of(*sizes: tuple[int, int], capacity_bytes: float = 1024, reduction: ReductionKind = "mean") -> BucketPlan:
@@ -47,7 +48,7 @@ class Rank:
             self.communicator,
             Options(bucket_cap_mb=1, **options),
             live_calls=list,
-            hooks_reason="by hand",
+            why_not_graph="by hand",
             sparse=parameters_of(()),
             backwards=Nobody(),  # type: ignore[arg-type]
         )
@@ -89,9 +90,9 @@ class HandRun:
         self.rank, self.backward, self.launcher = rank, backward, backward.launcher
 
     @property
-    def first_reduction(self) -> SynchronisedBackward:
+    def first_reduction(self) -> Gradients:
         """What `Circumstances.reduces_again` of a further backward takes."""
-        return self.backward
+        return self.backward.gradients
 
     @torch.no_grad()
     def accumulate(self, index: int, values: Tensor) -> None:

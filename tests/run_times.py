@@ -107,7 +107,7 @@ class Wrapped:
             WiredCommunicator(wire, rank),
             options,
             live_calls=lambda: [call for call in reversed(self._calls) if call.is_alive],
-            hooks_reason=None,
+            why_not_graph=None,
             sparse=parameters_of(()),
         )
         self.reduction, self.communicator = self.runtime.reduction, self.runtime.communicator

@@ -53,6 +53,6 @@ class GraphRun:
         of_buckets = zip(self.plan.buckets, self.flats, strict=True)
         means = {g.index: g.view(flat).clone() for bucket, flat in of_buckets for g in bucket.gradients}
         means = {index: mean for index, mean in means.items() if index not in left_out}
-        self._communicator.standing.graph_ended()
+        self._communicator.progress.graph_ended()
         self.reserved.complete(riders, list(means.items()), left_out)
         return means

@@ -75,13 +75,13 @@ def test_what_no_rank_uses_in_the_first_backward_is_not_launched(two: Two) -> No
 def test_a_parameter_that_is_newly_used_on_one_rank_is_reduced_and_launched_from_then_on(two: Two) -> None:
     ranks = two()
     together(ranks, uses(0, 1))
-    launched = ranks[0].communicator.standing.launches
+    launched = ranks[0].communicator.progress.launches
     assert together(ranks, uses(0), uses(0, 2)) == [None, None]
     for rank in ranks:
         assert not rank.agreed.unused
         assert [s.plan.indices for s in rank.agreed.by_hooks if s.reason == ADMITTED] == [(2,)]
         assert torch.equal(rank.tensors[2].grad, ranks[1].values(2) / 2)  # type: ignore[arg-type]
-    assert ranks[0].communicator.standing.launches >= launched + 2
+    assert ranks[0].communicator.progress.launches >= launched + 2
     assert_steps_well(*ranks)
 
 

@@ -6,8 +6,8 @@ from in_process import end_all, plan_of
 from torch import Tensor
 from two_ranks import SIZES, assert_gradients, begin, bring, mean, two_ranks, values
 
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import Section
-from compiled_ddp.step.flat_buffers import SequenceBuffers
 
 BY_HOOKS = [Section(plan_of((1, 2), (0, 3)), "hooks")]
 
@@ -123,9 +123,9 @@ def test_a_second_gradient_in_one_backward_is_refused_by_name() -> None:
 def test_where_several_gradients_are_expected_the_last_one_fills_the_bucket() -> None:
     runs = begin(ranks := two_ranks(), BY_HOOKS, expected_gradients={0: 2, 1: 1})
     for _ in range(2):
-        assert not ranks[0].communicator.standing.launches
+        assert not ranks[0].communicator.progress.launches
         bring(*runs, indices=[0])
     bring(*runs, indices=[1])
-    assert ranks[0].communicator.standing.launches == 1
+    assert ranks[0].communicator.progress.launches == 1
     end_all(*runs)
     assert_gradients(ranks, 2 * mean(0), mean(1))

@@ -11,9 +11,9 @@ from in_process import HandRun, end_all, plan_of
 from torch import Tensor
 from two_ranks import assert_gradients, begin, bring, mean, two_ranks, values
 
+from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.backward.returned_gradients import ReturnedGradients
 from compiled_ddp.plan import MIXED, ReductionKind, Section
-from compiled_ddp.step.flat_buffers import SequenceBuffers
-from compiled_ddp.step.returned_gradients import ReturnedGradients
 
 BY_HOOKS = [Section(plan_of((1, 2), (0, 3)), "hooks")]
 IN_A_GRAPH = [Section(plan_of((0, 3), (1, 2)), "graph")]
@@ -91,7 +91,7 @@ def test_a_contribution_from_outside_of_the_graph_is_found() -> None:
     runs = begin(two_ranks(), IN_A_GRAPH)
     run_graphs(*runs, outside=[{0: torch.ones(3)}, {}])
     end_all(*runs)
-    assert [run.backward.observations.mixed for run in runs] == [{0}, set()]
+    assert [run.backward.observations.graph_and_eager for run in runs] == [{0}, set()]
 
 
 @pytest.mark.parametrize("looks_at_values", [True, False])
@@ -99,7 +99,7 @@ def test_besides_what_several_graphs_have_brought_only_a_look_at_it_finds_anothe
     runs = begin(two_ranks(), IN_TWO_GRAPHS, looks_at_values=looks_at_values)
     run_graphs(*runs, sections=(0, 1), outside=[{0: torch.ones(3)}, {}])
     end_all(*runs)
-    assert [run.backward.observations.mixed for run in runs] == [{0} if looks_at_values else set(), set()]
+    assert [run.backward.observations.graph_and_eager for run in runs] == [{0} if looks_at_values else set(), set()]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -231,7 +231,7 @@ def test_where_the_count_tells_nothing_only_hooks_leave_riders_that_are_known(in
     for run in (here, there):
         run.rank.communicator.all_reduce(torch.zeros(1))  # somebody else launches on the communicator
     end_all(here, there)
-    assert not there.rank.communicator.standing.counts_launches
+    assert not there.rank.communicator.progress.counts_launches
     again = there.rank.begin(with_graph())
     bring(again, [3])
     if in_graph:
@@ -265,7 +265,7 @@ def test_a_reducer_that_fails_midway_sends_riders_alone(from_bucket: int) -> Non
     with pytest.raises(ValueError, match="the user's mistake") as raised:
         bring(run, [3, 2, 1, 0])
     assert raised.value.__notes__ == [
-        f"the communication hook hook failed for {rank.communicator.standing.bucket(from_bucket)} on rank 0"
+        f"the communication hook hook failed for {rank.communicator.progress.bucket(from_bucket)} on rank 0"
     ]
     assert hook.handed == from_bucket + 1
     assert sent(wire) == [plan.riders.numel]

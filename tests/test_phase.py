@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from compiled_ddp.step.backward import SynchronisedBackward
+from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.step.phase import TRANSITIONS, WITHOUT_EFFECT, Event, Phase, after
 from compiled_ddp.step.under_way import UnderWay
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.ranks.communicator import Communicator, RankGroup
-from compiled_ddp.ranks.progress import Standing
+from compiled_ddp.ranks.progress import RankProgress
 
 PATIENCE_S = 5.0
 
@@ -133,7 +133,7 @@ class WiredCommunicator(Communicator):
         self.ranks = WiredRanks(wire, rank)
         self.rank, self.world_size, self.group_name, self.closed = rank, len(wire.sent), f"wire {rank}", False
         self.port = Port(wire, rank)
-        self.standing = Standing(self.port)  # type: ignore[arg-type]
+        self.progress = RankProgress(self.port)  # type: ignore[arg-type]
         self._hangs = NoHangReport()  # type: ignore[assignment]
 
     def for_hooks(self) -> Ranks:

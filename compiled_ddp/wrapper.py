@@ -21,6 +21,7 @@ from compiled_ddp.report.explain import Explanation, explain_sequence
 from compiled_ddp.report.stats import training_stats
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.join import UnevenInputs
+from compiled_ddp.step.reduction import Wrapped
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.wrapping.closing import Closable
 from compiled_ddp.wrapping.comm_hook_registration import TakesCommHooks
@@ -92,14 +93,9 @@ class DataParallelWrapper(
         bare_keys_in_state(self)
 
     def _new_runtime(self, communicator: Communicator) -> Runtime:
-        return Runtime(
-            TrainedParameters.of(self._setup.dense()),
-            communicator,
-            self._settings.options,
-            live_calls=self._live_calls,
-            why_not_graph=self._why_not_graph(),
-            sparse=TrainedParameters.of(self._setup.sparse()),
-        )
+        parameters, sparse = TrainedParameters.of(self._setup.dense()), TrainedParameters.of(self._setup.sparse())
+        options = self._settings.options
+        return Runtime(Wrapped(parameters, sparse, communicator, options, self._why_not_graph(), self._live_calls))
 
     # ---- for the two wrappers to fill in -----------------------------------------------------------------------------
 

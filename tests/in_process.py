@@ -18,7 +18,7 @@ from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionKind, Section
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.planning.trained_parameters import TrainedParameters
-from compiled_ddp.step.reduction import Reduction
+from compiled_ddp.step.reduction import Reduction, Wrapped
 from compiled_ddp.step.reserved_section import ReservedSection
 
 
@@ -43,14 +43,10 @@ class Rank:
     def __init__(self, wire: Wire, rank: int, sizes: Sequence[int], **options: Any) -> None:
         self.rank, self.communicator, self.parameters = rank, WiredCommunicator(wire, rank), parameters_of(sizes)
         self.tensors = self.parameters.tensors
+        options_ = Options(bucket_cap_mb=1, **options)
         self.reduction = Reduction(
-            self.parameters,
-            self.communicator,
-            Options(bucket_cap_mb=1, **options),
-            live_calls=list,
-            why_not_graph="by hand",
-            sparse=parameters_of(()),
-            backwards=Nobody(),  # type: ignore[arg-type]
+            Wrapped(self.parameters, parameters_of(()), self.communicator, options_, why_not_graph="by hand"),
+            Nobody(),  # type: ignore[arg-type]
         )
         self.reduction.hooks.remove()
 

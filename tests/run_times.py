@@ -18,6 +18,7 @@ from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.phase import Phase
+from compiled_ddp.step.reduction import Wrapped
 from compiled_ddp.step.runtime import Runtime
 
 
@@ -103,12 +104,13 @@ class Wrapped:
         parameters = parameters_of(sizes)
         self.tensors = parameters.tensors
         self.runtime = Runtime(
-            parameters,
-            WiredCommunicator(wire, rank),
-            options,
-            live_calls=lambda: [call for call in reversed(self._calls) if call.is_alive],
-            why_not_graph=None,
-            sparse=parameters_of(()),
+            Wrapped(
+                parameters,
+                parameters_of(()),
+                WiredCommunicator(wire, rank),
+                options,
+                live_calls=lambda: [call for call in reversed(self._calls) if call.is_alive],
+            )
         )
         self.reduction, self.communicator = self.runtime.reduction, self.runtime.communicator
         self.carried, self.agreed = self.reduction.carried, self.reduction.agreed

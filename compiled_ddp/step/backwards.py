@@ -3,15 +3,12 @@
 import contextlib
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from compiled_ddp import torch_private
 from compiled_ddp.backward.returned_gradients import returns_inputs_alone, watch_returned
 from compiled_ddp.backward.synchronised import SynchronisedBackward
-from compiled_ddp.options import Options
-from compiled_ddp.planning.trained_parameters import TrainedParameters
-from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.step.beginning import Beginning
 from compiled_ddp.step.conducted import ConductedWrapper
 from compiled_ddp.step.conductor import conductor
@@ -19,7 +16,7 @@ from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graph_reservations import GraphReservations
 from compiled_ddp.step.latest_forward import LatestForward
 from compiled_ddp.step.phase import Phase
-from compiled_ddp.step.reduction import Reduction
+from compiled_ddp.step.reduction import Reduction, Wrapped
 from compiled_ddp.step.reserved_section import ReservedSection
 from compiled_ddp.step.under_way import UnderWay
 
@@ -33,29 +30,11 @@ _DISTRIBUTED_AUTOGRAD = (
 class Backwards:
     """What autograd reaches of a wrapper. Every method may be called in any of autograd's threads."""
 
-    def __init__(
-        self,
-        parameters: TrainedParameters,
-        communicator: Communicator,
-        options: Options,
-        *,
-        live_calls: Callable[[], Sequence[GraphCall]],
-        why_not_graph: str | None,
-        sparse: TrainedParameters,
-    ) -> None:
-        """The arguments are those of `Reduction`."""
+    def __init__(self, wrapped: Wrapped) -> None:
         self.forward = LatestForward()
         self.under_way = UnderWay()
         self.lock = threading.RLock()
-        self.reduction = Reduction(
-            parameters,
-            communicator,
-            options,
-            live_calls=live_calls,
-            why_not_graph=why_not_graph,
-            sparse=sparse,
-            backwards=self,
-        )
+        self.reduction = Reduction(wrapped, self)
         self._reservations = GraphReservations(self.reduction)
         self.beginning = Beginning(self.reduction, self._reservations, self.forward)
         self.conducted = ConductedWrapper(

@@ -1,7 +1,7 @@
 """How the gradients of one wrapper are reduced, in all of its backwards."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -35,40 +35,40 @@ class Backwards(Listener, sparse_gradients.Backwards, Protocol):
     """Told by hooks on parameters of both kinds."""
 
 
+@dataclass(frozen=True)
+class Wrapped:
+    """What a wrapper gives to its run time."""
+
+    parameters: TrainedParameters  # with dense gradients
+    sparse: TrainedParameters  # with sparse ones
+    communicator: Communicator
+    options: Options
+    why_not_graph: str | None = None  # with it no graph takes part: hooks reduce everything, and that is why
+    # Returns the calls of graphs whose backward may still run, latest first.
+    live_calls: Callable[[], Sequence[GraphCall]] = tuple
+
+
 class Reduction:
     """What all backwards of one wrapper have in common: the parameters, the agreed sequence, hooks and the proof."""
 
-    def __init__(
-        self,
-        parameters: TrainedParameters,
-        communicator: Communicator,
-        options: Options,
-        *,
-        live_calls: Callable[[], Sequence[GraphCall]],
-        why_not_graph: str | None,
-        sparse: TrainedParameters,
-        backwards: Backwards,
-    ) -> None:
-        """`live_calls` returns the calls of graphs whose backward may still run, latest first.
-
-        With `why_not_graph`, no graph takes part: hooks reduce everything, and that is why. `sparse` are the trained
-        parameters with sparse gradients, none of `parameters`. Hooks on both tell `backwards`.
-        """
+    def __init__(self, wrapped: Wrapped, backwards: Backwards) -> None:
+        """Hooks on parameters of both kinds tell `backwards`."""
+        parameters, communicator, options = wrapped.parameters, wrapped.communicator, wrapped.options
         self.parameters, self.communicator, self.options = parameters, communicator, options
-        self.live_calls = live_calls
+        self.live_calls = wrapped.live_calls
         self.traced_hook: BucketHook | None = None  # reduces buckets in place of an all-reduce
         if options.comm_hook is not None:
             self.traced_hook = BucketHook(options.comm_hook, communicator.for_hooks())
         self.ddp_hook: TorchCommHook | None = None
         self.uneven: UnevenInputs | None = None
-        self.agreed = AgreedSequence(options, communicator, why_not_graph, self.traced_hook)
+        self.agreed = AgreedSequence(options, communicator, wrapped.why_not_graph, self.traced_hook)
         self.proof = Proof(parameters, communicator, options.verify)
         self.fallback = Fallback(strict=options.strict)
         self.models_collectives = ModelsCollectives()
         self.carried = CarriedOver()
         self._receive: Callable[[list[torch.Tensor]], None] = lambda _: None
         self.hooks = GradientHooks(parameters.tensors, backwards)
-        self.sparse = SparseGradients(sparse, communicator, backwards)
+        self.sparse = SparseGradients(wrapped.sparse, communicator, backwards)
         self.forget_sequence()
 
     # ---- changes -----------------------------------------------------------------------------------------------------

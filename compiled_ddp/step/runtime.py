@@ -1,38 +1,25 @@
 """What a wrapper tells of its forwards, and asks of its backwards."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.options import Options
 from compiled_ddp.planning.trained_parameters import TrainedParameters
-from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.step.backwards import Backwards
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.graph_call import GraphCall, UntilBackward
+from compiled_ddp.step.reduction import Wrapped
 from compiled_ddp.step.shadowing import Shadowing
 
 
 class Runtime:
     """One wrapper's part of the run time."""
 
-    def __init__(
-        self,
-        parameters: TrainedParameters,
-        communicator: Communicator,
-        options: Options,
-        *,
-        live_calls: Callable[[], Sequence[GraphCall]],
-        why_not_graph: str | None,
-        sparse: TrainedParameters,
-    ) -> None:
-        """The arguments are those of `Reduction`."""
-        self.backwards = Backwards(
-            parameters, communicator, options, live_calls=live_calls, why_not_graph=why_not_graph, sparse=sparse
-        )
-        self.communicator = communicator
+    def __init__(self, wrapped: Wrapped) -> None:
+        self.backwards = Backwards(wrapped)
+        self.communicator = wrapped.communicator
         self.reduction = self.backwards.reduction
         self._forward, self._under_way = self.backwards.forward, self.backwards.under_way
         self.conducted = self.backwards.conducted  # as others call it: [Note: waiting in one order]

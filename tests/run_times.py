@@ -76,7 +76,7 @@ class _Graph(torch.autograd.Function):
     """Reduces in its backward what the section that it reserves has; an exception may end it after `most` launches."""
 
     @staticmethod
-    def forward(context: Any, rank: "Wrapped", call: Call, most: int, *tensors: Tensor) -> Tensor:
+    def forward(context: Any, rank: "RunTime", call: Call, most: int, *tensors: Tensor) -> Tensor:
         context.rank, context.call, context.most = rank, call, most
         return tensors[0].new_zeros(())
 
@@ -95,7 +95,7 @@ class _Graph(torch.autograd.Function):
         return None, None, None, *(gradients.get(index) for index in call.plan.indices)
 
 
-class Wrapped:
+class RunTime:
     """One rank's run time, with a thread of its own in which its hooks see real backwards."""
 
     def __init__(self, wire: Wire, rank: int, sizes: Sequence[int], options: Options) -> None:
@@ -164,7 +164,7 @@ class Wrapped:
     def values(self, index: int) -> Tensor:
         return torch.full((self.tensors[index].numel(),), 2.0 * index + 4.0 * self.rank + 2.0)
 
-    def submit(self, call: "Callable[[Wrapped], object]") -> "Future[object]":
+    def submit(self, call: "Callable[[RunTime], object]") -> "Future[object]":
         return self._thread.submit(call, self)
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ class Wrapped:
         self.runtime.close("the test is over")
 
 
-def together(ranks: Sequence[Wrapped], *calls: Callable[[Wrapped], object]) -> list[BaseException | None]:
+def together(ranks: Sequence[RunTime], *calls: Callable[[RunTime], object]) -> list[BaseException | None]:
     """Let each rank run its call, or all the one, at the same time; returns what each has raised."""
     calls = calls * len(ranks) if len(calls) == 1 else calls
     futures = [rank.submit(call) for rank, call in zip(ranks, calls, strict=True)]
@@ -183,17 +183,17 @@ def together(ranks: Sequence[Wrapped], *calls: Callable[[Wrapped], object]) -> l
 
 SIZES = (3, 2, 4)
 
-Two = Callable[..., tuple[Wrapped, Wrapped]]
+Two = Callable[..., tuple[RunTime, RunTime]]
 
 
 @contextlib.contextmanager
 def makes_two_ranks() -> Iterator[Two]:
     """In this context no other wrappers are there than those of the ranks that this makes, with given options."""
-    made: list[Wrapped] = []
+    made: list[RunTime] = []
 
-    def make(**options: Any) -> tuple[Wrapped, Wrapped]:
+    def make(**options: Any) -> tuple[RunTime, RunTime]:
         wire = Wire(2)
-        made.extend(Wrapped(wire, rank, SIZES, Options(bucket_cap_mb=1, **options)) for rank in range(2))
+        made.extend(RunTime(wire, rank, SIZES, Options(bucket_cap_mb=1, **options)) for rank in range(2))
         return made[-2], made[-1]
 
     with unittest.mock.patch.object(conductor, "_wrappers", weakref.WeakSet()):
@@ -202,7 +202,7 @@ def makes_two_ranks() -> Iterator[Two]:
             rank.close()
 
 
-def uses(*indices: int, **how: Any) -> Callable[[Wrapped], None]:
+def uses(*indices: int, **how: Any) -> Callable[[RunTime], None]:
     return lambda rank: rank.step(*indices, **how)
 
 
@@ -213,13 +213,13 @@ def mean(index: int) -> Tensor:
     return torch.full((SIZES[index],), 2.0 * index + 4.0)
 
 
-def forget_gradients(*ranks: Wrapped) -> None:
+def forget_gradients(*ranks: RunTime) -> None:
     for rank in ranks:
         for tensor in rank.tensors:
             tensor.grad = None
 
 
-def assert_steps_well(*ranks: Wrapped, step: Callable[[Wrapped], None] = ALL) -> None:
+def assert_steps_well(*ranks: RunTime, step: Callable[[RunTime], None] = ALL) -> None:
     """The next step, without .grad, leaves the mean of all parameters, and nothing under way."""
     forget_gradients(*ranks)
     assert together(ranks, step) == [None, None]

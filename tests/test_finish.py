@@ -11,8 +11,8 @@ import torch
 from run_times import (
     ALL,
     Broken,
+    RunTime,
     Two,
-    Wrapped,
     assert_steps_well,
     forget_gradients,
     makes_two_ranks,
@@ -36,7 +36,7 @@ def two() -> Iterator[Two]:
         yield make
 
 
-def refined(two: Two, **options: Any) -> tuple[Wrapped, Wrapped]:
+def refined(two: Two, **options: Any) -> tuple[RunTime, RunTime]:
     """Two ranks after a first backward, without .grad."""
     ranks = two(**options)
     assert_steps_well(*ranks)
@@ -44,7 +44,7 @@ def refined(two: Two, **options: Any) -> tuple[Wrapped, Wrapped]:
     return ranks
 
 
-def assert_idle(*ranks: Wrapped) -> None:
+def assert_idle(*ranks: RunTime) -> None:
     assert all(rank.runtime.backwards.under_way.phase is Phase.IDLE for rank in ranks)
 
 
@@ -110,7 +110,7 @@ def test_the_ends_collectives_follow_the_buckets_in_one_order(two: Two) -> None:
 def test_users_hooks_see_the_mean_when_everything_else_has_ended(two: Two) -> None:
     ranks, seen = two(), []
 
-    def see(rank: Wrapped, tensor: Tensor) -> None:
+    def see(rank: RunTime, tensor: Tensor) -> None:
         assert tensor.grad is not None
         seen.append((tensor.grad.tolist(), rank.agreed.refined, rank.runtime.backwards.under_way.phase))
 
@@ -124,7 +124,7 @@ def test_a_backward_that_has_ended_is_kept_by_nothing(two: Two) -> None:
     ranks = refined(two)
     kept: list[weakref.ref[Any]] = []
 
-    def step(rank: Wrapped) -> None:
+    def step(rank: RunTime) -> None:
         loss = rank.forward(0, 1, 2)
         rank.tensors[0].register_hook(
             lambda _: kept.append(weakref.ref(rank.runtime.backwards.enter()))  # type: ignore[arg-type, func-returns-value]
@@ -186,7 +186,7 @@ def test_what_all_ranks_know_is_not_told(two: Two) -> None:
 def test_a_rank_whose_end_is_known_through_another_wrapper_does_not_tell_it(two: Two) -> None:
     ranks = refined(two)
 
-    def breaks(rank: Wrapped) -> None:
+    def breaks(rank: RunTime) -> None:
         with pytest.raises(Broken):
             rank.forward(0, 1, 2, breaks_after=True).backward()
         rank.runtime.conducted.send_rest_of_broken()
@@ -208,7 +208,7 @@ def test_a_hooks_state_that_is_lost_is_told_once(two: Two) -> None:
 def test_a_communication_hook_that_fails_on_one_rank_ends_the_backward_on_all(two: Two) -> None:
     ranks = two()
 
-    def reduce(rank: Wrapped, bucket: Any) -> Future[Tensor]:
+    def reduce(rank: RunTime, bucket: Any) -> Future[Tensor]:
         if rank.rank == 1:
             raise ValueError("the hook's mistake")
         future: Future[Tensor] = Future()

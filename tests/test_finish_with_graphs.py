@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_times import Broken, Two, Wrapped, assert_steps_well, forget_gradients, makes_two_ranks, mean, together, uses
+from run_times import Broken, RunTime, Two, assert_steps_well, forget_gradients, makes_two_ranks, mean, together, uses
 
 from compiled_ddp.step.patience import BEGINNINGS_UNSEEN
 
@@ -20,7 +20,7 @@ def two() -> Iterator[Two]:
         yield make
 
 
-def refined(two: Two, **options: Any) -> tuple[Wrapped, Wrapped]:
+def refined(two: Two, **options: Any) -> tuple[RunTime, RunTime]:
     """Two ranks after a first backward with a graph, without .grad."""
     ranks = two(**options)
     assert_steps_well(*ranks, step=GRAPH)
@@ -28,7 +28,7 @@ def refined(two: Two, **options: Any) -> tuple[Wrapped, Wrapped]:
     return ranks
 
 
-def origins(rank: Wrapped) -> list[tuple[str, tuple[int, ...]]]:
+def origins(rank: RunTime) -> list[tuple[str, tuple[int, ...]]]:
     assert rank.agreed.sequence is not None
     return [(section.origin, section.plan.indices) for section in rank.agreed.sequence.sections]
 
@@ -130,13 +130,13 @@ def test_a_sequence_whose_graphs_fit_on_some_rank_stays(two: Two) -> None:
 # ---- torch.autograd.grad ---------------------------------------------------------------------------------------------
 
 
-def returns(rank: Wrapped) -> None:
+def returns(rank: RunTime) -> None:
     """Of what a graph has reduced."""
     first, second = torch.autograd.grad(rank.forward(graph=(1, 0)), rank.tensors[:2])
     assert torch.equal(first, mean(0)) and torch.equal(second, mean(1))
 
 
-def returns_own(rank: Wrapped) -> None:
+def returns_own(rank: RunTime) -> None:
     torch.autograd.grad(rank.forward(2, graph=(1, 0)), rank.tensors)
 
 

@@ -61,10 +61,6 @@ class OwnState:
         own = {id(parameter) for parameter in self.parameters().values()}
         return {name: parameter for name, parameter in self.module.named_parameters() if id(parameter) not in own}
 
-    def leaves_alone(self, tensor: object) -> bool:
-        """Whether `tensor` is one of these."""
-        return any(parameter is tensor for parameter in self.left_alone().values())
-
     def wrappers_inside(self) -> dict[str, nn.Module]:
         """The outermost wrappers inside the model, by name, in registration order."""
         found: dict[str, nn.Module] = {}

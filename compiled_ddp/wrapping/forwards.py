@@ -132,7 +132,7 @@ class Forwards:
         return outputs
 
     def begin(self, *, with_gradients: bool, training: bool, transformed: bool = False) -> None:
-        """What ranks do together at the begin of a forward, whether it follows on this rank or is skipped."""
+        """What ranks do together at the start of a forward, whether it follows on this rank or is skipped."""
         if with_gradients:
             self._runtime.end_shadowing(if_untouched=True)  # where torch's Join has ended without a word
             counted = training and not transformed

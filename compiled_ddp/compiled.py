@@ -128,7 +128,7 @@ class CompiledDDP(DataParallelWrapper):
 
     def _check_and_describe(self, module: nn.Module) -> Description:
         description = super()._check_and_describe(module)
-        for part_name, part in self._setup.own_state.wrappers_inside().items():
+        for part_name, part in self._setup.managed_state.wrappers_inside().items():
             if isinstance(torch_private.modules.without_compile_wrapper(part), nn.parallel.DistributedDataParallel):
                 raise ValueError(
                     f"{part_name} is wrapped by torch's DistributedDataParallel, which would split the graphs around "
@@ -137,13 +137,13 @@ class CompiledDDP(DataParallelWrapper):
         return description
 
     def _check_devices(self) -> None:
-        if self._settings.options.strict and len(self._setup.own_state.devices()) > 1:
+        if self._settings.options.strict and len(self._setup.managed_state.devices()) > 1:
             raise ValueError(f"strict=True wants graphs to reduce, and hooks do: {_SEVERAL_DEVICES}.")
 
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}
         policy = options.bucket_policy(self._runtime.communicator.world_size)
-        self._bindings = Bindings(self._runtime, self._own, policy, self._index_of_parameter, naive=options.naive)
+        self._bindings = Bindings(self._runtime, self._managed, policy, self._index_of_parameter, naive=options.naive)
         self._index_parameters()
         compiled = entry_of(
             torch_private.captures.without_own_compilation(self.module),
@@ -166,7 +166,7 @@ class CompiledDDP(DataParallelWrapper):
     def _why_not_graph(self) -> str | None:
         if self._setup.mode == "hooks":
             return "COMPILED_DDP_MODE=hooks"
-        if len(self._own.devices()) > 1:
+        if len(self._managed.devices()) > 1:
             return _SEVERAL_DEVICES
         return None
 

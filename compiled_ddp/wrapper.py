@@ -63,7 +63,7 @@ class DataParallelWrapper(
         self._setup = Setup(name, self._settings, ranks, self._check_devices)
         self._setup.agree(module, self._check_and_describe)
         communicator = Communicator(ranks)
-        self.module, self._own = module, self._setup.own_state
+        self.module, self._managed = module, self._setup.managed_state
         try:
             self._setup.synchronise_state(communicator)
             self._setup.choose_bucket_cap(communicator)
@@ -80,7 +80,7 @@ class DataParallelWrapper(
         )
         self._forwards = Forwards(
             name,
-            self._own,
+            self._managed,
             self._settings,
             self._switches,
             runtime=self._runtime,
@@ -89,7 +89,7 @@ class DataParallelWrapper(
             run_module=self._run_module,
         )
         self._lifecycle = Lifecycle.IN_USE
-        mark_wrapped(self._own, self)
+        mark_wrapped(self._managed, self)
         bare_keys_in_state(self)
 
     def _new_runtime(self, communicator: Communicator) -> Runtime:
@@ -209,7 +209,7 @@ class DataParallelWrapper(
             self._setup.link_bytes_per_second,
             str(self._runtime.reduction.proof),
             self._runtime.reduction.sparse.names,
-            tuple(self._own.left_alone()),
+            tuple(self._managed.left_alone()),
         )
 
     @torch_private.dynamo.untraced

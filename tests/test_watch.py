@@ -5,7 +5,7 @@ import copy
 import pytest
 from torch import nn
 
-from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.model.watch import ModelWatch
 
 
@@ -16,7 +16,7 @@ def model() -> nn.Sequential:
 
 @pytest.fixture
 def watch(model: nn.Sequential) -> ModelWatch:
-    return ModelWatch(OwnState(model))
+    return ModelWatch(ManagedState(model))
 
 
 def test_a_model_as_it_was_has_not_changed(watch: ModelWatch) -> None:
@@ -31,7 +31,7 @@ def test_a_module_with_parameters_to_train_is_a_change_until_another_watch_is_ma
     model.append(nn.Linear(1, 1))
     assert watch.look().changed
     assert watch.look().changed
-    assert not ModelWatch(OwnState(model)).look().changed
+    assert not ModelWatch(ManagedState(model)).look().changed
 
 
 def test_a_module_without_any_is_no_change_and_what_is_added_to_it_later_is_one(
@@ -46,17 +46,17 @@ def test_a_module_without_any_is_no_change_and_what_is_added_to_it_later_is_one(
 
 def test_what_is_unfrozen_or_of_another_dtype_is_a_change(model: nn.Sequential) -> None:
     model[0].requires_grad_(False)
-    watch = ModelWatch(OwnState(model))
+    watch = ModelWatch(ManagedState(model))
     assert not watch.look().changed
     model[0].bias.requires_grad_(True)
     assert watch.look().changed
-    watch = ModelWatch(OwnState(model))
+    watch = ModelWatch(ManagedState(model))
     model.double()
     assert watch.look().changed
 
 
 def test_a_replaced_parameter_is_an_error_unless_it_is_followed(model: nn.Sequential) -> None:
-    strict, following = ModelWatch(OwnState(model)), ModelWatch(OwnState(model), follows=True)
+    strict, following = ModelWatch(ManagedState(model)), ModelWatch(ManagedState(model), follows=True)
     model[1].weight = nn.Parameter(model[1].weight.detach().clone())
     with pytest.raises(RuntimeError, match=r"^1\.weight was replaced or removed after the model was wrapped"):
         strict.look()

@@ -7,7 +7,7 @@ from typing import Any
 from compiled_ddp.graph.compiled_graph import CompiledGraph
 from compiled_ddp.graph.program import Bound, Program
 from compiled_ddp.graph.segment import Segment, SegmentCall
-from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.plan import GradientSpec
 from compiled_ddp.planning.assignment import BucketPolicy
 from compiled_ddp.step.runtime import Runtime
@@ -22,14 +22,14 @@ class Bindings:
     def __init__(
         self,
         runtime: Runtime,
-        own: OwnState,
+        own: ManagedState,
         policy: BucketPolicy,
         index_of_parameter: Mapping[int, int],
         *,
         naive: bool,
     ) -> None:
         """`index_of_parameter` maps id(parameter) to its index, and follows the model."""
-        self._runtime, self._own, self._policy, self._naive = runtime, own, policy, naive
+        self._runtime, self._managed, self._policy, self._naive = runtime, own, policy, naive
         self._index_of_parameter = index_of_parameter
         self._programs: weakref.WeakKeyDictionary[Segment, dict[tuple[bool, ...], Program]] = (
             weakref.WeakKeyDictionary()
@@ -130,8 +130,8 @@ class Bindings:
         )
 
     def _refuse_replaced(self, inputs: Sequence[Any]) -> None:
-        sparse = self._own.sparse()
-        names = {id(parameter): name for name, parameter in self._own.parameters().items() if name not in sparse}
+        sparse = self._managed.sparse()
+        names = {id(parameter): name for name, parameter in self._managed.parameters().items() if name not in sparse}
         for value in inputs:
             if id(value) in names and value.requires_grad and id(value) not in self._index_of_parameter:
                 raise RuntimeError(

@@ -8,13 +8,13 @@ from torch import nn
 from compiled_ddp import torch_private
 from compiled_ddp.errors import ModelError
 from compiled_ddp.formatting import format_names
-from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.model.owners import other_state_of, owner_of_state
 from compiled_ddp.options import Options
 from compiled_ddp.ranks.agreement import Description
 
 
-def check_model(module: nn.Module, wrapper: str) -> OwnState:
+def check_model(module: nn.Module, wrapper: str) -> ManagedState:
     """What a `wrapper` of `module` looks after. Raises TypeError or ValueError, with what to do, if it cannot."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{wrapper} wraps a torch.nn.Module, found {type(module).__name__}.")
@@ -25,7 +25,7 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
         )
     if getattr(bare, "is_compiled_ddp_wrapper", False):
         raise ModelError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
-    state = OwnState(module)
+    state = ManagedState(module)
     check_parts(state)
     parameters = state.trained()
     if parameters and len(parameters) == len(state.sparse()):
@@ -42,7 +42,7 @@ def check_model(module: nn.Module, wrapper: str) -> OwnState:
     return state
 
 
-def check_parts(state: OwnState) -> None:
+def check_parts(state: ManagedState) -> None:
     """Raise ValueError, with what to do, if this wrapper cannot reduce or synchronise a parameter or buffer."""
     _check_materialised(state)
     _check_parameters(state.trained())
@@ -53,7 +53,7 @@ def check_parts(state: OwnState) -> None:
             raise ModelError(f"parameter {name} has sparse=True on {device}: sparse gradients are averaged on the CPU.")
 
 
-def check_writable(state: OwnState) -> None:
+def check_writable(state: ManagedState) -> None:
     """Raise ValueError, with what to do, if a parameter or buffer cannot take rank 0's values."""
     for name, tensor in {**state.parameters(), **state.buffers()}.items():
         lengths_and_steps = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
@@ -64,7 +64,7 @@ def check_writable(state: OwnState) -> None:
             )
 
 
-def broadcast_tensors(state: OwnState, options: Options) -> dict[str, torch.Tensor]:
+def broadcast_tensors(state: ManagedState, options: Options) -> dict[str, torch.Tensor]:
     """The parameters and buffers that rank 0's values are broadcast to, at construction or in forwards, by name."""
     received: dict[str, torch.Tensor] = {}
     if options.init_sync:
@@ -74,7 +74,7 @@ def broadcast_tensors(state: OwnState, options: Options) -> dict[str, torch.Tens
     return received
 
 
-def check_layouts(state: OwnState, options: Options) -> None:
+def check_layouts(state: ManagedState, options: Options) -> None:
     """Raise ValueError, with what to do, if a tensor that rank 0's values are broadcast to cannot be sent."""
     for name, tensor in broadcast_tensors(state, options).items():
         if tensor.layout != torch.strided:
@@ -84,7 +84,7 @@ def check_layouts(state: OwnState, options: Options) -> None:
             )
 
 
-def _check_not_owned(state: OwnState) -> None:
+def _check_not_owned(state: ManagedState) -> None:
     for name, parameter in state.trained().items():
         other = other_state_of(parameter, state)
         if other is not None:
@@ -96,7 +96,7 @@ def _check_not_owned(state: OwnState) -> None:
             )
 
 
-def _check_materialised(state: OwnState) -> None:
+def _check_materialised(state: ManagedState) -> None:
     tensors: list[tuple[str, torch.Tensor]] = [
         (f"parameter {name}", parameter) for name, parameter in state.parameters().items()
     ]
@@ -132,7 +132,7 @@ def check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None
             )
 
 
-def describe_model(state: OwnState, options: Options, mode: str) -> Description:
+def describe_model(state: ManagedState, options: Options, mode: str) -> Description:
     """Everything that must be equal on every rank."""
     description: Description = {}
     sparse, places = state.sparse(), _places(state.parameters().values())
@@ -166,7 +166,7 @@ def _properties(tensor: torch.Tensor) -> list[object]:
     ]
 
 
-def check_not_inside_ddp(state: OwnState, wrapper: str) -> None:
+def check_not_inside_ddp(state: ManagedState, wrapper: str) -> None:
     """Raise RuntimeError if torch's DDP, whose forward runs this one, averages what `wrapper` averages too."""
     ddp = torch_private.modules.running_ddp()
     if ddp is None:

@@ -8,7 +8,7 @@ from torch import nn
 from compiled_ddp import torch_private
 
 
-class OwnState:
+class ManagedState:
     """What a wrapper reduces, broadcasts and compares between ranks.
 
     Left alone are the names in the module's `_ddp_params_and_buffers_to_ignore`, the attribute that torch's

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from compiled_ddp import torch_private
-from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.managed import ManagedState
 
 
 class Owner(Protocol):
@@ -25,34 +25,34 @@ class Owner(Protocol):
 
 
 # The wrappers that are in use, by what each looks after: they have been neither closed nor collected as garbage.
-_in_use: "weakref.WeakKeyDictionary[OwnState, weakref.ref[Owner]]" = weakref.WeakKeyDictionary()
+_in_use: "weakref.WeakKeyDictionary[ManagedState, weakref.ref[Owner]]" = weakref.WeakKeyDictionary()
 
 # By a wrapped module, or a parameter in it, a weak reference to one of these. Not a mark on the module itself, which a
 # copy of the module, or a module loaded from a file, would carry too.
 _owner_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def mark_wrapped(state: OwnState, owner: Owner) -> None:
+def mark_wrapped(state: ManagedState, owner: Owner) -> None:
     """Note that `owner` looks after `state`, for as long as it lives and until `unmark_wrapped`."""
     _in_use[state] = weakref.ref(owner)
     mark_parts(state)
 
 
-def mark_parts(state: OwnState) -> None:
+def mark_parts(state: ManagedState) -> None:
     """Note what belongs to the wrapper that looks after `state`, as the model is now."""
     for part in (torch_private.modules.without_compile_wrapper(state.module), *state.parameters().values()):
         if _state_of(part) is None:  # a parameter that is frozen here may be trained by an earlier wrapper
             _owner_of[part] = weakref.ref(state)
 
 
-def unmark_wrapped(state: OwnState) -> None:
+def unmark_wrapped(state: ManagedState) -> None:
     _in_use.pop(state, None)
 
 
-def _state_of(part: object) -> OwnState | None:
+def _state_of(part: object) -> ManagedState | None:
     """What the wrapper looks after that `part` belongs to, if it is in use."""
     reference = _owner_of.get(part)
-    state: OwnState | None = None if reference is None else reference()
+    state: ManagedState | None = None if reference is None else reference()
     return None if state is None or owner_of_state(state) is None else state
 
 
@@ -61,7 +61,7 @@ def is_owned(part: object) -> bool:
     return _state_of(part) is not None
 
 
-def other_state_of(part: object, own: OwnState) -> OwnState | None:
+def other_state_of(part: object, own: ManagedState) -> ManagedState | None:
     """The same, unless it is `own`, or of an earlier wrapper of the very module that `own` is of."""
     if not _is_others(_state_of(part), own):
         return None
@@ -70,7 +70,7 @@ def other_state_of(part: object, own: OwnState) -> OwnState | None:
     return state if _is_others(state, own) else None
 
 
-def _is_others(state: OwnState | None, own: OwnState) -> bool:
+def _is_others(state: ManagedState | None, own: ManagedState) -> bool:
     if state is None or state is own:
         return False
     bare = torch_private.modules.without_compile_wrapper
@@ -93,7 +93,7 @@ def _owner_of_very(bare: nn.Module) -> Owner | None:
     return None if state is None else owner_of_state(state)
 
 
-def owner_of_state(state: OwnState) -> Owner | None:
+def owner_of_state(state: ManagedState) -> Owner | None:
     """The wrapper that looks after `state`."""
     reference = _in_use.get(state)
     return None if reference is None else reference()

@@ -10,7 +10,7 @@ from torch import nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.model.checks import check_stepped_after_backward
-from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.managed import ManagedState
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Place:
         return self.siblings[self.key] if self.key in self.siblings else None  # noqa: SIM401
 
 
-def trained_places(state: OwnState) -> list[Place]:
+def trained_places(state: ManagedState) -> list[Place]:
     """Every place of what requires a gradient, in the model as it is now, but for what is left alone."""
     places = []
     left_alone = {id(parameter) for parameter in state.left_alone().values()}
@@ -83,7 +83,7 @@ class ModelWatch:
     Everything is compared by identity or by a few attributes, so that it costs microseconds in every forward.
     """
 
-    def __init__(self, state: OwnState, *, follows: bool = False) -> None:
+    def __init__(self, state: ManagedState, *, follows: bool = False) -> None:
         """With `follows`, what was replaced, removed or frozen is a change like any other, instead of an error."""
         self._state, self._follows = state, follows
         self._places = trained_places(state)
@@ -163,7 +163,7 @@ class ModelWatch:
 Part = nn.Module | torch.Tensor | None
 
 
-def _contents(state: OwnState) -> list[tuple[Mapping[str, Part], dict[str, Part]]]:
+def _contents(state: ManagedState) -> list[tuple[Mapping[str, Part], dict[str, Part]]]:
     """What stands in each module, as it changes, beside a copy of it as it is now."""
     found: list[tuple[Mapping[str, Part], dict[str, Part]]] = []
     for _, part in state.modules():

@@ -13,7 +13,7 @@ from torch import nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.compiled import compile_ddp
-from compiled_ddp.model.managed import OwnState, is_wrapper
+from compiled_ddp.model.managed import ManagedState, is_wrapper
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.communicator import RankGroup
@@ -226,7 +226,7 @@ def _reduced_by_hand(reference: nn.Module, reduction: ReductionKind) -> dict[str
     """Each parameter's .grad averaged or summed over ranks, in float64; None where no rank has one."""
     reduced = {}
     divisor = 1 if reduction == "sum" else dist.get_world_size()  # all weights are 1
-    for name, parameter in OwnState(reference).trained().items():
+    for name, parameter in ManagedState(reference).trained().items():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else _strided(parameter.grad)
         ranks_with_one = torch.tensor(parameter.grad is not None, dtype=torch.int64, device=parameter.device)
         total = gradient.to(_wide(parameter), memory_format=torch.contiguous_format)
@@ -251,7 +251,7 @@ def _differences(
     sizes = {name: 0.0 if mean is None else _largest_element(mean) for name, mean in expected.items()}
     least = SMALLEST_SCALE * max(sizes.values())
     found = []
-    for name, parameter in OwnState(module).trained().items():
+    for name, parameter in ManagedState(module).trained().items():
         gradient, mean = parameter.grad, expected[name]
         if gradient is not None and mean is not None:
             here = _largest_element(_strided(gradient).to(mean.dtype) - mean)

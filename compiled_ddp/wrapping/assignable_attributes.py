@@ -78,4 +78,4 @@ class AssignableAttributes(HasParts):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward brings rank 0's buffers."""
-        return self._switches.buffers_are_stale and self.forward_sync_buffers and bool(self._own.buffers())
+        return self._switches.buffers_are_stale and self.forward_sync_buffers and bool(self._managed.buffers())

@@ -33,7 +33,7 @@ class Closable(HasParts):
             self._copied.close()
         elif before is Lifecycle.IN_USE:
             self._runtime.close(end.why_no_backward(name), abandon=end is Lifecycle.REPLACED)
-            unmark_wrapped(self._own)
+            unmark_wrapped(self._managed)
             self._watched_model.close()
         else:
             return

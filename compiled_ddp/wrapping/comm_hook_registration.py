@@ -44,7 +44,7 @@ class TakesCommHooks(HasParts):
 
         def name() -> str:
             checked = check_comm_hook(hook)
-            check_takes_complex(hook, self._own.trained())
+            check_takes_complex(hook, self._managed.trained())
             return checked
 
         self._register(state, hook, name)
@@ -54,7 +54,7 @@ class TakesCommHooks(HasParts):
         """Let the hook that DDP has built in reduce every bucket, on the wrapper's own communicator."""
 
         def name() -> str:
-            check_takes_complex(builtin_hook(comm_hook_type), self._own.trained())
+            check_takes_complex(builtin_hook(comm_hook_type), self._managed.trained())
             return str(comm_hook_type)
 
         def reduce(state: Communicator, bucket: Any) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from compiled_ddp import torch_private
 from compiled_ddp.errors import NotPicklableError
-from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.model.nested_tensors import tensors_in
 from compiled_ddp.model.owners import is_owned
 from compiled_ddp.model.state_keys import bare_keys_in_state
@@ -39,8 +39,8 @@ class CopiedModule:
     anything. As for a runtime, the latest forward decides where the loss is not among the outputs.
     """
 
-    def __init__(self, own: OwnState, why: str) -> None:
-        self._own, self._why = own, why
+    def __init__(self, own: ManagedState, why: str) -> None:
+        self._managed, self._why = own, why
         self._expected = False  # whether the latest forward with gradients was synchronised
         self._parameters = tuple(own.trained().values())
         self._hooks = GradientHooks(self._parameters, self)
@@ -58,7 +58,7 @@ class CopiedModule:
 
     def refuse_gradients(self) -> None:
         """Raise RuntimeError if the backward that this thread runs brings the copy's parameters a gradient."""
-        trained = (parameter for parameter in self._own.trained().values() if not is_owned(parameter))
+        trained = (parameter for parameter in self._managed.trained().values() if not is_owned(parameter))
         if any(torch_private.autograd.fate_of_gradient(parameter) != "none" for parameter in trained):
             raise RuntimeError(self._why)
 
@@ -99,8 +99,8 @@ class Copyable(HasParts, Joinable):
         Joinable.__init__(self)
         self._lifecycle = Lifecycle.COPY
         self._switches = Switches(buffers_are_stale=False)
-        self._own = OwnState(self.module)
-        self._copied = CopiedModule(self._own, Lifecycle.COPY.why_not_in_use(type(self).__name__))
+        self._managed = ManagedState(self.module)
+        self._copied = CopiedModule(self._managed, Lifecycle.COPY.why_not_in_use(type(self).__name__))
         self._runtime = cast(Runtime, self._copied)  # a copy has none
 
     def _forward_of_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -157,27 +157,27 @@ class FixedByModel(HasParts):
     @Fixed
     def device_type(self) -> str:
         """The kind of device that the trained parameters are on."""
-        return self._own.devices()[0].type
+        return self._managed.devices()[0].type
 
     @Fixed
     def is_multi_device_module(self) -> bool:
         """Whether the parameters are on several devices."""
-        return len({parameter.device for parameter in self._own.parameters().values()}) > 1
+        return len({parameter.device for parameter in self._managed.parameters().values()}) > 1
 
     @Fixed
     def parameters_to_ignore(self) -> set[str]:
         """The names in the module's `_ddp_params_and_buffers_to_ignore`, as they were read at construction."""
-        return set(self._own.ignored)
+        return set(self._managed.ignored)
 
     @Fixed
     def modules_buffers(self) -> list[torch.Tensor]:
         """The buffers that the wrapper looks after."""
-        return list(self._own.buffers().values())
+        return list(self._managed.buffers().values())
 
     @Fixed
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
         """The same, by name."""
-        return self._own.buffers()
+        return self._managed.buffers()
 
 
 class DDPAttributes(AssignableAttributes, FixedByArguments, FixedByModel):

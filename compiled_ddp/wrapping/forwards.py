@@ -9,7 +9,7 @@ from torch import nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.model.checks import check_not_inside_ddp
-from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.model.nested_tensors import tensors_in
 from compiled_ddp.model.watch import Look, StandIns
 from compiled_ddp.step.join import UnevenInputs
@@ -27,7 +27,7 @@ class Forwards:
     def __init__(
         self,
         wrapper: str,
-        own: OwnState,
+        own: ManagedState,
         settings: Settings,
         switches: Switches,
         *,
@@ -37,7 +37,7 @@ class Forwards:
         run_module: Callable[..., Any],
     ) -> None:
         """`wrapper` is the name of its class; `run_module` runs the module by graphs where there are any."""
-        self._wrapper, self._own, self._settings, self._switches = wrapper, own, settings, switches
+        self._wrapper, self._managed, self._settings, self._switches = wrapper, own, settings, switches
         self._runtime, self._uneven, self._model, self._run_module = runtime, uneven, model, run_module
         self.began = self.ended = 0  # when the latest one did, among those of all wrappers
 
@@ -74,12 +74,12 @@ class Forwards:
         return outputs
 
     def _check(self, module: nn.Module, *, with_gradients: bool) -> None:
-        if module is not self._own.module:
+        if module is not self._managed.module:
             raise RuntimeError(
                 f"{self._wrapper}.module is another than the one it was made for: nothing would reduce the "
                 "gradients of what stands there now. Wrap that, on every rank."
             )
-        check_not_inside_ddp(self._own, self._wrapper)
+        check_not_inside_ddp(self._managed, self._wrapper)
         if with_gradients and torch_private.autograd.in_distributed_autograd():
             raise RuntimeError(
                 "the forward runs in a torch.distributed.autograd context, whose backward leaves .grad alone: there is "
@@ -118,7 +118,7 @@ class Forwards:
         leads_back = look.leads_back and torch.is_grad_enabled() and not recomputing
         args, kwargs = self._settings.placed(args, kwargs)
         if not leads_back:
-            return self._own.module(*args, **kwargs)
+            return self._managed.module(*args, **kwargs)
         self._runtime.begin_forward(synchronise=self._switches.synchronises, counted=False)
         outputs = self._run_eagerly(*args, **kwargs)
         if not torch_private.autograd.transforms_are_active():
@@ -126,7 +126,7 @@ class Forwards:
         return outputs
 
     def _run_eagerly(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._own.module(*args, **kwargs)
+        outputs = self._managed.module(*args, **kwargs)
         if torch.is_grad_enabled():
             self._runtime.end_forward(())  # hooks watch what graphs would have reduced
         return outputs
@@ -141,7 +141,7 @@ class Forwards:
         if not self._uneven.is_training:
             if brings_buffers:
                 self.broadcast_buffers()
-        elif brings_buffers and with_gradients and self._switches.synchronises and self._own.buffers():
+        elif brings_buffers and with_gradients and self._switches.synchronises and self._managed.buffers():
             # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
             self.broadcast_buffers(self._uneven.begin_broadcast())
         elif with_gradients and training:
@@ -151,5 +151,5 @@ class Forwards:
     def broadcast_buffers(self, source: int = 0) -> None:
         """Overwrite every rank's buffers by those of rank `source`."""
         # Of .data, which has a version counter of its own: a graph that saved a buffer may still run its backward.
-        own = [buffer.data for buffer in self._own.buffers().values()]
+        own = [buffer.data for buffer in self._managed.buffers().values()]
         self._runtime.communicator.broadcast(own, source=source)

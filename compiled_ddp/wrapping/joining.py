@@ -58,7 +58,7 @@ class TakesUnevenInputs(HasParts, Joinable):
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
         """What torch's `Join` calls. Takes `divide_by_initial_world_size`, as `join` does."""
         self._check_in_use()
-        if self._runtime.reduction.sparse.names or self._own.wrappers_inside():
+        if self._runtime.reduction.sparse.names or self._managed.wrappers_inside():
             raise RuntimeError(
                 "join() takes no model with sparse gradients, and none with wrapped modules inside: give every rank "
                 "the same number of batches, or call skip_step() on those that have run out."
@@ -81,8 +81,8 @@ class TakesUnevenInputs(HasParts, Joinable):
 
     @torch.no_grad()
     def _take_final_model(self, is_last_joiner: bool) -> None:
-        tensors = [parameter.data for parameter in self._own.parameters().values()]
+        tensors = [parameter.data for parameter in self._managed.parameters().values()]
         if self._settings.options.synchronise_buffers_in_forward:
-            tensors += [buffer.data for buffer in self._own.buffers().values()]
+            tensors += [buffer.data for buffer in self._managed.buffers().values()]
         self._runtime.communicator.broadcast(tensors, source=self._uneven.last_of(is_last_joiner))
         self._switches.refresh_buffers(True)

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from compiled_ddp.model.managed import OwnState
+from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.wrapping.lifecycle import Lifecycle
 from compiled_ddp.wrapping.settings import Settings
@@ -18,7 +18,7 @@ class HasParts(nn.Module):
     _lifecycle: Lifecycle
     _settings: Settings
     _switches: Switches
-    _own: OwnState  # what this wrapper looks after
+    _managed: ManagedState  # what this wrapper looks after
     _runtime: Runtime
 
     def _check_in_use(self) -> None:
@@ -39,6 +39,6 @@ class HasParts(nn.Module):
     def device(self) -> torch.device:
         """Where the trained parameters are."""
         trained = (
-            self._own.trained().values() if self._lifecycle is Lifecycle.COPY else self._runtime.parameters.tensors
+            self._managed.trained().values() if self._lifecycle is Lifecycle.COPY else self._runtime.parameters.tensors
         )
         return next(iter(trained)).device

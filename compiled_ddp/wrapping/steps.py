@@ -47,7 +47,7 @@ class SkipsSteps(HasParts):
 
     def _wrappers_inside(self, *, last_first: bool = False) -> Iterator["SkipsSteps"]:
         """All wrappers inside the model, each before those inside it, in registration order or in its reverse."""
-        inside = list(self._own.wrappers_inside().items())
+        inside = list(self._managed.wrappers_inside().items())
         for name, wrapper in reversed(inside) if last_first else inside:
             bare = torch_private.modules.without_compile_wrapper(wrapper)
             if not isinstance(bare, SkipsSteps):

@@ -39,7 +39,7 @@ class WatchedModel:
         _of_wrappers_in_use.add(self)
 
     def _new_watch(self) -> ModelWatch:
-        return ModelWatch(self._setup.own_state, follows=self._settings.options.follows_model)
+        return ModelWatch(self._setup.managed_state, follows=self._settings.options.follows_model)
 
     def look(self) -> Look:
         """Compare the model with what it was when the wrapper was made, or when its changes were last taken.
@@ -78,7 +78,7 @@ class WatchedModel:
         kept, added = self._kept(), self._added()
         if self._settings.options.init_sync:
             self._setup.broadcast([parameter for _, parameter in added], communicator)
-        mark_parts(self._setup.own_state)
+        mark_parts(self._setup.managed_state)
         self._runtime.reduction.agreed.leave_to_hooks(self._why_not_graph())
         trained = [*kept, *added]
         self._runtime.reduction.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
@@ -94,7 +94,7 @@ class WatchedModel:
         kept = list(zip(known.names, known.tensors, strict=True))
         if not self._settings.options.follows_model:
             return kept  # also what is gone keeps its place, which captured segments know
-        present = {id(parameter) for parameter in self._setup.own_state.parameters().values()}
+        present = {id(parameter) for parameter in self._setup.managed_state.parameters().values()}
         return [(name, parameter) for name, parameter in kept if id(parameter) in present]
 
     def _added(self) -> list[tuple[str, nn.Parameter]]:

@@ -38,12 +38,8 @@ class Gradients:
         """
         self._parameters, self._buffers, self._launches = parameters, buffers, launches
         self._usage, self._averaging, self._existing, self._of_graphs = usage, averaging, existing, of_graphs
-        self._sends_zeros, self._again, self._before, self._as_view = (
-            sends_zeros,
-            reduced_again,
-            reduced_before,
-            as_view,
-        )
+        self._sends_zeros, self._as_view = sends_zeros, as_view
+        self._again, self._before = reduced_again, reduced_before
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
 
     # ---- into buckets ------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import torch
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.backward.launch import Launch, LaunchedByGraph
 from compiled_ddp.backward.reservations import Reservations
+from compiled_ddp.backward.riders import ranks_using
 from compiled_ddp.backward.usage import Usage
-from compiled_ddp.plan import FIRST_USED
 
 
 class ReducedRiders:
@@ -61,7 +61,7 @@ class ReducedRiders:
         if section not in self._using:
             layout = self._launches[self._buffers.positions_in[section][-1]].bucket.riders
             assert layout is not None
-            self._using[section] = dict(zip(layout.indices, self._of(section)[FIRST_USED:].tolist(), strict=False))
+            self._using[section] = ranks_using(layout, self._of(section))
         return self._using[section]
 
     def _at(self, position: int) -> torch.Tensor | None:
@@ -72,8 +72,6 @@ class ReducedRiders:
         return None if work is None else self._buffers[position].riders
 
     def _of(self, section: int) -> torch.Tensor:
-        position = self._buffers.positions_in[section][-1]
-        of_graph = isinstance(self._launches[position].work, LaunchedByGraph)
-        riders = self._at(position) if of_graph else self._buffers[position].riders
+        riders = self._at(self._buffers.positions_in[section][-1])
         assert riders is not None
         return riders

@@ -93,6 +93,11 @@ def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) 
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
+def ranks_using(riders: Riders, sums: torch.Tensor) -> dict[int, float]:
+    """On how many ranks each parameter of a section is used, by the `sums` of its riders; reads from their device."""
+    return dict(zip(riders.indices, sums[FIRST_USED:].tolist(), strict=False))
+
+
 @dataclass(frozen=True)
 class Findings:
     """What the riders of a backward say, the same on every rank."""

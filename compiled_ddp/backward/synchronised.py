@@ -190,11 +190,12 @@ class SynchronisedBackward:
 
     def _find_graph_and_eager(self) -> None:
         """A .grad that is not what graphs returned has another contribution, which was not reduced."""
-        by_hooks = {index for p in self.launches.by_hooks() for index in self.launches.buckets[p].bucket.indices}
-        for index in self.of_graphs.indices - by_hooks:
+        looks = self.circumstances.looks_at_values
+        for index in self.of_graphs.indices:
             gradient = self._parameters.tensors[index].grad
-            looks = self.circumstances.looks_at_values
-            if gradient is not None and self.of_graphs.has_another(index, gradient, looks_at_values=looks):
+            if gradient is None or self.is_by_hooks(index):
+                continue
+            if self.of_graphs.has_another(index, gradient, looks_at_values=looks):
                 self.observations.graph_and_eager.add(index)
 
     def outcome(self, index: int, written: Set[int]) -> torch.Tensor | None:

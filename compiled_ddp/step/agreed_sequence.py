@@ -39,7 +39,7 @@ class AgreedSequence:
         self.graph_sections: dict[str, list[int]] = {}  # fingerprint -> the launched sections of equal graphs
         self.why_not_graph = why_not_graph
         self._reduction: ReductionKind | None = None  # in place of the options' own
-        self._options, self._communicator, self._bucket_hook = options, communicator, traced_hook
+        self._options, self._communicator, self._traced_hook = options, communicator, traced_hook
         self.among_collectives = False  # [Note: models that communicate], whether the ranks know it of this one
         self._holds = False  # whether the next backward keeps `sequence`
         self.beginnings = -1  # how often a sequence has been brought about anew
@@ -162,8 +162,8 @@ class AgreedSequence:
 
     def _adopt(self, sequence: ReductionSequence) -> ReductionSequence:
         self.buffers = SequenceBuffers(sequence.launched, self.buffers)
-        if self._bucket_hook is not None:
-            self._bucket_hook.adopt(sequence, lasting=self.refined)
+        if self._traced_hook is not None:
+            self._traced_hook.adopt(sequence, lasting=self.refined)
         self.sequence, self._holds = sequence, True
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
         self.graph_sections = {}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward.riders import Flag, write_riders
+from compiled_ddp.backward.riders import Flag, ranks_using, write_riders
 from compiled_ddp.backward.synchronised import SynchronisedBackward
-from compiled_ddp.plan import FIRST_USED, BucketPlan
+from compiled_ddp.plan import BucketPlan
 from compiled_ddp.step.graph_run import watched_graph
 from compiled_ddp.step.reduction import Reduction
 
@@ -89,7 +89,7 @@ class ReservedSection:
         """
         if not self._unused or not riders.is_cpu:
             return set()
-        ranks = dict(zip(self._plan.riders.indices, riders[FIRST_USED:].tolist(), strict=False))
+        ranks = ranks_using(self._plan.riders, riders)
         return {index for index in self._unused if ranks[index] == 0}
 
     def keep_hook_state(self, state: Sequence[torch.Tensor], left_out: Set[int]) -> None:

@@ -226,3 +226,11 @@ def assert_steps_well(*ranks: RunTime, step: Callable[[RunTime], None] = ALL) ->
     for rank in ranks:
         assert all(torch.equal(tensor.grad, mean(index)) for index, tensor in enumerate(rank.tensors))  # type: ignore[arg-type]
         assert rank.runtime.backwards.under_way.phase is Phase.IDLE
+
+
+def refined(two: Two, step: Callable[[RunTime], None] = ALL, **options: Any) -> tuple[RunTime, RunTime]:
+    """Two ranks after a first backward, without .grad."""
+    ranks = two(**options)
+    assert_steps_well(*ranks, step=step)
+    forget_gradients(*ranks)
+    return ranks

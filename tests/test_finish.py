@@ -14,9 +14,9 @@ from run_times import (
     RunTime,
     Two,
     assert_steps_well,
-    forget_gradients,
     makes_two_ranks,
     mean,
+    refined,
     together,
     uses,
 )
@@ -34,14 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:gradients of")  # there are no g
 def two() -> Iterator[Two]:
     with makes_two_ranks() as make:
         yield make
-
-
-def refined(two: Two, **options: Any) -> tuple[RunTime, RunTime]:
-    """Two ranks after a first backward, without .grad."""
-    ranks = two(**options)
-    assert_steps_well(*ranks)
-    forget_gradients(*ranks)
-    return ranks
 
 
 def assert_idle(*ranks: RunTime) -> None:

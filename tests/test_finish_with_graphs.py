@@ -1,11 +1,21 @@
 """How backwards end in which graphs have reduced sections, on two ranks in one process."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from run_times import Broken, RunTime, Two, assert_steps_well, forget_gradients, makes_two_ranks, mean, together, uses
+from run_times import (
+    Broken,
+    RunTime,
+    Two,
+    assert_steps_well,
+    forget_gradients,
+    makes_two_ranks,
+    mean,
+    refined,
+    together,
+    uses,
+)
 
 from compiled_ddp.step.patience import BEGINNINGS_UNSEEN
 
@@ -20,21 +30,13 @@ def two() -> Iterator[Two]:
         yield make
 
 
-def refined(two: Two, **options: Any) -> tuple[RunTime, RunTime]:
-    """Two ranks after a first backward with a graph, without .grad."""
-    ranks = two(**options)
-    assert_steps_well(*ranks, step=GRAPH)
-    forget_gradients(*ranks)
-    return ranks
-
-
 def origins(rank: RunTime) -> list[tuple[str, tuple[int, ...]]]:
     assert rank.agreed.sequence is not None
     return [(section.origin, section.plan.indices) for section in rank.agreed.sequence.sections]
 
 
 def test_graphs_and_hooks_share_a_backward(two: Two) -> None:
-    ranks = refined(two)
+    ranks = refined(two, GRAPH)
     assert all(set(origins(rank)) == {("graph", (1, 0)), ("hooks", (2,))} for rank in ranks)
     assert_steps_well(*ranks, step=GRAPH)
 
@@ -62,7 +64,7 @@ def test_what_one_rank_has_used_outside_of_the_graph_too_is_reduced_again_in_the
 
 
 def test_what_turns_out_later_to_be_used_outside_too_is_an_error_that_the_others_are_told_of(two: Two) -> None:
-    ranks = refined(two, verify="off")
+    ranks = refined(two, GRAPH, verify="off")
     here, there = together(ranks, GRAPH, uses(2, 0, graph=(1, 0)))
     assert here is None
     assert "parameter p0 got a gradient from outside of its captured graph" in str(there)
@@ -72,7 +74,7 @@ def test_what_turns_out_later_to_be_used_outside_too_is_an_error_that_the_others
 
 
 def test_where_the_proof_looks_on_it_is_an_error_on_all_ranks(two: Two) -> None:
-    ranks = refined(two, verify="always")
+    ranks = refined(two, GRAPH, verify="always")
     for error in together(ranks, GRAPH, uses(2, 0, graph=(1, 0))):
         assert "the gradient of p0 differs between the ranks after it was reduced" in str(error)
     assert_steps_well(*ranks, step=GRAPH)
@@ -94,14 +96,14 @@ def test_an_exception_in_the_graph_gives_grad_back_and_is_told_at_once_if_anythi
 
 
 def test_a_rank_that_skips_sends_zeros_by_hooks_for_the_graph_that_others_run(two: Two) -> None:
-    ranks = refined(two)
+    ranks = refined(two, GRAPH)
     assert together(ranks, GRAPH, lambda rank: rank.skip()) == [None, None]
     assert all(torch.equal(rank.tensors[0].grad, ranks[0].values(0) / 2) for rank in ranks)  # type: ignore[arg-type]
     assert_steps_well(*ranks, step=GRAPH)
 
 
 def test_a_sequence_whose_graphs_fit_on_no_rank_is_left_after_two_backwards(two: Two) -> None:
-    ranks, others = refined(two), uses(2, 1, graph=(0,))
+    ranks, others = refined(two, GRAPH), uses(2, 1, graph=(0,))
     for beginnings in (0, 1):
         assert_steps_well(*ranks, step=others)
         assert {rank.agreed.beginnings for rank in ranks} == {beginnings}
@@ -110,7 +112,7 @@ def test_a_sequence_whose_graphs_fit_on_no_rank_is_left_after_two_backwards(two:
 
 
 def test_a_rank_whose_backward_broke_when_all_was_sent_leaves_the_sequence_with_the_others(two: Two) -> None:
-    ranks, others = refined(two), uses(2, 1, graph=(0,))
+    ranks, others = refined(two, GRAPH), uses(2, 1, graph=(0,))
     assert_steps_well(*ranks, step=others)
     here, there = together(ranks, others, uses(2, 1, graph=(0,), breaks_after=True))
     assert here is None and isinstance(there, Broken)
@@ -120,7 +122,7 @@ def test_a_rank_whose_backward_broke_when_all_was_sent_leaves_the_sequence_with_
 
 
 def test_a_sequence_whose_graphs_fit_on_some_rank_stays(two: Two) -> None:
-    ranks = refined(two)
+    ranks = refined(two, GRAPH)
     for _ in range(BEGINNINGS_UNSEEN + 2):
         forget_gradients(*ranks)
         assert together(ranks, GRAPH, uses(2, 1, graph=(0,))) == [None, None]
@@ -141,7 +143,7 @@ def returns_own(rank: RunTime) -> None:
 
 
 def test_a_torch_autograd_grad_returns_the_mean_and_leaves_grad_alone(two: Two) -> None:
-    ranks = refined(two)
+    ranks = refined(two, GRAPH)
     for rank in ranks:
         for index, tensor in enumerate(rank.tensors):
             tensor.grad = rank.values(index)
@@ -151,7 +153,7 @@ def test_a_torch_autograd_grad_returns_the_mean_and_leaves_grad_alone(two: Two) 
 
 
 def test_a_torch_autograd_grad_of_what_no_graph_reduces_is_an_error_on_all_ranks(two: Two) -> None:
-    ranks = refined(two)
+    ranks = refined(two, GRAPH)
     for error in together(ranks, returns_own):
         assert "torch.autograd.grad would return this rank's own gradient of p2" in str(error)
     here, there = together(ranks, GRAPH, returns_own)

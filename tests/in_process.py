@@ -12,10 +12,10 @@ from wire import Wire, WiredCommunicator
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.backward.forward_count import Forwards
 from compiled_ddp.backward.gradients import Gradients
-from compiled_ddp.backward.riders import Message
+from compiled_ddp.backward.riders import Message, write_riders
 from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.options import Options
-from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionKind, Section
+from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionKind, Riders, Section
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.step.reduction import Reduction, Wrapped
@@ -26,6 +26,11 @@ def plan_of(*sizes: tuple[int, int], capacity_bytes: float = 1024, reduction: Re
     """Of gradients of (index, elements), for two ranks."""
     specs = [GradientSpec.of(index, torch.empty(numel)) for index, numel in sizes]
     return assign_buckets(specs, capacities_bytes=(capacity_bytes,), world_size=2, reduction=reduction)
+
+
+def riders_with(riders: Riders, message: Message) -> Tensor:
+    """What a rank that has used every parameter writes into its riders."""
+    return write_riders(torch.zeros(riders.numel), riders, message, set())
 
 
 def parameters_of(sizes: Sequence[int]) -> TrainedParameters:

@@ -4,13 +4,14 @@ Autograd calls every post-accumulate hook of a parameter, ours and the users', a
 hook is therefore replaced by a stand-in, in the very dictionary it was registered in: its handle still removes it.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.planning.trained_parameters import TrainedParameters
 
 Hook = Callable[[torch.Tensor], Any]
 
@@ -31,11 +32,6 @@ class Deferred:
         self.comes()
         if not self.waits():
             self.hook(parameter)
-
-
-def has_several(parameter: torch.Tensor) -> bool:
-    """Whether `parameter` has a post-accumulate hook besides our own."""
-    return len(torch_private.tensors.post_accumulate_hooks(parameter)) > 1
 
 
 def defer(parameter: torch.Tensor, own_id: int, comes: Callable[[], None], waits: Callable[[], bool]) -> None:
@@ -61,7 +57,12 @@ def restore(parameter: torch.Tensor) -> None:
             hooks[key] = hook.hook
 
 
-def sees_unreduced(parameter: torch.Tensor) -> bool:
-    """Whether a hook of the user's was registered too late to be deferred in this backward."""
-    hooks = torch_private.tensors.post_accumulate_hooks(parameter).values()
-    return has_several(parameter) and sum(not isinstance(hook, Deferred) for hook in hooks) > 1
+def refuse_late(parameters: TrainedParameters, indices: Sequence[int]) -> None:
+    """Raise RuntimeError where a hook of the user's was registered too late to be deferred in this backward."""
+    for place in torch_private.tensors.with_several_hooks([parameters.tensors[index] for index in indices]):
+        hooks = torch_private.tensors.post_accumulate_hooks(parameters.tensors[indices[place]]).values()
+        if sum(not isinstance(hook, Deferred) for hook in hooks) > 1:
+            raise RuntimeError(
+                f"parameter {parameters.names[indices[place]]} got a post-accumulate hook in the middle of a backward, "
+                "which would see its gradient before it is reduced. Register it before the backward."
+            )

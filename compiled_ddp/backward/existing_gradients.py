@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -16,22 +16,24 @@ class ExistingGradients:
 
     def __init__(self, parameters: TrainedParameters, buffers: SequenceBuffers) -> None:
         self._parameters = parameters
-        buffers.renew_held(parameter.grad for parameter in parameters.tensors)
-        self.apart = dict(self._taken_out_of(buffers))  # those that are not views of their own place in a flat buffer
+        there = {index: grad for index, grad in enumerate([p.grad for p in parameters.tensors]) if grad is not None}
+        buffers.renew_held(there.values())
+        self.apart = dict(self._taken_out_of(buffers, there))  # not views of their own place in a flat buffer
         self._begun_with = {
-            index: (weakref.ref(parameter.grad), torch_private.tensors.version_of(parameter.grad))
-            for index, parameter in enumerate(parameters.tensors)
-            if parameter.grad is not None and not parameter.grad.is_inference()
+            index: (weakref.ref(gradient), torch_private.tensors.version_of(gradient))
+            for index, gradient in (there | self.apart).items()
+            if not gradient.is_inference()
         }
         self._sharing = _with_equal_memory(self.apart)
 
-    def _taken_out_of(self, buffers: SequenceBuffers) -> Iterator[tuple[int, torch.Tensor]]:
-        for index, parameter in enumerate(self._parameters.tensors):
-            gradient = parameter.grad
-            if gradient is None or buffers.holds(index, gradient):
+    def _taken_out_of(
+        self, buffers: SequenceBuffers, there: Mapping[int, torch.Tensor]
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        for index, gradient in there.items():
+            if buffers.holds(index, gradient):
                 continue
             if buffers.contain(gradient):  # where another gradient will be put before this one is read
-                gradient = parameter.grad = gradient.detach().clone()
+                gradient = self._parameters.tensors[index].grad = gradient.detach().clone()
             yield index, gradient
 
     def begun_by(self, index: int) -> None:
@@ -41,10 +43,26 @@ class ExistingGradients:
     def has_accumulated(self, index: int) -> bool:
         """Whether .grad is another one than that with which the backward began, or has been added to since."""
         gradient = self._parameters.tensors[index].grad
-        begun_with, version = self._begun_with.get(index, (lambda: None, 0))
+        if index not in self._begun_with:
+            return gradient is not None
+        begun_with, version = self._begun_with[index]
         return gradient is not begun_with() or (
             gradient is not None and torch_private.tensors.version_of(gradient) != version
         )
+
+    def check_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError unless these parameters' gradients can be reduced."""
+        tensors, strided = self._parameters.tensors, torch.strided
+        unusual = [
+            pair
+            for pair in zip(indices, gradients, strict=True)
+            if pair[1].layout is not strided
+            or pair[1].dtype is not tensors[pair[0]].dtype
+            or pair[1].device != tensors[pair[0]].device
+        ]
+        sharing = [] if self._sharing.isdisjoint(indices) else zip(indices, gradients, strict=True)
+        for index, gradient in (*unusual, *sharing):
+            self.check(index, gradient)
 
     def check(self, index: int, gradient: torch.Tensor) -> None:
         """Raise RuntimeError unless a parameter's gradient can be reduced."""

@@ -73,11 +73,33 @@ class FlatBuffer:
         """
         return self.views[index].data
 
+    def leave_in_place(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
+        """Let the .grad of these of `parameters` be where the bucket has it; what is there stays the same object."""
+        for index in indices:
+            parameter, view = parameters[index], self.views[index]
+            gradient = parameter.grad
+            if gradient is None or gradient.layout is not torch.strided or not gradient.is_set_to(view):
+                parameter.grad = self.alias(index)
+
     @property
     def gradients(self) -> torch.Tensor:
         """The flat buffer without its riders."""
         riders = self.bucket.riders
         return self.flat if riders is None else self.flat.narrow(0, 0, riders.offset_elements)
+
+    def put_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor], share: float) -> None:
+        """Place `share` times each of `gradients`, which are strided and of the bucket's dtype."""
+        self.writers.before_write()
+        views = [self.views[index] for index in indices]
+        elsewhere = [pair for pair in zip(views, gradients, strict=True) if not pair[0].is_set_to(pair[1])]
+        if elsewhere:
+            torch_private.tensors.copy_all(*zip(*elsewhere, strict=True))
+        if share == 1.0:
+            return
+        if len(views) == len(self.views):
+            self.gradients.mul_(share)
+        else:
+            torch_private.tensors.scale_all(views, share)
 
     @torch.no_grad()
     def put(self, index: int, gradient: torch.Tensor, share: float) -> None:
@@ -103,6 +125,7 @@ class SequenceBuffers:
         """Buckets that are equal to some of `before`'s keep their flat buffers."""
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
         self._buffers: dict[int, FlatBuffer] = {}
+        self.indices_in = [frozenset(bucket.indices) for _, bucket in self.buckets]
         self.positions_of: dict[int, list[int]] = {}  # gradient -> positions in the launch order
         self.positions_in: dict[int, range] = {}  # section -> positions of its buckets
         for position, (section, bucket) in enumerate(self.buckets):
@@ -110,6 +133,7 @@ class SequenceBuffers:
             self.positions_in[section] = range(first, position + 1)
             for index in bucket.indices:
                 self.positions_of.setdefault(index, []).append(position)
+        self.shared = frozenset(index for index, positions in self.positions_of.items() if len(positions) > 1)
         kept = {} if before is None else {before.buckets[p][1]: buffer for p, buffer in before._buffers.items()}
         for position, (_, bucket) in enumerate(self.buckets):
             if bucket in kept:
@@ -120,9 +144,9 @@ class SequenceBuffers:
             self._buffers[position] = FlatBuffer(self.buckets[position][1])
         return self._buffers[position]
 
-    def renew_held(self, gradients: Iterable[torch.Tensor | None]) -> None:
+    def renew_held(self, gradients: Iterable[torch.Tensor]) -> None:
         """Before a backward: new memory for the buffers that anyone but `gradients`, each a .grad, holds."""
-        in_place = Counter(g.untyped_storage().data_ptr() for g in gradients if g is not None and _has_memory(g))
+        in_place = Counter(gradient.untyped_storage().data_ptr() for gradient in gradients if _has_memory(gradient))
         for buffer in self._buffers.values():
             buffer.renew_if_held(in_place[buffer.address])
 

@@ -1,16 +1,23 @@
 """Between .grad and the buckets that hooks launch: what goes into these, and what comes back."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
+from compiled_ddp.backward import deferred_hooks
 from compiled_ddp.backward.existing_gradients import ExistingGradients
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.backward.grad_mode import grad_mode_off
 from compiled_ddp.backward.graph_gradients import GraphGradients, sum_in_order
 from compiled_ddp.backward.launches import Launches
+from compiled_ddp.backward.streams import on_stream
 from compiled_ddp.backward.usage import Usage
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.reducers.averaging import Averaging
+
+# Gradients up to this size are put into their bucket together, when the last one is there: on a CPU that takes a third
+# of the time of one by one. Larger ones at once, so that their memory is free for what follows, as in DDP.
+_MOST_ELEMENTS_TOGETHER = 2**15
 
 
 class Gradients:
@@ -40,7 +47,9 @@ class Gradients:
         self._usage, self._averaging, self._existing, self._of_graphs = usage, averaging, existing, of_graphs
         self._sends_zeros, self._as_view = sends_zeros, as_view
         self._again, self._before = reduced_again, reduced_before
+        self._not_in_place = buffers.shared.union(existing.apart)  # where .grad is not simply a view of its bucket
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
+        self._gathered: dict[int, dict[torch.Stream | None, dict[int, torch.Tensor]]] = {}  # by position and stream
 
     # ---- into buckets ------------------------------------------------------------------------------------------------
 
@@ -50,15 +59,45 @@ class Gradients:
         Where a parameter stands in several graphs' sections, other ranks add up what each of them brings: the whole
         gradient goes into the first and zeros into the others. A section that reduces again waits for their sum.
         """
+        if len(positions) == 1 and positions[0] not in self._again:
+            self._gather(index, positions[0], gradient)
+            return
+        self.check([index], [gradient])
         first, *others = [p for p in positions if p not in self._again] or positions
         self._put(index, gradient, first)
         for position in others:
             self._buffers[position].put_zeros(index)
         for position in (first, *others):
             self._launches.buckets[position].missing.discard(index)
-        if self._as_view and index not in self._existing.apart and len(positions) == 1:
-            # The gradient's own memory is free from here on, as in DDP.
-            self._leave_in_place(index, first)
+
+    def _gather(self, index: int, position: int, gradient: torch.Tensor) -> None:
+        """Take what autograd has accumulated, to be put into its only bucket together with others on this stream."""
+        of_streams = self._gathered.setdefault(position, {})
+        gathered = of_streams.setdefault(self._buffers[position].writers.here(), {})
+        gathered[index] = gradient
+        missing = self._launches.buckets[position].missing
+        missing.discard(index)
+        if not missing or gradient.numel() > _MOST_ELEMENTS_TOGETHER:
+            self.put_gathered(position)
+
+    def put_gathered(self, position: int) -> None:
+        """Put into a bucket what has been gathered for it; .grad is there from here on, where it may be a view."""
+        for stream, gathered in self._gathered.pop(position, {}).items():
+            indices, gradients = list(gathered), list(gathered.values())
+            self.check(indices, gradients)
+            with on_stream(stream), grad_mode_off():
+                if self._averaging.has_no_weight:
+                    for index in indices:
+                        self._buffers[position].put_zeros(index)
+                else:
+                    buffer = self._buffers[position]
+                    buffer.put_all(indices, gradients, self._averaging.share(buffer.bucket.dtype))
+            self._leave_in_place(position, indices)
+
+    def check(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """Raise RuntimeError unless these gradients, which have just arrived, can be reduced and seen by users."""
+        self._existing.check_all(indices, gradients)
+        deferred_hooks.refuse_late(self._parameters, indices)
 
     def fill_missing(self, index: int, position: int) -> None:
         """Put zeros into a bucket that is about to be launched, or an earlier .grad that is still to be reduced."""
@@ -114,32 +153,34 @@ class Gradients:
         others.
         """
         written: set[int] = set()
-        by_hooks = {index for p in self._launches.by_hooks() for index in self._launches.buckets[p].bucket.indices}
-        for index in sorted(by_hooks):
-            positions = self._launches.positions_by_hooks(index)
-            if any(self._launches.riders.is_used_on_any_rank(index, position) for position in positions):
+        for position in self._launches.by_hooks():
+            used = self._launches.riders.used_on_any_rank(position)
+            self._leave_in_place(position, used)
+            written |= used
+        for index in self._untouched.keys() & written:
+            del self._untouched[index]
+        with grad_mode_off():
+            for index in sorted(written if not self._as_view else written & self._not_in_place):
+                positions = self._launches.positions_by_hooks(index)
                 self._write(index, [position for position in positions if position in self._again] or positions)
-                written.add(index)
-                self._untouched.pop(index, None)
-        self.restore_untouched()
+            self.restore_untouched()
         return written
 
-    @torch.no_grad()
     def restore_untouched(self) -> None:
         """Let .grad be as it was where buckets were filled with zeros in its place."""
         for index, gradient in self._untouched.items():
-            self._parameters.tensors[index].grad.copy_(gradient)  # type: ignore[union-attr]
+            with grad_mode_off():
+                self._parameters.tensors[index].grad.copy_(gradient)  # type: ignore[union-attr]
 
-    @torch.no_grad()
     def _write(self, index: int, positions: Sequence[int]) -> None:
-        """Leave in .grad the sum of what these buckets have of a gradient."""
+        """Leave in .grad the sum of what these buckets have of a gradient, which is not in place."""
         parameter = self._parameters.tensors[index]
         existing = self._existing.apart.get(index)
         if existing is not None:
             existing.copy_(self._sum(index, positions))
             parameter.grad = existing
         elif self._as_view and len(positions) == 1:
-            self._leave_in_place(index, positions[0])
+            self._buffers[positions[0]].leave_in_place([index], self._parameters.tensors)
         elif self._as_view:
             parameter.grad = self._sum(index, positions)
         elif parameter.grad is None:
@@ -147,8 +188,8 @@ class Gradients:
         else:
             parameter.grad.copy_(self._sum(index, positions))
 
-    def _leave_in_place(self, index: int, position: int) -> None:
-        """Let .grad be where the bucket has it; a .grad that is there already stays the same object."""
-        parameter, buffer = self._parameters.tensors[index], self._buffers[position]
-        if not buffer.holds(index, parameter.grad):
-            parameter.grad = buffer.alias(index)
+    def _leave_in_place(self, position: int, indices: Collection[int]) -> None:
+        """Let .grad be where the bucket has it, of those of its parameters for which it may be."""
+        if self._as_view:
+            own = indices if self._not_in_place.isdisjoint(indices) else set(indices) - self._not_in_place
+            self._buffers[position].leave_in_place(own, self._parameters.tensors)

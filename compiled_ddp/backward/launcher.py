@@ -102,6 +102,7 @@ class Launcher:
 
     def _launch(self) -> None:
         position = self._cursor
+        self._gradients.put_gathered(position)
         flat = self._launches.make_ready(position)
         try:
             self._launches.start(position, flat)

@@ -37,7 +37,8 @@ class Launches:
         launching: Callable[[Bucket, torch.Tensor], None],
     ) -> None:
         """`launching` is told of every flat buffer right before hooks launch it, which `reducer` does."""
-        self.buckets = [Launch(place, bucket, set(bucket.indices)) for place, bucket in buffers.buckets]
+        awaited = zip(buffers.buckets, buffers.indices_in, strict=True)
+        self.buckets = [Launch(place, bucket, set(indices)) for (place, bucket), indices in awaited]
         self.riders = ReducedRiders(self.buckets, buffers, reservations, usage)
         self.reducer = reducer
         self.collectives = [reducer.collectives(position) for position in range(len(self.buckets))]  # of each
@@ -48,10 +49,10 @@ class Launches:
         self._launches_before = self._rank_progress.launches
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that the running graph fills
 
-    def positions_by_hooks(self, index: int) -> list[int]:
+    def positions_by_hooks(self, index: int) -> Sequence[int]:
         """Of the buckets that carry this gradient, those that no graph has reserved."""
-        reserved = self._reservations.reserved
-        return [p for p in self._buffers.positions_of.get(index, ()) if self.buckets[p].section not in reserved]
+        positions, reserved = self._buffers.positions_of.get(index, ()), self._reservations.reserved
+        return [p for p in positions if self.buckets[p].section not in reserved] if reserved else positions
 
     def by_hooks(self) -> Iterator[int]:
         """The buckets that hooks have launched, or that a graph had when an exception ended it."""
@@ -65,7 +66,7 @@ class Launches:
         buffer.writers.before_read()
         layout = launch.bucket.riders
         if layout is not None and buffer.riders is not None:
-            write_riders(buffer.riders, layout, self._message, self._usage.is_used)
+            write_riders(buffer.riders, layout, self._message, self._usage.unused(layout.indices))
         self._launching(launch.bucket, buffer.flat)
         outgoing = self._averaging.outgoing(buffer.flat)
         launch.sums(outgoing)

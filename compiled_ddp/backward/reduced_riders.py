@@ -1,6 +1,6 @@
 """The riders that come back in one backward, and which parameters they say that ranks have used."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import torch
 
@@ -40,22 +40,22 @@ class ReducedRiders:
         is_of_graph = launch.section in self._reservations.reserved
         return launch.bucket.riders is None or is_of_graph or self._at(position) is not None
 
-    def is_used_on_any_rank(self, index: int, position: int) -> bool:
-        """Whether any rank has used a parameter since the last synchronised backward. Hooks have launched its bucket.
+    def used_on_any_rank(self, position: int) -> Set[int]:
+        """The parameters of a bucket that any rank has used since the last synchronised backward.
 
-        Reads from the device, once for each section, on ranks that have not used such a parameter.
+        Hooks have launched it. Reads from the device, once for each section, on ranks that have not used such a one.
         """
-        return self._usage.is_used(index) or self._ranks_using(self._launches[position].section)[index] > 0
+        indices = self._buffers.indices_in[position]
+        unused_here = self._usage.unused(indices)
+        if not unused_here:
+            return indices
+        ranks = self._ranks_using(self._launches[position].section)
+        return indices.difference(index for index in unused_here if ranks[index] == 0)
 
     def unused_everywhere(self) -> set[int]:
         """Of the parameters that hooks reduced, those that no rank has used."""
-        return {
-            index
-            for position, launch in enumerate(self._launches)
-            if launch.work is not None
-            for index in launch.bucket.indices
-            if not self.is_used_on_any_rank(index, position)
-        }
+        by_hooks = [position for position, launch in enumerate(self._launches) if launch.work is not None]
+        return {i for p in by_hooks for i in self._buffers.indices_in[p].difference(self.used_on_any_rank(p))}
 
     def _ranks_using(self, section: int) -> dict[int, float]:
         if section not in self._using:

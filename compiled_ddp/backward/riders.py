@@ -1,7 +1,7 @@
 """What riders carry from this rank, and reading what came back without making a GPU wait."""
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -62,13 +62,18 @@ class Message:
         return Message(self.forwards, self.weight)
 
 
-def write_riders(into: torch.Tensor, riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
+def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: Set[int]) -> torch.Tensor:
     """Put this rank's rider elements into `into`, shape (riders.numel,), which is returned.
 
-    `used` tells whether this rank produced a gradient.
+    Of the `unused` parameters this rank produced no gradient.
     """
     users = riders.numel - riders.passengers
-    into[:users].copy_(rider_values(riders, message, used), non_blocking=True)
+    if unused:
+        values = _leading(message) + [float(index not in unused) for index in riders.indices]
+        into[:users].copy_(_on_host(values), non_blocking=True)
+    else:
+        into[:FIRST_USED].copy_(_on_host(_leading(message)), non_blocking=True)
+        into[FIRST_USED:users].fill_(1.0)
     if riders.passengers:
         if message.piggyback is None:
             into[users:].zero_()
@@ -77,8 +82,8 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, used: Cal
     return into
 
 
-def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) -> torch.Tensor:
-    """This rank's rider elements except the user's, on CPU; `used` tells whether it produced a gradient."""
+def _leading(message: Message) -> list[float]:
+    """The elements that come before those of the parameters."""
     forwards = message.forwards
     values = [0.0] * FIRST_USED
     for (count, squared), number in zip(
@@ -89,7 +94,10 @@ def rider_values(riders: Riders, message: Message, used: Callable[[int], bool]) 
     for flag in message.flags:
         values[flag] = 1.0
     values[WEIGHT] = message.weight
-    values += [float(used(index)) for index in riders.indices]
+    return values
+
+
+def _on_host(values: Sequence[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 

@@ -1,6 +1,13 @@
 """The order of what several streams of a GPU do to one tensor; nothing to do on a CPU."""
 
+import contextlib
+
 import torch
+
+
+def on_stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """In here `stream` is the current one; nothing changes where there are none."""
+    return contextlib.nullcontext() if stream is None else stream
 
 
 class Writers:
@@ -17,6 +24,10 @@ class Writers:
         self._maker = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         self._writing = set() if self._maker is None else {self._maker}  # since the tensor was last read
         self._behind_maker = set(self._writing)
+
+    def here(self) -> torch.Stream | None:
+        """The current stream, None where there are none."""
+        return None if self._maker is None else torch.accelerator.current_stream(self._device)
 
     def before_write(self) -> None:
         """Note that the current stream writes, behind what has made the tensor."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_ddp.backward import deferred_hooks
 from compiled_ddp.backward.existing_gradients import ExistingGradients
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.backward.folded_gradients import FoldedGradients
@@ -34,6 +33,7 @@ class Circumstances:
     delayed: bool = False  # whether nothing is launched before the backward has ended
     # With static_graph, how many gradients a parameter gets in each backward, where that is known. Else one.
     expected_gradients: Mapping[int, int] | None = None
+    observes_order: bool = False  # of arrivals, from which the sequence is made
     looks_at_values: bool = False  # whether the host may read gradients, and wait for a device
     reduces_again: Gradients | None = None  # of the backward a part of which this one reduces once more
     newly_used: Set[int] = frozenset()  # parameters of "unused" sections that it uses here
@@ -100,35 +100,33 @@ class SynchronisedBackward:
         """Take over a gradient that autograd has just accumulated, and launch every bucket that it completes."""
         gradient = self._parameters.tensors[index].grad
         positions = self.launches.positions_by_hooks(index)
-        if not positions:
-            return
-        self._refuse_users_hook(index)
-        if gradient is None or not self.existing.has_accumulated(index):
+        if not positions or gradient is None or not self.existing.has_accumulated(index):
             return  # hooks run for an undefined gradient too
-        if self.usage.came_again(index):
-            self.observations.arrivals.remove(("hook", index))  # it is ready with the last one
-        self.observations.arrivals.append(("hook", index))
-        self.existing.check(index, gradient)
+        if self.circumstances.observes_order:
+            self._observe(index)
         self.usage.note_gradient(index)
         if self.usage.awaits_more(index):
+            self.gradients.check([index], [gradient])
             return
-        buckets = self.launches.buckets
-        if any(buckets[p].work is not None or index not in buckets[p].missing for p in positions):
-            raise RuntimeError(
-                f"parameter {self._parameters.names[index]} got a second gradient in one backward, after the first one "
-                "had been put into its bucket. This happens when reentrant checkpoints share parameters: use "
-                "checkpoint(..., use_reentrant=False), or EagerDDP(static_graph=True) if all steps run one graph. And "
-                "when two threads run backwards of one wrapper at the same time: let one wait for the other."
-            )
+        for position in positions:
+            launch = self.launches.buckets[position]
+            if launch.work is not None or index not in launch.missing:
+                raise self._second_gradient(index)
         self.gradients.fill(index, positions, gradient)
         self.launcher.launch_complete()
 
-    def _refuse_users_hook(self, index: int) -> None:
-        if deferred_hooks.sees_unreduced(self._parameters.tensors[index]):
-            raise RuntimeError(
-                f"parameter {self._parameters.names[index]} got a post-accumulate hook in the middle of a backward, "
-                "which would see its gradient before it is reduced. Register it before the backward."
-            )
+    def _observe(self, index: int) -> None:
+        if self.usage.came_again(index):
+            self.observations.arrivals.remove(("hook", index))  # it is ready with the last one
+        self.observations.arrivals.append(("hook", index))
+
+    def _second_gradient(self, index: int) -> RuntimeError:
+        return RuntimeError(
+            f"parameter {self._parameters.names[index]} got a second gradient in one backward, after the first one "
+            "had been put into its bucket. This happens when reentrant checkpoints share parameters: use "
+            "checkpoint(..., use_reentrant=False), or EagerDDP(static_graph=True) if all steps run one graph. And "
+            "when two threads run backwards of one wrapper at the same time: let one wait for the other."
+        )
 
     def is_by_hooks(self, index: int) -> bool:
         """Whether hooks launch a bucket that carries this gradient."""

@@ -1,7 +1,6 @@
 """Which parameters this rank has a gradient of to reduce, in one backward."""
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Set
 
 
@@ -20,7 +19,7 @@ class Usage:
 
         With `sends_zeros`, in a torch.autograd.grad, nothing counts as used: hooks send zeros.
         """
-        self.arrived: Counter[int] = Counter()  # how many gradients each parameter has got
+        self.arrived: dict[int, int] = {}  # how many gradients each parameter has got
         self.before = used_before
         self._sends_zeros, self._delayed, self._expected = sends_zeros, delayed, expected_gradients
 
@@ -30,15 +29,16 @@ class Usage:
 
     def unused(self, indices: Iterable[int]) -> set[int]:
         """Of these parameters, those without one."""
-        return {index for index in indices if not self.is_used(index)}
+        return set(indices) if self._sends_zeros else set(indices).difference(self.arrived, self.before)
 
     def note_gradient(self, index: int) -> None:
         """A parameter has got a gradient."""
-        self.arrived[index] += 1
+        self.arrived[index] = self.arrived.get(index, 0) + 1
 
     def note_gradients(self, indices: Iterable[int]) -> None:
         """Each of these has got one."""
-        self.arrived.update(indices)
+        for index in indices:
+            self.note_gradient(index)
 
     def awaits_more(self, index: int) -> bool:
         """Whether more may be added to .grad before it goes into its bucket, at the end of the backward at the latest.

@@ -151,13 +151,14 @@ class Backwards:
     def gradient_accumulated(self, index: int) -> None:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self.lock:
-            backward = None
-            if self.synchronises():
+            backward = self.under_way.backward_here()
+            if backward is None and self.synchronises():
                 backward = self._enter_with(index)
-            elif self.conducted.local:
+            elif backward is None and self.conducted.local:
                 self.forward.count.take_back()
             if backward is not None:
-                self._refuse_unannounced(backward, index)
+                if index in self.reduction.agreed.unused:
+                    self._refuse_unannounced(backward, index)
                 backward.gradient_arrived(index)
             elif self.reduction.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
                 self.reduction.carried.note_local_use([index])
@@ -183,7 +184,7 @@ class Backwards:
         return backward
 
     def _refuse_unannounced(self, backward: SynchronisedBackward, index: int) -> None:
-        if index in self.reduction.agreed.unused and index not in backward.circumstances.newly_used:
+        if index not in backward.circumstances.newly_used:
             raise RuntimeError(
                 f"parameter {self.reduction.parameters.names[index]} had been used on no rank before, and its first "
                 "gradient comes from inside a reentrant checkpoint, too late to be reduced. Use "

@@ -32,6 +32,7 @@ class GradientHooks:
         # A parameter must not keep the listener alive: the collector does not see through autograd's hooks.
         self._listener = weakref.ref(listener)
         self._handles: dict[int, Any] = {}  # by parameter
+        self._deferred: set[int] = set()  # the parameters on which users' hooks were found
         # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
         by_weak = [weakref.ref(parameter) for parameter in parameters]
         weakref.finalize(self, _remove_all, self._handles, by_weak).atexit = False
@@ -70,15 +71,17 @@ class GradientHooks:
 
     def defer_users(self) -> None:
         """Let the users' hooks on watched parameters wait for `run_users` where the gradient is still to be reduced."""
-        for index, handle in self._handles.items():
-            if deferred_hooks.has_several(self._parameters[index]):
-                comes = functools.partial(_users_hook_comes, self._listener, index)
-                waits = functools.partial(_is_reduced_by_hooks, self._listener, index)
-                deferred_hooks.defer(self._parameters[index], handle.id, comes, waits)
+        watched = list(self._handles)
+        for place in torch_private.tensors.with_several_hooks([self._parameters[index] for index in watched]):
+            index = watched[place]
+            comes = functools.partial(_users_hook_comes, self._listener, index)
+            waits = functools.partial(_is_reduced_by_hooks, self._listener, index)
+            deferred_hooks.defer(self._parameters[index], self._handles[index].id, comes, waits)
+            self._deferred.add(index)
 
     def run_users(self, indices: Iterable[int]) -> None:
         """Call the users' hooks that were held back on these parameters, whose .grad is reduced now."""
-        for index in sorted(indices):
+        for index in sorted(self._deferred.intersection(indices)):
             deferred_hooks.run_deferred(self._parameters[index])
 
 

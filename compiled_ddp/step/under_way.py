@@ -80,6 +80,10 @@ class UnderWay:
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
+    def backward_here(self) -> SynchronisedBackward | None:
+        """The one under way, where the task of autograd that this thread runs is known to be one of it."""
+        return self.backward if self.tasks.has_current() else None
+
     def has_begun(self) -> bool:
         """Whether a backward has reached this wrapper that has not ended."""
         return self.phase is not Phase.IDLE and self.phase is not Phase.EXPECTED

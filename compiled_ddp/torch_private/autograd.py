@@ -8,10 +8,8 @@ from torch.distributed import autograd as distributed_autograd
 from torch.distributed import rpc
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
-def current_graph_task() -> int:
-    """Id of the backward that this thread runs, -1 outside of one. A reentrant backward has an id of its own."""
-    return torch._C._current_graph_task_id()
+# Id of the backward that this thread runs, -1 outside of one. A reentrant backward has an id of its own.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def evaluating_node() -> Any | None:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,22 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.
     """What register_post_accumulate_grad_hook was called with, by the ids of the handles; autograd reads it anew."""
     hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
+
+
+def with_several_hooks(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """The places of those with more than one post-accumulate hook."""
+    hooks: list[Any] = [parameter._post_accumulate_grad_hooks for parameter in parameters]  # asked in every step
+    return [place for place, of_one in enumerate(hooks) if of_one is not None and len(of_one) > 1]
+
+
+def copy_all(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy each of `tensors` into the one at its place, of equal shape, in one call."""
+    torch._foreach_copy_(into, tensors)
+
+
+def scale_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply each of `tensors` by `factor`, in one call."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:

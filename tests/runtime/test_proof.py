@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from in_process import riders_with
 from models import Mlp, assert_equal_on_all_ranks, assert_gradients, expected_mean, row_batch, wrappers
 from torch import Tensor, nn
 from torch.fx import Graph
@@ -16,7 +17,7 @@ from torch.fx import Graph
 from compiled_ddp import compile_ddp, torch_private
 from compiled_ddp.backward.forward_count import Forwards
 from compiled_ddp.backward.gradients import Gradients
-from compiled_ddp.backward.riders import Flag, Message, RiderReader, rider_values
+from compiled_ddp.backward.riders import Flag, Message, RiderReader
 from compiled_ddp.checks.checksum import as_row, checksum
 from compiled_ddp.checks.proof import TRIES, Proof
 from compiled_ddp.passes import pipeline
@@ -123,7 +124,7 @@ def test_as_row_follows_the_memory_order_of_the_given_stride() -> None:
 def test_one_rank_that_wishes_to_verify_is_heard() -> None:
     riders = Riders(0, (0,))
     flags = [set(), {Flag.VERIFY}, set()]
-    values = [rider_values(riders, Message(Forwards(3, 3), flags=here), lambda _: True) for here in flags]
+    values = [riders_with(riders, Message(Forwards(3, 3), flags=here)) for here in flags]
     assert values[1][VERIFY] == 1 and values[0][VERIFY] == 0 and VERIFY < FIRST_USED
     assert RiderReader(3).read([torch.stack(values).sum(0)]).ranks_with(Flag.VERIFY) == 1
     assert not RiderReader(3).read([torch.stack([values[0]] * 3).sum(0)]).ranks_with(Flag.VERIFY)
@@ -307,14 +308,14 @@ def _break_graphs(patch: pytest.MonkeyPatch) -> None:
 
 
 def _break_hooks(patch: pytest.MonkeyPatch) -> None:
-    def put_but_keep(gradients: Gradients, index: int, positions: list[int]) -> None:
-        written(gradients, index, positions)
-        if gradients._parameters.names[index] == "mlp.head.bias":
-            parameter = gradients._parameters.tensors[index]
-            parameter.grad = torch.full_like(parameter, dist.get_rank())
+    def write_back_but_keep(gradients: Gradients) -> set[int]:
+        reduced = write_back(gradients)
+        parameter = gradients._parameters.tensors[gradients._parameters.names.index("mlp.head.bias")]
+        parameter.grad = torch.full_like(parameter, dist.get_rank())
+        return reduced
 
-    written = Gradients._write
-    patch.setattr(Gradients, "_write", put_but_keep)
+    write_back = Gradients.write_back
+    patch.setattr(Gradients, "write_back", write_back_but_keep)
 
 
 def _broken(rank: int, name: str, on_rank: int | None, width: int = 8, **options: Any) -> list[str]:

@@ -10,13 +10,14 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from in_process import riders_with
 from models import Mlp, assert_equal_on_all_ranks, assert_gradients, expected_mean, mean_over_ranks, row_batch, wrappers
 from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp.backward.forward_count import ForwardCount, Forwards
-from compiled_ddp.backward.riders import Findings, Flag, Message, RiderReader, rider_values
+from compiled_ddp.backward.riders import Findings, Flag, Message, RiderReader
 from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, RETURNED_COUNT, Riders
 from compiled_ddp.step.finish import Finish
 from ranks import RankPool
@@ -62,7 +63,7 @@ def _error_of(ddp: nn.Module, rank: int, step: int) -> str:
 @pytest.mark.parametrize("counts", [(7, 7), (7, 6), (63, 64), (0, 64), (5, 5, 5), (5, 6, 4), tuple(range(70))])
 def test_counts_differ_exactly_when_they_are_not_all_equal_modulo_64(counts: tuple[int, ...]) -> None:
     riders = Riders(0, (0,))
-    values = [rider_values(riders, Message(Forwards(count, count)), lambda _: True) for count in counts]
+    values = [riders_with(riders, Message(Forwards(count, count))) for count in counts]
     found = RiderReader(len(counts)).read([torch.stack(values).sum(0)])
     assert found.backwards == 1
     assert found.counts_differ == (len({count % 64 for count in counts}) > 1)
@@ -84,7 +85,8 @@ def test_counts_differ_exactly_when_they_are_not_all_equal_modulo_64(counts: tup
 def test_ranks_average_one_step_unless_one_dropped_it_alone(
     ranks: list[Forwards], differ: bool, forgiven: bool
 ) -> None:
-    values = [rider_values(Riders(0, (0,)), Message(forwards), lambda _: True) for forwards in ranks]
+    riders = Riders(0, (0,))
+    values = [riders_with(riders, Message(forwards)) for forwards in ranks]
     found = RiderReader(len(ranks)).read([torch.stack(values).sum(0)])
     assert (found.backwards, found.counts_differ, found.forgiven) == (1, differ, forgiven)
 

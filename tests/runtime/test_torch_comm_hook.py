@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from in_process import riders_with
 from models import Mlp, ThreeEqualBlocks, assert_gradients, expected_mean, local_gradients, row_batch, wrappers
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -27,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import torch_private
 from compiled_ddp.backward.forward_count import Forwards
-from compiled_ddp.backward.riders import Flag, Message, RiderReader, rider_values
+from compiled_ddp.backward.riders import Flag, Message, RiderReader
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, Riders
 from compiled_ddp.reducers.ddp_hook import HookBucket
 from ranks import RankPool
@@ -513,7 +514,7 @@ def test_a_hook_that_would_drop_imaginary_parts_is_refused(ranks2: RankPool) -> 
 def test_the_riders_tell_of_a_hook_that_failed() -> None:
     riders = Riders(0, (0,))
     flags = [set(), {Flag.HOOK_FAILED}, set()]
-    values = [rider_values(riders, Message(Forwards(3, 3), flags=here), lambda _: True) for here in flags]
+    values = [riders_with(riders, Message(Forwards(3, 3), flags=here)) for here in flags]
     assert values[1][HOOK_FAILED] == 1 and values[0][HOOK_FAILED] == 0 and HOOK_FAILED < FIRST_USED
     found = RiderReader(3).read([sum(values, torch.zeros(riders.numel))])
     assert [flag for flag in Flag if found.ranks_with(flag)] == [Flag.HOOK_FAILED] and not found.counts_differ

@@ -87,6 +87,8 @@ class ExistingGradients:
 
 def _with_equal_memory(gradients: Mapping[int, torch.Tensor]) -> set[int]:
     """The parameters whose .grad is, or lies where, another one's."""
+    if not gradients:
+        return set()
     addresses = {i: g.data_ptr() for i, g in gradients.items() if g.layout == torch.strided and g.numel()}
     count = Counter(addresses.values())
     return {index for index, address in addresses.items() if count[address] > 1}

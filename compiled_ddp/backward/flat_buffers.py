@@ -92,8 +92,7 @@ class FlatBuffer:
         self.writers.before_write()
         views = [self.views[index] for index in indices]
         elsewhere = [pair for pair in zip(views, gradients, strict=True) if not pair[0].is_set_to(pair[1])]
-        if elsewhere:
-            torch_private.tensors.copy_all(*zip(*elsewhere, strict=True))
+        torch_private.tensors.copy_all([view for view, _ in elsewhere], [gradient for _, gradient in elsewhere])
         if share == 1.0:
             return
         if len(views) == len(self.views):
@@ -146,9 +145,10 @@ class SequenceBuffers:
 
     def renew_held(self, gradients: Iterable[torch.Tensor]) -> None:
         """Before a backward: new memory for the buffers that anyone but `gradients`, each a .grad, holds."""
-        in_place = Counter(gradient.untyped_storage().data_ptr() for gradient in gradients if _has_memory(gradient))
+        storages = [gradient.untyped_storage().data_ptr() for gradient in gradients if _has_memory(gradient)]
+        in_place = Counter(storages) if storages else {}
         for buffer in self._buffers.values():
-            buffer.renew_if_held(in_place[buffer.address])
+            buffer.renew_if_held(in_place.get(buffer.address, 0))
 
     def let_go(self) -> None:
         """Leave all flat buffers to whoever holds views of them; what is filled next gets new ones."""

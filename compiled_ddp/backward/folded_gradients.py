@@ -6,6 +6,7 @@ import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.backward.existing_gradients import ExistingGradients
+from compiled_ddp.backward.grad_mode import grad_mode_off
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 
@@ -59,13 +60,13 @@ class FoldedGradients:
         """An exception has ended the backward: the user may have cleared .grad since."""
         self._taken.clear()
 
-    @torch.no_grad()
     def give_back(self) -> None:
         """Put the same tensors into .grad again, with the reduced values."""
         for index, tensor in self._taken.items():
             parameter = self._parameters.tensors[index]
             if parameter.grad is not None:
-                tensor.copy_(parameter.grad)
+                with grad_mode_off():
+                    tensor.copy_(parameter.grad)
             elif index in self._accumulated:
                 continue  # a hook of the user's has taken it away
             else:

@@ -184,7 +184,7 @@ class Launches:
         """Make of a sum that has arrived what .grad shall be."""
         launch = self.buckets[position]
         summed, section = launch.take_summed(), launch.section
-        if summed is not None:
+        if summed is not None and self._averaging.changes_sums:
             self._averaging.conclude(summed, self._buffers[position].gradients, lambda: self.riders.await_of(section))
 
     def flat_gradients(self) -> list[torch.Tensor]:

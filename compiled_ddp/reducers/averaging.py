@@ -78,6 +78,11 @@ class Averaging:
         """What is summed over ranks in place of a filled `flat_buffer`."""
         return flat_buffer if self._scaling is None else self._scaling.outgoing(flat_buffer)
 
+    @property
+    def changes_sums(self) -> bool:
+        """Whether a sum over ranks is not yet what .grad shall be."""
+        return self._scaling is not None or self._weighted
+
     @torch.no_grad()
     def conclude(self, summed: torch.Tensor, gradients: torch.Tensor, riders: Callable[[], torch.Tensor]) -> None:
         """Leave the mean in `gradients`, a flat buffer without its riders; `summed` was its `outgoing`.
@@ -97,10 +102,10 @@ class Averaging:
         weights = float(riders()[WEIGHT])
         return self._share / weights if weights > 0 else 0.0
 
-    @torch.no_grad()
     def correct(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Make means over all ranks those over the ranks that still have data."""
         if self.correction != 1.0:
-            for gradient in gradients:
-                if gradient is not None:
-                    gradient.mul_(self.correction)
+            with torch.no_grad():
+                for gradient in gradients:
+                    if gradient is not None:
+                        gradient.mul_(self.correction)

@@ -72,6 +72,8 @@ class Ending:
         self._reduced = self._backward.write_back()
 
     def _average_sparse(self) -> None:
+        if not self._reduction.sparse.names:
+            return
         backward = self._backward
         contributes = backward.circumstances.returned is None
         error = self._reduction.sparse.average(backward.share, contributes=contributes)
@@ -100,7 +102,8 @@ class Ending:
 
     def _admit_newly_used(self) -> None:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on."""
-        self._flat_buckets = self._backward.launches.flat_gradients()
+        if self._reduction.hands_out:
+            self._flat_buckets = self._backward.launches.flat_gradients()
         if not self._findings.ranks_with(Flag.NEWLY_USED):
             return
         reduction, backward = self._reduction, self._backward

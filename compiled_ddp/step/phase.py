@@ -12,7 +12,7 @@ of an earlier one, and a torch.autograd.grad leaves it waiting.
 import enum
 
 
-class Phase(enum.Enum):
+class Phase(enum.StrEnum):
     """What a wrapper is doing for the other ranks."""
 
     IDLE = "no backward is under way"
@@ -23,7 +23,7 @@ class Phase(enum.Enum):
     BROKEN = "an exception has ended a backward, and the rest of it is sent as zeros"
 
 
-class Event(enum.Enum):
+class Event(enum.StrEnum):
     """What changes the phase."""
 
     OTHER_REACHED = "a backward has reached another wrapper first"

@@ -66,7 +66,7 @@ class Reduction:
         self.fallback = Fallback(strict=options.strict)
         self.models_collectives = ModelsCollectives()
         self.carried = CarriedOver()
-        self._receive: Callable[[list[torch.Tensor]], None] = lambda _: None
+        self._receive: Callable[[list[torch.Tensor]], None] | None = None
         self.hooks = GradientHooks(parameters.tensors, backwards)
         self.sparse = SparseGradients(wrapped.sparse, communicator, backwards)
         self.forget_sequence()
@@ -121,7 +121,13 @@ class Reduction:
         self._receive = receive
 
     def hand_out(self, flat_buckets: list[torch.Tensor]) -> None:
-        self._receive(flat_buckets)
+        if self._receive is not None:
+            self._receive(flat_buckets)
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether anybody is to have them."""
+        return self._receive is not None
 
     def remove_needless_hooks(self) -> None:
         """Where graphs reduce everything, only parameters that no rank has used are still watched."""

@@ -57,12 +57,13 @@ def with_several_hooks(parameters: Sequence[torch.Tensor]) -> list[int]:
     return [place for place, of_one in enumerate(hooks) if of_one is not None and len(of_one) > 1]
 
 
-def copy_all(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+def copy_all(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
     """Copy each of `tensors` into the one at its place, of equal shape, in one call."""
-    torch._foreach_copy_(into, tensors)
+    if tensors:
+        torch._foreach_copy_(into, tensors)
 
 
-def scale_all(tensors: Sequence[torch.Tensor], factor: float) -> None:
+def scale_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply each of `tensors` by `factor`, in one call."""
     torch._foreach_mul_(tensors, factor)
 

@@ -1,6 +1,7 @@
 """The backwards of one wrapper, which begin and end where hooks, graphs and outputs tell that autograd has come."""
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Backwards:
             lock=self.lock,
         )
         self._closed_because = ""
+        self._accumulates = functools.lru_cache(maxsize=1)(self._will_accumulate)  # of a task: what autograd tells
         conductor.add(self.conducted)
 
     def close(self, why: str) -> None:
@@ -79,7 +81,8 @@ class Backwards:
             self.reduction.hooks.install()
             self.reduction.hooks.defer_users()
             return
-        returned = watch_returned(self.reduction.parameters.tensors)
+        accumulates = self._accumulates(torch_private.autograd.current_graph_task())
+        returned = None if accumulates else watch_returned(self.reduction.parameters.tensors)
         backward = self.beginning.in_task(returned)
         self.under_way.begin(backward)
         self.beginning.leave_to_hooks(backward)
@@ -102,7 +105,13 @@ class Backwards:
 
     def _is_local(self) -> bool:
         """Whether the running backward, which has not begun here, is one of which other ranks need not know."""
-        return self.conducted.local or returns_inputs_alone(self.reduction.parameters.tensors)
+        if self.conducted.local:
+            return True
+        accumulates = self._accumulates(torch_private.autograd.current_graph_task())
+        return not accumulates and returns_inputs_alone(self.reduction.parameters.tensors)
+
+    def _will_accumulate(self, _: int) -> bool:
+        return any(map(torch_private.autograd.backward_will_accumulate, self.reduction.parameters.tensors))
 
     def _refuse_returned_sparse(self) -> None:
         if not self.conducted.local:

@@ -51,7 +51,7 @@ def test_memory_that_only_the_gradients_in_place_hold_is_filled_again() -> None:
     address = buffers[0].address
     buffers.renew_held(gradients)
     assert buffers[0].address == address
-    buffers.renew_held([gradients.pop(), None])
+    buffers.renew_held([gradients.pop()])
     assert buffers[0].address != address, "the other one is held by somebody else now"
 
 

@@ -19,7 +19,8 @@ class ExistingGradients:
         there = {index: grad for index, grad in enumerate([p.grad for p in parameters.tensors]) if grad is not None}
         buffers.renew_held(there.values())
         self.apart = dict(self._taken_out_of(buffers, there))  # not views of their own place in a flat buffer
-        self._begun_with = {
+        # Each as it was when the backward began, with its version.
+        self.begun_with = {
             index: (weakref.ref(gradient), torch_private.tensors.version_of(gradient))
             for index, gradient in (there | self.apart).items()
             if not gradient.is_inference()
@@ -38,14 +39,14 @@ class ExistingGradients:
 
     def begun_by(self, index: int) -> None:
         """The backward begins with a gradient of this parameter that has been accumulated before."""
-        self._begun_with.pop(index, None)
+        self.begun_with.pop(index, None)
 
     def has_accumulated(self, index: int) -> bool:
         """Whether .grad is another one than that with which the backward began, or has been added to since."""
         gradient = self._parameters.tensors[index].grad
-        if index not in self._begun_with:
+        if index not in self.begun_with:
             return gradient is not None
-        begun_with, version = self._begun_with[index]
+        begun_with, version = self.begun_with[index]
         return gradient is not begun_with() or (
             gradient is not None and torch_private.tensors.version_of(gradient) != version
         )

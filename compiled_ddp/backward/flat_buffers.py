@@ -87,12 +87,18 @@ class FlatBuffer:
         riders = self.bucket.riders
         return self.flat if riders is None else self.flat.narrow(0, 0, riders.offset_elements)
 
-    def put_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor], share: float) -> None:
-        """Place `share` times each of `gradients`, which are strided and of the bucket's dtype."""
+    def put_all(self, indices: Sequence[int], gradients: list[torch.Tensor], share: float, *, in_place: bool) -> None:
+        """Place `share` times each of `gradients`, which are strided and of the bucket's dtype.
+
+        `in_place` tells whether some may be where the buffer has them already.
+        """
         self.writers.before_write()
         views = [self.views[index] for index in indices]
-        elsewhere = [pair for pair in zip(views, gradients, strict=True) if not pair[0].is_set_to(pair[1])]
-        torch_private.tensors.copy_all([view for view, _ in elsewhere], [gradient for _, gradient in elsewhere])
+        if in_place:
+            elsewhere = [pair for pair in zip(views, gradients, strict=True) if not pair[0].is_set_to(pair[1])]
+            torch_private.tensors.copy_all([view for view, _ in elsewhere], [gradient for _, gradient in elsewhere])
+        else:
+            torch_private.tensors.copy_all(views, gradients)
         if share == 1.0:
             return
         if len(views) == len(self.views):
@@ -133,6 +139,7 @@ class SequenceBuffers:
             for index in bucket.indices:
                 self.positions_of.setdefault(index, []).append(position)
         self.shared = frozenset(index for index, positions in self.positions_of.items() if len(positions) > 1)
+        self.sole_positions = {i: positions[0] for i, positions in self.positions_of.items() if len(positions) == 1}
         kept = {} if before is None else {before.buckets[p][1]: buffer for p, buffer in before._buffers.items()}
         for position, (_, bucket) in enumerate(self.buckets):
             if bucket in kept:

@@ -60,7 +60,7 @@ class Gradients:
         gradient goes into the first and zeros into the others. A section that reduces again waits for their sum.
         """
         if len(positions) == 1 and positions[0] not in self._again:
-            self._gather(index, positions[0], gradient)
+            self.gather(index, positions[0], gradient)
             return
         self.check([index], [gradient])
         first, *others = [p for p in positions if p not in self._again] or positions
@@ -70,7 +70,7 @@ class Gradients:
         for position in (first, *others):
             self._launches.buckets[position].missing.discard(index)
 
-    def _gather(self, index: int, position: int, gradient: torch.Tensor) -> None:
+    def gather(self, index: int, position: int, gradient: torch.Tensor) -> None:
         """Take what autograd has accumulated, to be put into its only bucket together with others on this stream."""
         of_streams = self._gathered.setdefault(position, {})
         gathered = of_streams.setdefault(self._buffers[position].writers.here(), {})
@@ -84,6 +84,7 @@ class Gradients:
         """Put into a bucket what has been gathered for it; .grad is there from here on, where it may be a view."""
         for stream, gathered in self._gathered.pop(position, {}).items():
             indices, gradients = list(gathered), list(gathered.values())
+            self._usage.note_any(indices)
             self.check(indices, gradients)
             with on_stream(stream), grad_mode_off():
                 if self._averaging.has_no_weight:
@@ -91,7 +92,8 @@ class Gradients:
                         self._buffers[position].put_zeros(index)
                 else:
                     buffer = self._buffers[position]
-                    buffer.put_all(indices, gradients, self._averaging.share(buffer.bucket.dtype))
+                    share = self._averaging.share(buffer.bucket.dtype)
+                    buffer.put_all(indices, gradients, share, in_place=bool(self._existing.begun_with))
             self._leave_in_place(position, indices)
 
     def check(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:

@@ -39,6 +39,11 @@ class Circumstances:
     newly_used: Set[int] = frozenset()  # parameters of "unused" sections that it uses here
     some_rank_differs: bool = False  # so that hooks reduce all of it: [Note: models that communicate]
 
+    @property
+    def asks_more_of_hooks(self) -> bool:
+        """Whether more is noted of a gradient than that it has come, or it is not put into its bucket at once."""
+        return self.observes_order or self.delayed or self.expected_gradients is not None
+
 
 class SynchronisedBackward:
     """Told of gradients by hooks and by graphs, it lets them be launched in order, and leaves their mean in .grad."""
@@ -62,6 +67,8 @@ class SynchronisedBackward:
         self.sections, self.circumstances, self.message = sections, circumstances, message
         self.usage, self.averaging, self.observations = usage, averaging, Observations()
         self._parameters = parameters
+        # The bucket of a gradient of which nothing else is to be known than that it has arrived.
+        self._sole_positions = {} if circumstances.asks_more_of_hooks else buffers.sole_positions
         self.existing = ExistingGradients(parameters, buffers)
         self.folded = FoldedGradients(parameters, self.existing)
         self.of_graphs = GraphGradients()
@@ -98,10 +105,25 @@ class SynchronisedBackward:
 
     def gradient_arrived(self, index: int) -> None:
         """Take over a gradient that autograd has just accumulated, and launch every bucket that it completes."""
+        position = self._sole_positions.get(index)
+        if position is None or self.reservations.reserved or index in self.existing.begun_with:
+            self._arrived(index)
+            return
+        gradient, launch = self._parameters.tensors[index].grad, self.launches.buckets[position]
+        if gradient is None:
+            return  # hooks run for an undefined gradient too
+        if launch.work is not None or index not in launch.missing:
+            raise self._second_gradient(index)
+        self.gradients.gather(index, position, gradient)
+        if not launch.missing:
+            self.launcher.launch_complete()
+
+    def _arrived(self, index: int) -> None:
+        """The same where more has to be looked at than what most gradients of most steps need."""
         gradient = self._parameters.tensors[index].grad
         positions = self.launches.positions_by_hooks(index)
         if not positions or gradient is None or not self.existing.has_accumulated(index):
-            return  # hooks run for an undefined gradient too
+            return
         if self.circumstances.observes_order:
             self._observe(index)
         self.usage.note_gradient(index)

@@ -40,6 +40,11 @@ class Usage:
         for index in indices:
             self.note_gradient(index)
 
+    def note_any(self, indices: Iterable[int]) -> None:
+        """Each of these has got one, if not more."""
+        for index in indices:
+            self.arrived.setdefault(index, 1)
+
     def awaits_more(self, index: int) -> bool:
         """Whether more may be added to .grad before it goes into its bucket, at the end of the backward at the latest.
 

@@ -6,6 +6,7 @@ taken within a round and then their median over rounds, so that they hold on a m
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 from tabulate import tabulate
@@ -168,6 +169,16 @@ COLUMNS = {
 }
 
 
+SHORT_STEP_MS = 10
+FINER = {".1f": ".2f", ".0f": ".1f"}  # formats of times and of memory, where steps are short and models small
+
+
+def _columns(longest_step_ms: float) -> dict[str, tuple[str, str]]:
+    if longest_step_ms >= SHORT_STEP_MS:
+        return COLUMNS
+    return {field: (title, FINER.get(spec, spec)) for field, (title, spec) in COLUMNS.items()}
+
+
 def tabulate_rows(
     rows: Sequence[object], columns: Mapping[str, tuple[str, str]], *, tablefmt: str, missing: str
 ) -> str:
@@ -190,7 +201,8 @@ def render(comparison: Comparison, tablefmt: str = "simple") -> str:
     """The table as text under a line that says what was run; `tablefmt` is tabulate's ("github" for a document)."""
     table = derive(comparison)
     rows = [*table.variants, table.communication, *table.limits]
-    body = tabulate_rows(rows, COLUMNS, tablefmt=tablefmt, missing="-")
+    columns = _columns(max(row.step_ms or 0.0 for row in table.variants))
+    body = tabulate_rows(rows, columns, tablefmt=tablefmt, missing="-")
     megabytes = sum(comparison.bucket_bytes) / 2**20
     title = (
         f"{comparison.workload}: {comparison.parameters / 1e6:.2f} M parameters, {megabytes:.1f} MiB of gradients in "
@@ -199,3 +211,23 @@ def render(comparison: Comparison, tablefmt: str = "simple") -> str:
     )
     notes = "\n".join(f"{name}: {formula}, from the compiled floor" for name, formula in LIMITS.items())
     return f"{title}\n\n{body}\n\n{notes}"
+
+
+def overview(comparisons: Sequence[Comparison], tablefmt: str = "simple") -> str:
+    """Each variant's step over torch DDP's, and its peak memory where that was measured, workload beside workload."""
+    rows: dict[str, dict[str, float | None]] = {}
+    for comparison in comparisons:
+        for row in derive(comparison).variants:
+            fields = {
+                f"{comparison.workload} step": row.ratio_to_baseline,
+                f"{comparison.workload} peak": row.peak_memory_mb,
+            }
+            rows.setdefault(row.name, {}).update(fields)
+    workloads = [comparison.workload for comparison in comparisons]
+    columns = {"name": ("", "s")}
+    columns |= {f"{workload} step": (f"{workload}\nx torch DDP", ".3f") for workload in workloads}
+    for workload in workloads:
+        if any(fields.get(f"{workload} peak") is not None for fields in rows.values()):
+            columns[f"{workload} peak"] = (f"{workload}\npeak MiB", ".1f")
+    lines = [SimpleNamespace(**{**dict.fromkeys(columns), **fields, "name": name}) for name, fields in rows.items()]
+    return tabulate_rows(lines, columns, tablefmt=tablefmt, missing="-")

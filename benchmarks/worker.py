@@ -16,14 +16,14 @@ from benchmarks.variants import make_variants
 def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
     """The job's answer as a JSON value, the same on every rank."""
     workload = WORKLOADS[arguments["workload"]]
-    known = make_variants(arguments["bucket_cap_mb"])
+    known = make_variants(arguments["bucket_cap_mb"], find_unused_parameters=workload.find_unused_parameters)
     variants = [known[name] for name in arguments["variants"]]
     match kind:
         case "compare":
             link, warmup, rounds = arguments["link"], arguments["warmup"], arguments["rounds"]
             return compare(workload, variants, warmup=warmup, rounds=rounds, link=link, rank=rank).to_json()
         case "probe":
-            return probe(workload, variants[0], steps=arguments["steps"], rank=rank)
+            return probe(workload, variants[0], warmup=arguments["warmup"], steps=arguments["steps"], rank=rank)
         case "train":
             return train(workload, variants, steps=arguments["steps"], rank=rank)
     raise ValueError(f"Unknown kind of job '{kind}'; expected compare, probe or train")

@@ -171,3 +171,16 @@ class Switch(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
+
+
+class Chain(nn.Module):
+    """`parameters` parameters of two elements, one product each: little but what a wrapper does for each of them."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(parameters))
+
+    def forward(self, x: Tensor) -> Tensor:  # (2,)
+        for factor in self.factors:
+            x = x * factor
+        return x.sum()

@@ -45,7 +45,7 @@ def _draw_panel(axes: Any, comparison: Comparison, table: Table) -> None:
     axes.set_xlabel("ms per step (medians); in brackets the ratio to torch DDP")
     axes.set_title(
         f"{comparison.workload}, {comparison.parameters / 1e6:.2f} M parameters, {comparison.world_size} ranks, "
-        f"{comparison.link}; communication alone {table.communication.step_ms:.0f} ms",
+        f"{comparison.link}; communication alone {table.communication.step_ms:.3g} ms",
         loc="left",
         fontsize=11,
     )

@@ -15,7 +15,7 @@ from benchmarks.threads import OTHER, ThreadTime, read_threads, time_between
 from benchmarks.variants import Variant
 from benchmarks.workload import Workload
 
-TOP_SYMBOLS = 30
+TOP_SYMBOLS = 200
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 # Threads by the name that torch and gloo give them.
 MAIN, OTHER = "main thread", "other threads"
 GROUPS = {
-    "pt_gloo_runloop": "gloo's workers",  # run a collective: send, and sum up what came
-    "gloo_tcp_loop": "gloo's receivers",  # read from the sockets
+    "pt_gloo_runloop": "gloo's workers",  # run a collective: write, and sum up what came
+    "gloo_tcp_loop": "gloo's socket loops",  # read, and write what the sockets did not take at once
 }
 THREAD_GROUPS = (MAIN, *GROUPS.values(), OTHER)
 

@@ -22,7 +22,7 @@ from benchmarks.perf_samples import (
 )
 from benchmarks.threads import GROUPS, MAIN, OTHER, THREAD_GROUPS, ThreadTime, read_threads, time_between
 
-WORKERS, RECEIVERS = GROUPS.values()
+WORKERS, LOOPS = GROUPS.values()
 
 
 def spin(seconds: float) -> None:
@@ -50,7 +50,7 @@ def test_a_new_thread_has_used_all_of_its_time() -> None:
     assert used == {
         MAIN: ThreadTime(1, 0, 1, 0),
         WORKERS: ThreadTime(4, 5, 9, 1),
-        RECEIVERS: ThreadTime(),
+        LOOPS: ThreadTime(),
         OTHER: ThreadTime(),
     }
 
@@ -65,9 +65,9 @@ def test_a_new_thread_has_used_all_of_its_time() -> None:
         (MAIN, "__memmove_avx512_unaligned_erms", "/usr/lib/libc.so.6", COPIES),
         (WORKERS, "gloo::sum<float>", "/venv/torch/lib/libtorch_cpu.so", GLOO),
         (WORKERS, "rep_movs_alternative", "[kernel.kallsyms]", KERNEL_COPIES),
-        (RECEIVERS, "_copy_to_iter", "[kernel.kallsyms]", KERNEL_COPIES),
+        (LOOPS, "_copy_to_iter", "[kernel.kallsyms]", KERNEL_COPIES),
         (MAIN, "clear_page_erms", "[kernel.kallsyms]", PAGES),
-        (RECEIVERS, "tcp_recvmsg_locked", "[kernel.kallsyms]", KERNEL),
+        (LOOPS, "tcp_recvmsg_locked", "[kernel.kallsyms]", KERNEL),
     ],
 )
 def test_samples_are_sorted_by_function(group: str, symbol: str, binary: str, expected: str) -> None:

@@ -169,14 +169,15 @@ COLUMNS = {
 }
 
 
-SHORT_STEP_MS = 10
-FINER = {".1f": ".2f", ".0f": ".1f"}  # formats of times and of memory, where steps are short and models small
+SHORT_STEP_MS, SMALL_PEAK_MB = 10, 100  # below these, another decimal
 
 
-def _columns(longest_step_ms: float) -> dict[str, tuple[str, str]]:
-    if longest_step_ms >= SHORT_STEP_MS:
-        return COLUMNS
-    return {field: (title, FINER.get(spec, spec)) for field, (title, spec) in COLUMNS.items()}
+def _columns(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    short = max(row.step_ms or 0.0 for row in rows) < SHORT_STEP_MS
+    small = max(row.peak_memory_mb or 0.0 for row in rows) < SMALL_PEAK_MB
+    finer = {field: (title, ".2f") for field, (title, spec) in COLUMNS.items() if short and spec == ".1f"}
+    finer |= {"peak_memory_mb": (COLUMNS["peak_memory_mb"][0], ".1f")} if small else {}
+    return COLUMNS | finer
 
 
 def tabulate_rows(
@@ -201,8 +202,7 @@ def render(comparison: Comparison, tablefmt: str = "simple") -> str:
     """The table as text under a line that says what was run; `tablefmt` is tabulate's ("github" for a document)."""
     table = derive(comparison)
     rows = [*table.variants, table.communication, *table.limits]
-    columns = _columns(max(row.step_ms or 0.0 for row in table.variants))
-    body = tabulate_rows(rows, columns, tablefmt=tablefmt, missing="-")
+    body = tabulate_rows(rows, _columns(table.variants), tablefmt=tablefmt, missing="-")
     megabytes = sum(comparison.bucket_bytes) / 2**20
     title = (
         f"{comparison.workload}: {comparison.parameters / 1e6:.2f} M parameters, {megabytes:.1f} MiB of gradients in "

@@ -72,6 +72,8 @@ def sampled() -> Iterator[list[Sample]]:
         command = f"perf record -q -e cpu-clock -F {SAMPLES_PER_SECOND} -k CLOCK_MONOTONIC -p {os.getpid()} -o {data}"
         recorder = subprocess.Popen(command.split())
         time.sleep(1)  # until it samples
+        if recorder.poll() is not None:
+            raise RuntimeError(f"`{command}` ended with status {recorder.returncode}; its error stands above")
         try:
             yield samples
         finally:

@@ -46,11 +46,12 @@ def _finish(axes: Any, title: str) -> None:
     """Add a line of slope 1 through the lowest point: what rises faster is more than linear."""
     lines = [line.get_xydata() for line in axes.get_lines()]
     lowest_x, lowest_y = min((tuple(point) for line in lines for point in line), key=lambda point: point[1] / point[0])
-    highest_x = max(point[0] for line in lines for point in line)
-    least_x = min(point[0] for line in lines for point in line)
-    ends = [least_x, highest_x]
+    sizes = sorted({int(point[0]) for line in lines for point in line})
+    ends = [sizes[0], sizes[-1]]
     axes.plot(ends, [lowest_y / lowest_x * x for x in ends], ":", color="#969696", label="linear")
     axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="seconds")
+    axes.set_xticks(sizes, map(str, sizes))
+    axes.set_xticks([], minor=True)
     axes.set_title(title, loc="left")
     axes.grid(True, which="major", color="#e0e0e0")
     axes.spines[["top", "right"]].set_visible(False)

@@ -104,16 +104,9 @@ def _row(found: SizedSteps, reference: SizedSteps | None) -> SimpleNamespace:
     row.later_forward_ms = _milliseconds(found.later_forward_s)
     row.later_backward_ms = _milliseconds(found.later_backward_s)
     for quantity in ("constructor", "first_step", "later_backward"):
-        own, other = (_seconds_of(quantity, steps) for steps in (found, reference))
-        setattr(row, f"{quantity}_ratio", _over(own, other))
+        other = None if reference is None else getattr(reference, f"{quantity}_s")
+        setattr(row, f"{quantity}_ratio", _over(getattr(found, f"{quantity}_s"), other))
     return row
-
-
-def _seconds_of(quantity: str, steps: SizedSteps | None) -> float | None:
-    if steps is None or (quantity == "constructor" and steps.variant in COMPILED[:1]):
-        return None  # plain torch.compile has no constructor worth the name
-    value: float | None = getattr(steps, f"{quantity}_s")
-    return value
 
 
 def table_of_steps(found: Sequence[SizedSteps]) -> str:

@@ -21,7 +21,7 @@ class SizedSteps:
     variant: str
     parameters: int
     backend: str | None  # None where nothing is compiled
-    constructor_s: float
+    constructor_s: float | None  # None without a wrapper
     forward_s: list[float]
     backward_s: list[float]
 
@@ -52,8 +52,9 @@ def measure(variant: Variant, *, parameters: int, steps: int, backend: str, rank
     if steps:
         _run(variant, "small", 2, steps=2, rank=rank)  # what is imported and set up once is no part of any size
     constructor_s, forward_s, backward_s = _run(variant, "sized", parameters, steps=steps, rank=rank)
+    of_wrapper_s = constructor_s if variant.communicates else None
     of_backend = backend if variant.floor == "compiled" else None
-    return asdict(SizedSteps(variant.name, parameters, of_backend, constructor_s, forward_s, backward_s))
+    return asdict(SizedSteps(variant.name, parameters, of_backend, of_wrapper_s, forward_s, backward_s))
 
 
 def _run(

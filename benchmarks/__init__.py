@@ -10,6 +10,10 @@ collectives.py  collectives per step, and communication alone
 probe.py      fresh processes: first step cold and warm, peak memory
 table.py, chart.py, record.py   the numbers derived from raw samples; the picture; the recipe around them
 launch.py, link.py, worker.py   starting ranks: torch's elastic launcher, or two network namespaces and a shaped link
-models.py, data.py, tasks.py    the two workloads of this project; nothing above imports them
-compare.py, train.py            the two commands
+models.py, data.py, tasks.py    the workloads of this project; nothing above imports them
+compare.py, train.py            the commands on whole steps
+steps_by_size.py, passes_by_size.py, growth_chart.py, scaling.py   what size costs, and the command
+threads.py, perf_samples.py, cpu_rounds.py, cpu_time.py   where a step's CPU time goes, and the command
+kept.py                         what it costs to ask who still holds a gradient
+publish.py                      fills the documents in from benchmarks/results/
 """

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +28,37 @@ from benchmarks.variants import make_variants
 from benchmarks.worker import run
 
 OUTPUT = Path("benchmarks/out")
-ROUNDS = {"gpt": {"quick": 15, "full": 40}, "conv": {"quick": 60, "full": 200}}
+QUICK = ("gpt", "linears")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long a workload is measured: the shorter its step, the more of them a median needs."""
+
+    warmup: int  # steps; in `switch` Dynamo still compiles while the sizes of its batches are new to it
+    quick: int  # rounds
+    full: int
+
+
+EXTENTS = {
+    "gpt": Extent(warmup=3, quick=15, full=40),
+    "conv": Extent(warmup=3, quick=60, full=200),
+    "linears": Extent(warmup=30, quick=400, full=1000),
+    "many_parameters": Extent(warmup=10, quick=60, full=200),
+    "switch": Extent(warmup=40, quick=100, full=300),
+}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     extent = parser.add_mutually_exclusive_group()
-    extent.add_argument("--quick", action="store_true", help="the GPT alone, few rounds: within 5 minutes (default)")
-    extent.add_argument("--full", action="store_true", help="both models, more rounds, peak memory and first step")
-    parser.add_argument("--model", choices=(*WORKLOADS, "both"), help="default gpt, with --full both")
+    extent.add_argument(
+        "--quick", action="store_true", help=f"{' and '.join(QUICK)}, few rounds: within 5 minutes (default)"
+    )
+    extent.add_argument("--full", action="store_true", help="all models, more rounds, peak memory and first step")
+    parser.add_argument("--model", nargs="+", choices=WORKLOADS, help=f"default {' '.join(QUICK)}, with --full all")
     parser.add_argument("--steps", type=int, help="rounds, each one step of every variant")
-    parser.add_argument("--warmup", type=int, default=3, help="steps of each variant before the first round")
+    parser.add_argument("--warmup", type=int, help="steps of each variant before the first round")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--link", default=LOOPBACK, help="loopback, or a rate like 1gbit or 600mbit (needs root)")
@@ -61,19 +81,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(str(error))
     options.probe = options.full if options.probe is None else options.probe
-    options.model = options.model or ("both" if options.full else "gpt")
+    options.model = options.model or (list(WORKLOADS) if options.full else list(QUICK))
     return options
 
 
 def _job(options: argparse.Namespace, workload: str, link: str) -> dict[str, Any]:
-    rounds = options.steps or ROUNDS[workload]["full" if options.full else "quick"]
+    extent = EXTENTS[workload]
     return {
         "workload": workload,
         "variants": options.variants,
         "bucket_cap_mb": options.bucket_cap_mb,
         "device": options.device,
-        "warmup": options.warmup,
-        "rounds": rounds,
+        "warmup": options.warmup or extent.warmup,
+        "rounds": options.steps or (extent.full if options.full else extent.quick),
         "link": link,
     }
 
@@ -102,6 +122,8 @@ def _probe_all(job: dict[str, Any], ranks: int, link: ShapedLink | None, cache: 
 def _report(options: argparse.Namespace, comparisons: Sequence[Comparison]) -> None:
     for comparison in comparisons:
         print(f"\n{table.render(comparison)}")
+    if len(comparisons) > 1:
+        print(f"\n{table.overview(comparisons)}")
     link = comparisons[0].link
     samples = options.json or OUTPUT / f"compare-{link}.json"
     picture = options.png or OUTPUT / f"compare-{link}.png"
@@ -133,12 +155,11 @@ def _run_as_launcher(options: argparse.Namespace, workload: str, link: ShapedLin
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    workloads = list(WORKLOADS) if options.model == "both" else [options.model]
     if "RANK" in os.environ:
-        _run_as_rank(options, workloads)
+        _run_as_rank(options, options.model)
         return
     with link_or_loopback(options.link) as link:
-        comparisons = [_run_as_launcher(options, workload, link) for workload in workloads]
+        comparisons = [_run_as_launcher(options, workload, link) for workload in options.model]
     _report(options, comparisons)
 
 

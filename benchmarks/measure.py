@@ -74,11 +74,11 @@ def warm_up(
 
 
 def bucket_sizes(contenders: Sequence[Contender]) -> list[int]:
-    """Bytes of each all-reduce of the last contender that can tell; otherwise all gradients in pieces of 4 MiB."""
-    for contender in reversed(contenders):
-        read = contender.variant.bucket_bytes
-        if read is not None and (sizes := read(contender.module)):
-            return sizes
+    """Bytes of each all-reduce of the contender with the fewest; pieces of 4 MiB if none can tell."""
+    readers = [(contender.variant.bucket_bytes, contender.module) for contender in contenders]
+    told = [read(module) for read, module in readers if read is not None]
+    if sizes := min(filter(None, told), key=len, default=None):
+        return sizes
     parameters = trainable(contenders[0].module)
     return even_buckets(sum(parameter.numel() * parameter.element_size() for parameter in parameters))
 

@@ -1,4 +1,4 @@
-"""The two networks. Both return the loss from forward, so that loss and backward belong to the captured graph."""
+"""The networks. All return the loss from forward, so that loss and backward belong to the captured graph."""
 
 from itertools import pairwise
 
@@ -80,3 +80,107 @@ class DigitsNet(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:  # (batch, 1, 8, 8), (batch,)
         return F.cross_entropy(self.classifier(self.features(x).mean((2, 3))), y)
+
+
+class Linears(nn.Module):
+    """Nine small layers on the 64 pixels of a digit: a step in which the overhead is nearly all there is."""
+
+    def __init__(self, *, width: int = 64, layers: int = 9) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # (batch, 1, 8, 8), (batch,)
+        x = x.flatten(1)
+        for layer in self.layers:
+            x = F.silu(layer(x))
+        return F.cross_entropy(x, y)
+
+
+class ManyParameters(nn.Module):
+    """802 parameters: 401 residual layers of 16x16 and 16, on digits that are averaged down to 16 pixels."""
+
+    def __init__(self, *, layers: int = 401) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(layers))
+        for layer in self.layers:
+            nn.init.normal_(layer.weight, std=0.02)  # so that the first layers still have a gradient
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # (batch, 1, 8, 8), (batch,)
+        x = F.avg_pool2d(x, 2).flatten(1)
+        for layer in self.layers:
+            x = x + F.silu(layer(x))
+        return F.cross_entropy(x, y)
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.expand = nn.Linear(width, 2 * width, bias=False)
+        self.contract = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.contract(F.gelu(self.expand(x)))
+
+
+class SwitchLayer(nn.Module):
+    """Each token goes to the one expert that its router prefers (Fedus et al., 2021), without a limit on its tokens."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(Expert(width) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        share, chosen = self.router(tokens).softmax(-1).max(-1)
+        out = torch.zeros_like(tokens)
+        for number in chosen.unique().tolist():  # a graph break, as the sizes of what follows are
+            places = (chosen == number).nonzero().squeeze(1)
+            out = out.index_copy(0, places, share[places, None] * self.experts[number](tokens[places]))
+        return out.view_as(x)
+
+
+class SwitchBlock(nn.Module):
+    def __init__(self, width: int, heads: int, experts: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention = SelfAttention(width, heads)
+        self.experts_norm = nn.LayerNorm(width)
+        self.switch = SwitchLayer(width, experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.switch(self.experts_norm(x))
+
+
+class Switch(nn.Module):
+    """A byte-level Switch transformer of 77 parameters. Which experts a rank uses differs from step to step."""
+
+    def __init__(
+        self, *, width: int = 64, layers: int = 3, heads: int = 4, experts: int = 8, context: int = 32
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(256, width)
+        self.position = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(SwitchBlock(width, heads, experts) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 256, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # both (batch, time), bytes as int64
+        hidden = self.token(x) + self.position(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            hidden = block(hidden)
+        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
+
+
+class Chain(nn.Module):
+    """`parameters` parameters of two elements, one product each: little but what a wrapper does for each of them."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(nn.Parameter(torch.ones(2)) for _ in range(parameters))
+
+    def forward(self, x: Tensor) -> Tensor:  # (2,)
+        for factor in self.factors:
+            x = x * factor
+        return x.sum()

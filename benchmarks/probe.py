@@ -24,7 +24,7 @@ from benchmarks.workload import Workload
 MALLOC_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
-def probe(workload: Workload, variant: Variant, *, steps: int, rank: Rank) -> dict[str, Any]:
+def probe(workload: Workload, variant: Variant, *, warmup: int, steps: int, rank: Rank) -> dict[str, Any]:
     """Wrap and train one variant in this fresh process. The answer is the slowest rank's seconds, the largest's bytes.
 
     The first step's seconds begin before the model is built and wrapped, so they hold what a wrapper does at once.
@@ -36,7 +36,7 @@ def probe(workload: Workload, variant: Variant, *, steps: int, rank: Rank) -> di
     batch = contender.next_batch()  # reads the data: no part of the first step
     rank.barrier()
     first_step_s = wrapping_s + sum(contender.step(batch))
-    for _ in range(2):
+    for _ in range(warmup - 1):
         contender.step(contender.next_batch())
     peak_bytes = _cuda_peak(contender, steps) if rank.device.type == "cuda" else _resident_peak(contender, steps)
     return {

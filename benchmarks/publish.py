@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.result import Comparison
-from benchmarks.table import derive, render, tabulate_rows
+from benchmarks.table import derive, overview, render, tabulate_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -77,7 +77,10 @@ def page_text(runs: dict[str, dict[str, Any]]) -> str:
     parts = []
     for name, where in RUNS.items():
         parts.append(f"### On {where}\n\n{provenance(runs[name]['recipe'])}")
-        parts += [render(comparison, "github") for comparison in _comparisons(runs[name]).values()]
+        comparisons = list(_comparisons(runs[name]).values())
+        if len(comparisons) > 1:
+            parts.append(f"All models in short:\n\n{overview(comparisons, 'github')}")
+        parts += [render(comparison, "github") for comparison in comparisons]
         parts.append(f"![One bar per variant, on {where}](images/{name}.png)")
     return "\n\n".join(parts)
 

@@ -6,6 +6,7 @@ taken within a round and then their median over rounds, so that they hold on a m
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 from tabulate import tabulate
@@ -168,6 +169,17 @@ COLUMNS = {
 }
 
 
+SHORT_STEP_MS, SMALL_PEAK_MB = 10, 100  # below these, another decimal
+
+
+def _columns(rows: Sequence[Row]) -> dict[str, tuple[str, str]]:
+    short = max(row.step_ms or 0.0 for row in rows) < SHORT_STEP_MS
+    small = max(row.peak_memory_mb or 0.0 for row in rows) < SMALL_PEAK_MB
+    finer = {field: (title, ".2f") for field, (title, spec) in COLUMNS.items() if short and spec == ".1f"}
+    finer |= {"peak_memory_mb": (COLUMNS["peak_memory_mb"][0], ".1f")} if small else {}
+    return COLUMNS | finer
+
+
 def tabulate_rows(
     rows: Sequence[object], columns: Mapping[str, tuple[str, str]], *, tablefmt: str, missing: str
 ) -> str:
@@ -190,7 +202,7 @@ def render(comparison: Comparison, tablefmt: str = "simple") -> str:
     """The table as text under a line that says what was run; `tablefmt` is tabulate's ("github" for a document)."""
     table = derive(comparison)
     rows = [*table.variants, table.communication, *table.limits]
-    body = tabulate_rows(rows, COLUMNS, tablefmt=tablefmt, missing="-")
+    body = tabulate_rows(rows, _columns(table.variants), tablefmt=tablefmt, missing="-")
     megabytes = sum(comparison.bucket_bytes) / 2**20
     title = (
         f"{comparison.workload}: {comparison.parameters / 1e6:.2f} M parameters, {megabytes:.1f} MiB of gradients in "
@@ -199,3 +211,23 @@ def render(comparison: Comparison, tablefmt: str = "simple") -> str:
     )
     notes = "\n".join(f"{name}: {formula}, from the compiled floor" for name, formula in LIMITS.items())
     return f"{title}\n\n{body}\n\n{notes}"
+
+
+def overview(comparisons: Sequence[Comparison], tablefmt: str = "simple") -> str:
+    """Each variant's step over torch DDP's, and its peak memory where that was measured, workload beside workload."""
+    rows: dict[str, dict[str, float | None]] = {}
+    for comparison in comparisons:
+        for row in derive(comparison).variants:
+            fields = {
+                f"{comparison.workload} step": row.ratio_to_baseline,
+                f"{comparison.workload} peak": row.peak_memory_mb,
+            }
+            rows.setdefault(row.name, {}).update(fields)
+    workloads = [comparison.workload for comparison in comparisons]
+    columns = {"name": ("", "s")}
+    columns |= {f"{workload} step": (f"{workload}\nx torch DDP", ".3f") for workload in workloads}
+    for workload in workloads:
+        if any(fields.get(f"{workload} peak") is not None for fields in rows.values()):
+            columns[f"{workload} peak"] = (f"{workload}\npeak MiB", ".1f")
+    lines = [SimpleNamespace(**{**dict.fromkeys(columns), **fields, "name": name}) for name, fields in rows.items()]
+    return tabulate_rows(lines, columns, tablefmt=tablefmt, missing="-")

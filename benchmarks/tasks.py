@@ -1,4 +1,4 @@
-"""The two workloads of this project. A comparison of your own model needs one more entry like these."""
+"""The workloads of this project. A comparison of your own model needs one more entry like these."""
 
 from functools import partial
 
@@ -21,4 +21,26 @@ CONV = Workload(
     batches=partial(digit_batches, batch=64),
     optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
 )
-WORKLOADS = {workload.name: workload for workload in (GPT, CONV)}
+LINEARS = Workload(
+    name="linears",
+    model_module="benchmarks.models",
+    model_factory="Linears",
+    batches=partial(digit_batches, batch=64),
+    optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
+)
+MANY_PARAMETERS = Workload(
+    name="many_parameters",
+    model_module="benchmarks.models",
+    model_factory="ManyParameters",
+    batches=partial(digit_batches, batch=16),
+    optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9, foreach=True),
+)
+SWITCH = Workload(
+    name="switch",
+    model_module="benchmarks.models",
+    model_factory="Switch",
+    batches=partial(byte_batches, batch=2, context=32),
+    optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True),
+    find_unused_parameters=True,
+)
+WORKLOADS = {workload.name: workload for workload in (GPT, CONV, LINEARS, MANY_PARAMETERS, SWITCH)}

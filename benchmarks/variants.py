@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -72,30 +73,38 @@ def _unwrap(module: nn.Module) -> nn.Module:
     return module.unwrap()
 
 
-def make_variants(bucket_cap_mb: float | None = None) -> dict[str, Variant]:
-    """All variants by name, in the order of the table. A given `bucket_cap_mb` holds for every wrapper, torch's too."""
-    options = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
+def make_variants(
+    bucket_cap_mb: float | None = None, *, find_unused_parameters: bool = False, backend: str = "inductor"
+) -> dict[str, Variant]:
+    """All variants by name, in the order of the table. A given `bucket_cap_mb` holds for every wrapper, torch's too.
+
+    `find_unused_parameters` is for torch's DDP alone. `backend` is that of every compiled variant.
+    """
+    options: dict[str, Any] = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
+    of_torch = {**options, "find_unused_parameters": find_unused_parameters}
+    compiled = partial(torch.compile, backend=backend)
+    of_compile_ddp = {**options, "backend": backend}
     variants = (
         Variant("no communication, eager", "eager", lambda model: model, communicates=False),
-        Variant("no communication, compiled", "compiled", torch.compile, communicates=False),
-        Variant("torch DDP", "eager", lambda model: _torch_ddp(model, options)),
-        Variant("torch.compile(DDP)", "compiled", lambda model: torch.compile(_torch_ddp(model, options))),
-        Variant("DDP(torch.compile)", "compiled", lambda model: _torch_ddp(torch.compile(model), options)),
+        Variant("no communication, compiled", "compiled", compiled, communicates=False),
+        Variant("torch DDP", "eager", lambda model: _torch_ddp(model, of_torch)),
+        Variant("torch.compile(DDP)", "compiled", lambda model: compiled(_torch_ddp(model, of_torch))),
+        Variant("DDP(torch.compile)", "compiled", lambda model: _torch_ddp(compiled(model), of_torch)),
         Variant(
             "EagerDDP", "eager", lambda model: _eager_ddp(model, options), bucket_bytes=_planned_bytes, unwrap=_unwrap
         ),
         Variant(
             "compile_ddp",
             "compiled",
-            lambda model: _compile_ddp(model, options),
+            lambda model: _compile_ddp(model, of_compile_ddp),
             bucket_bytes=_planned_bytes,
             unwrap=_unwrap,
         ),
-        Variant("torch DDP, float16", "eager", lambda model: _torch_ddp_in_float16(model, options), by_default=False),
+        Variant("torch DDP, float16", "eager", lambda model: _torch_ddp_in_float16(model, of_torch), by_default=False),
         Variant(
             "compile_ddp, float16",
             "compiled",
-            lambda model: _compile_ddp_in_float16(model, options),
+            lambda model: _compile_ddp_in_float16(model, of_compile_ddp),
             unwrap=_unwrap,
             by_default=False,
         ),

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import cpu_rounds, steps_by_size
 from benchmarks.measure import compare
 from benchmarks.probe import probe
 from benchmarks.ranks import Rank, joined_rank
@@ -15,18 +16,37 @@ from benchmarks.variants import make_variants
 
 def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
     """The job's answer as a JSON value, the same on every rank."""
+    return _scaling(arguments, rank) if kind == "scaling" else _of_workload(kind, arguments, rank)
+
+
+def _scaling(arguments: dict[str, Any], rank: Rank) -> Any:
+    backend, parameters, steps = arguments["backend"], arguments["parameters"], arguments["steps"]
+    variant = make_variants(backend=backend)[arguments["variant"]]
+    return steps_by_size.measure(variant, parameters=parameters, steps=steps, backend=backend, rank=rank)
+
+
+def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
     workload = WORKLOADS[arguments["workload"]]
-    known = make_variants(arguments["bucket_cap_mb"])
+    known = make_variants(arguments["bucket_cap_mb"], find_unused_parameters=workload.find_unused_parameters)
     variants = [known[name] for name in arguments["variants"]]
     match kind:
         case "compare":
             link, warmup, rounds = arguments["link"], arguments["warmup"], arguments["rounds"]
             return compare(workload, variants, warmup=warmup, rounds=rounds, link=link, rank=rank).to_json()
         case "probe":
-            return probe(workload, variants[0], steps=arguments["steps"], rank=rank)
+            return probe(workload, variants[0], warmup=arguments["warmup"], steps=arguments["steps"], rank=rank)
         case "train":
             return train(workload, variants, steps=arguments["steps"], rank=rank)
-    raise ValueError(f"Unknown kind of job '{kind}'; expected compare, probe or train")
+        case "cpu_time":
+            return cpu_rounds.measure(
+                workload,
+                variants,
+                warmup=arguments["warmup"],
+                rounds=arguments["rounds"],
+                with_perf=arguments["with_perf"],
+                rank=rank,
+            )
+    raise ValueError(f"Unknown kind of job '{kind}'; expected compare, probe, train, cpu_time or scaling")
 
 
 def main() -> None:

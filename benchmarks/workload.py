@@ -45,6 +45,7 @@ class Workload:
     batches: Batches  # (rank, world_size) -> endless tuples of tensors, the arguments of forward
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
     seed: int = 0
+    find_unused_parameters: bool = False  # what torch's DDP is told; the other wrappers find them by themselves
 
     def build_model(self, label: str, device: torch.device) -> nn.Module:
         """A new model with the same initial weights for every label and rank."""

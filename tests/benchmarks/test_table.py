@@ -94,6 +94,19 @@ def test_what_was_not_measured_is_a_dash() -> None:
     assert line.split()[-1] == "-"
 
 
+def test_short_steps_have_a_decimal_more() -> None:
+    tiny = steady("torch DDP", "eager", [0.123, 1.0, 0.25])
+    line = next(line for line in table.render(comparison(tiny)).splitlines() if line.startswith("torch DDP"))
+    assert line.split()[2:6] == ["0.12", "1.00", "0.25", "1.37"]
+
+
+def test_overview_has_the_ratio_of_each_workload_and_its_peak_where_it_was_measured() -> None:
+    probed = replace(TORCH_DDP, peak_memory_bytes=3 << 20)
+    small, large = comparison(TORCH_DDP, FASTER), replace(comparison(probed), workload="large")
+    lines = {line.split("  ")[0]: line.split()[-3:] for line in table.overview([small, large]).splitlines()[3:]}
+    assert lines == {"torch DDP": ["1.000", "1.000", "3.0"], "faster": ["0.694", "-", "-"]}
+
+
 def test_collectives_other_than_all_reduces_are_named() -> None:
     variant = replace(TORCH_DDP, collectives={"broadcast": 2, "allreduce": 13})
     assert rows(comparison(variant))["torch DDP"].collectives == "13 + 2 broadcast"

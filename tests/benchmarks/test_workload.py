@@ -1,10 +1,11 @@
 """Models with code objects of their own, and the same data on every machine."""
 
+import pytest
 import torch
 
 from benchmarks.data import byte_batches, digit_batches
-from benchmarks.tasks import CONV, GPT
-from benchmarks.workload import load_fresh
+from benchmarks.tasks import CONV, GPT, LINEARS, MANY_PARAMETERS, SWITCH
+from benchmarks.workload import Workload, load_fresh
 
 
 def test_every_label_has_code_objects_of_its_own() -> None:
@@ -32,3 +33,31 @@ def test_byte_targets_are_one_ahead_and_ranks_read_different_text() -> None:
 def test_batches_are_the_same_in_every_pass() -> None:
     for batches in (CONV.batches, lambda rank, world: digit_batches(rank, world, batch=4)):
         assert all(torch.equal(a, b) for a, b in zip(next(batches(1, 2)), next(batches(1, 2)), strict=True))
+
+
+@pytest.mark.parametrize(("workload", "expected"), [(LINEARS, 18), (MANY_PARAMETERS, 802), (SWITCH, 77)])
+def test_small_models_have_as_many_parameters_as_they_say(workload: Workload, expected: int) -> None:
+    assert len(list(workload.build_model("counted", torch.device("cpu")).parameters())) == expected
+
+
+@pytest.mark.parametrize("workload", [LINEARS, MANY_PARAMETERS], ids=["linears", "many_parameters"])
+def test_first_layers_have_gradients_that_float32_can_tell_from_zero(workload: Workload) -> None:
+    model = workload.build_model("gradients", torch.device("cpu"))
+    model(*next(workload.batches(0, 2))).backward()
+    assert all(float(parameter.grad.abs().max()) > 1e-8 for parameter in model.parameters())
+
+
+def test_ranks_of_the_switch_transformer_use_different_experts() -> None:
+    model = SWITCH.build_model("experts", torch.device("cpu"))
+    optimizer = SWITCH.optimizer(model.parameters())
+    used: list[set[str]] = [set(), set()]
+    ranks = [SWITCH.batches(rank, 2) for rank in (0, 1)]
+    for _ in range(10):
+        for names, batches in zip(used, ranks, strict=True):
+            optimizer.zero_grad()
+            model(*next(batches)).backward()
+            names.clear()
+            names |= {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        optimizer.step()
+    assert used[0] != used[1]
+    assert len(used[0]) < 77

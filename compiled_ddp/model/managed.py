@@ -1,11 +1,35 @@
 """Which parameters and buffers of a model its wrapper looks after: none to ignore, and none of a wrapper inside."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from compiled_ddp import torch_private
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The parameters and buffers that a wrapper looks after, as they were at one moment.
+
+    Each once, by name, in registration order. To look through a model takes time by the number of its modules.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    sparse: frozenset[str]  # the trained parameters with a sparse gradient
+
+    @functools.cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those of the parameters that require a gradient."""
+        return _trained(self.parameters)
+
+    @functools.cached_property
+    def devices(self) -> list[torch.device]:
+        """Where the trained parameters are."""
+        return list(dict.fromkeys(parameter.device for parameter in self.trained.values()))
 
 
 class ManagedState:
@@ -22,6 +46,12 @@ class ManagedState:
         self.ignored = tuple(torch_private.modules.names_to_ignore(module))
         self._ignored = frozenset(map(_plain, self.ignored))
 
+    def contents(self) -> Contents:
+        """All of it, as it is now."""
+        parameters = self.parameters()
+        sparse = self._sparse_of(_trained(parameters))
+        return Contents(parameters, self.buffers(), frozenset(sparse))
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, each once, in registration order."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
@@ -33,7 +63,7 @@ class ManagedState:
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Those of the parameters that require a gradient."""
-        return {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
+        return _trained(self.parameters())
 
     def devices(self) -> list[torch.device]:
         """Where the trained parameters are, in registration order."""
@@ -41,11 +71,11 @@ class ManagedState:
 
     def sparse(self) -> set[str]:
         """The names of those with a sparse gradient; as for torch's DDP, what an embedding says of its weight."""
-        weights = {id(part.weight) for part in self.sparse_modules()}
-        return {name for name, parameter in self.trained().items() if id(parameter) in weights}
+        return self._sparse_of(self.trained())
 
-    def sparse_modules(self) -> list[nn.Module]:
-        return [part for _, part in self.modules() if produces_sparse_gradient(part)]
+    def _sparse_of(self, trained: Mapping[str, nn.Parameter]) -> set[str]:
+        weights = {id(part.weight) for _, part in self.modules() if produces_sparse_gradient(part)}
+        return {name for name, parameter in trained.items() if id(parameter) in weights} if weights else set()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """By name, each once, in registration order."""
@@ -80,6 +110,10 @@ class ManagedState:
 
     def _is_own(self, prefix: str, key: str) -> bool:
         return not self._ignored or _plain(_joined(prefix, key)) not in self._ignored
+
+
+def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
 
 def produces_sparse_gradient(module: nn.Module) -> bool:

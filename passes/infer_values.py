@@ -1,4 +1,4 @@
-"""The values that later stages read, for the nodes that the passes have left in a graph."""
+"""The values that a compiler reads, for the nodes that the passes have left in a graph."""
 
 import torch
 from torch.fx import Graph, Node
@@ -9,8 +9,8 @@ from compiled_ddp.passes.graph_edit import fake_mode_of
 def infer_values(graph: Graph) -> None:
     """Give each new node its fake value (`meta["val"]`).
 
-    Assumes that the nodes of the graph which take part in it have theirs. At the end, as most of what is emitted on the
-    way is merged or moved again, and a fake value costs as much as the rest of a node ten times over.
+    Assumes that all passes that emit nodes have run: most of what they emit is merged into other nodes again, and a
+    fake value costs ten times as much as the node itself.
 
     Does nothing on a hand-built graph without values.
     """

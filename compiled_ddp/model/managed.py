@@ -93,20 +93,22 @@ class ManagedState:
 
     def wrappers_inside(self) -> dict[str, nn.Module]:
         """The outermost wrappers inside the model, by name, in registration order."""
-        found: dict[str, nn.Module] = {}
-        for name, part in self.module.named_modules():
-            if part is not self.module and is_wrapper(part) and not name.startswith(tuple(f"{n}." for n in found)):
-                found[name] = part
-        return found
+        return {name: part for name, part in self._outermost() if self._is_inside(part)}
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules outside of such wrappers, by name."""
-        inside: tuple[str, ...] = ()
+        return ((name, part) for name, part in self._outermost() if not self._is_inside(part))
+
+    def _outermost(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules but those inside of such wrappers, by name."""
+        wrapper: str | None = None  # whose parts come right behind it
         for name, part in self.module.named_modules():
-            if part is not self.module and is_wrapper(part):
-                inside += (f"{name}.",)
-            elif not name.startswith(inside):
+            if wrapper is None or not name.startswith(f"{wrapper}."):
+                wrapper = name if self._is_inside(part) else None
                 yield name, part
+
+    def _is_inside(self, part: nn.Module) -> bool:
+        return part is not self.module and is_wrapper(part)
 
     def _is_own(self, prefix: str, key: str) -> bool:
         return not self._ignored or _plain(_joined(prefix, key)) not in self._ignored

@@ -54,12 +54,14 @@ class ManagedState:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, each once, in registration order."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
+        found: dict[str, nn.Parameter] = {}
+        known: set[int] = set()
         for prefix, owner in self.modules():
             for key, parameter in owner._parameters.items():
-                if parameter is not None and self._is_own(prefix, key):
-                    found.setdefault(id(parameter), (_joined(prefix, key), parameter))
-        return dict(found.values())
+                if parameter is not None and id(parameter) not in known and self._is_own(prefix, key):
+                    known.add(id(parameter))
+                    found[_joined(prefix, key)] = parameter
+        return found
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Those of the parameters that require a gradient."""
@@ -79,12 +81,14 @@ class ManagedState:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """By name, each once, in registration order."""
-        found: dict[int, tuple[str, torch.Tensor]] = {}
+        found: dict[str, torch.Tensor] = {}
+        known: set[int] = set()
         for prefix, owner in self.modules():
             for key, buffer in owner._buffers.items():
-                if buffer is not None and self._is_own(prefix, key):
-                    found.setdefault(id(buffer), (_joined(prefix, key), buffer))
-        return dict(found.values())
+                if buffer is not None and id(buffer) not in known and self._is_own(prefix, key):
+                    known.add(id(buffer))
+                    found[_joined(prefix, key)] = buffer
+        return found
 
     def left_alone(self) -> dict[str, nn.Parameter]:
         """The other parameters of the model, by name."""

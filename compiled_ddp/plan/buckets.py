@@ -13,7 +13,7 @@ import torch
 from compiled_ddp.plan.riders import Riders
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there is one for each parameter
 class GradientSpec:
     """A gradient before it has a place: which one, and what its tensor looks like.
 
@@ -60,7 +60,7 @@ def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there is one for each parameter
 class Gradient:
     """A gradient in its bucket: `size` and `stride` of the view, `offset_elements` into the flat buffer."""
 

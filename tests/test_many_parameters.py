@@ -7,8 +7,8 @@ import torch
 from growth import assert_linear
 from torch import nn
 from torch.fx import Graph
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from compiled_ddp import torch_private
 from compiled_ddp.checks.batches import batched
 from compiled_ddp.model.checks import check_layouts, check_model, check_writable, describe_model
 from compiled_ddp.model.managed import ManagedState
@@ -127,7 +127,7 @@ def test_a_model_is_checked_in_linear_time_and_its_modules_are_walked_through_a_
 # ---- the proof -------------------------------------------------------------------------------------------------------
 
 
-class Operators(TorchDispatchMode):
+class Operators(torch_private.autograd.DispatchMode):
     """Counts the operators that run."""
 
     def __init__(self) -> None:

@@ -1,11 +1,13 @@
 """Buckets: one all-reduce for many gradients instead of one for each."""
 
+import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import add_placeholder, emit, fake_mode_of, output_values, set_output_values
+from compiled_ddp.passes.graph_edit import add_placeholders, emit, output_values, set_output_values
 from compiled_ddp.passes.inline_hook import TracedHook, emit_flat, inline_hook
 from compiled_ddp.passes.insert_all_reduces import Reduction, read_reductions
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
@@ -69,15 +71,18 @@ def memory_order(gradient: Gradient) -> list[int]:
     return sorted(range(len(gradient.size)), key=lambda dim: (-gradient.stride[dim], dim))
 
 
-def _add_state_placeholders(graph: Graph, hook: TracedHook, first: int) -> list[Node]:
-    _, *state = hook.graph.find_nodes(op="placeholder")
-    placeholders = []
-    for number, node in enumerate(state, start=first):
-        like = node.meta["val"]
-        with fake_mode_of(graph) as fake:
-            value = torch.empty(like.shape, dtype=like.dtype, device=like.device) if fake else None
-        placeholders.append(add_placeholder(graph, f"hook_state_{number}", value))
-    return placeholders
+def _add_state_placeholders(graph: Graph, hooks: Sequence[TracedHook | None]) -> list[list[Node]]:
+    """Append the inputs for the state of all hooks; returns those of each."""
+    states = [[] if hook is None else hook.graph.find_nodes(op="placeholder")[1:] for hook in hooks]
+    likes = [node.meta["val"] for state in states for node in state]
+    added = iter(
+        add_placeholders(graph, {f"hook_state_{n}": functools.partial(_new, like) for n, like in enumerate(likes)})
+    )
+    return [list(itertools.islice(added, len(state))) for state in states]
+
+
+def _new(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _merge_all(
@@ -92,8 +97,8 @@ def _merge_all(
     place = {node: number for number, node in enumerate(graph.nodes)}
     last_place, anchor = -1, riders_wait  # behind which the next bucket's reduction goes
     waits, state = [], list[Node]()
-    for bucket, hook in zip(plan.buckets, hooks or [None] * len(plan.buckets), strict=True):
-        old = [] if hook is None else _add_state_placeholders(graph, hook, len(state))
+    hooks = hooks or [None] * len(plan.buckets)
+    for bucket, hook, old in zip(plan.buckets, hooks, _add_state_placeholders(graph, hooks), strict=True):
         merged = [reductions[index] for index in bucket.indices]
         latest = max((reduction.wait for reduction in merged), key=place.__getitem__, default=None)
         if latest is not None and place[latest] > last_place:

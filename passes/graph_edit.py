@@ -1,7 +1,7 @@
-"""What every pass needs to edit a graph: nodes whose metadata is right, and the graph's outputs by position."""
+"""What every pass needs to edit a graph: new nodes and inputs, and the graph's outputs by position."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,29 +21,23 @@ def fake_mode_of(graph: Graph) -> Iterator[bool]:
 
 
 def emit(graph: Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """Insert a call of `op` at the graph's insertion point, with the fake value that later stages read.
+    """Insert a call of `op` at the graph's insertion point; `infer_values` gives it its value."""
+    return graph.call_function(op, args, kwargs)
 
-    The value (`meta["val"]`) is computed from the arguments' values; on a hand-built graph without values it is left
-    out.
+
+def add_placeholders(graph: Graph, values: Mapping[str, Callable[[], torch.Tensor]]) -> list[Node]:
+    """Append inputs to the graph, after all others, by their names.
+
+    Where the graph has values, what is made here is theirs, in its fake mode.
     """
-    node = graph.call_function(op, args, kwargs)
-    inputs = node.all_input_nodes
-    # An op that takes no tensor needs the graph's own fake mode.
-    with contextlib.nullcontext(True) if inputs else fake_mode_of(graph) as fake:
-        if fake and all("val" in producer.meta for producer in inputs):
-            args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda producer: producer.meta["val"])
-            node.meta["val"] = op(*args, **kwargs)
-    return node
-
-
-def add_placeholder(graph: Graph, name: str, value: torch.Tensor | None) -> Node:
-    """Append an input to the graph, after all others."""
+    nodes = []
     first_other = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(first_other):
-        node = graph.placeholder(name)
-    if value is not None:
-        node.meta["val"] = value
-    return node
+    with graph.inserting_before(first_other), fake_mode_of(graph) as fake:
+        for name, make in values.items():
+            nodes.append(graph.placeholder(name))
+            if fake:
+                nodes[-1].meta["val"] = make()
+    return nodes
 
 
 def output_values(graph: Graph) -> list[Node | None]:

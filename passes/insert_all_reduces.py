@@ -3,19 +3,14 @@
 It is the meaning that all other passes keep, and the reference they are tested against.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import (
-    add_placeholder,
-    emit,
-    fake_mode_of,
-    output_values,
-    set_output_values,
-)
+from compiled_ddp.passes.graph_edit import add_placeholders, emit, output_values, set_output_values
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
 from compiled_ddp.plan import WEIGHT, Bucket, BucketPlan, Gradient
 
@@ -60,10 +55,7 @@ def insert_all_reduces(
         return
     outputs = output_values(graph)
     riders = _add_rider_placeholder(graph, plan)
-    pending = {
-        gradient.index: _add_pending_placeholder(graph, bucket, gradient) if fold else None
-        for bucket, gradient in plan.gradients
-    }
+    pending = _add_pending_placeholders(graph, plan) if fold else {}
     share = emit_share(graph, plan, riders)
     first_after_inputs = next(node for node in graph.nodes if node.op != "placeholder" and node is not share)
     for bucket, gradient in plan.gradients:
@@ -74,7 +66,7 @@ def insert_all_reduces(
                 local = _emit_zeros(graph, bucket, gradient)
         with graph.inserting_before(first_after_inputs if local.op == "placeholder" else local.next):
             reduced = _times(graph, local, share)
-            unreduced = pending[gradient.index]
+            unreduced = pending.get(gradient.index)
             if unreduced is not None:
                 reduced = emit(graph, _add, reduced, _times(graph, unreduced, share))
             outputs[position] = _emit_reduction(graph, reduced, group_name)
@@ -152,17 +144,18 @@ def _is_pending_share(node: object) -> bool:
 
 def _add_rider_placeholder(graph: Graph, plan: BucketPlan) -> Node:
     last = plan.buckets[-1]
-    with fake_mode_of(graph) as fake:
-        value = torch.empty(plan.riders.numel, dtype=last.dtype, device=last.device) if fake else None
-    return add_placeholder(graph, "riders", value)
+    values = {"riders": lambda: torch.empty(plan.riders.numel, dtype=last.dtype, device=last.device)}
+    (riders,) = add_placeholders(graph, values)
+    return riders
 
 
-def _add_pending_placeholder(graph: Graph, bucket: Bucket, gradient: Gradient) -> Node:
-    with fake_mode_of(graph) as fake:
-        value = None
-        if fake:
-            value = torch.empty_strided(gradient.size, gradient.stride, dtype=bucket.dtype, device=bucket.device)
-    return add_placeholder(graph, f"pending_{gradient.index}", value)
+def _add_pending_placeholders(graph: Graph, plan: BucketPlan) -> dict[int, Node]:
+    values = {f"pending_{g.index}": functools.partial(_like, bucket, g) for bucket, g in plan.gradients}
+    return dict(zip(plan.indices, add_placeholders(graph, values), strict=True))
+
+
+def _like(bucket: Bucket, gradient: Gradient) -> torch.Tensor:
+    return torch.empty_strided(gradient.size, gradient.stride, dtype=bucket.dtype, device=bucket.device)
 
 
 def _emit_zeros(graph: Graph, bucket: Bucket, gradient: Gradient) -> Node:

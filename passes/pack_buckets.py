@@ -1,11 +1,12 @@
 """Zero copy: gradients are produced inside their bucket instead of being copied into it."""
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import add_placeholder, emit, fake_mode_of
+from compiled_ddp.passes.graph_edit import add_placeholders, emit
 from compiled_ddp.passes.inline_hook import flat_buffers
 from compiled_ddp.passes.ops import pack
 from compiled_ddp.plan import Bucket, BucketPlan
@@ -24,12 +25,12 @@ def pack_buckets(graph: Graph, plan: BucketPlan, *, lent: Sequence[int]) -> None
 
     Appends one input for each bucket in `lent`, by place in the plan, in launch order: the memory to pack it into.
     """
-    for number, (bucket, flat) in enumerate(zip(plan.buckets, flat_buffers(graph), strict=True)):
+    intos = _add_flat_placeholders(graph, plan, lent)
+    for number, (_, flat) in enumerate(zip(plan.buckets, flat_buffers(graph), strict=True)):
         flattened: list[Node] = flat.args[0]  # type: ignore[assignment]
         parts = [part.args[0] if part.target is _aten.reshape.default else part for part in flattened]
-        into = [_add_flat_placeholder(graph, bucket, number)] if number in lent else []
         with graph.inserting_before(flat):
-            packed = emit(graph, pack, parts, *into)
+            packed = emit(graph, pack, parts, intos[number]) if number in intos else emit(graph, pack, parts)
         flat.replace_all_uses_with(packed)
         graph.erase_node(flat)
         for part in flattened:
@@ -37,7 +38,10 @@ def pack_buckets(graph: Graph, plan: BucketPlan, *, lent: Sequence[int]) -> None
                 graph.erase_node(part)
 
 
-def _add_flat_placeholder(graph: Graph, bucket: Bucket, number: int) -> Node:
-    with fake_mode_of(graph) as fake:
-        value = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) if fake else None
-    return add_placeholder(graph, f"flat_buffer_{number}", value)
+def _add_flat_placeholders(graph: Graph, plan: BucketPlan, lent: Sequence[int]) -> dict[int, Node]:
+    values = {f"flat_buffer_{number}": functools.partial(_like, plan.buckets[number]) for number in lent}
+    return dict(zip(lent, add_placeholders(graph, values), strict=True))
+
+
+def _like(bucket: Bucket) -> torch.Tensor:
+    return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)

@@ -6,7 +6,8 @@
 4. `pack_buckets`          lets gradients be produced inside their bucket
 5. `schedule_collectives`  launches early, waits late
 6. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
-7. `verify_collectives`    asserts that the graph launches what the plan says
+7. `infer_values`          computes what a compiler reads of the nodes that are new
+8. `verify_collectives`    asserts that the graph launches what the plan says
 
 With `naive`, steps 2, 4, 5 and 6 are left out, and the plan has one bucket per gradient.
 
@@ -23,6 +24,7 @@ from typing import TypedDict
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.form_buckets import form_buckets
+from compiled_ddp.passes.infer_values import infer_values
 from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
 from compiled_ddp.passes.pack_buckets import pack_buckets
@@ -135,6 +137,10 @@ def _unless_naive(pipeline: Pipeline) -> bool:
     return not pipeline.naive
 
 
+def _for_a_compiler(pipeline: Pipeline) -> bool:
+    return not pipeline.in_place
+
+
 def _in_place(pipeline: Pipeline) -> bool:
     return pipeline.in_place and not pipeline.naive
 
@@ -146,6 +152,7 @@ PASSES = (
     Pass("pack_buckets", pack_buckets, _unless_naive),
     Pass("schedule_collectives", schedule_collectives, _unless_naive),
     Pass("reduce_in_place", reduce_in_place, _in_place),
+    Pass("infer_values", infer_values, _for_a_compiler),
     Pass("verify_collectives", verify_collectives, _always),
 )
 

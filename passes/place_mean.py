@@ -1,5 +1,7 @@
 """Where the mean over ranks is taken: on the tangents, at no cost, if that is proven to be the same."""
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -49,8 +51,7 @@ def place_mean(
     proof = prove_linearity(graph, tangents, [*local, *other_nodes], own_launches=launches)
     if proof.proven:
         share = _share_of(reductions)
-        for tangent in tangents:
-            _scale(graph, tangent, share)
+        _scale(graph, tangents, share)
         for reduction in reductions:
             _drop_mean(graph, reduction)
         _scale_back(graph, others, float(plan.world_size))
@@ -64,11 +65,12 @@ def _share_of(reductions: Sequence[Reduction]) -> float | Node:
     return mean.args[1]  # type: ignore[return-value]
 
 
-def _scale(graph: Graph, tangent: Node, factor: float | Node) -> None:
-    first_other = next(node for node in graph.nodes if node.op != "placeholder" and node is not factor)
-    with graph.inserting_before(first_other):
-        scaled = emit(graph, _mul, tangent, factor)
-    tangent.replace_all_uses_with(scaled, delete_user_cb=lambda user: user is not scaled)
+def _scale(graph: Graph, tangents: Sequence[Node], factor: float | Node) -> None:
+    first = next(node for node in graph.nodes if node.op != "placeholder" and node is not factor)
+    for tangent in tangents:
+        with graph.inserting_before(first):
+            first = scaled = emit(graph, _mul, tangent, factor)
+        tangent.replace_all_uses_with(scaled, delete_user_cb=functools.partial(operator.is_not, scaled))
 
 
 def _drop_mean(graph: Graph, reduction: Reduction) -> None:

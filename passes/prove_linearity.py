@@ -55,14 +55,15 @@ def prove_linearity(
     parts may not be scaled. A graph with no gradient is proven.
     """
     ancestors = _ancestors_of(gradients)
-    dependents = _dependents_of(graph, tangents) - _dependents_of(graph, own_launches)
+    scaled = set(tangents)
+    dependents = _dependents_of(graph, scaled) - _dependents_of(graph, own_launches)
     degrees: dict[Node, _Degree] = {}
     try:
         for node in graph.nodes:
             _refuse_hidden_effect(node, dependents)
             if node not in ancestors:
                 continue
-            degrees[node] = _Degree.LINEAR if node in tangents else _degree_of(node, degrees)
+            degrees[node] = _Degree.LINEAR if node in scaled else _degree_of(node, degrees)
             if degrees[node] is _Degree.LINEAR:
                 _refuse_dtype(node)
         for gradient in gradients:

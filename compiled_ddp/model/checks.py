@@ -8,13 +8,13 @@ from torch import nn
 from compiled_ddp import torch_private
 from compiled_ddp.errors import ModelError
 from compiled_ddp.formatting import format_names
-from compiled_ddp.model.managed import ManagedState
+from compiled_ddp.model.managed import Contents, ManagedState
 from compiled_ddp.model.owners import other_state_of, owner_of_state
 from compiled_ddp.options import Options
 from compiled_ddp.ranks.agreement import Description
 
 
-def check_model(module: nn.Module, wrapper: str) -> ManagedState:
+def check_model(module: nn.Module, wrapper: str) -> tuple[ManagedState, Contents]:
     """What a `wrapper` of `module` looks after. Raises TypeError or ValueError, with what to do, if it cannot."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"{wrapper} wraps a torch.nn.Module, found {type(module).__name__}.")
@@ -26,36 +26,36 @@ def check_model(module: nn.Module, wrapper: str) -> ManagedState:
     if getattr(bare, "is_compiled_ddp_wrapper", False):
         raise ModelError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
     state = ManagedState(module)
-    check_parts(state)
-    parameters = state.trained()
-    if parameters and len(parameters) == len(state.sparse()):
+    contents = state.contents()
+    check_parts(state, contents)
+    if contents.trained and len(contents.trained) == len(contents.sparse):
         raise ModelError(
             "every trained parameter has a sparse gradient: at least one with a dense gradient must carry what ranks "
             "share. Pass sparse=False to one of the embeddings."
         )
-    if not parameters:
+    if not contents.trained:
         others = " besides those to ignore and those of wrappers inside" if state.left_alone() else ""
         raise ModelError(
             f"the model ({type(module).__name__}) has no parameter that requires a gradient{others}: there is nothing "
             "to reduce. Use it unwrapped, or unfreeze parameters before wrapping it."
         )
-    return state
+    return state, contents
 
 
-def check_parts(state: ManagedState) -> None:
+def check_parts(state: ManagedState, contents: Contents) -> None:
     """Raise ValueError, with what to do, if this wrapper cannot reduce or synchronise a parameter or buffer."""
-    _check_materialised(state)
-    _check_parameters(state.trained())
-    _check_not_owned(state)
-    for name in state.sparse():
-        device = state.trained()[name].device
+    _check_materialised(contents)
+    _check_parameters(contents.trained)
+    _check_not_owned(state, contents)
+    for name in contents.sparse:
+        device = contents.trained[name].device
         if device.type != "cpu":
             raise ModelError(f"parameter {name} has sparse=True on {device}: sparse gradients are averaged on the CPU.")
 
 
-def check_writable(state: ManagedState) -> None:
+def check_writable(contents: Contents) -> None:
     """Raise ValueError, with what to do, if a parameter or buffer cannot take rank 0's values."""
-    for name, tensor in {**state.parameters(), **state.buffers()}.items():
+    for name, tensor in (*contents.parameters.items(), *contents.buffers.items()):
         lengths_and_steps = zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout == torch.strided else ()
         if any(length > 1 and not step for length, step in lengths_and_steps):
             raise ModelError(
@@ -64,19 +64,19 @@ def check_writable(state: ManagedState) -> None:
             )
 
 
-def broadcast_tensors(state: ManagedState, options: Options) -> dict[str, torch.Tensor]:
+def broadcast_tensors(contents: Contents, options: Options) -> dict[str, torch.Tensor]:
     """The parameters and buffers that rank 0's values are broadcast to, at construction or in forwards, by name."""
     received: dict[str, torch.Tensor] = {}
     if options.init_sync:
-        received |= {f"parameter {name}": parameter for name, parameter in state.parameters().items()}
+        received |= {f"parameter {name}": parameter for name, parameter in contents.parameters.items()}
     if options.synchronise_buffers_in_forward or (options.init_sync and options.synchronise_buffers_at_init):
-        received |= {f"buffer {name}": buffer for name, buffer in state.buffers().items()}
+        received |= {f"buffer {name}": buffer for name, buffer in contents.buffers.items()}
     return received
 
 
-def check_layouts(state: ManagedState, options: Options) -> None:
+def check_layouts(contents: Contents, options: Options) -> None:
     """Raise ValueError, with what to do, if a tensor that rank 0's values are broadcast to cannot be sent."""
-    for name, tensor in broadcast_tensors(state, options).items():
+    for name, tensor in broadcast_tensors(contents, options).items():
         if tensor.layout != torch.strided:
             raise ModelError(
                 f"{name} has layout {tensor.layout}: only strided tensors are broadcast. If it is the same on all "
@@ -84,8 +84,8 @@ def check_layouts(state: ManagedState, options: Options) -> None:
             )
 
 
-def _check_not_owned(state: ManagedState) -> None:
-    for name, parameter in state.trained().items():
+def _check_not_owned(state: ManagedState, contents: Contents) -> None:
+    for name, parameter in contents.trained.items():
         other = other_state_of(parameter, state)
         if other is not None:
             module = torch_private.modules.without_compile_wrapper(other.module)
@@ -96,11 +96,11 @@ def _check_not_owned(state: ManagedState) -> None:
             )
 
 
-def _check_materialised(state: ManagedState) -> None:
+def _check_materialised(contents: Contents) -> None:
     tensors: list[tuple[str, torch.Tensor]] = [
-        (f"parameter {name}", parameter) for name, parameter in state.parameters().items()
+        (f"parameter {name}", parameter) for name, parameter in contents.parameters.items()
     ]
-    tensors += [(f"buffer {name}", buffer) for name, buffer in state.buffers().items()]
+    tensors += [(f"buffer {name}", buffer) for name, buffer in contents.buffers.items()]
     for name, tensor in tensors:
         if torch_private.tensors.is_distributed_tensor(tensor):
             raise ModelError(
@@ -132,14 +132,14 @@ def check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None
             )
 
 
-def describe_model(state: ManagedState, options: Options, mode: str) -> Description:
+def describe_model(contents: Contents, options: Options, mode: str) -> Description:
     """Everything that must be equal on every rank."""
     description: Description = {}
-    sparse, places = state.sparse(), _places(state.parameters().values())
-    for name, parameter in state.parameters().items():
-        kind = "sparse gradient" if name in sparse else "trained" if parameter.requires_grad else "frozen"
+    places = _places(contents.parameters.values())
+    for name, parameter in contents.parameters.items():
+        kind = "sparse gradient" if name in contents.sparse else "trained" if parameter.requires_grad else "frozen"
         description[f"parameter {name}"] = [*_properties(parameter), places[parameter.device], kind]
-    for name, buffer in state.buffers().items():
+    for name, buffer in contents.buffers.items():
         description[f"buffer {name}"] = _properties(buffer)
     for option, value in options.shared().items():
         description[f"option {option}"] = [value]
@@ -153,8 +153,9 @@ def _places(parameters: Iterable[torch.Tensor]) -> dict[torch.device, str]:
     places: dict[torch.device, str] = {}
     for parameter in parameters:
         device = parameter.device
-        others = sum(other.type == device.type for other in places)
-        places.setdefault(device, f"{device.type} device number {others + 1} of the model")
+        if device not in places:
+            others = sum(other.type == device.type for other in places)
+            places[device] = f"{device.type} device number {others + 1} of the model"
     return places
 
 

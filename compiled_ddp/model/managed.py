@@ -1,11 +1,35 @@
 """Which parameters and buffers of a model its wrapper looks after: none to ignore, and none of a wrapper inside."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from compiled_ddp import torch_private
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The parameters and buffers that a wrapper looks after, as they were at one moment.
+
+    Each once, by name, in registration order. To look through a model takes time by the number of its modules.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    sparse: frozenset[str]  # the trained parameters with a sparse gradient
+
+    @functools.cached_property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those of the parameters that require a gradient."""
+        return _trained(self.parameters)
+
+    @functools.cached_property
+    def devices(self) -> list[torch.device]:
+        """Where the trained parameters are."""
+        return list(dict.fromkeys(parameter.device for parameter in self.trained.values()))
 
 
 class ManagedState:
@@ -22,18 +46,26 @@ class ManagedState:
         self.ignored = tuple(torch_private.modules.names_to_ignore(module))
         self._ignored = frozenset(map(_plain, self.ignored))
 
+    def contents(self) -> Contents:
+        """All of it, as it is now."""
+        parameters = self.parameters()
+        sparse = self._sparse_of(_trained(parameters))
+        return Contents(parameters, self.buffers(), frozenset(sparse))
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, each once, in registration order."""
-        found: dict[int, tuple[str, nn.Parameter]] = {}
+        found: dict[str, nn.Parameter] = {}
+        known: set[int] = set()
         for prefix, owner in self.modules():
             for key, parameter in owner._parameters.items():
-                if parameter is not None and self._is_own(prefix, key):
-                    found.setdefault(id(parameter), (_joined(prefix, key), parameter))
-        return dict(found.values())
+                if parameter is not None and id(parameter) not in known and self._is_own(prefix, key):
+                    known.add(id(parameter))
+                    found[_joined(prefix, key)] = parameter
+        return found
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Those of the parameters that require a gradient."""
-        return {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
+        return _trained(self.parameters())
 
     def devices(self) -> list[torch.device]:
         """Where the trained parameters are, in registration order."""
@@ -41,20 +73,22 @@ class ManagedState:
 
     def sparse(self) -> set[str]:
         """The names of those with a sparse gradient; as for torch's DDP, what an embedding says of its weight."""
-        weights = {id(part.weight) for part in self.sparse_modules()}
-        return {name for name, parameter in self.trained().items() if id(parameter) in weights}
+        return self._sparse_of(self.trained())
 
-    def sparse_modules(self) -> list[nn.Module]:
-        return [part for _, part in self.modules() if produces_sparse_gradient(part)]
+    def _sparse_of(self, trained: Mapping[str, nn.Parameter]) -> set[str]:
+        weights = {id(part.weight) for _, part in self.modules() if produces_sparse_gradient(part)}
+        return {name for name, parameter in trained.items() if id(parameter) in weights} if weights else set()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """By name, each once, in registration order."""
-        found: dict[int, tuple[str, torch.Tensor]] = {}
+        found: dict[str, torch.Tensor] = {}
+        known: set[int] = set()
         for prefix, owner in self.modules():
             for key, buffer in owner._buffers.items():
-                if buffer is not None and self._is_own(prefix, key):
-                    found.setdefault(id(buffer), (_joined(prefix, key), buffer))
-        return dict(found.values())
+                if buffer is not None and id(buffer) not in known and self._is_own(prefix, key):
+                    known.add(id(buffer))
+                    found[_joined(prefix, key)] = buffer
+        return found
 
     def left_alone(self) -> dict[str, nn.Parameter]:
         """The other parameters of the model, by name."""
@@ -63,23 +97,29 @@ class ManagedState:
 
     def wrappers_inside(self) -> dict[str, nn.Module]:
         """The outermost wrappers inside the model, by name, in registration order."""
-        found: dict[str, nn.Module] = {}
-        for name, part in self.module.named_modules():
-            if part is not self.module and is_wrapper(part) and not name.startswith(tuple(f"{n}." for n in found)):
-                found[name] = part
-        return found
+        return {name: part for name, part in self._outermost() if self._is_inside(part)}
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules outside of such wrappers, by name."""
-        inside: tuple[str, ...] = ()
+        return ((name, part) for name, part in self._outermost() if not self._is_inside(part))
+
+    def _outermost(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules but those inside of such wrappers, by name."""
+        wrapper: str | None = None  # whose parts come right behind it
         for name, part in self.module.named_modules():
-            if part is not self.module and is_wrapper(part):
-                inside += (f"{name}.",)
-            elif not name.startswith(inside):
+            if wrapper is None or not name.startswith(f"{wrapper}."):
+                wrapper = name if self._is_inside(part) else None
                 yield name, part
+
+    def _is_inside(self, part: nn.Module) -> bool:
+        return part is not self.module and is_wrapper(part)
 
     def _is_own(self, prefix: str, key: str) -> bool:
         return not self._ignored or _plain(_joined(prefix, key)) not in self._ignored
+
+
+def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
 
 def produces_sparse_gradient(module: nn.Module) -> bool:

@@ -1,5 +1,6 @@
 """Gradients, buckets, and the plan of one segment: what a pass is given."""
 
+import functools
 import hashlib
 import math
 import re
@@ -12,7 +13,7 @@ import torch
 from compiled_ddp.plan.riders import Riders
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there is one for each parameter
 class GradientSpec:
     """A gradient before it has a place: which one, and what its tensor looks like.
 
@@ -29,10 +30,8 @@ class GradientSpec:
     @classmethod
     def of(cls, index: int, parameter: torch.Tensor) -> "GradientSpec":
         """The gradient of `parameter`: strided like it where it is dense, contiguous where it has gaps or overlaps."""
-        size, stride = tuple(parameter.shape), tuple(parameter.stride())
-        if not _is_dense(size, stride):
-            stride = torch.empty(size, dtype=parameter.dtype, device="meta").stride()
-        return cls(index, size, stride, parameter.dtype, parameter.device)
+        size = tuple(parameter.shape)
+        return cls(index, size, _dense_stride(size, parameter.stride()), parameter.dtype, parameter.device)
 
     @property
     def numel(self) -> int:
@@ -41,6 +40,14 @@ class GradientSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+@functools.lru_cache(maxsize=1024)  # a model has many parameters of few shapes
+def _dense_stride(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """`stride` where it is dense, a contiguous tensor's otherwise."""
+    if _is_dense(size, stride):
+        return stride
+    return torch.empty(size, dtype=torch.float32, device="meta").stride()
 
 
 def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
@@ -53,7 +60,7 @@ def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)  # there is one for each parameter
 class Gradient:
     """A gradient in its bucket: `size` and `stride` of the view, `offset_elements` into the flat buffer."""
 
@@ -78,7 +85,7 @@ class Bucket:
     numel: int  # of the flat buffer, riders included
     riders: Riders | None = None
 
-    @property
+    @functools.cached_property
     def indices(self) -> tuple[int, ...]:
         return tuple(gradient.index for gradient in self.gradients)
 
@@ -134,7 +141,7 @@ class BucketPlan:
             assert last.dtype == torch.float32, f"riders are float32, their bucket is {last.dtype}"
             assert last.riders.indices == indices, "the riders do not name every gradient of the plan once, in order"
 
-    @property
+    @functools.cached_property
     def indices(self) -> tuple[int, ...]:
         """Every gradient of the plan, in the order in which its buckets launch."""
         return tuple(index for bucket in self.buckets for index in bucket.indices)
@@ -160,7 +167,7 @@ class BucketPlan:
         assert riders is not None
         return riders
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of everything in the plan, the same on every rank and in every process."""
         return fingerprint_of(self)

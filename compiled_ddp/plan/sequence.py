@@ -1,5 +1,6 @@
 """What a whole backward launches: sections, each a plan and who launches it, and their sequence."""
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,17 +63,17 @@ class ReductionSequence:
         assert planned == expected, f"parameters without a bucket or unknown: {sorted(planned ^ expected)}"
         assert self.sections == (*self.launched, *self.unused), "unused sections do not come last"
 
-    @property
+    @functools.cached_property
     def launched(self) -> tuple[Section, ...]:
         """The sections that every backward launches."""
         return tuple(section for section in self.sections if section.origin != "unused")
 
-    @property
+    @functools.cached_property
     def unused(self) -> tuple[Section, ...]:
         """The sections that are launched only in a backward in which a rank has used one of their parameters."""
         return tuple(section for section in self.sections if section.origin == "unused")
 
-    @property
+    @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """Every bucket that a backward launches, in launch order."""
         return tuple(bucket for section in self.launched for bucket in section.plan.buckets)
@@ -81,7 +82,7 @@ class ReductionSequence:
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
 
-    @property
+    @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of everything in the sequence, the same on every rank and in every process."""
         return fingerprint_of(self)

@@ -54,11 +54,13 @@ class BucketPolicy:
 @dataclass
 class _OpenBucket:
     gradients: list[GradientSpec] = field(default_factory=list)
+    nbytes: int = 0
     last_position: int = -1  # in the order given: when the bucket's last gradient is ready
 
-    @property
-    def nbytes(self) -> int:
-        return sum(gradient.nbytes for gradient in self.gradients)
+    def append(self, gradient: GradientSpec, position: int) -> None:
+        self.gradients.append(gradient)
+        self.nbytes += gradient.nbytes
+        self.last_position = position
 
 
 def assign_buckets(
@@ -87,8 +89,7 @@ def assign_buckets(
     for position, gradient in enumerate(gradients):
         kind = (gradient.dtype, gradient.device)
         bucket = open_buckets.setdefault(kind, _OpenBucket())
-        bucket.gradients.append(gradient)
-        bucket.last_position = position
+        bucket.append(gradient, position)
         if bucket.nbytes >= capacities_bytes[min(closed[kind], len(capacities_bytes) - 1)]:
             filled.append(open_buckets.pop(kind))
             closed[kind] += 1

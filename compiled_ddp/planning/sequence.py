@@ -68,9 +68,9 @@ class SequencePlanner:
         never = [index for index in by_hooks if index in unused]
         by_hooks = {index: reason for index, reason in by_hooks.items() if index not in unused}
         sections: list[Section] = []
-        arrived: list[int] = []
+        arrived: dict[int, None] = {}  # in order
         placed: set[int] = set()
-        launched = [number for kind, number in observations.arrivals if kind == "graph"]
+        launched = {number for kind, number in observations.arrivals if kind == "graph"}
         graphs = [number for number, section in enumerate(sequence.sections) if section.origin == "graph"]
         not_launched = [number for number in graphs if number not in launched]
         arrivals = [*observations.arrivals, *(("graph", number) for number in not_launched)]
@@ -78,11 +78,11 @@ class SequencePlanner:
             arrivals = [*(("graph", number) for number in graphs), *(a for a in arrivals if a[0] != "graph")]
         for kind, number in arrivals:
             if kind == "graph":
-                sections += [*self._hooks_of(arrived, by_hooks), sequence.sections[number]]
+                sections += [*self._hooks_of(list(arrived), by_hooks), sequence.sections[number]]
                 placed.update(arrived)
-                arrived = []
-            elif number in by_hooks and number not in placed and number not in arrived:
-                arrived.append(number)
+                arrived = {}
+            elif number in by_hooks and number not in placed:
+                arrived.setdefault(number)
         rest = [index for index in dict.fromkeys([*arrived, *by_hooks]) if index not in placed]
         mixed = self._hooks(sorted(observations.graph_and_eager), MIXED)
         return self._sequence([*sections, *self._hooks_of(rest, by_hooks), *mixed, *self._unused(never)])
@@ -109,7 +109,7 @@ class SequencePlanner:
         return [Section(self._policy.assign(self._specs(indices), self._parameters.names), "hooks", reason)]
 
     def _specs(self, indices: Iterable[int]) -> list[GradientSpec]:
-        return [GradientSpec.of(index, self._parameters.tensors[index]) for index in indices]
+        return [self._parameters.gradients[index] for index in indices]
 
     def _sequence(self, sections: Iterable[Section]) -> ReductionSequence:
         return ReductionSequence(tuple(sections), self._parameters.names)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from compiled_ddp.formatting import format_names
+from compiled_ddp.plan import GradientSpec
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,13 @@ class TrainedParameters:
         return TrainedParameters(tuple(named), tuple(named.values()))
 
     @functools.cached_property
+    def gradients(self) -> tuple[GradientSpec, ...]:
+        """What the gradient of each looks like; a model that changes gets another object of this class."""
+        return tuple(GradientSpec.of(index, tensor) for index, tensor in enumerate(self.tensors))
+
+    @functools.cached_property
     def on_cpu(self) -> bool:
-        """Whether all of them are there; a model that moves gets another object of this class."""
+        """Whether all of them are there."""
         return all(tensor.is_cpu for tensor in self.tensors)
 
     def named(self, indices: Iterable[int], most: int = 5) -> str:

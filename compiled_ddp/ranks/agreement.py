@@ -93,10 +93,11 @@ def first_difference(
     for name, value in expected.items():
         if found[name] != value:
             return f"{name} is {_words(found[name])} here, {_words(value)} {there}. Make them equal on every rank."
-    if list(expected) != list(found):
-        place, name = next((n, name) for n, name in enumerate(found) if name != list(expected)[n])
+    elsewhere = next(((name, other) for name, other in zip(found, expected, strict=True) if name != other), None)
+    if elsewhere is not None:
+        name, other = elsewhere
         return (
-            f"{list(expected)[place]} stands {there} where {name} stands here: the same parameters and buffers, "
+            f"{other} stands {there} where {name} stands here: the same parameters and buffers, "
             "registered in another order. Build the model in the same order on every rank."
         )
     return None

@@ -15,7 +15,7 @@ from compiled_ddp.model.checks import (
     check_writable,
     describe_model,
 )
-from compiled_ddp.model.managed import ManagedState
+from compiled_ddp.model.managed import Contents, ManagedState
 from compiled_ddp.model.owners import owner_of
 from compiled_ddp.options import Mode, mode_from_environment
 from compiled_ddp.ranks.agreement import Description, agree_on_description
@@ -30,6 +30,7 @@ class Setup:
     """What all ranks must have in common, and what rank 0 gives to the others."""
 
     managed_state: ManagedState  # what the wrapper looks after
+    contents: Contents  # all of it, when it was checked last
     mode: Mode
 
     def __init__(self, wrapper: str, settings: Settings, ranks: RankGroup, check_devices: Callable[[], None]) -> None:
@@ -58,40 +59,41 @@ class Setup:
         torch_private.versions.check_torch_version()
         options, ddp_arguments = self._settings.options, self._settings.ddp_arguments
         options.check()
-        self.managed_state = check_model(module, self._wrapper)
-        check_layouts(self.managed_state, options)
+        self.managed_state, self.contents = check_model(module, self._wrapper)
+        check_layouts(self.contents, options)
         if options.init_sync:
-            check_writable(self.managed_state)
+            check_writable(self.contents)
         check_ddp_arguments(ddp_arguments, module, self._wrapper)
-        self._settings.move_inputs_to(input_device(ddp_arguments, self.managed_state.devices()))
+        self._settings.move_inputs_to(input_device(ddp_arguments, self.contents.devices))
         self._check_devices()
         self._check_hook()
-        sparse = self.managed_state.sparse()
+        sparse = self.contents.sparse
         if sparse and (options.comm_hook is not None or options.scaling is not None):
             raise ValueError(
                 f"parameter {min(sparse)} has a sparse gradient, which takes part in no communication hook and in none "
                 "of apex's scalings: pass sparse=False to its embedding."
             )
         self.mode = mode_from_environment()
-        return {"wrapper": [self._wrapper], **describe_model(self.managed_state, options, self.mode)}
+        return {"wrapper": [self._wrapper], **describe_model(self.contents, options, self.mode)}
 
     def check_and_describe_parts(self, known_sparse: Collection[str]) -> Description:
         """The same of a model that has changed, in which `known_sparse` had sparse gradients before."""
-        check_parts(self.managed_state)
-        check_layouts(self.managed_state, self._settings.options)
+        self.contents = self.managed_state.contents()
+        check_parts(self.managed_state, self.contents)
+        check_layouts(self.contents, self._settings.options)
         self._check_devices()
         self._check_hook()
-        added = sorted(self.managed_state.sparse().difference(known_sparse))
+        added = sorted(self.contents.sparse.difference(known_sparse))
         if added:
             raise ValueError(
                 f"parameter {added[0]} with a sparse gradient was added or unfrozen after the model was wrapped: call "
                 "unwrap() and wrap the model again."
             )
-        return describe_model(self.managed_state, self._settings.options, self.mode)
+        return describe_model(self.contents, self._settings.options, self.mode)
 
     def _check_devices(self) -> None:
-        broadcast = (tensor.device for tensor in broadcast_tensors(self.managed_state, self._settings.options).values())
-        torch_private.groups.check_backends(self._ranks.process_group, [*self.managed_state.devices(), *broadcast])
+        broadcast = (tensor.device for tensor in broadcast_tensors(self.contents, self._settings.options).values())
+        torch_private.groups.check_backends(self._ranks.process_group, [*self.contents.devices, *broadcast])
         self._check_devices_too()
 
     def _check_hook(self) -> None:
@@ -100,20 +102,20 @@ class Setup:
 
     def dense(self) -> dict[str, nn.Parameter]:
         """The trained parameters with dense gradients, by name."""
-        sparse = self.managed_state.sparse()
-        return {name: parameter for name, parameter in self.managed_state.trained().items() if name not in sparse}
+        sparse = self.contents.sparse
+        return {name: parameter for name, parameter in self.contents.trained.items() if name not in sparse}
 
     def sparse(self) -> dict[str, nn.Parameter]:
         """Those with sparse ones."""
-        sparse = self.managed_state.sparse()
-        return {name: parameter for name, parameter in self.managed_state.trained().items() if name in sparse}
+        sparse = self.contents.sparse
+        return {name: parameter for name, parameter in self.contents.trained.items() if name in sparse}
 
     def synchronise_state(self, communicator: Communicator) -> None:
         """Give every rank the parameters and buffers of rank 0, by DDP's rule."""
         if self._settings.options.init_sync:
-            tensors: list[torch.Tensor] = list(self.managed_state.parameters().values())
+            tensors: list[torch.Tensor] = list(self.contents.parameters.values())
             if self._settings.options.synchronise_buffers_at_init:
-                tensors += self.managed_state.buffers().values()
+                tensors += self.contents.buffers.values()
             self.broadcast(tensors, communicator)
 
     @torch.no_grad()

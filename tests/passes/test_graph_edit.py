@@ -1,4 +1,4 @@
-"""What every pass edits graphs with: values for new nodes, inputs, and outputs by position."""
+"""What every pass edits graphs with: new nodes, inputs, and outputs by position."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_ddp.passes.graph_edit import (
-    add_placeholder,
+    add_placeholders,
     emit,
     fake_mode_of,
     output_values,
@@ -40,38 +40,14 @@ def names(graph: Graph) -> list[str]:
     return [node.name for node in graph.nodes]
 
 
-def test_emitted_node_stands_at_the_insertion_point_and_has_a_fake_value(traced: Graph) -> None:
+def test_emitted_node_stands_at_the_insertion_point(traced: Graph) -> None:
     x = next(iter(traced.nodes))
     (add,) = traced.find_nodes(op="call_function", target=aten.add.Tensor)
     with traced.inserting_before(add):
-        node = emit(traced, aten.sum.dim_IntList, x, [0])
+        node = emit(traced, aten.sum.dim_IntList, x, [0], dtype=torch.float64)
     traced.lint()
     assert node.next is add
-    assert node.meta["val"].shape == (3,)
-    assert node.meta["val"].fake_mode is x.meta["val"].fake_mode
-
-
-def test_node_emitted_from_values_in_a_list_has_a_value_too(traced: Graph) -> None:
-    x = next(iter(traced.nodes))
-    with traced.inserting_before(traced.output_node()):
-        assert emit(traced, aten.cat.default, [x, x]).meta["val"].shape == (4, 3)
-
-
-def test_node_emitted_in_a_graph_without_values_has_none(hand_built: Graph) -> None:
-    x = next(iter(hand_built.nodes))
-    with hand_built.inserting_before(hand_built.output_node()):
-        assert "val" not in emit(hand_built, aten.neg.default, x).meta
-        assert "val" not in emit(hand_built, aten.full.default, [2], 0.0).meta
-    hand_built.lint()
-
-
-def test_node_without_tensor_arguments_gets_its_value_in_the_mode_of_the_graph(traced: Graph) -> None:
-    x = next(iter(traced.nodes))
-    with traced.inserting_before(traced.output_node()):
-        node = emit(traced, aten.full.default, [5], 0.0, dtype=torch.float64)
-    assert node.kwargs == {"dtype": torch.float64}
-    assert (node.meta["val"].shape, node.meta["val"].dtype) == ((5,), torch.float64)
-    assert node.meta["val"].fake_mode is x.meta["val"].fake_mode
+    assert (node.args, node.kwargs) == ((x, [0]), {"dtype": torch.float64})
 
 
 def test_mode_of_a_graph_is_active_inside_and_only_inside(traced: Graph) -> None:
@@ -88,12 +64,22 @@ def test_graph_without_values_has_no_mode(hand_built: Graph) -> None:
         assert type(torch.empty(1)) is Tensor
 
 
-@pytest.mark.parametrize("value", [None, torch.ones(2)], ids=["no value", "value"])
-def test_added_placeholder_follows_all_other_inputs(hand_built: Graph, value: Tensor | None) -> None:
-    node = add_placeholder(hand_built, "riders", value)
+def test_added_placeholders_follow_all_other_inputs(hand_built: Graph) -> None:
+    first, second = add_placeholders(hand_built, {"riders": unused, "memory": unused})
     hand_built.lint()
-    assert names(hand_built) == ["x", "y", "riders", "add", "output"]
-    assert node.meta.get("val") is value
+    assert names(hand_built) == ["x", "y", "riders", "memory", "add", "output"]
+    assert "val" not in first.meta and "val" not in second.meta
+
+
+def unused() -> Tensor:
+    raise AssertionError("a graph without values needs none")
+
+
+def test_added_placeholders_have_values_in_the_mode_of_the_graph(traced: Graph) -> None:
+    x = next(iter(traced.nodes))
+    (node,) = add_placeholders(traced, {"riders": lambda: torch.empty(7, dtype=torch.float64)})
+    assert (node.meta["val"].shape, node.meta["val"].dtype) == ((7,), torch.float64)
+    assert node.meta["val"].fake_mode is x.meta["val"].fake_mode
 
 
 def test_outputs_are_read_and_replaced_by_position(hand_built: Graph) -> None:

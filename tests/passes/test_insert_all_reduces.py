@@ -166,13 +166,12 @@ def test_other_readers_of_a_gradient_still_see_the_local_one() -> None:
     assert output_values(graph)[2] is dw5
 
 
-def test_riders_input_has_a_value_where_the_graph_has_values() -> None:
+def test_added_inputs_have_values_where_the_graph_has_values() -> None:
     graph = make_fx(lambda tangents: (tangents + tangents,), tracing_mode="fake")(torch.ones(2, 3)).graph
     insert_all_reduces(graph, plan_of(5), group_name="ours", output_positions={5: 0}, fold=True)
-    tangent, riders, pending = graph.find_nodes(op="placeholder")
+    _, riders, pending = graph.find_nodes(op="placeholder")
     assert (riders.meta["val"].shape, riders.meta["val"].dtype) == ((FIRST_USED + 1,), torch.float32)
     assert pending.meta["val"].shape == (2, 3)
-    assert all(node.meta["val"].fake_mode is tangent.meta["val"].fake_mode for node in list(graph.nodes)[:-1])
 
 
 def test_nothing_happens_for_an_empty_plan() -> None:

@@ -28,9 +28,10 @@ STEPS = [
     "form_buckets",
     "pack_buckets",
     "schedule_collectives",
+    "infer_values",
     "verify_collectives",
 ]
-NAIVE_STEPS = ["insert_all_reduces", "form_buckets", "verify_collectives"]
+NAIVE_STEPS = ["insert_all_reduces", "form_buckets", "infer_values", "verify_collectives"]
 
 
 # ---- the table of passes ---------------------------------------------------------------------------------------------

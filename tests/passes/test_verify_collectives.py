@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.graph_edit import output_values, set_output_values
+from compiled_ddp.passes.infer_values import infer_values
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
 from compiled_ddp.passes.ops import all_reduce, pack, wait_tensor
 from compiled_ddp.passes.pack_buckets import pack_buckets
@@ -45,6 +46,7 @@ def reduced(graph: Graph, plan: BucketPlan = PLAN) -> Graph:
     form_buckets(graph, plan, group_name="ours", output_positions=POSITIONS)
     pack_buckets(graph, plan, lent=range(len(plan.buckets)))
     schedule_collectives(graph, group_name="ours")
+    infer_values(graph)
     return graph
 
 

@@ -1,0 +1,35 @@
+"""How work grows with the size of what is worked on, without a clock."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+def lines_run(action: Callable[[], object]) -> int:
+    """How many lines of Python run in `action`; each turn of a loop, also within one line, counts."""
+    count = 0
+
+    def trace(_: FrameType, event: str, __: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def assert_linear(prepare: Callable[[int], Callable[[], object]], *, small: int = 100, factor: int = 10) -> None:
+    """Assert that `factor` times as much takes hardly more than `factor` times the lines.
+
+    `prepare(size)` returns what is to be counted. It runs once before, for what is done once in a process.
+    """
+    prepare(small)()
+    few, many = lines_run(prepare(small)), lines_run(prepare(small * factor))
+    assert few > small, f"{few} lines for {small}: they are not seen"
+    assert many <= 1.15 * factor * few, f"{few} lines for {small}, {many} for {small * factor}"

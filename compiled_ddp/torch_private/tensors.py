@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -54,6 +55,11 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.
 def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
     """Whether torch.distributed.optim's `_apply_optimizer_in_backward` was called on `parameter`."""
     return hasattr(parameter, "_in_backward_optimizers")
+
+
+def any_has_optimizer_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether it was called on one of them."""
+    return any(map(hasattr, parameters, itertools.repeat("_in_backward_optimizers")))
 
 
 def is_distributed_tensor(tensor: torch.Tensor) -> bool:

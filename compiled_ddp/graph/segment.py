@@ -2,10 +2,9 @@
 
 import contextlib
 import functools
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,24 +50,24 @@ class Caller(Protocol):
 _of_this_thread = threading.local()
 
 
-@contextlib.contextmanager
-def calling(caller: Caller) -> Iterator[None]:
-    """Segments that this thread runs here are called by `caller`."""
-    before = getattr(_of_this_thread, "caller", None)
-    _of_this_thread.caller = caller
-    try:
-        yield
-    finally:
-        _of_this_thread.caller = before
+class Calling:
+    """Within this context segments that this thread runs are called by `caller`."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        self._before = getattr(_of_this_thread, "caller", None)
+        _of_this_thread.caller = self._caller
+
+    def __exit__(self, *_: object) -> None:
+        _of_this_thread.caller = self._before
 
 
 def caller_of_this_thread() -> Caller:
-    """Dynamo runs what it has captured nowhere else than in `calling`."""
+    """Dynamo runs what it has captured nowhere else than in `Calling`."""
     caller: Caller = _of_this_thread.caller
     return caller
-
-
-_serial_numbers = itertools.count()
 
 
 class SegmentCall:
@@ -94,7 +93,6 @@ class SegmentCall:
         self._is_whole = False
         self._bind(left_out)
         self.synchronise = backwards.forward.synchronises
-        self.serial = next(_serial_numbers)
         self.until_backward = UntilBackward(backwards)
         self._node = weakref.ref(node)
 

@@ -59,8 +59,9 @@ def untraced_forward(forward: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(without_dynamo)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        traced = _dynamo_of_this_thread() is not None
-        if traced and torch._dynamo.config.trace_autograd_ops and torch.is_grad_enabled():
+        if _dynamo_of_this_thread() is None:
+            return forward(*args, **kwargs)
+        if torch._dynamo.config.trace_autograd_ops and torch.is_grad_enabled():
             raise RuntimeError(
                 "torch.compile is around this forward with torch._dynamo.config.trace_autograd_ops, with which a "
                 "loss.backward() in there would compute nothing. Set it to False, or compile what is around the "

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import operator
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -37,6 +38,14 @@ def has_tensor_hooks(parameter: torch.Tensor) -> bool:
     """Whether Tensor.register_hook was called on `parameter`, by anybody but `register_own_hook`."""
     hooks: Any = parameter._backward_hooks  # asked of every parameter in every step
     return bool(hooks) and any(not hasattr(hook, "of_compiled_ddp") for hook in hooks.values())
+
+
+def any_has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether Tensor.register_hook was called on one of them, by anybody."""
+    return any(map(_hooks_of, parameters))
+
+
+_hooks_of = operator.attrgetter("_backward_hooks")
 
 
 def register_own_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor | None], None]) -> Any:

@@ -42,7 +42,7 @@ class Bindings:
 
     def program(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
         """The wrapper's program for a graph with these inputs; None where none of them is a parameter of its own."""
-        bound = self._bound_to(segment, self._parameters(segment, inputs), inputs)
+        bound = self._bound_to(self._known_of(segment), segment, self._parameters(segment, inputs), inputs)
         return bound.program if bound.index_of else None
 
     def call(self, segment: Segment, inputs: Sequence[Any], node: Any) -> SegmentCall | None:
@@ -50,15 +50,15 @@ class Bindings:
 
         Raises RuntimeError if an input is a parameter that has been put into the model since it was wrapped.
         """
-        parameters = self._parameters(segment, inputs)
-        whole = self._bound_to(segment, parameters, inputs)
+        parameters, known = self._parameters(segment, inputs), self._known_of(segment)
+        whole = self._bound_to(known, segment, parameters, inputs)
         if not whole.index_of:
             return None
 
         alive = weakref.ref(self)  # the call hangs on an autograd graph, which is not to keep the wrapper
         captured = weakref.ref(segment)
 
-        undefined_before = self._known[segment].undefined
+        undefined_before = known.undefined
 
         def bound_without(undefined: frozenset[int]) -> Bound:
             if not undefined:
@@ -66,7 +66,8 @@ class Bindings:
             bindings, segment = alive(), captured()
             assert bindings is not None and segment is not None, "a backward of a wrapper that is gone"
             pairs = zip(segment.gradient_order, parameters, strict=True)
-            return bindings._bound_to(segment, tuple(None if place in undefined else index for place, index in pairs))
+            left = tuple(None if place in undefined else index for place, index in pairs)
+            return bindings._bound_to(bindings._known_of(segment), segment, left)
 
         def note(undefined: frozenset[int]) -> None:
             undefined_before[parameters] = undefined
@@ -85,11 +86,16 @@ class Bindings:
         ids = map(id, map(inputs.__getitem__, segment.gradient_order))  # in C, for every parameter in every step
         return tuple(map(self._index_of_parameter.get, ids))
 
-    def _bound_to(self, segment: Segment, parameters: _Parameters, inputs: Sequence[Any] = ()) -> Bound:
-        """Raises RuntimeError if one of `inputs` is a parameter that has been put into the model since."""
+    def _known_of(self, segment: Segment) -> "_Known":
         known = self._known.get(segment)
         if known is None:
             known = self._known[segment] = _Known()
+        return known
+
+    def _bound_to(
+        self, known: "_Known", segment: Segment, parameters: _Parameters, inputs: Sequence[Any] = ()
+    ) -> Bound:
+        """Raises RuntimeError if one of `inputs` is a parameter that has been put into the model since."""
         bound = known.bound.get(parameters)
         if bound is None:
             self._refuse_replaced(inputs)

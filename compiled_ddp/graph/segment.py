@@ -171,6 +171,7 @@ class Segment:
         self.gradient_order = gradient_order(graph_module.graph, with_gradient) if torch.is_grad_enabled() else []
         # [Note: undefined gradients]
         self._outputs_of = {} if reached is None else with_own_outputs(reached, self.gradient_order)
+        self.may_leave_out = bool(self._outputs_of)  # whether there are inputs that some backwards bring no gradient
         self._slots: list[int | None] | None = None  # of the outputs, among what comes to a call's node
         self._uncompiled: torch_private.aot.BackwardImplementation | None = None  # in place of the local one
         first = caller_of_this_thread().segment_captured(self, example_inputs)
@@ -187,11 +188,6 @@ class Segment:
             if traced is not None:
                 self.gradient_order = [position for position in self.gradient_order if position in traced]
             torch_private.aot.replace_backward_implementation(self.graph.function, self._run_backward)
-
-    @property
-    def may_leave_out(self) -> bool:
-        """Whether there are inputs that some backwards bring no gradient: [Note: undefined gradients]"""
-        return bool(self._outputs_of)
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self.graph.forward(*inputs)

@@ -50,7 +50,8 @@ class ReservedSection:
         self._unused = set(without_gradient) - self._backward.usage.before
         riders = self._plan.riders
         values = torch.empty(riders.numel, dtype=torch.float32, device=self._plan.buckets[-1].device)
-        return write_riders(values, riders, self._backward.message, lambda index: index not in self._unused)
+        used = frozenset(riders.indices) - self._unused
+        return write_riders(values, riders, self._backward.message, used.__contains__)
 
     def note_graph(self, compiled: Callable[..., object], fingerprint: str) -> None:
         """It is `compiled` that will run, for the plan with this fingerprint: a new one is to be proven."""

@@ -161,9 +161,12 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+_HAS_RPC = rpc.is_available()
+
+
 def in_distributed_autograd() -> bool:
     """Whether this thread is in a torch.distributed.autograd context, whose backward leaves .grad alone."""
-    if not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():
+    if not _HAS_RPC or not rpc.api._is_current_rpc_agent_set():
         return False
     try:
         distributed_autograd._current_context()

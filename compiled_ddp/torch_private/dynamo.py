@@ -90,12 +90,9 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     In a tenth of a microsecond for each. It is Dynamo's own guard, which refuses more than that: tensors that operators
     would treat in another way in this thread, as under autocast or in inference mode.
     """
-    guards = torch._C._dynamo.guards.TensorGuards(
-        *tensors,
-        dynamic_dims_sizes=[[*tensor.shape] for tensor in tensors],
-        dynamic_dims_strides=[[*tensor.stride()] for tensor in tensors],
-    )
-    check: Callable[..., bool] = guards.check
+    make: Any = torch._C._dynamo.guards.TensorGuards  # whose stub takes a list for all tensors, and not one for each
+    sizes, strides = [[*tensor.shape] for tensor in tensors], [[*tensor.stride()] for tensor in tensors]
+    check: Callable[..., bool] = make(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 
 

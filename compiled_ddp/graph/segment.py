@@ -221,7 +221,8 @@ class Segment:
         """The backward of every call, between AOTAutograd's prologue and epilogue."""
         if torch_private.autograd.keeps_graph():
             self.graph.spare_saved_tensors()
-        return self._gradients(node, saved_and_tangents, self._undefined(node))
+        undefined = self._undefined(node) if self.may_leave_out else frozenset[int]()
+        return self._gradients(node, saved_and_tangents, undefined)
 
     def _undefined(self, node: Any) -> frozenset[int]:
         """The inputs that the running backward brings no gradient: [Note: undefined gradients]"""

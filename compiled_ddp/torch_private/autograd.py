@@ -24,7 +24,7 @@ def backward_will_execute(node: Any) -> bool:
 
     The engine does not count a single root among the nodes it will execute; it is the node under evaluation then.
     """
-    return node is evaluating_node() or torch._C._will_engine_execute_node(node)
+    return node is torch._C._current_autograd_node() or torch._C._will_engine_execute_node(node)
 
 
 def backward_will_accumulate(parameter: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward.riders import Flag, ranks_using, write_riders
+from compiled_ddp.backward.riders import Flag, ranks_using, rider_values, write_riders
 from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.step.graph_run import watched_graph
@@ -48,9 +48,11 @@ class ReservedSection:
         Nor have they, where they count as unused, got one in an earlier local backward.
         """
         self._unused = set(without_gradient) - self._backward.usage.before
-        riders = self._plan.riders
-        values = torch.empty(riders.numel, dtype=torch.float32, device=self._plan.buckets[-1].device)
+        riders, device = self._plan.riders, self._plan.buckets[-1].device
         used = frozenset(riders.indices) - self._unused
+        if device.type == "cpu" and not riders.passengers:
+            return rider_values(riders, self._backward.message, used.__contains__)
+        values = torch.empty(riders.numel, dtype=torch.float32, device=device)
         return write_riders(values, riders, self._backward.message, used.__contains__)
 
     def note_graph(self, compiled: Callable[..., object], fingerprint: str) -> None:

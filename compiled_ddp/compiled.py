@@ -1,7 +1,6 @@
 """compile_ddp: averaging gradients inside the compiled backward graph."""
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
@@ -12,8 +11,9 @@ from torch import nn
 from compiled_ddp import torch_private
 from compiled_ddp.graph.backend import entry_of
 from compiled_ddp.graph.bindings import Bindings
+from compiled_ddp.graph.calls import SegmentCalls
 from compiled_ddp.graph.program import VARIANTS, Program
-from compiled_ddp.graph.segment import Segment, SegmentCall, calling
+from compiled_ddp.graph.segment import Calling, Segment, SegmentCall
 from compiled_ddp.graph.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.options import CompilerKeywords, Options, part_options, takes_options
 from compiled_ddp.ranks.agreement import Description
@@ -110,11 +110,9 @@ class CompiledDDP(DataParallelWrapper):
         options: Options,
         ddp_arguments: DDPArguments,
     ) -> None:
-        self._calls: list[weakref.ref[SegmentCall]] = []
-        self._calls_of_forward: list[SegmentCall] = []
+        self._calls = SegmentCalls()
         self._known_limits, self._given_up = 0, list[str]()  # what Dynamo captures no more
         self._fallen_back: set[str] = set()  # why
-        self._segments_of_forward: dict[Segment, Program | None] = {}
         self._warmups = 0
         super().__init__(torch_private.modules.without_compile_wrapper(module), process_group, options, ddp_arguments)
         try:
@@ -159,6 +157,7 @@ class CompiledDDP(DataParallelWrapper):
         self._index_of_parameter.clear()
         self._index_of_parameter |= {id(t): index for index, t in enumerate(self._runtime.parameters.tensors)}
         self._bindings.forget()
+        self._runs_graphs = self._why_not_graph() is None  # asked in every call of a graph
 
     def _refreshed(self) -> None:
         self._index_parameters()
@@ -173,16 +172,15 @@ class CompiledDDP(DataParallelWrapper):
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self._run_compiled(*args, **kwargs)
         if torch.is_grad_enabled():
-            self._runtime.end_forward(self._calls_of_forward)
-        self._calls_of_forward = []
+            self._runtime.end_forward(self._calls.take_forward())
         return outputs
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls_of_forward, self._segments_of_forward = [], {}
+        self._calls.begin_forward()
         (compiled,) = self._compiled
         limits = torch_private.captures.recompile_limits()
         known = len(limits.notes)
-        with calling(self):
+        with Calling(self):
             outputs = compiled(*args, **kwargs)
         if known != self._known_limits:  # another wrapper may have met them
             self._given_up = limits.given_up_in(self.module)
@@ -214,7 +212,7 @@ class CompiledDDP(DataParallelWrapper):
 
     def _compile_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Compiled]:
         """Run the module, outside of any step, and compile the backwards of what it calls."""
-        live = self._calls
+        live, self._calls = self._calls, SegmentCalls()
 
         def run_forward() -> bool:
             self._run_compiled(*args, **kwargs)  # its graph goes with its outputs: no backward will ever reach it
@@ -222,9 +220,9 @@ class CompiledDDP(DataParallelWrapper):
 
         try:
             yield from timed("the forward", run_forward)
-            called = self._segments_of_forward
+            called = self._calls.segments
         finally:
-            self._calls, self._calls_of_forward, self._segments_of_forward = live, [], {}
+            self._calls = live
         reducing = {segment: program for segment, program in called.items() if program is not None}
         for number, (segment, program) in enumerate(reducing.items(), start=1):
             graph = f"graph {number} of {len(reducing)} ({len(program.plan.indices)} gradients)"
@@ -243,14 +241,10 @@ class CompiledDDP(DataParallelWrapper):
         self._fall_back(f"a graph of the model runs uncompiled, as {self._settings.options.backend} failed: {failure}")
 
     def segment_called(self, segment: Segment, inputs: Sequence[Any], node: Any) -> None:
-        call = self._bindings.call(segment, inputs, node) if self._why_not_graph() is None else None
-        self._segments_of_forward[segment] = None if call is None else call.program
+        call = self._bindings.call(segment, inputs, node) if self._runs_graphs else None
+        self._calls.note(segment, call)
         if call is not None:
             torch_private.autograd.attach(node, call)
-            self._calls_of_forward.append(call)
-            self._calls = [reference for reference in self._calls if reference() is not None]
-            self._calls.append(weakref.ref(call))
 
     def _live_calls(self) -> Sequence[SegmentCall]:
-        calls = [call for reference in self._calls if (call := reference()) is not None]
-        return sorted(calls, key=lambda call: -call.serial)
+        return self._calls.live()

@@ -1,8 +1,12 @@
 """What a wrapper sees of its model between forwards, on plain modules."""
 
 import copy
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from compiled_ddp.model.managed import ManagedState
@@ -61,3 +65,70 @@ def test_a_replaced_parameter_is_an_error_unless_it_is_followed(model: nn.Sequen
     with pytest.raises(RuntimeError, match=r"^1\.weight was replaced or removed after the model was wrapped"):
         strict.look()
     assert following.look().changed
+
+
+def test_a_parameter_under_another_name_is_an_error_even_in_the_same_order(
+    model: nn.Sequential, watch: ModelWatch
+) -> None:
+    model[0]._parameters["shift"] = model[0]._parameters.pop("bias")
+    with pytest.raises(RuntimeError, match=r"^0\.bias was replaced or removed"):
+        watch.look()
+
+
+def test_a_parameter_that_has_moved_to_another_module_is_an_error(model: nn.Sequential, watch: ModelWatch) -> None:
+    model[1]._parameters = {"weight": model[1].weight, "bias": model[1].bias}
+    assert not ModelWatch(ManagedState(model)).look().changed
+    bias = model[0]._parameters.pop("bias")
+    model[1].register_parameter("of_another", bias)
+    with pytest.raises(RuntimeError, match=r"^0\.bias was replaced or removed"):
+        watch.look()
+
+
+def test_autocast_and_inference_mode_are_no_change_and_hide_none(model: nn.Sequential, watch: ModelWatch) -> None:
+    for context in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode(), torch.no_grad()):
+        with context:
+            assert not watch.look().changed
+            assert not watch.look().changed
+        assert not watch.look().changed
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not watch.look().changed
+        model[0].weight.data = model[0].weight.data.t().contiguous().t()
+        assert watch.look().changed
+
+
+def test_buffers_are_those_that_the_model_has_now() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    watch = ModelWatch(ManagedState(model))
+    before = watch.buffers()
+    assert all(map(lambda one, other: one is other, before, model.buffers()))
+    assert watch.buffers() is before
+    model[1].running_mean = torch.ones(1)
+    model[0].register_buffer("mask", torch.ones(1))
+    model.append(nn.BatchNorm1d(1, affine=False))
+    assert [id(buffer) for buffer in watch.buffers()] == [id(buffer) for buffer in model.buffers()]
+    assert not watch.look().changed
+    assert len(watch.buffers()) == 7
+
+
+def test_a_model_as_it_was_costs_as_many_calls_whatever_its_size() -> None:
+    small, large = (
+        ModelWatch(ManagedState(nn.Sequential(*(nn.Linear(1, 1) for _ in range(layers))))) for layers in (1, 100)
+    )
+    assert calls_in(large.look) == calls_in(small.look) < 10
+    assert calls_in(large.buffers) == calls_in(small.buffers) < 5
+
+
+def calls_in(function: Callable[[], object]) -> int:
+    """How many Python functions it calls."""
+    number = 0
+
+    def count(_: Any, event: str, __: Any) -> None:
+        nonlocal number
+        number += event == "call"
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return number

@@ -1,5 +1,7 @@
 """The .grad tensors that captured graphs fold in."""
 
+import itertools
+import operator
 from collections.abc import Iterable, Set
 
 import torch
@@ -9,6 +11,14 @@ from compiled_ddp.backward.existing_gradients import ExistingGradients
 from compiled_ddp.backward.grad_mode import grad_mode_off
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.trained_parameters import TrainedParameters
+
+
+def any_has_gradient(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them has a .grad. In C, for every parameter of a graph in every backward."""
+    return any(map(operator.is_not, map(_gradient_of, parameters), itertools.repeat(None)))
+
+
+_gradient_of = operator.attrgetter("grad")
 
 
 class FoldedGradients:
@@ -25,12 +35,11 @@ class FoldedGradients:
 
         Those without one get zeros.
         """
-        gradients = [(bucket, gradient) for bucket, gradient in plan.gradients]
         parameters = self._parameters.tensors
-        if all(parameters[gradient.index].grad is None for _, gradient in gradients):
+        if not any_has_gradient(map(parameters.__getitem__, plan.indices)):
             return []
         inputs = []
-        for bucket, gradient in gradients:
+        for bucket, gradient in plan.gradients:
             parameter = parameters[gradient.index]
             existing = parameter.grad
             if existing is not None:

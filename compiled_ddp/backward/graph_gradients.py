@@ -1,7 +1,7 @@
 """The gradients that captured graphs have reduced in one backward."""
 
 import functools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -12,14 +12,16 @@ class GraphGradients:
     def __init__(self) -> None:
         # None where several graphs have reduced parts of it.
         self.addresses: dict[int, int | None] = {}
-        self._aliases: dict[int, list[torch.Tensor]] = {}
+        self._aliases: list[dict[int, torch.Tensor]] = []  # of each graph
 
-    def note(self, gradients: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def note(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
         """These are what a graph returns."""
-        for index, gradient in gradients:
-            self.addresses[index] = None if index in self.addresses else gradient.data_ptr()
-            # Shares the storage, so that autograd adds other contributions out of place, which `has_another` sees.
-            self._aliases.setdefault(index, []).append(gradient.detach())
+        indices, tensors = zip(*gradients, strict=True) if gradients else ((), ())
+        several = self.addresses.keys() & indices
+        self.addresses |= zip(indices, map(torch.Tensor.data_ptr, tensors), strict=True)
+        self.addresses |= dict.fromkeys(several)
+        # They share the storage, so that autograd adds other contributions out of place, which `has_another` sees.
+        self._aliases.append(dict(zip(indices, map(torch.Tensor.detach, tensors), strict=True)))
 
     @property
     def indices(self) -> Set[int]:
@@ -27,7 +29,7 @@ class GraphGradients:
 
     def sum_of(self, index: int) -> torch.Tensor:
         """What graphs have reduced of a gradient."""
-        return sum_in_order(self._aliases[index])
+        return sum_in_order([aliases[index] for aliases in self._aliases if index in aliases])
 
     def has_another(self, index: int, gradient: torch.Tensor, *, looks_at_values: bool) -> bool:
         """Whether .grad, which is `gradient`, has a contribution besides what graphs have reduced.

@@ -1,5 +1,7 @@
 """Which sections of a running backward captured graphs reduce, and which are left to hooks."""
 
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -25,7 +27,7 @@ class Reservations:
         several: the cursor waits there for hooks, so a graph might come too late for one of them and not for another.
         """
         found = -1
-        sharing = self._sections_that_share()
+        sharing = self._sections_that_share
         while len(self._by_hooks) != found:
             found = len(self._by_hooks)
             self._by_hooks.update(n for n, s in enumerate(self._sections) if not indices.isdisjoint(s.plan.indices))
@@ -72,7 +74,7 @@ class Reservations:
 
     def graphs_to_run_with(self, section: int) -> Iterator[int]:
         """The graphs' sections of which all or none are to be reserved, `section` among them."""
-        sharing = self._sections_that_share()
+        sharing = self._sections_that_share
         together = sharing if section in sharing else [section]
         yield from (n for n in together if self._sections[n].origin == "graph")
 
@@ -80,7 +82,11 @@ class Reservations:
         """Which of these parameters stand in a section that is reserved."""
         return {i for section in self.reserved for i in self._sections[section].plan.indices} & set(indices)
 
+    @functools.cached_property
     def _sections_that_share(self) -> list[int]:
         """The sections with a parameter that stands in another one too."""
-        count = Counter(index for section in self._sections for index in section.plan.indices)
+        indices = [*itertools.chain.from_iterable(section.plan.indices for section in self._sections)]
+        if len({*indices}) == len(indices):
+            return []
+        count = Counter(indices)
         return [n for n, section in enumerate(self._sections) if any(count[i] > 1 for i in section.plan.indices)]

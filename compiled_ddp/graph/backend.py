@@ -52,7 +52,7 @@ _captures: dict[Hashable, torch_private.captures.Capture] = {}
 def entry_of(
     module: nn.Module, *, backend: str, compiler_options: Mapping[str, Any], fullgraph: bool, dynamic: bool | None
 ) -> Callable[..., Any]:
-    """`module` as Dynamo captures it: [Note: shared captures]. What is returned is to be called inside `calling`."""
+    """`module` as Dynamo captures it: [Note: shared captures]. What is returned is to be called inside `Calling`."""
     options = tuple(sorted((name, _comparable(value)) for name, value in compiler_options.items()))
     key = _structure(module), backend, options, fullgraph, dynamic
     if key not in _captures:

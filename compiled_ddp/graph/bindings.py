@@ -12,6 +12,8 @@ from compiled_ddp.plan import GradientSpec
 from compiled_ddp.planning.assignment import BucketPolicy
 from compiled_ddp.step.runtime import Runtime
 
+_NOTHING = frozenset[int]()
+
 # Which parameter each input that may get a gradient is, in the segment's gradient order; None for any other tensor.
 _Parameters = tuple[int | None, ...]
 
@@ -31,23 +33,16 @@ class Bindings:
         """`index_of_parameter` maps id(parameter) to its index, and follows the model."""
         self._runtime, self._managed, self._policy, self._naive = runtime, own, policy, naive
         self._index_of_parameter = index_of_parameter
-        self._programs: weakref.WeakKeyDictionary[Segment, dict[tuple[bool, ...], Program]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._bound: weakref.WeakKeyDictionary[Segment, dict[_Parameters, Bound]] = weakref.WeakKeyDictionary()
-        # The inputs that the latest backward brought no gradient: [Note: undefined gradients]
-        self._undefined: weakref.WeakKeyDictionary[Segment, dict[_Parameters, frozenset[int]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known: weakref.WeakKeyDictionary[Segment, _Known] = weakref.WeakKeyDictionary()
 
     def forget(self) -> None:
         """The parameters have other indices."""
-        self._bound.clear()
-        self._undefined.clear()
+        for known in self._known.values():
+            known.forget()
 
     def program(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
         """The wrapper's program for a graph with these inputs; None where none of them is a parameter of its own."""
-        bound = self._bound_to(segment, self._parameters(segment, inputs))
+        bound = self._bound_to(self._known_of(segment), segment, self._parameters(segment, inputs), inputs)
         return bound.program if bound.index_of else None
 
     def call(self, segment: Segment, inputs: Sequence[Any], node: Any) -> SegmentCall | None:
@@ -55,25 +50,29 @@ class Bindings:
 
         Raises RuntimeError if an input is a parameter that has been put into the model since it was wrapped.
         """
-        parameters = self._parameters(segment, inputs)
-        if not self._bound_to(segment, parameters).index_of:
+        parameters, known = self._parameters(segment, inputs), self._known_of(segment)
+        whole = self._bound_to(known, segment, parameters, inputs)
+        if not whole.index_of:
             return None
 
         alive = weakref.ref(self)  # the call hangs on an autograd graph, which is not to keep the wrapper
         captured = weakref.ref(segment)
 
-        undefined_before = self._undefined.setdefault(segment, {})
+        undefined_before = known.undefined
 
         def bound_without(undefined: frozenset[int]) -> Bound:
+            if not undefined:
+                return whole
             bindings, segment = alive(), captured()
             assert bindings is not None and segment is not None, "a backward of a wrapper that is gone"
             pairs = zip(segment.gradient_order, parameters, strict=True)
-            return bindings._bound_to(segment, tuple(None if place in undefined else index for place, index in pairs))
+            left = tuple(None if place in undefined else index for place, index in pairs)
+            return bindings._bound_to(bindings._known_of(segment), segment, left)
 
         def note(undefined: frozenset[int]) -> None:
             undefined_before[parameters] = undefined
 
-        left_out = undefined_before.get(parameters, frozenset())
+        left_out = undefined_before.get(parameters, _NOTHING)
         return SegmentCall(
             bound_without,
             left_out,
@@ -84,23 +83,30 @@ class Bindings:
         )
 
     def _parameters(self, segment: Segment, inputs: Sequence[Any]) -> _Parameters:
-        index_of = self._index_of_parameter
-        parameters = tuple(index_of.get(id(inputs[position])) for position in segment.gradient_order)
-        if parameters not in self._bound.get(segment, ()):
+        ids = map(id, map(inputs.__getitem__, segment.gradient_order))  # in C, for every parameter in every step
+        return tuple(map(self._index_of_parameter.get, ids))
+
+    def _known_of(self, segment: Segment) -> "_Known":
+        known = self._known.get(segment)
+        if known is None:
+            known = self._known[segment] = _Known()
+        return known
+
+    def _bound_to(
+        self, known: "_Known", segment: Segment, parameters: _Parameters, inputs: Sequence[Any] = ()
+    ) -> Bound:
+        """Raises RuntimeError if one of `inputs` is a parameter that has been put into the model since."""
+        bound = known.bound.get(parameters)
+        if bound is None:
             self._refuse_replaced(inputs)
-        return parameters
+            bound = known.bound[parameters] = self._bind(known, segment, parameters)
+        return bound
 
-    def _bound_to(self, segment: Segment, parameters: _Parameters) -> Bound:
-        known = self._bound.setdefault(segment, {})
-        if parameters not in known:
-            known[parameters] = self._bind(segment, parameters)
-        return known[parameters]
-
-    def _bind(self, segment: Segment, parameters: _Parameters) -> Bound:
+    def _bind(self, known: "_Known", segment: Segment, parameters: _Parameters) -> Bound:
         pairs = zip(segment.gradient_order, parameters, strict=True)
         index_of = {position: index for position, index in pairs if index is not None}
         pattern = tuple(index is not None for index in parameters)
-        programs = self._programs.setdefault(segment, {})
+        programs = known.programs
         if pattern not in programs:
             tensors = self._runtime.parameters.tensors
             gradients = [GradientSpec.of(position, tensors[index]) for position, index in index_of.items()]
@@ -138,3 +144,17 @@ class Bindings:
                     f"parameter {names[id(value)]} was replaced or unfrozen after compile_ddp: nothing would reduce "
                     "its gradient. Call unwrap() and wrap the model again."
                 )
+
+
+class _Known:
+    """Of one segment."""
+
+    def __init__(self) -> None:
+        self.programs: dict[tuple[bool, ...], Program] = {}  # by which of the inputs are parameters
+        self.bound: dict[_Parameters, Bound] = {}
+        # The inputs that the latest backward brought no gradient: [Note: undefined gradients]
+        self.undefined: dict[_Parameters, frozenset[int]] = {}
+
+    def forget(self) -> None:
+        """The parameters have other indices."""
+        self.bound, self.undefined = {}, {}

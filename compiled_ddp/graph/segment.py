@@ -2,10 +2,9 @@
 
 import contextlib
 import functools
-import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -51,24 +50,24 @@ class Caller(Protocol):
 _of_this_thread = threading.local()
 
 
-@contextlib.contextmanager
-def calling(caller: Caller) -> Iterator[None]:
-    """Segments that this thread runs here are called by `caller`."""
-    before = getattr(_of_this_thread, "caller", None)
-    _of_this_thread.caller = caller
-    try:
-        yield
-    finally:
-        _of_this_thread.caller = before
+class Calling:
+    """Within this context segments that this thread runs are called by `caller`."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    def __enter__(self) -> None:
+        self._before = getattr(_of_this_thread, "caller", None)
+        _of_this_thread.caller = self._caller
+
+    def __exit__(self, *_: object) -> None:
+        _of_this_thread.caller = self._before
 
 
 def caller_of_this_thread() -> Caller:
-    """Dynamo runs what it has captured nowhere else than in `calling`."""
+    """Dynamo runs what it has captured nowhere else than in `Calling`."""
     caller: Caller = _of_this_thread.caller
     return caller
-
-
-_serial_numbers = itertools.count()
 
 
 class SegmentCall:
@@ -94,7 +93,6 @@ class SegmentCall:
         self._is_whole = False
         self._bind(left_out)
         self.synchronise = backwards.forward.synchronises
-        self.serial = next(_serial_numbers)
         self.until_backward = UntilBackward(backwards)
         self._node = weakref.ref(node)
 
@@ -173,6 +171,7 @@ class Segment:
         self.gradient_order = gradient_order(graph_module.graph, with_gradient) if torch.is_grad_enabled() else []
         # [Note: undefined gradients]
         self._outputs_of = {} if reached is None else with_own_outputs(reached, self.gradient_order)
+        self.may_leave_out = bool(self._outputs_of)  # whether there are inputs that some backwards bring no gradient
         self._slots: list[int | None] | None = None  # of the outputs, among what comes to a call's node
         self._uncompiled: torch_private.aot.BackwardImplementation | None = None  # in place of the local one
         first = caller_of_this_thread().segment_captured(self, example_inputs)
@@ -189,11 +188,6 @@ class Segment:
             if traced is not None:
                 self.gradient_order = [position for position in self.gradient_order if position in traced]
             torch_private.aot.replace_backward_implementation(self.graph.function, self._run_backward)
-
-    @property
-    def may_leave_out(self) -> bool:
-        """Whether there are inputs that some backwards bring no gradient: [Note: undefined gradients]"""
-        return bool(self._outputs_of)
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self.graph.forward(*inputs)
@@ -227,7 +221,8 @@ class Segment:
         """The backward of every call, between AOTAutograd's prologue and epilogue."""
         if torch_private.autograd.keeps_graph():
             self.graph.spare_saved_tensors()
-        return self._gradients(node, saved_and_tangents, self._undefined(node))
+        undefined = self._undefined(node) if self.may_leave_out else frozenset[int]()
+        return self._gradients(node, saved_and_tangents, undefined)
 
     def _undefined(self, node: Any) -> frozenset[int]:
         """The inputs that the running backward brings no gradient: [Note: undefined gradients]"""

@@ -10,6 +10,7 @@ from torch import nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.model.checks import check_stepped_after_backward
+from compiled_ddp.model.contents import Contents
 from compiled_ddp.model.managed import ManagedState
 
 
@@ -80,7 +81,7 @@ class Look:
 class ModelWatch:
     """Notices between forwards that a model has changed in what its wrapper made its plan from.
 
-    Everything is compared by identity or by a few attributes, so that it costs microseconds in every forward.
+    Where it has not, a forward pays for a few comparisons that Python makes in C: [Note: as it was].
     """
 
     def __init__(self, state: ManagedState, *, follows: bool = False) -> None:
@@ -90,7 +91,9 @@ class ModelWatch:
         parameters = state.parameters().values()
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         self._trained = [(p, _memory(p)) for p in parameters if p.requires_grad]
+        self._tensors = [parameter for parameter, _ in self._trained]
         self._take_contents()
+        self._are_of_same_kind = torch_private.dynamo.guard_of(self._tensors)
 
     def look(self) -> Look:
         """Compare the model with what it was.
@@ -98,12 +101,24 @@ class ModelWatch:
         Raises RuntimeError if something was replaced or removed, or has changed besides what a functional_call
         replaces, ValueError if an optimizer would step in the backward.
         """
-        if any(torch_private.tensors.has_optimizer_in_backward(parameter) for parameter, _ in self._trained):
+        return _UNCHANGED if self._is_as_it_was() else self._look_closely()
+
+    def _is_as_it_was(self) -> bool:
+        """[Note: as it was]"""
+        return (
+            self._are_untouched()
+            and self._are_of_same_kind(*self._tensors)
+            and not any(map(_requires_grad, self._frozen))
+            and not torch_private.tensors.any_has_optimizer_in_backward(self._tensors)
+        )
+
+    def _look_closely(self) -> Look:
+        if torch_private.tensors.any_has_optimizer_in_backward(self._tensors):
             check_stepped_after_backward(self._state.trained())
-        in_place = self._is_in_place()
+        in_place = self._modules.are_in_place() and self._parameters.are_in_place()
         if not in_place:
             given = {id(value): value for value in torch_private.modules.given_by_functional_calls()}
-            if any(id(part) in given for now, _ in self._contents for part in now.values()):
+            if any(id(part) in given for part in (*self._modules.parts(), *self._parameters.parts())):
                 return self._look_through(given)
         if not self._follows:
             check_not_replaced(self._places)
@@ -111,12 +126,19 @@ class ModelWatch:
             return Look(changed=True)
         if self._is_of_another_kind() or not (in_place or self._knows_all_trained()):
             return Look(changed=True)
-        if not in_place:
+        if not self._are_untouched():
             self._take_contents()  # another module without trained parameters: no other rank need know
-        return Look()
+        self._are_of_same_kind = torch_private.dynamo.guard_of(self._tensors)  # as under autocast, say
+        return _UNCHANGED
 
-    def _is_in_place(self) -> bool:
-        return all(_are_the_same(now, before) for now, before in self._contents)
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Those that the wrapper looks after, as they are now: each once, in registration order."""
+        if not (self._modules.are_untouched() and self._siblings_of_buffers.are_untouched()):
+            self._take_buffers()
+        return self._buffers
+
+    def _are_untouched(self) -> bool:
+        return self._modules.are_untouched() and self._parameters.are_untouched()
 
     def _is_of_another_kind(self) -> bool:
         return any(parameter.requires_grad for parameter in self._frozen) or any(
@@ -157,22 +179,19 @@ class ModelWatch:
 
     def _take_contents(self) -> None:
         """Compare with what stands in each module now, from the next look on."""
-        self._contents = _contents(self._state)
+        parts = [part for _, part in self._state.modules()]
+        self._modules = Contents([part._modules for part in parts])
+        self._parameters = Contents([part._parameters for part in parts])
+        self._take_buffers()
+
+    def _take_buffers(self) -> None:
+        self._siblings_of_buffers = Contents([part._buffers for _, part in self._state.modules()])
+        self._buffers = [*self._state.buffers().values()]
 
 
-Part = nn.Module | torch.Tensor | None
+_UNCHANGED = Look()
 
-
-def _contents(state: ManagedState) -> list[tuple[Mapping[str, Part], dict[str, Part]]]:
-    """What stands in each module, as it changes, beside a copy of it as it is now."""
-    found: list[tuple[Mapping[str, Part], dict[str, Part]]] = []
-    for _, part in state.modules():
-        found += [(part._modules, dict(part._modules)), (part._parameters, dict(part._parameters))]
-    return found
-
-
-def _are_the_same(now: Mapping[str, Part], before: Mapping[str, Part]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now.values(), before.values()))
+_requires_grad = operator.attrgetter("requires_grad")
 
 
 def _memory(parameter: torch.Tensor) -> tuple[object, ...]:

@@ -1,5 +1,11 @@
 """Which section of the backward under way a captured graph may launch, if any."""
 
+from collections.abc import Iterator
+
+import torch
+
+from compiled_ddp import torch_private
+from compiled_ddp.backward.folded_gradients import any_has_gradient
 from compiled_ddp.backward.riders import Flag
 from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.step.conductor import Conducted, conductor
@@ -77,8 +83,7 @@ class GraphReservations:
     def compiles(self, call: GraphCall) -> bool:
         """Whether the backward that reduces in the graph has been compiled, or can be, before anything is sent."""
         reduction = self._reduction
-        folds = any(reduction.parameters.tensors[index].grad is not None for index in call.plan.indices)
-        failure = call.compile(folds=folds)
+        failure = call.compile(folds=any_has_gradient(self._parameters_of(call)))
         if failure is not None:
             reason = f"the compiler failed for the backward of their graph: {failure}"
             reduction.fallback.report(reason, reduction.parameters.named(call.plan.indices))
@@ -90,4 +95,9 @@ class GraphReservations:
 
     def with_tensor_hooks(self, call: GraphCall) -> list[int]:
         """The call's parameters whose gradients tensor hooks of the user's see."""
+        if not torch_private.tensors.any_has_hooks(self._parameters_of(call)):
+            return []
         return list(filter(self._reduction.with_tensor_hooks, call.plan.indices))
+
+    def _parameters_of(self, call: GraphCall) -> Iterator[torch.nn.Parameter]:
+        return map(self._reduction.parameters.tensors.__getitem__, call.index_of.values())

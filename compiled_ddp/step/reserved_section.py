@@ -112,4 +112,4 @@ class ReservedSection:
         backward.reservations.complete(self._section, riders)
         backward.launches.take_back()
         backward.of_graphs.note(gradients)
-        backward.usage.note_gradients(index for index, _ in gradients)
+        backward.usage.note_gradients([index for index, _ in gradients])

@@ -62,6 +62,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `Tensor._version` | whether somebody has changed a gradient in place |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
 | `torch._C._dynamo.eval_frame.get_eval_frame_callback` | whether Dynamo looks at what runs here |
+| `torch._C._dynamo.guards.TensorGuards` | whether parameters are of the kind that they were |
 | `torch._dynamo.trace_rules.add` | keeping this package out of all traces |
 | `torch._dynamo.config.trace_autograd_ops` | refusing a backward that Dynamo would drop |
 | `torch._dynamo.compiled_autograd`, `CompiledFunction._compiled_autograd_key` | refusing compiled autograd |

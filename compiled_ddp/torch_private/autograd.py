@@ -22,7 +22,7 @@ def backward_will_execute(node: Any) -> bool:
 
     The engine does not count a single root among the nodes it will execute; it is the node under evaluation then.
     """
-    return node is evaluating_node() or torch._C._will_engine_execute_node(node)
+    return node is torch._C._current_autograd_node() or torch._C._will_engine_execute_node(node)
 
 
 def backward_will_accumulate(parameter: torch.Tensor) -> bool:
@@ -159,9 +159,12 @@ def without_transforms(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+_HAS_RPC = rpc.is_available()
+
+
 def in_distributed_autograd() -> bool:
     """Whether this thread is in a torch.distributed.autograd context, whose backward leaves .grad alone."""
-    if not rpc.is_available() or not rpc.api._is_current_rpc_agent_set():
+    if not _HAS_RPC or not rpc.api._is_current_rpc_agent_set():
         return False
     try:
         distributed_autograd._current_context()

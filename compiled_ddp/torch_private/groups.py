@@ -139,21 +139,32 @@ def launch_counter(group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup], in
     return type(group)._get_sequence_number_for_group  # type: ignore[attr-defined, no-any-return]
 
 
+class _CollectivesOfOthers:
+    """Asked four times in a step: how each group counts is looked up when there are other groups than before."""
+
+    def __init__(self) -> None:
+        self._groups: list[weakref.ref[dist.ProcessGroup]] = []  # all that there are
+        self._counters: list[tuple[weakref.ref[dist.ProcessGroup], Callable[[dist.ProcessGroup], int]]] = []
+
+    def number(self) -> int:
+        groups = [*map(weakref.ref, distributed_c10d._world.pg_map)]  # the same objects as long as these are kept
+        if groups != self._groups:
+            alive = [(reference, group) for reference in groups if (group := reference()) is not None]
+            self._counters = [(reference, launch_counter(g)) for reference, g in alive if g not in _our_groups]
+            self._groups = groups
+        number = 0
+        for reference, launched_on in self._counters:
+            group = reference()
+            number += 0 if group is None else launched_on(group)
+        return number
+
+
 def collectives_of_others() -> int:
     """How many collectives this rank has launched on groups that `new_group_named` has not made."""
-    return sum(_counter_of(group)(group) for group in distributed_c10d._world.pg_map if group not in _our_groups)
+    return _of_others.number()
 
 
-def _counter_of(group: dist.ProcessGroup) -> Callable[[dist.ProcessGroup], int]:
-    counter = _counters.get(group)
-    if counter is None:
-        counter = _counters[group] = launch_counter(group)
-    return counter
-
-
-_counters: weakref.WeakKeyDictionary[dist.ProcessGroup, Callable[[dist.ProcessGroup], int]] = (
-    weakref.WeakKeyDictionary()
-)
+_of_others = _CollectivesOfOthers()
 
 
 def counts_collectives(group: dist.ProcessGroup) -> bool:

@@ -2,8 +2,10 @@
 
 import contextlib
 import functools
+import itertools
+import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +38,14 @@ def has_tensor_hooks(parameter: torch.Tensor) -> bool:
     """Whether Tensor.register_hook was called on `parameter`, by anybody but `register_own_hook`."""
     hooks: Any = parameter._backward_hooks  # asked of every parameter in every step
     return bool(hooks) and any(not hasattr(hook, "of_compiled_ddp") for hook in hooks.values())
+
+
+def any_has_hooks(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether Tensor.register_hook was called on one of them, by anybody."""
+    return any(map(_hooks_of, parameters))
+
+
+_hooks_of = operator.attrgetter("_backward_hooks")
 
 
 def register_own_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor | None], None]) -> Any:
@@ -71,6 +81,11 @@ def scale_all(tensors: list[torch.Tensor], factor: float) -> None:
 def has_optimizer_in_backward(parameter: torch.Tensor) -> bool:
     """Whether torch.distributed.optim's `_apply_optimizer_in_backward` was called on `parameter`."""
     return hasattr(parameter, "_in_backward_optimizers")
+
+
+def any_has_optimizer_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether it was called on one of them."""
+    return any(map(hasattr, parameters, itertools.repeat("_in_backward_optimizers")))
 
 
 def is_distributed_tensor(tensor: torch.Tensor) -> bool:

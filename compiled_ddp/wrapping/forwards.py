@@ -139,9 +139,9 @@ class Forwards:
             self._runtime.begin_forward(synchronise=self._switches.synchronises, counted=counted)
         brings_buffers = self._switches.buffers_are_stale and self._settings.options.synchronise_buffers_in_forward
         if not self._uneven.is_training:
-            if brings_buffers:
+            if brings_buffers and self._model.buffers():
                 self.broadcast_buffers()
-        elif brings_buffers and with_gradients and self._switches.synchronises and self._managed.buffers():
+        elif brings_buffers and with_gradients and self._switches.synchronises and self._model.buffers():
             # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
             self.broadcast_buffers(self._uneven.begin_broadcast())
         elif with_gradients and training:
@@ -151,5 +151,5 @@ class Forwards:
     def broadcast_buffers(self, source: int = 0) -> None:
         """Overwrite every rank's buffers by those of rank `source`."""
         # Of .data, which has a version counter of its own: a graph that saved a buffer may still run its backward.
-        own = [buffer.data for buffer in self._managed.buffers().values()]
+        own = [buffer.data for buffer in self._model.buffers()]
         self._runtime.communicator.broadcast(own, source=source)

@@ -1,8 +1,9 @@
 """The model of a wrapper between its forwards: whether it has changed, and taking it as it is now, on every rank."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from compiled_ddp.model.owners import mark_parts
@@ -47,6 +48,10 @@ class WatchedModel:
         Raises RuntimeError or ValueError for what no wrapper can follow.
         """
         return self._watch.look()
+
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """Those that the wrapper looks after, as they are now: each once, in registration order."""
+        return self._watch.buffers()
 
     def take_changes(self) -> None:
         """Let every wrapper of this process whose model has changed take it as it is: a collective of all ranks.

@@ -1,0 +1,42 @@
+"""The calls of captured graphs that one wrapper has made."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+
+from compiled_ddp.graph.program import Program
+from compiled_ddp.graph.segment import Segment, SegmentCall
+
+
+class SegmentCalls:
+    """Those of the forward under way, and those whose backward may still run."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[SegmentCall]] = []
+        self._of_forward: list[SegmentCall] = []
+        self._segments: dict[Segment, Program | None] = {}
+
+    def begin_forward(self) -> None:
+        """The calls that follow belong to another forward."""
+        self._made = [reference for reference in self._made if reference() is not None]
+        self._of_forward, self._segments = [], {}
+
+    def note(self, segment: Segment, call: SegmentCall | None) -> None:
+        """A segment was called; `call` is None where it reduces nothing of this wrapper."""
+        self._segments[segment] = None if call is None else call.program
+        if call is not None:
+            self._of_forward.append(call)
+            self._made.append(weakref.ref(call))
+
+    def take_forward(self) -> Sequence[SegmentCall]:
+        """The calls of the forward that has ended, which keeps them no longer."""
+        calls, self._of_forward = self._of_forward, []
+        return calls
+
+    @property
+    def segments(self) -> Mapping[Segment, Program | None]:
+        """What the latest forward has called, and the wrapper's program in it, if any."""
+        return self._segments
+
+    def live(self) -> Sequence[SegmentCall]:
+        """The calls whose backward may still run, latest first."""
+        return [call for reference in reversed(self._made) if (call := reference()) is not None]

@@ -31,6 +31,11 @@ class GraphGradients:
         """What graphs have reduced of a gradient."""
         return sum_in_order([aliases[index] for aliases in self._aliases if index in aliases])
 
+    def found_elsewhere(self, parameters: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
+        """Each .grad of these parameters that is not simply where a graph has left it."""
+        of_graphs = [(index, address, parameters[index].grad) for index, address in self.addresses.items()]
+        return [(i, grad) for i, address, grad in of_graphs if grad is not None and grad.data_ptr() != address]
+
     def has_another(self, index: int, gradient: torch.Tensor, *, looks_at_values: bool) -> bool:
         """Whether .grad, which is `gradient`, has a contribution besides what graphs have reduced.
 

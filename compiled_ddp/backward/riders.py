@@ -142,11 +142,11 @@ class RiderReader:
         if not leading:
             return Findings()
         device = next((part.device for part in leading if part.device.type != "cpu"), torch.device("cpu"))
-        together = torch.stack([part.to(device, non_blocking=True) for part in leading])
         self.was_at_once = at_once or device.type == "cpu"
         before = self._earlier()
         if self.was_at_once:
-            return self._findings([*before, *together.tolist()], backwards=1 + bool(before))
+            return self._findings([*before, *(part.tolist() for part in leading)], backwards=1 + bool(before))
+        together = torch.stack([part.to(device, non_blocking=True) for part in leading])
         self._copied = together.to("cpu", non_blocking=True)
         self._ready = torch.Event(device)
         self._ready.record(torch.accelerator.current_stream(device))

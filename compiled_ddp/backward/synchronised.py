@@ -39,10 +39,10 @@ class Circumstances:
     newly_used: Set[int] = frozenset()  # parameters of "unused" sections that it uses here
     some_rank_differs: bool = False  # so that hooks reduce all of it: [Note: models that communicate]
 
-    @property
-    def asks_more_of_hooks(self) -> bool:
-        """Whether more is noted of a gradient than that it has come, or it is not put into its bucket at once."""
-        return self.observes_order or self.delayed or self.expected_gradients is not None
+    def sole_positions(self, buffers: SequenceBuffers) -> Mapping[int, int]:
+        """The bucket of each gradient that goes into one alone, if no more is noted than that it has arrived."""
+        notes_more = self.observes_order or self.delayed or self.expected_gradients is not None
+        return {} if notes_more else buffers.sole_positions
 
 
 class SynchronisedBackward:
@@ -67,12 +67,10 @@ class SynchronisedBackward:
         self.sections, self.circumstances, self.message = sections, circumstances, message
         self.usage, self.averaging, self.observations = usage, averaging, Observations()
         self._parameters = parameters
-        # The bucket of a gradient of which nothing else is to be known than that it has arrived.
-        self._sole_positions = {} if circumstances.asks_more_of_hooks else buffers.sole_positions
+        self._sole_positions = circumstances.sole_positions(buffers)
         self.existing = ExistingGradients(parameters, buffers)
         self.folded = FoldedGradients(parameters, self.existing)
-        self.of_graphs = GraphGradients()
-        self.reservations = Reservations(sections)
+        self.of_graphs, self.reservations = GraphGradients(), Reservations(sections)
         self.launches = Launches(
             buffers,
             self.reservations,
@@ -98,8 +96,8 @@ class SynchronisedBackward:
         )
         rank_progress = communicator.progress
         self.launcher = Launcher(buffers, self.launches, self.gradients, self.reservations, message, rank_progress)
-        origins, collectives = [section.origin for section in sections], self.launches.collectives
-        rank_progress.backward_began(message.forwards.begun, buffers.buckets, origins, parameters.names, collectives)
+        origins, of_each = [section.origin for section in sections], self.launches.collectives
+        rank_progress.backward_began(message.forwards.begun, buffers.buckets, origins, parameters.names, of_each)
 
     # ---- told by hooks -----------------------------------------------------------------------------------------------
 
@@ -211,11 +209,8 @@ class SynchronisedBackward:
     def _find_graph_and_eager(self) -> None:
         """A .grad that is not what graphs returned has another contribution, which was not reduced."""
         looks = self.circumstances.looks_at_values
-        for index in self.of_graphs.indices:
-            gradient = self._parameters.tensors[index].grad
-            if gradient is None or self.is_by_hooks(index):
-                continue
-            if self.of_graphs.has_another(index, gradient, looks_at_values=looks):
+        for index, gradient in self.of_graphs.found_elsewhere(self._parameters.tensors):
+            if not self.is_by_hooks(index) and self.of_graphs.has_another(index, gradient, looks_at_values=looks):
                 self.observations.graph_and_eager.add(index)
 
     def outcome(self, index: int, written: Set[int]) -> torch.Tensor | None:

@@ -37,8 +37,7 @@ class Usage:
 
     def note_gradients(self, indices: Iterable[int]) -> None:
         """Each of these has got one."""
-        for index in indices:
-            self.note_gradient(index)
+        self.arrived |= {index: self.arrived.get(index, 0) + 1 for index in indices}
 
     def note_any(self, indices: Iterable[int]) -> None:
         """Each of these has got one, if not more."""

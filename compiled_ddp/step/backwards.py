@@ -47,7 +47,7 @@ class Backwards:
             lock=self.lock,
         )
         self._closed_because = ""
-        self._accumulates = functools.lru_cache(maxsize=1)(self._will_accumulate)  # of a task: what autograd tells
+        self._accumulates = functools.lru_cache(maxsize=1)(functools.partial(_accumulates, self.reduction))  # by task
         conductor.add(self.conducted)
 
     def close(self, why: str) -> None:
@@ -109,9 +109,6 @@ class Backwards:
             return True
         accumulates = self._accumulates(torch_private.autograd.current_graph_task())
         return not accumulates and returns_inputs_alone(self.reduction.parameters.tensors)
-
-    def _will_accumulate(self, _: int) -> bool:
-        return any(map(torch_private.autograd.backward_will_accumulate, self.reduction.parameters.tensors))
 
     def _refuse_returned_sparse(self) -> None:
         if not self.conducted.local:
@@ -243,3 +240,8 @@ class Backwards:
             self.enter()
 
         handle = node.register_prehook(enter)
+
+
+def _accumulates(reduction: Reduction, _: int) -> bool:
+    """Whether the task of autograd that this thread runs will bring any parameter a gradient."""
+    return any(map(torch_private.autograd.backward_will_accumulate, reduction.parameters.tensors))

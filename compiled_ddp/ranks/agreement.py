@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from compiled_ddp.formatting import format_names
 from compiled_ddp.ranks.communicator import RankGroup
 
+_PART = 2**20  # characters; the store breaks the connection at a value above 8 MiB, as of 60,000 parameters
+
 Description = dict[str, list[object]]  # what there is to compare -> its properties, in order
 
 
@@ -50,11 +52,11 @@ def _exchange(
 ) -> Sequence[str]:
     """Every rank's problems, one line each, the same on every rank. Ranks are called by their global numbers."""
     if ranks.rank == 0:
-        ranks.publish(f"{occasion}/description", json.dumps([description, own_problem]))
+        _publish_in_parts(ranks, f"{occasion}/description", json.dumps([description, own_problem]))
         problems = _collect_verdicts(ranks, occasion, purpose, own_problem)
         ranks.publish(f"{occasion}/problems", json.dumps(problems))
         return problems
-    expected, problem_on_0 = json.loads(ranks.read(f"{occasion}/description", writer=0, purpose=purpose))
+    expected, problem_on_0 = json.loads(_read_parts(ranks, f"{occasion}/description", purpose))
     verdict = own_problem
     if verdict is None and problem_on_0 is None:
         verdict = first_difference(expected, json.loads(json.dumps(description)), reference_rank=ranks.ranks[0])
@@ -63,6 +65,20 @@ def _exchange(
     problems = json.loads(ranks.read(f"{occasion}/problems", writer=0, purpose=purpose, patience=2.0))
     assert isinstance(problems, list)
     return problems
+
+
+def _publish_in_parts(ranks: RankGroup, key: str, text: str) -> None:
+    first, *others = [text[start : start + _PART] for start in range(0, len(text), _PART)]
+    for number, part in enumerate(others, start=1):
+        ranks.publish(f"{key}/{number}", part)
+    ranks.publish(key, f"{len(others)} {first}")
+
+
+def _read_parts(ranks: RankGroup, key: str, purpose: str) -> str:
+    """What rank 0 has published in parts."""
+    others, _, first = ranks.read(key, writer=0, purpose=purpose).partition(" ")
+    numbers = range(1, int(others) + 1)
+    return "".join([first, *(ranks.read(f"{key}/{number}", writer=0, purpose=purpose) for number in numbers)])
 
 
 def _collect_verdicts(ranks: RankGroup, occasion: str, purpose: str, own_problem: str | None) -> Sequence[str]:

@@ -10,7 +10,7 @@ from models import Mlp, row_batch, wrappers
 
 from compiled_ddp import EagerDDP
 from compiled_ddp.graph.warmup import warm_up
-from compiled_ddp.ranks.agreement import agree_on_description
+from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.communicator import Communicator, RankGroup
 from ranks import RankPool
 
@@ -86,3 +86,20 @@ def test_training_and_wrapping_say_so_too(ranks2: RankPool) -> None:
     for rank, messages in enumerate(ranks2.run(_in_training)):
         for message in messages:
             assert message.startswith(f"rank {rank} could not reach the store of torch.distributed to "), message
+
+
+def _agree_on_much(rank: int, last: tuple[str, str]) -> str:
+    """20 MB, where the store takes 8 MiB at a time."""
+    much: Description = {f"parameter {number}": ["x" * 2000] for number in range(10_000)}
+    much["the last one"] = [last[rank]]
+    try:
+        agree_on_description(RankGroup(None), lambda: much, failure="nothing was agreed on")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_descriptions_of_any_length_are_compared(ranks2: RankPool) -> None:
+    assert ranks2.run(_agree_on_much, ("same", "same")) == ["", ""]
+    for message in ranks2.run(_agree_on_much, ("one", "other")):
+        assert "rank 1: the last one is other here, one on rank 0." in message

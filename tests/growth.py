@@ -24,6 +24,22 @@ def lines_run(action: Callable[[], object]) -> int:
     return count
 
 
+def calls_in(function: Callable[[], object], below: str = "") -> int:
+    """How many Python functions it calls, whose file is below the folder `below`."""
+    number = 0
+
+    def count(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal number
+        number += event == "call" and frame.f_code.co_filename.startswith(below)
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return number
+
+
 def assert_linear(prepare: Callable[[int], Callable[[], object]], *, small: int = 100, factor: int = 10) -> None:
     """Assert that `factor` times as much takes hardly more than `factor` times the lines.
 

@@ -1,12 +1,10 @@
 """What a wrapper sees of its model between forwards, on plain modules."""
 
 import copy
-import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from growth import calls_in
 from torch import nn
 
 from compiled_ddp.model.managed import ManagedState
@@ -116,19 +114,3 @@ def test_a_model_as_it_was_costs_as_many_calls_whatever_its_size() -> None:
     )
     assert calls_in(large.look) == calls_in(small.look) < 10
     assert calls_in(large.buffers) == calls_in(small.buffers) < 5
-
-
-def calls_in(function: Callable[[], object]) -> int:
-    """How many Python functions it calls."""
-    number = 0
-
-    def count(_: Any, event: str, __: Any) -> None:
-        nonlocal number
-        number += event == "call"
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return number

@@ -81,6 +81,11 @@ class FlatBuffer:
             if gradient is None or gradient.layout is not torch.strided or not gradient.is_set_to(view):
                 parameter.grad = self.alias(index)
 
+    def put_in_place(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
+        """The same of those that are known not to be there."""
+        for index in indices:
+            parameters[index].grad = self.alias(index)
+
     @property
     def gradients(self) -> torch.Tensor:
         """The flat buffer without its riders."""

@@ -82,6 +82,7 @@ class Gradients:
 
     def put_gathered(self, position: int) -> None:
         """Put into a bucket what has been gathered for it; .grad is there from here on, where it may be a view."""
+        may_be_there = bool(self._existing.begun_with)  # some, in their bucket: .grad that has been added to
         for stream, gathered in self._gathered.pop(position, {}).items():
             indices, gradients = list(gathered), list(gathered.values())
             self._usage.note_any(indices)
@@ -93,8 +94,8 @@ class Gradients:
                 else:
                     buffer = self._buffers[position]
                     share = self._averaging.share(buffer.bucket.dtype)
-                    buffer.put_all(indices, gradients, share, in_place=bool(self._existing.begun_with))
-            self._leave_in_place(position, indices)
+                    buffer.put_all(indices, gradients, share, in_place=may_be_there)
+            self._leave_in_place(position, indices, elsewhere=not may_be_there)
 
     def check(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError unless these gradients, which have just arrived, can be reduced and seen by users."""
@@ -190,8 +191,12 @@ class Gradients:
         else:
             parameter.grad.copy_(self._sum(index, positions))
 
-    def _leave_in_place(self, position: int, indices: Collection[int]) -> None:
-        """Let .grad be where the bucket has it, of those of its parameters for which it may be."""
+    def _leave_in_place(self, position: int, indices: Collection[int], *, elsewhere: bool = False) -> None:
+        """Let .grad be where the bucket has it, of those of its parameters for which it may be.
+
+        `elsewhere` tells that none is there yet.
+        """
         if self._as_view:
             own = indices if self._not_in_place.isdisjoint(indices) else set(indices) - self._not_in_place
-            self._buffers[position].leave_in_place(own, self._parameters.tensors)
+            buffer = self._buffers[position]
+            (buffer.put_in_place if elsewhere else buffer.leave_in_place)(own, self._parameters.tensors)

@@ -1,0 +1,111 @@
+"""The host budget: what a warm step in which nothing special happens costs the host, in calls, which are no matter of
+a clock or of the machine. The limits are what was counted; whoever needs more says so here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from growth import calls_in
+from models import wrappers
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import compiled_ddp
+from ranks import RankPool
+
+OURS = str(Path(compiled_ddp.__file__).parent)
+ONE_BUCKET, A_BUCKET_FOR_EACH_GRADIENT = 25.0, 1e-6
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one step."""
+
+    forward: int  # Python calls of this package
+    backward: int
+    operators: int  # of torch in the backward, the model's own left out
+    gradients: int
+    buckets: int
+
+
+class _Operators(TorchDispatchMode):
+    """Counts what is called in this context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(loss: torch.Tensor) -> int:
+    with _Operators() as operators:
+        loss.backward()
+    return operators.number
+
+
+def _cost(rank: int, wrapper: str, layers: int, bucket_cap_mb: float) -> Cost:
+    x = torch.full((3, 4), 1.0 + rank)
+
+    def step_of(module: nn.Module) -> Any:
+        def step() -> torch.Tensor:
+            module.zero_grad()
+            return module(x).sum()
+
+        return step
+
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+    bare = step_of(torch.compile(model, backend="aot_eager") if wrapper == "compile_ddp" else model)
+    bare().backward()
+    own = _operators(bare())
+    ddp = wrappers([wrapper])[wrapper](model, bucket_cap_mb=bucket_cap_mb, first_bucket_mb=bucket_cap_mb)
+    step = step_of(ddp)
+    for _ in range(4):
+        step().backward()
+    operators = _operators(step()) - own
+    losses: list[torch.Tensor] = []
+    forward = calls_in(lambda: losses.append(step()), below=OURS)
+    backward = calls_in(losses[0].backward, below=OURS)
+    return Cost(forward, backward, operators, 2 * layers, len(ddp.plan.buckets))
+
+
+def _rates(ranks: RankPool, wrapper: str, of: Callable[[Cost], int]) -> tuple[float, float, float]:
+    """What a step costs by itself, for each gradient and for each bucket."""
+    few, many = (ranks.run(_cost, wrapper, layers, ONE_BUCKET)[0] for layers in (10, 20))
+    in_buckets = ranks.run(_cost, wrapper, 20, A_BUCKET_FOR_EACH_GRADIENT)[0]
+    assert (few.buckets, many.buckets, in_buckets.buckets) == (1, 1, 40)
+    gradient = (of(many) - of(few)) / (many.gradients - few.gradients)
+    bucket = (of(in_buckets) - of(many)) / (in_buckets.buckets - 1)
+    return of(few) - few.gradients * gradient - bucket, gradient, bucket
+
+
+def _assert_within(limits: tuple[float, float, float], found: tuple[float, float, float]) -> None:
+    for what, limit, number in zip(("step", "gradient", "bucket"), limits, found, strict=True):
+        assert number <= limit, f"a {what} costs {number:g}, it was {limit:g}"
+    assert found[0] > 0, "nothing was counted"
+
+
+@pytest.mark.parametrize(("wrapper", "limit"), {"EagerDDP": 80, "compile_ddp": 102}.items())
+def test_a_forward_costs_as_many_calls_whatever_the_models_size(ranks2: RankPool, wrapper: str, limit: int) -> None:
+    _assert_within((limit, 0, 0), _rates(ranks2, wrapper, lambda cost: cost.forward))
+
+
+# Of the step itself, of each gradient, of each bucket.
+CALLS = {"EagerDDP": (250, 10, 62), "compile_ddp": (370, 0, 14)}
+OPERATORS = {"EagerDDP": (9, 2, 3), "compile_ddp": (9, 2, 4.1)}
+
+
+@pytest.mark.parametrize("wrapper", CALLS)
+def test_a_backward_costs_few_python_calls(ranks2: RankPool, wrapper: str) -> None:
+    _assert_within(CALLS[wrapper], _rates(ranks2, wrapper, lambda cost: cost.backward))
+
+
+@pytest.mark.parametrize("wrapper", OPERATORS)
+def test_a_backward_costs_few_operators(ranks2: RankPool, wrapper: str) -> None:
+    """Of each gradient: a view of its bucket for .grad, and whether .grad is still there at the end."""
+    _assert_within(OPERATORS[wrapper], _rates(ranks2, wrapper, lambda cost: cost.operators))

@@ -63,9 +63,9 @@ def test_ranks_agree_on_what_a_size_costs(ranks2: RankPool, variant: str) -> Non
     assert first.backend == ("aot_eager" if variant == "compile_ddp" else None)
 
 
-def test_every_pass_that_runs_on_aot_eager_is_timed() -> None:
+def test_every_pass_that_runs_before_inductor_is_timed() -> None:
     found = SizedPasses(**passes_by_size.measure(7, repetitions=2))
-    assert list(found.seconds) == [pass_.name for pass_ in PASSES]
+    assert list(found.seconds) == [pass_.name for pass_ in PASSES if pass_.name != "reduce_in_place"]
     assert all(seconds > 0 for seconds in found.seconds.values())
 
 

@@ -100,6 +100,20 @@ def make_variants(
             bucket_bytes=_planned_bytes,
             unwrap=_unwrap,
         ),
+        Variant(
+            "EagerDDP, buffers given back",
+            "eager",
+            lambda model: _eager_ddp(model, {**options, "keep_buffers": False}),
+            unwrap=_unwrap,
+            by_default=False,
+        ),
+        Variant(
+            "compile_ddp, buffers given back",
+            "compiled",
+            lambda model: _compile_ddp(model, {**of_compile_ddp, "keep_buffers": False}),
+            unwrap=_unwrap,
+            by_default=False,
+        ),
         Variant("torch DDP, float16", "eager", lambda model: _torch_ddp_in_float16(model, of_torch), by_default=False),
         Variant(
             "compile_ddp, float16",

@@ -68,6 +68,8 @@ def compile_ddp(
             EagerDDP.
         gradient_as_bucket_view: leave .grad as views of the buckets where they were None. False keeps them plain
             tensors where hooks reduce; where a graph does they are views at no cost.
+        keep_buffers: keep the buckets' flat buffers from step to step. False gives them back when a forward begins, so
+            that activations may use their memory once no .grad lies in it; each backward allocates them anew.
         reduction: what a synchronised backward makes of the ranks' gradients: their "mean", their "sum", or the mean
             "weighted" by what each rank gives to `set_weight`, for example its number of tokens.
         piggyback: names of numbers that `piggyback` sends along with the gradients, to be summed over ranks.

@@ -46,6 +46,8 @@ class EagerDDP(DataParallelWrapper):
         static_graph: every step runs the same graph. A parameter may then get several gradients in one backward, by
             reentrant checkpoints that share it: the first backward counts them, and launches at its end.
         gradient_as_bucket_view: leave .grad as views of the buckets; False keeps plain tensors, at a copy each.
+        keep_buffers: keep the buckets' flat buffers from step to step. False gives them back when a forward begins, so
+            that activations may use their memory once no .grad lies in it; each backward allocates them anew.
         reduction: what a synchronised backward makes of the ranks' gradients: their "mean", their "sum", or the mean
             "weighted" by what each rank gives to `set_weight`, for example its number of tokens.
         piggyback: names of numbers that `piggyback` sends along with the gradients, to be summed over ranks.

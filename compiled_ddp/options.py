@@ -34,6 +34,7 @@ class OptionKeywords(TypedDict, total=False):
     init_sync: bool
     static_graph: bool
     gradient_as_bucket_view: bool
+    keep_buffers: bool
     reduction: ReductionKind
     piggyback: Sequence[str]
     comm_hook: CommHook | None
@@ -150,6 +151,7 @@ class Options(CompilerOptions, BucketOptions):
     init_sync: bool = True
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
+    keep_buffers: bool = True
     reduction: ReductionKind = "mean"
     piggyback: Sequence[str] = ()
     comm_hook: CommHook | None = None
@@ -224,7 +226,10 @@ class Options(CompilerOptions, BucketOptions):
         return {name: _ADDRESS.sub("", repr(value)) for name, value in values.items()}
 
 
-_SWITCHES = ("broadcast_buffers", "init_sync", "static_graph", "gradient_as_bucket_view", "strict", "fullgraph")
+_SWITCHES = (
+    *("broadcast_buffers", "init_sync", "static_graph", "gradient_as_bucket_view", "keep_buffers"),
+    *("strict", "fullgraph"),
+)
 
 
 def _is_listed(value: object) -> bool:

@@ -40,6 +40,8 @@ class Runtime:
             self.reduction.ddp_hook.refuse_if_broken()
         self._forward.begin(synchronise=synchronise, counted=counted)
         self.reduction.defer_users()
+        if not self.reduction.options.keep_buffers:
+            self.reduction.agreed.buffers.let_go()
         if synchronise and counted:
             self._forward.count.begin(after_exception=bool(conductor.broken_off()))
         self.communicator.progress.forward_began(self._forward.count.value)

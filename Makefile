@@ -27,7 +27,7 @@ export CXX
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-bench: check-compiler $(STAMP) ## Train the two benchmark models under every variant and print the table (ARGS="--help" for options)
+bench: check-compiler $(STAMP) ## Train benchmark models under every variant and print the tables (ARGS="--help" for options)
 	@echo "==> make bench: the comparison table, python -m benchmarks.compare $(ARGS)"
 	$(BIN)/python -m benchmarks.compare $(ARGS)
 

@@ -6,6 +6,7 @@ from in_process import end_all, plan_of
 from torch import Tensor
 from two_ranks import SIZES, assert_gradients, begin, bring, mean, two_ranks, values
 
+from compiled_ddp.backward import gradients
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import Section
 
@@ -21,6 +22,24 @@ def test_a_fresh_grad_becomes_the_mean_in_its_bucket_or_in_memory_of_its_own(as_
     assert_gradients(ranks, mean(0), mean(1))
     for rank, own in zip(ranks, buffers, strict=True):
         assert [own.contain(gradient) for gradient in rank.gradients if gradient is not None] == [as_view] * 2
+
+
+@pytest.mark.parametrize("together", [0, 2, 3])
+def test_large_gradients_are_put_into_their_bucket_at_once_and_small_ones_together(
+    together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "_MOST_ELEMENTS_TOGETHER", together)
+    ranks, buffers = two_ranks(), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
+    runs = [rank.begin(BY_HOOKS, own) for rank, own in zip(ranks, buffers, strict=True)]
+    for index, elements in enumerate(SIZES[:2]):
+        bring(*runs, indices=[index])
+        is_last = index == 1  # then the bucket is full
+        for rank, own in zip(ranks, buffers, strict=True):
+            gradient = rank.tensors[index].grad
+            assert gradient is not None
+            assert own.contain(gradient) == (elements > together or is_last)
+    end_all(*runs)
+    assert_gradients(ranks, mean(0), mean(1))
 
 
 @pytest.mark.parametrize("as_view", [True, False])

@@ -72,12 +72,17 @@ class Gradients:
 
     def gather(self, index: int, position: int, gradient: torch.Tensor) -> None:
         """Take what autograd has accumulated, to be put into its only bucket together with others on this stream."""
-        of_streams = self._gathered.setdefault(position, {})
-        gathered = of_streams.setdefault(self._buffers[position].writers.here(), {})
-        gathered[index] = gradient
+        if gradient.numel() > _MOST_ELEMENTS_TOGETHER:
+            self._usage.note_any([index])
+            self.check([index], [gradient])
+            self._put(index, gradient, position)
+            self._leave_in_place(position, [index])
+        else:
+            of_streams = self._gathered.setdefault(position, {})
+            of_streams.setdefault(self._buffers[position].writers.here(), {})[index] = gradient
         missing = self._launches.buckets[position].missing
         missing.discard(index)
-        if not missing or gradient.numel() > _MOST_ELEMENTS_TOGETHER:
+        if not missing:
             self.put_gathered(position)
 
     def put_gathered(self, position: int) -> None:

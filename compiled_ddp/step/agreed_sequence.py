@@ -1,5 +1,6 @@
 """The sequence that a wrapper's ranks keep: proposed by rank 0, refined once, and how it changes after that."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
@@ -12,6 +13,7 @@ from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.patience import Patience
 
 
@@ -37,6 +39,7 @@ class AgreedSequence:
         self.refined = False  # whether the first backward of this sequence has ended
         self.unused: frozenset[int] = frozenset()  # parameters that no rank has used: their sections are not launched
         self.graph_sections: dict[str, list[int]] = {}  # fingerprint -> the launched sections of equal graphs
+        self._reduced_in_graphs = frozenset[int]()  # the parameters of `graph_sections`
         self.why_not_graph = why_not_graph
         self._reduction: ReductionKind | None = None  # in place of the options' own
         self._options, self._communicator, self._traced_hook = options, communicator, traced_hook
@@ -71,10 +74,13 @@ class AgreedSequence:
         """From the next `begin_anew` on, plan buckets for a communication hook."""
         self.why_not_graph, self._reduction = reason, "hook"
 
-    def propose(self, plans: Sequence[BucketPlan]) -> ReductionSequence:
-        """The sequence for the backward that begins; where `must_agree`, `plans` are of the calls it will run."""
+    def propose(self, plans: Sequence[BucketPlan], too_small: Set[int] = frozenset()) -> ReductionSequence:
+        """The sequence for the backward that begins.
+
+        Where `must_agree`, `plans` are of the calls it will run, but for those of the parameters `too_small`.
+        """
         if not self._holds:
-            self._adopt(self._agree("proposal", lambda: self._planner.propose(plans)))
+            self._adopt(self._agree("proposal", lambda: self._planner.propose(plans, too_small)))
         assert self.sequence is not None
         return self.sequence
 
@@ -119,6 +125,11 @@ class AgreedSequence:
     def should_rebuild(self) -> bool:
         """Whether no rank's graphs have fitted for a while."""
         return self._patience.is_over
+
+    def leaves_to_hooks(self, call: GraphCall) -> bool:
+        """Whether hooks reduce the call as a matter of course: it is too small, and in no graph's section."""
+        plan = call.every_parameter().plan
+        return plan.nbytes < self._options.smallest_graph_bytes and self._reduced_in_graphs.isdisjoint(plan.indices)
 
     @property
     def must_agree(self) -> bool:
@@ -166,6 +177,8 @@ class AgreedSequence:
             self._traced_hook.adopt(sequence, lasting=self.refined)
         self.sequence, self._holds = sequence, True
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
+        of_graphs = (section.plan.indices for section in sequence.launched if section.origin == "graph")
+        self._reduced_in_graphs = frozenset(itertools.chain.from_iterable(of_graphs))
         self.graph_sections = {}
         for place, section in enumerate(sequence.launched):
             if section.origin == "graph":

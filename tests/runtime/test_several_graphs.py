@@ -63,6 +63,11 @@ def described(ddp: nn.Module) -> list[tuple[str, str, list[int]]]:
     ]
 
 
+def collectives_of(ddp: nn.Module) -> int:
+    """How many collectives the wrapper has launched."""
+    return torch_private.groups.collectives_launched(ddp._runtime.communicator.group)
+
+
 def _train(
     rank: int, widths: tuple[int, ...], skips: dict[tuple[int, int], set[int]]
 ) -> tuple[list[tuple[str, str, list[int]]], list[int], str]:
@@ -72,11 +77,11 @@ def _train(
     collectives = []
     for step in range(5):
         ddp.module.skipped = skips.get((rank, step), set())
-        before = torch_private.groups.collectives_launched(ddp.process_group)
+        before = collectives_of(ddp)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert_step(ddp, batch(rank, step))
-        collectives.append(torch_private.groups.collectives_launched(ddp.process_group) - before)
+        collectives.append(collectives_of(ddp) - before)
     return described(ddp), collectives, str(ddp.explain())
 
 

@@ -80,6 +80,11 @@ class ReductionSequence:
         return tuple(section for section in self.sections if section.origin == "unused")
 
     @functools.cached_property
+    def in_graphs(self) -> frozenset[int]:
+        """The parameters of graphs' sections."""
+        return frozenset(i for section in self.launched if section.origin == "graph" for i in section.plan.indices)
+
+    @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """Every bucket that a backward launches, in launch order."""
         return tuple(bucket for section in self.launched for bucket in section.plan.buckets)

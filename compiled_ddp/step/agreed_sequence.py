@@ -1,6 +1,5 @@
 """The sequence that a wrapper's ranks keep: proposed by rank 0, refined once, and how it changes after that."""
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
@@ -39,7 +38,6 @@ class AgreedSequence:
         self.refined = False  # whether the first backward of this sequence has ended
         self.unused: frozenset[int] = frozenset()  # parameters that no rank has used: their sections are not launched
         self.graph_sections: dict[str, list[int]] = {}  # fingerprint -> the launched sections of equal graphs
-        self._reduced_in_graphs = frozenset[int]()  # the parameters of `graph_sections`
         self.why_not_graph = why_not_graph
         self._reduction: ReductionKind | None = None  # in place of the options' own
         self._options, self._communicator, self._traced_hook = options, communicator, traced_hook
@@ -128,8 +126,9 @@ class AgreedSequence:
 
     def leaves_to_hooks(self, call: GraphCall) -> bool:
         """Whether hooks reduce the call as a matter of course: it is too small, and in no graph's section."""
+        assert self.sequence is not None
         plan = call.every_parameter().plan
-        return plan.nbytes < self._options.smallest_graph_bytes and self._reduced_in_graphs.isdisjoint(plan.indices)
+        return plan.nbytes < self._options.smallest_graph_bytes and self.sequence.in_graphs.isdisjoint(plan.indices)
 
     @property
     def must_agree(self) -> bool:
@@ -177,8 +176,6 @@ class AgreedSequence:
             self._traced_hook.adopt(sequence, lasting=self.refined)
         self.sequence, self._holds = sequence, True
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
-        of_graphs = (section.plan.indices for section in sequence.launched if section.origin == "graph")
-        self._reduced_in_graphs = frozenset(itertools.chain.from_iterable(of_graphs))
         self.graph_sections = {}
         for place, section in enumerate(sequence.launched):
             if section.origin == "graph":

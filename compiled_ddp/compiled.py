@@ -81,6 +81,9 @@ def compile_ddp(
             "first" in the first backward, after a new graph, and while something is pending (`explain()` lists it);
             "always" in every backward; "off" never. A gradient that was not reduced raises on every rank.
         strict: raise where a graph cannot serve, instead of falling back to hooks with a warning.
+        smallest_graph_mb: hooks reduce a graph with fewer MiB of gradients, where it is one of several that a backward
+            runs: an all-reduce of its own costs more than overlap brings, and with hooks such graphs share buckets. 0
+            lets every graph reduce its own.
         backend: "inductor", or "aot_eager" for the same passes without code generation (debugging, fast tests).
         fullgraph: as in torch.compile.
         dynamic: as in torch.compile.
@@ -142,6 +145,7 @@ class CompiledDDP(DataParallelWrapper):
 
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}
+        self._smallest_graph_bytes = options.smallest_graph_bytes
         policy = options.bucket_policy(self._runtime.communicator.world_size)
         self._bindings = Bindings(self._runtime, self._managed, policy, self._index_of_parameter, naive=options.naive)
         self._index_parameters()
@@ -237,7 +241,12 @@ class CompiledDDP(DataParallelWrapper):
     # ---- told by segments --------------------------------------------------------------------------------------------
 
     def segment_captured(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
-        return self._bindings.program(segment, inputs) if self._why_not_graph() is None else None
+        if self._why_not_graph() is not None:
+            return None
+        program = self._bindings.program(segment, inputs)
+        if program is not None and self._calls.follows_another and program.plan.nbytes < self._smallest_graph_bytes:
+            return None  # hooks reduce it, unless it shares parameters
+        return program
 
     def segment_not_compiled(self, failure: str) -> None:
         self._fall_back(f"a graph of the model runs uncompiled, as {self._settings.options.backend} failed: {failure}")

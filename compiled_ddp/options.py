@@ -46,6 +46,7 @@ class CompilerKeywords(OptionKeywords, total=False):
     """Those of compile_ddp alone, and with them the others."""
 
     strict: bool
+    smallest_graph_mb: float
     backend: str
     fullgraph: bool
     dynamic: bool | None
@@ -112,6 +113,7 @@ class CompilerOptions:
     """Whether graphs must serve, and how they are compiled: nothing where hooks reduce."""
 
     strict: bool = False
+    smallest_graph_mb: float = 0.5  # what it does: compiled_ddp/planning/small_graphs.py
     backend: str = "inductor"
     fullgraph: bool = False
     dynamic: bool | None = None
@@ -119,6 +121,8 @@ class CompilerOptions:
     options: dict[str, Any] | None = None
 
     def _check_compiler(self) -> None:
+        if not (self.smallest_graph_mb == 0 or _is_positive_number(self.smallest_graph_mb)):
+            raise ValueError(f"smallest_graph_mb must be a number of MiB, 0 or more, found {self.smallest_graph_mb!r}.")
         if not isinstance(self.options, dict | None):
             raise ValueError(f"options must be a dict, as in torch.compile, found {self.options!r}.")
         if self.backend not in ("inductor", "aot_eager"):
@@ -131,6 +135,11 @@ class CompilerOptions:
     def naive(self) -> bool:
         """Whether graphs keep the reference program, one all-reduce per gradient: `options={NAIVE: True}`."""
         return bool((self.options or {}).get(NAIVE))
+
+    @property
+    def smallest_graph_bytes(self) -> float:
+        """Below this hooks reduce a graph that is one of several; 0 in the reference program, where all are equal."""
+        return 0.0 if self.naive else self.smallest_graph_mb * MEBIBYTE
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:

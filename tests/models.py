@@ -180,12 +180,13 @@ def gradient_copies(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def wrappers(names: Sequence[str]) -> dict[str, Callable[..., nn.Module]]:
-    """Both wrappers by name, with small buckets, so that small models have several."""
+    """Both wrappers by name, with small buckets, so that small models have several, and each graph its own."""
     from compiled_ddp import EagerDDP, compile_ddp
 
     small = {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.001}
+    graphs = {"backend": "aot_eager", "smallest_graph_mb": 0}
     every: dict[str, Callable[..., nn.Module]] = {
-        "compile_ddp": lambda model, **options: compile_ddp(model, **{"backend": "aot_eager", **small, **options}),
+        "compile_ddp": lambda model, **options: compile_ddp(model, **{**graphs, **small, **options}),
         "EagerDDP": lambda model, **options: EagerDDP(model, **{**small, **options}),
     }
     return {name: every[name] for name in names}

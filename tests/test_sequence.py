@@ -7,7 +7,7 @@ from torch import nn
 from compiled_ddp.options import NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionSequence
 from compiled_ddp.planning.assignment import MEBIBYTE, assign_buckets
-from compiled_ddp.planning.sequence import ADMITTED, MIXED, NOT_CAPTURED, Observations, SequencePlanner
+from compiled_ddp.planning.sequence import ADMITTED, MIXED, NOT_CAPTURED, TOO_SMALL, Observations, SequencePlanner
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 
 # (origin, reason, the parameters of each bucket) of each section
@@ -171,6 +171,24 @@ def test_sequence_in_which_everything_arrived_as_proposed_stays_as_it_is(planner
     sequence = planner.propose([segment(5, 4), segment(3)])
     arrivals = [("graph", 0), ("graph", 1), ("hook", 2), ("hook", 1), ("hook", 0)]
     assert planner.refine(sequence, Observations(arrivals)) == sequence
+
+
+def test_small_graphs_share_a_section_behind_all_graphs_apart_from_what_was_not_captured(
+    planner: SequencePlanner,
+) -> None:
+    proposal = planner.propose([segment(3)], {0, 1, 5})
+    assert describe(proposal) == [
+        ("graph", "", [(3,)]),
+        ("hooks", TOO_SMALL, [(5, 1), (0,)]),
+        ("hooks", NOT_CAPTURED, [(4, 2)]),
+    ]
+    arrivals = [("hook", 4), ("hook", 0), ("graph", 0), ("hook", 5), ("hook", 2), ("hook", 1)]
+    assert describe(planner.refine(proposal, Observations(arrivals))) == [
+        ("hooks", NOT_CAPTURED, [(4,)]),
+        ("graph", "", [(3,)]),
+        ("hooks", TOO_SMALL, [(0, 5), (1,)]),
+        ("hooks", NOT_CAPTURED, [(2,)]),
+    ]
 
 
 # A parameter arrives twice where reentrant checkpoints share it.

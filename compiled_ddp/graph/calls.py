@@ -33,6 +33,11 @@ class SegmentCalls:
         return calls
 
     @property
+    def follows_another(self) -> bool:
+        """Whether the forward under way has called a segment that reduces something of this wrapper."""
+        return any(program is not None for program in self._segments.values())
+
+    @property
     def segments(self) -> Mapping[Segment, Program | None]:
         """What the latest forward has called, and the wrapper's program in it, if any."""
         return self._segments

@@ -46,13 +46,14 @@ from compiled_ddp.plan.sequence import (
     MIXED,
     NOT_CALLED,
     NOT_CAPTURED,
+    TOO_SMALL,
     Origin,
     ReductionSequence,
     Section,
 )
 
 __all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders"]
-__all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED"]
+__all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED", "TOO_SMALL"]
 __all__ += ["Origin", "ReductionSequence", "Section"]
 __all__ += ["ABORTED", "ANNOUNCED", "COUNT_MODULUS", "FIRST_USED", "FORWARD_COUNT", "FORWARD_COUNT_SQUARED"]
 __all__ += ["GIVEN_UP_COUNT", "GIVEN_UP_COUNT_SQUARED", "HOOK_FAILED", "LOST", "MISFIT", "RETURNED_COUNT"]

@@ -20,6 +20,7 @@ AMONG_COLLECTIVES = (
 )
 MIXED = "used both inside a captured graph and outside of it"
 ADMITTED = "not used in the first backward"
+TOO_SMALL = "in captured graphs too small for an all-reduce of their own"
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Section:
         The mean of a mean is that mean, so reducing all of .grad again is right.
         """
         return self.reason == MIXED
+
+    @property
+    def falls_back(self) -> bool:
+        """Whether hooks reduce what a graph was wanted for."""
+        return self.origin == "hooks" and self.reason != TOO_SMALL
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,11 @@ class ReductionSequence:
     def unused(self) -> tuple[Section, ...]:
         """The sections that are launched only in a backward in which a rank has used one of their parameters."""
         return tuple(section for section in self.sections if section.origin == "unused")
+
+    @functools.cached_property
+    def in_graphs(self) -> frozenset[int]:
+        """The parameters of graphs' sections."""
+        return frozenset(i for section in self.launched if section.origin == "graph" for i in section.plan.indices)
 
     @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:

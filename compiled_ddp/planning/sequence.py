@@ -19,6 +19,7 @@ from compiled_ddp.plan import (
     ADMITTED,
     MIXED,
     NOT_CAPTURED,
+    TOO_SMALL,
     BucketPlan,
     GradientSpec,
     ReductionSequence,
@@ -42,12 +43,18 @@ class SequencePlanner:
     def __init__(self, parameters: TrainedParameters, policy: BucketPolicy) -> None:
         self._parameters, self._policy = parameters, policy
 
-    def propose(self, segments: Sequence[BucketPlan], *, reason: str = NOT_CAPTURED) -> ReductionSequence:
-        """The sequence for a backward that will run `segments` (plans over parameters) in this order."""
+    def propose(
+        self, segments: Sequence[BucketPlan], too_small: Set[int] = frozenset(), *, reason: str = NOT_CAPTURED
+    ) -> ReductionSequence:
+        """The sequence for a backward that will run `segments` (plans over parameters) in this order.
+
+        The parameters `too_small` are of graphs that are to have no section.
+        """
         captured = {index for plan in segments for index in plan.indices}
         rest = [index for index in reversed(range(len(self._parameters.names))) if index not in captured]
+        reasons = {index: TOO_SMALL if index in too_small else reason for index in rest}
         sections = [Section(plan, "graph") for plan in segments]
-        return self._sequence([*sections, *self._hooks(rest, reason)])
+        return self._sequence([*sections, *self._hooks_of(rest, reasons)])
 
     def refine(
         self,
@@ -60,7 +67,8 @@ class SequencePlanner:
         """The sequence for all later backwards, from what rank 0 observed in the first one.
 
         `unused` are parameters, of the hooks, that no rank used in it. With `graphs_first` no hooks' section comes
-        before a graph's: [Note: models that communicate]
+        before a graph's: [Note: models that communicate]. Those of graphs that are too small never do: a graph
+        would wait for what a step skips.
         """
         by_hooks = {index: s.reason for s in sequence.sections if s.origin == "hooks" for index in s.plan.indices}
         if unused >= set(range(len(self._parameters.names))):
@@ -78,9 +86,10 @@ class SequencePlanner:
             arrivals = [*(("graph", number) for number in graphs), *(a for a in arrivals if a[0] != "graph")]
         for kind, number in arrivals:
             if kind == "graph":
-                sections += [*self._hooks_of(list(arrived), by_hooks), sequence.sections[number]]
-                placed.update(arrived)
-                arrived = {}
+                before = [index for index in arrived if by_hooks[index] != TOO_SMALL]
+                sections += [*self._hooks_of(before, by_hooks), sequence.sections[number]]
+                placed.update(before)
+                arrived = {index: None for index in arrived if index not in placed}
             elif number in by_hooks and number not in placed:
                 arrived.setdefault(number)
         rest = [index for index in dict.fromkeys([*arrived, *by_hooks]) if index not in placed]
@@ -101,7 +110,11 @@ class SequencePlanner:
         return [replace(section, origin="unused") for section in self._hooks(indices, "")]
 
     def _hooks_of(self, indices: Sequence[int], reasons: dict[int, str]) -> list[Section]:
-        return self._hooks(indices, reasons[indices[0]]) if indices else []
+        """A section for each reason."""
+        of_reason: dict[str, list[int]] = {}
+        for index in indices:
+            of_reason.setdefault(reasons[index], []).append(index)
+        return [section for reason, those in of_reason.items() for section in self._hooks(those, reason)]
 
     def _hooks(self, indices: Sequence[int], reason: str) -> list[Section]:
         if not indices:

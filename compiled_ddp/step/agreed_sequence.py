@@ -12,6 +12,7 @@ from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.patience import Patience
 
 
@@ -71,10 +72,13 @@ class AgreedSequence:
         """From the next `begin_anew` on, plan buckets for a communication hook."""
         self.why_not_graph, self._reduction = reason, "hook"
 
-    def propose(self, plans: Sequence[BucketPlan]) -> ReductionSequence:
-        """The sequence for the backward that begins; where `must_agree`, `plans` are of the calls it will run."""
+    def propose(self, plans: Sequence[BucketPlan], too_small: Set[int] = frozenset()) -> ReductionSequence:
+        """The sequence for the backward that begins.
+
+        Where `must_agree`, `plans` are of the calls it will run, but for those of the parameters `too_small`.
+        """
         if not self._holds:
-            self._adopt(self._agree("proposal", lambda: self._planner.propose(plans)))
+            self._adopt(self._agree("proposal", lambda: self._planner.propose(plans, too_small)))
         assert self.sequence is not None
         return self.sequence
 
@@ -119,6 +123,12 @@ class AgreedSequence:
     def should_rebuild(self) -> bool:
         """Whether no rank's graphs have fitted for a while."""
         return self._patience.is_over
+
+    def leaves_to_hooks(self, call: GraphCall) -> bool:
+        """Whether hooks reduce the call as a matter of course: it is too small, and in no graph's section."""
+        assert self.sequence is not None
+        plan = call.every_parameter().plan
+        return plan.nbytes < self._options.smallest_graph_bytes and self.sequence.in_graphs.isdisjoint(plan.indices)
 
     @property
     def must_agree(self) -> bool:

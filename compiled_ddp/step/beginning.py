@@ -1,5 +1,6 @@
 """The beginning of a synchronised backward: what it is, which graphs run in it, and what is left to hooks."""
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,7 @@ from compiled_ddp.backward.returned_gradients import ReturnedGradients
 from compiled_ddp.backward.riders import Flag, Message
 from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.plan import AMONG_COLLECTIVES, NOT_CALLED, ReductionSequence
+from compiled_ddp.planning.small_graphs import large_enough
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graph_reservations import GraphReservations
@@ -48,7 +50,7 @@ class Beginning:
 
     def after_task(self, ran: Sequence[GraphCall]) -> SynchronisedBackward:
         """One that was postponed, and has run these calls locally. It sends everything at once."""
-        return self._new(lambda call: call in ran, graphs_ran_locally=bool(ran))
+        return self._new(lambda call: call in ran, ran_locally=ran)
 
     def without_task(self, weight: float) -> SynchronisedBackward:
         """One that sends what has been accumulated, or zeros where `weight` is 0; `leave_all_to_hooks` follows."""
@@ -62,7 +64,7 @@ class Beginning:
         returned: ReturnedGradients | None = None,
         weight: float | None = None,
         runs_sequence: Callable[[], bool] = lambda: True,
-        graphs_ran_locally: bool = False,
+        ran_locally: Sequence[GraphCall] = (),
     ) -> SynchronisedBackward:
         """A new synchronised backward, of the rank's own weight unless another one is given.
 
@@ -82,7 +84,8 @@ class Beginning:
         weight = carried.weight if weight is None else weight
         message = Message(forwards, weight, carried.piggyback, carried.take_flags())
         # Graphs that were postponed have run locally; where models communicate, a sequence is due that knows it.
-        if graphs_ran_locally or (not agreed.among_collectives and conductor.any_communicates()):
+        misfit = not all(map(agreed.leaves_to_hooks, ran_locally))
+        if misfit or (not agreed.among_collectives and conductor.any_communicates()):
             message.note(Flag.GRAPH_MISMATCH)
         if newly_used:
             message.note(Flag.NEWLY_USED)
@@ -121,8 +124,12 @@ class Beginning:
         agreed, live_calls = self._reduction.agreed, self._reduction.live_calls
         must_agree = agreed.must_agree
         calls = [call for call in live_calls() if must_agree and takes_part(call) and call.plan.indices]
-        plans = [call.plan for call in calls if self._reservations.compiles(call)]  # before any rank waits for another
-        sequence = agreed.propose(plans)
+        wholes = [call.every_parameter().plan for call in calls]
+        large = large_enough(wholes, self._reduction.options.smallest_graph_bytes)
+        too_small = {i for whole, is_large in zip(wholes, large, strict=True) if not is_large for i in whole.indices}
+        # Before any rank waits for another.
+        plans = [call.plan for call in itertools.compress(calls, large) if self._reservations.compiles(call)]
+        sequence = agreed.propose(plans, too_small)
         if agreed.graph_sections and (agreed.among_collectives or must_agree):
             return self._tell_whether(runs_sequence(), sequence)
         return sequence, False
@@ -143,7 +150,8 @@ class Beginning:
     def _runs_sequence(self) -> bool:
         """Whether the backward that begins will run the graphs of the sequence, all of them and in its order."""
         reduction = self._reduction
-        calls = [call for call in reduction.live_calls() if call.will_run() and call.plan.indices]
+        running = [call for call in reduction.live_calls() if call.will_run() and call.plan.indices]
+        calls = [call for call in running if not reduction.agreed.leaves_to_hooks(call)]
         sections = sorted((n, fingerprint) for fingerprint, ns in reduction.agreed.graph_sections.items() for n in ns)
         return (
             reduction.carried.weight > 0.0
@@ -202,7 +210,7 @@ class Beginning:
         free = {fingerprint: list(sections) for fingerprint, sections in reduction.agreed.graph_sections.items()}
         unmatched: set[int] = set()
         for call in reduction.live_calls():
-            if call.will_run():
+            if call.will_run() and not reduction.agreed.leaves_to_hooks(call):
                 if call.leaves_out and not free.get(call.fingerprint) and free.get(call.every_parameter().fingerprint):
                     call.take_all_in()
                     backward.message.note(Flag.GRAPH_MISMATCH)  # as in `GraphReservations`

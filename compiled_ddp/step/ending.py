@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -146,7 +147,7 @@ class Ending:
             used = {index for section in again for index in section.plan.indices}
             self._reduce_also(again, used, Circumstances(reduces_again=backward.gradients))
         if reduction.agreed.why_not_graph is None:
-            for section in reduction.agreed.by_hooks:
+            for section in filter(attrgetter("falls_back"), reduction.agreed.by_hooks):
                 reduction.fallback.report(section.reason, reduction.parameters.named(section.plan.indices))
 
     def _prove(self) -> None:

@@ -27,6 +27,8 @@ class GraphReservations:
         agreed = reduction.agreed
         if agreed.why_not_graph is not None or backward.averaging.has_no_weight or not call.plan.indices:
             return None
+        if agreed.leaves_to_hooks(call):
+            return None
         section = self._reserve_for(backward, call, wrapper) if self.compiles(call) else None
         if section is None and call.leaves_out and agreed.graph_sections.get(call.every_parameter().fingerprint):
             # It has been planned with parameters that get no gradient here.

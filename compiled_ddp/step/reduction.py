@@ -130,9 +130,10 @@ class Reduction:
         return self._receive is not None
 
     def remove_needless_hooks(self) -> None:
-        """Where graphs reduce everything, only parameters that no rank has used are still watched."""
-        if not self.agreed.by_hooks:
-            self.hooks.remove(keep=self.agreed.unused)
+        """Where no graph has fallen back, those that graphs reduce are watched no more."""
+        if not any(section.falls_back for section in self.agreed.by_hooks):
+            by_hooks = (index for section in self.agreed.by_hooks for index in section.plan.indices)
+            self.hooks.remove(keep=self.agreed.unused.union(by_hooks))
 
     def defer_users(self) -> None:
         """Let the users' hooks on parameters wait for what is reduced."""

@@ -60,7 +60,7 @@ def _assert_unchanged(module: nn.Module, before: dict[str, Tensor | None]) -> No
 
 def _returns_the_mean(rank: int, backend: str) -> None:
     """As the first backward, between steps, with local and reduced gradients there, and before a backward."""
-    ddp = compile_ddp(Mlp(), backend=backend, bucket_cap_mb=0.0001, first_bucket_mb=0.0001)
+    ddp = compile_ddp(Mlp(), backend=backend, bucket_cap_mb=0.0001, first_bucket_mb=0.0001, smallest_graph_mb=0)
     parameters = list(ddp.module.parameters())
     x, other = row_batch(rank), row_batch(rank, 1)
     mean, other_mean = (expected_mean(ddp.module, lambda module: loss_of(module, b)) for b in (x, other))  # noqa: B023

@@ -385,7 +385,7 @@ def _one_rank_has_another_torch(rank: int, unsupported: bool) -> str:
             patch.setattr(torch_private.versions, "check_torch_version", lambda: check("2.10.1"))
         elif rank == 1:
             patch.setattr(torch, "__version__", "2.12.0")
-        message = message_of_refusal(lambda: compile_ddp(model, backend="aot_eager"), model)
+        message = message_of_refusal(lambda: compile_ddp(model, backend="aot_eager", smallest_graph_mb=0), model)
     train_one_step(EagerDDP(model), rank)
     return message
 
@@ -426,7 +426,7 @@ def _equal_options(rank: int) -> None:
     names = ["max_autotune", "post_grad_custom_pre_pass"]
     values = {"max_autotune": False, "post_grad_custom_pre_pass": _Pass()}
     options = {name: values[name] for name in (names if rank else reversed(names))}
-    compile_ddp(Mlp(), backend="aot_eager", options=options).unwrap()
+    compile_ddp(Mlp(), backend="aot_eager", options=options, smallest_graph_mb=0).unwrap()
 
 
 def test_objects_and_order_among_the_options_make_no_difference(ranks2: RankPool) -> None:

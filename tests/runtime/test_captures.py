@@ -63,7 +63,7 @@ def _twenty(rank: int, model: Callable[[], nn.Module], backend: str, count: int)
     alive = []
     with backwards_rewritten() as rewritten:
         for number in range(count):
-            ddp = compile_ddp(model(), strict=True, backend=backend)
+            ddp = compile_ddp(model(), strict=True, backend=backend, smallest_graph_mb=0)
             alive.append(ddp)
             for step in range(2):
                 _right_step(ddp, row_batch(rank, 10 * number + step))
@@ -108,7 +108,9 @@ def test_wrappers_share_a_capture_under_inductor(ranks2: RankPool) -> None:
 def _unlike_plans(rank: int) -> None:
     with backwards_rewritten() as rewritten:
         for bucket_cap_mb in (None, 1e-5, 1e-5):
-            ddp = compile_ddp(bare(37), strict=True, backend="aot_eager", bucket_cap_mb=bucket_cap_mb)
+            ddp = compile_ddp(
+                bare(37), strict=True, backend="aot_eager", bucket_cap_mb=bucket_cap_mb, smallest_graph_mb=0
+            )
             for step in range(2):
                 _right_step(ddp, row_batch(rank, step))
             ddp.unwrap()
@@ -122,8 +124,12 @@ def test_other_buckets_are_another_backward(ranks2: RankPool) -> None:
 def _subgroups(rank: int) -> None:
     """One wrapper over all ranks and one over some, in turns."""
     pair = dist.new_group([0, 1])
-    both = compile_ddp(bare(41), strict=True, backend="aot_eager")
-    two = compile_ddp(bare(41), strict=True, backend="aot_eager", process_group=pair) if rank < 2 else None
+    both = compile_ddp(bare(41), strict=True, backend="aot_eager", smallest_graph_mb=0)
+    two = (
+        compile_ddp(bare(41), strict=True, backend="aot_eager", process_group=pair, smallest_graph_mb=0)
+        if rank < 2
+        else None
+    )
     for step in range(3):
         _right_step(both, row_batch(rank, step))
         if two is not None:
@@ -149,7 +155,7 @@ def test_graphs_of_other_ranks_reduce_over_these(ranks3: RankPool) -> None:
 
 def _at_the_same_time(rank: int) -> None:
     """While a graph of one wrapper runs, the other one's runs in another thread."""
-    first, second = (compile_ddp(bare(43), strict=True, backend="aot_eager") for _ in range(2))
+    first, second = (compile_ddp(bare(43), strict=True, backend="aot_eager", smallest_graph_mb=0) for _ in range(2))
     for ddp in (first, second):
         _right_step(ddp, row_batch(rank, 0))
     expected = expected_mean(copy.deepcopy(second.module), loss_at(row_batch(rank, 1)))
@@ -186,7 +192,7 @@ def test_graphs_that_run_at_the_same_time_have_names_of_their_own(ranks2: RankPo
 
 def _of_many_sizes(rank: int) -> None:
     for width in range(3, 15):
-        ddp = compile_ddp(bare(width), strict=True, backend="aot_eager")
+        ddp = compile_ddp(bare(width), strict=True, backend="aot_eager", smallest_graph_mb=0)
         with _no_symbolic_graphs():
             assert_step(ddp, loss_at(row_batch(rank, width)))
         assert all_by_graphs(ddp)
@@ -222,7 +228,7 @@ class Kinds(nn.Module):
 
 def _limited(rank: int) -> None:
     with torch._dynamo.config.patch(recompile_limit=2):
-        ddp = compile_ddp(Kinds(), backend="aot_eager")
+        ddp = compile_ddp(Kinds(), backend="aot_eager", smallest_graph_mb=0)
         for kind in ("a", "bb", "ccc", "dddd"):
             x = row_batch(rank, len(kind))
             expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(x, kind).square().sum())  # noqa: B023
@@ -235,7 +241,9 @@ def _limited(rank: int) -> None:
             assert len(named) == (kind == "ccc"), [str(w.message) for w in caught]
         ddp.unwrap()
         for again in range(2):
-            ddp = compile_ddp(Kinds(), backend="aot_eager", dynamic=False, strict=True)  # captured apart
+            ddp = compile_ddp(
+                Kinds(), backend="aot_eager", dynamic=False, strict=True, smallest_graph_mb=0
+            )  # captured apart
             with pytest.raises(RuntimeError, match=r"recompile_limit \(2\).*strict=True\) does not fall back"):
                 ddp(row_batch(rank), "a" * again)
             ddp.unwrap()
@@ -267,7 +275,7 @@ def _with_sparse_embeddings(rank: int) -> None:
     model = Dlrm()
     ids = [torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(10 * rank + n)) for n in range(3)]
     torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)(row_batch(rank), ids).sum().backward()
-    ddp = compile_ddp(model, backend="aot_eager", fullgraph=True)
+    ddp = compile_ddp(model, backend="aot_eager", fullgraph=True, smallest_graph_mb=0)
     assert str(ddp).startswith("CompiledDDP")
     twin = copy.deepcopy(model)
     for step in range(3):
@@ -309,7 +317,7 @@ def _compiler_fails(where: str) -> Iterator[None]:
 
 def _not_compiled(rank: int, where: str, on: str, width: int) -> None:
     """`on` says on which ranks: "all", or rank "0" or "1" alone. `width` is that of no model compiled before."""
-    ddp = compile_ddp(Mlp(width), backend="aot_eager" if where == "passes" else "inductor")
+    ddp = compile_ddp(Mlp(width), backend="aot_eager" if where == "passes" else "inductor", smallest_graph_mb=0)
     failing = _compiler_fails(where) if on in ("all", str(rank)) else contextlib.nullcontext()
     with failing, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -350,7 +358,7 @@ def _not_compiled_but_strict(rank: int) -> None:
     words = r"(?s)Cannot convert expression to float.*strict=True\) does not fall back"
     for width, where in ((17, "forward"), (18, "backward")):
         for _ in range(2):  # also a second wrapper, for which nothing is compiled any more
-            ddp = compile_ddp(Mlp(width), strict=True)
+            ddp = compile_ddp(Mlp(width), strict=True, smallest_graph_mb=0)
             with _compiler_fails(where), pytest.raises(RuntimeError, match=words):
                 ddp(row_batch(rank)).square().sum().backward()
             ddp.unwrap()
@@ -362,7 +370,7 @@ def test_strict_raises_what_the_compiler_says(ranks2: RankPool) -> None:
 
 
 def _backward_not_found(rank: int) -> None:
-    ddp = compile_ddp(Mlp(13), backend="aot_eager")
+    ddp = compile_ddp(Mlp(13), backend="aot_eager", smallest_graph_mb=0)
     with (
         unittest.mock.patch.object(torch_private.aot, "compiled_function_of", return_value=None),
         pytest.raises(RuntimeError, match=r"gradients would stay local\. Set COMPILED_DDP_MODE=hooks"),
@@ -410,7 +418,7 @@ class HandsOn(Mlp):
 
 
 def _hands_on(rank: int) -> None:
-    ddp = compile_ddp(HandsOn(), backend="aot_eager")
+    ddp = compile_ddp(HandsOn(), backend="aot_eager", smallest_graph_mb=0)
     for step in range(2):
         expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
         ddp.zero_grad()
@@ -449,7 +457,7 @@ def _dcgan(rank: int) -> None:
     """PyTorch's DCGAN tutorial in small."""
     torch.manual_seed(0)
     plain = generator(), discriminator()
-    wrapped = tuple(compile_ddp(copy.deepcopy(model), strict=True) for model in plain)
+    wrapped = tuple(compile_ddp(copy.deepcopy(model), strict=True, smallest_graph_mb=0) for model in plain)
     data = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(10 * rank + n)) for n in range(2)]
     noise = torch.randn(4, 10, 1, 1, generator=torch.Generator().manual_seed(rank))
     for real in data:

@@ -364,7 +364,7 @@ class Alternating(nn.Module):
 
 
 def _alternates(rank: int) -> int:
-    ddp = compile_ddp(Alternating(), backend="aot_eager")
+    ddp = compile_ddp(Alternating(), backend="aot_eager", smallest_graph_mb=0)
     plans = set()
     for step in range(12):
         assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank, step), bool(step % 2)))  # noqa: B023

@@ -418,7 +418,7 @@ def _partly_eager(rank: int) -> tuple[list[tuple[str, list[str], str]], list[str
     model = PartlyEager()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ddp = compile_ddp(model, backend="aot_eager")
+        ddp = compile_ddp(model, backend="aot_eager", smallest_graph_mb=0)
         for step in range(4):
             expected = expected_mean(model, lambda module: module(row_batch(rank, step)))  # noqa: B023
             ddp.zero_grad()
@@ -447,7 +447,7 @@ def test_eager_parts_go_by_hooks_and_parameters_of_both_kinds_are_reduced_once_i
 def _parameter_hook(rank: int) -> None:
     model = Mlp()
     seen = []
-    ddp = compile_ddp(model, backend="aot_eager")
+    ddp = compile_ddp(model, backend="aot_eager", smallest_graph_mb=0)
     x = row_batch(rank)
     loss = lambda module: module(x).square().sum()  # noqa: E731
     plain = local_gradients(model, loss)
@@ -509,7 +509,7 @@ class SharedByTwoGraphs(nn.Module):
 
 def _eager_on_rank_one(rank: int, model_class: type[nn.Module]) -> None:
     """Rank 1 leaves its graphs in some steps, in which parameters stand in several sections."""
-    ddp = compile_ddp(model_class(), backend="aot_eager", bucket_cap_mb=1e-6, first_bucket_mb=1e-6)
+    ddp = compile_ddp(model_class(), backend="aot_eager", bucket_cap_mb=1e-6, first_bucket_mb=1e-6, smallest_graph_mb=0)
     for step in range(6):
         expected = expected_mean(ddp.module, lambda module: module(row_batch(rank, step)))  # noqa: B023
         ddp.zero_grad()
@@ -529,7 +529,7 @@ def test_a_parameter_of_several_sections_is_right_when_one_rank_runs_eagerly(
 
 def _freezes_in_turns(rank: int) -> None:
     """Gradual unfreezing: in each step another part is frozen, which changes the captured graph."""
-    ddp = compile_ddp(UsedInReverse(), backend="aot_eager")
+    ddp = compile_ddp(UsedInReverse(), backend="aot_eager", smallest_graph_mb=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for step, frozen in enumerate((None, "first", "third", None)):
@@ -573,7 +573,7 @@ def test_a_gradient_penalty_is_reduced_in_the_backward_that_accumulates(ranks2: 
 
 def _pending_after_a_broken_backward(rank: int) -> None:
     """What was accumulated under no_sync before a broken backward does not come back after zero_grad()."""
-    ddp = compile_ddp(TwoPartsBreakingOff(), backend="aot_eager")
+    ddp = compile_ddp(TwoPartsBreakingOff(), backend="aot_eager", smallest_graph_mb=0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ddp(row_batch(rank)).backward()

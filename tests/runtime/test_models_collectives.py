@@ -103,7 +103,7 @@ class Between(nn.Module):
 
 
 def _alike(rank: int) -> tuple[list[str], list[str], list[int]]:
-    ddp = compile_ddp(Between(), backend="aot_eager", verify="off")
+    ddp = compile_ddp(Between(), backend="aot_eager", verify="off", smallest_graph_mb=0)
     launched = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -122,7 +122,7 @@ def test_where_all_ranks_run_the_same_graphs_these_reduce_and_come_first(ranks2:
 
 
 def _without_collectives(rank: int) -> list[int]:
-    ddp = compile_ddp(nn.Sequential(BrokenBlock(5)), backend="aot_eager", verify="off")
+    ddp = compile_ddp(nn.Sequential(BrokenBlock(5)), backend="aot_eager", verify="off", smallest_graph_mb=0)
     launched = []
     for number in range(3):
         before = ddp._runtime.communicator.progress.launches
@@ -141,7 +141,7 @@ def test_other_models_exchange_nothing_but_their_buckets(ranks2: RankPool) -> No
 
 
 def _differs(rank: int, first_step: bool) -> tuple[list[str], list[str]]:
-    ddp = compile_ddp(MeetsOthers(), backend="aot_eager")
+    ddp = compile_ddp(MeetsOthers(), backend="aot_eager", smallest_graph_mb=0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(4):
@@ -158,7 +158,7 @@ def test_every_rank_says_once_that_hooks_reduce_where_one_differs(ranks2: RankPo
 
 
 def _differs_strictly(rank: int) -> None:
-    ddp = compile_ddp(MeetsOthers(), backend="aot_eager", strict=True)
+    ddp = compile_ddp(MeetsOthers(), backend="aot_eager", strict=True, smallest_graph_mb=0)
     ddp.module.active = rank == 0
     with pytest.raises(RuntimeError, match="the model communicates by itself"):
         ddp(row_batch(rank)).backward()
@@ -191,7 +191,7 @@ class MeetsOthersInBackward(MeetsOthersWithTiedWeight):
 
 def _only_in_backward(rank: int) -> bool:
     """The first backward shows it, and the next two bring a sequence about that knows."""
-    ddp = compile_ddp(MeetsOthersInBackward(), backend="aot_eager", **ONE_BUCKET_EACH)
+    ddp = compile_ddp(MeetsOthersInBackward(), backend="aot_eager", **ONE_BUCKET_EACH, smallest_graph_mb=0)
     for number in range(8):
         ddp.module.active = rank == 0 or number < 4
         step(ddp, rank, number)
@@ -244,7 +244,9 @@ class Body(nn.Module):
 
 def _chained(rank: int) -> None:
     """A graph of the head would wait for a rank that has gone on to the body's collective, in one backward."""
-    body, head = (compile_ddp(model, backend="aot_eager", **ONE_BUCKET_EACH) for model in (Body(), Head()))
+    body, head = (
+        compile_ddp(model, backend="aot_eager", **ONE_BUCKET_EACH, smallest_graph_mb=0) for model in (Body(), Head())
+    )
     for number in range(5):
         head.module.active = rank == 0 or number % 2 == 1
         x = row_batch(rank, number)

@@ -80,7 +80,9 @@ def _naive_equals_bucketed(rank: int) -> int:
     gradients = []
     for options in ({}, {"options": {"compiled_ddp.naive": True}}):
         torch.compiler.reset()
-        ddp = compile_ddp(copy.deepcopy(model), backend="aot_eager", bucket_cap_mb=0.002, **options)
+        ddp = compile_ddp(
+            copy.deepcopy(model), backend="aot_eager", bucket_cap_mb=0.002, **options, smallest_graph_mb=0
+        )
         ddp(x, y).backward()
         gradients.append(gradient_copies(ddp.module))
     for name, gradient in gradients[0].items():
@@ -175,7 +177,7 @@ def _submodule_use(rank: int) -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 4 * 4, 4), Mlp_like())
     model[0].to(memory_format=torch.channels_last)
     model[2].bias.requires_grad_(False)
-    ddp = compile_ddp(model, backend="aot_eager")
+    ddp = compile_ddp(model, backend="aot_eager", smallest_graph_mb=0)
     x = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
     expected = expected_mean(model, lambda m: m(x).square().sum())
     ddp(x).square().sum().backward()
@@ -202,7 +204,7 @@ def test_frozen_strided_and_reused_parameters(ranks2: RankPool) -> None:
 def _bare_modules(rank: int) -> None:
     x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
     for model in (nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)), nn.LSTM(5, 4), Mlp()):
-        ddp = compile_ddp(model, backend="aot_eager", fullgraph=True)
+        ddp = compile_ddp(model, backend="aot_eager", fullgraph=True, smallest_graph_mb=0)
 
         def loss(module: nn.Module) -> torch.Tensor:
             outputs = module(x)
@@ -223,7 +225,7 @@ def _compiled_before(rank: int) -> None:
     in_place = Mlp()
     in_place.compile(backend="aot_eager")
     for model in (torch.compile(Mlp(), backend="aot_eager"), in_place):
-        ddp = compile_ddp(model, backend="aot_eager", fullgraph=True)
+        ddp = compile_ddp(model, backend="aot_eager", fullgraph=True, smallest_graph_mb=0)
         bare = ddp.module
         assert isinstance(bare, Mlp)
         expected = expected_mean(bare, lambda module: module(x).square().sum())
@@ -242,7 +244,7 @@ def _own_communicator(rank: int) -> list[str]:
     if rank in (0, 2):
         for _ in range(2):
             model = Mlp()
-            ddp = compile_ddp(model, backend="aot_eager", process_group=subgroup)
+            ddp = compile_ddp(model, backend="aot_eager", process_group=subgroup, smallest_graph_mb=0)
             x = torch.full((2, 5), float(rank + 1))
             local = local_gradients(model, lambda module: module(x).square().sum())  # noqa: B023
             ddp(x).square().sum().backward()

@@ -18,7 +18,7 @@ def loss_of(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _wrap(model: nn.Module, backend: str) -> nn.Module:
-    return compile_ddp(model, backend=backend, bucket_cap_mb=0.0001, first_bucket_mb=0.0001)
+    return compile_ddp(model, backend=backend, bucket_cap_mb=0.0001, first_bucket_mb=0.0001, smallest_graph_mb=0)
 
 
 def _times(mean: dict[str, Tensor], factor: float) -> dict[str, Tensor]:

@@ -126,6 +126,8 @@ class AgreedSequence:
 
     def leaves_to_hooks(self, call: GraphCall) -> bool:
         """Whether hooks reduce the call as a matter of course: it is too small, and in no graph's section."""
+        if call.fingerprint in self.graph_sections:
+            return False
         assert self.sequence is not None
         plan = call.every_parameter().plan
         return plan.nbytes < self._options.smallest_graph_bytes and self.sequence.in_graphs.isdisjoint(plan.indices)

@@ -146,6 +146,21 @@ def test_a_backward_that_breaks_off_on_one_rank_is_an_error_on_the_other(two: Tw
     assert_steps_well(*ranks)
 
 
+def test_what_follows_after_an_exception_brings_no_grad_back_that_has_been_cleared(two: Two) -> None:
+    def breaks_and_clears(rank: RunTime) -> None:
+        with pytest.raises(Broken):
+            rank.forward(0, breaks_after=True).backward()
+        for tensor in rank.tensors:
+            tensor.grad = None
+        rank.runtime.finish_broken_backward()
+        assert [tensor.grad for tensor in rank.tensors] == [None] * 3
+
+    ranks = refined(two)
+    assert together(ranks, breaks_and_clears) == [None, None]
+    assert_idle(*ranks)
+    assert_steps_well(*ranks)
+
+
 def test_a_grad_that_was_there_is_the_same_tensor_after_an_error(two: Two) -> None:
     ranks = refined(two)
     existing = [torch.full((3,), 10.0) for _ in ranks]

@@ -88,7 +88,7 @@ class Gradients:
     def put_gathered(self, position: int) -> None:
         """Put into a bucket what has been gathered for it; .grad is there from here on, where it may be a view."""
         may_be_there = bool(self._existing.begun_with)  # some, in their bucket: .grad that has been added to
-        for stream, gathered in self._gathered.pop(position, {}).items():
+        for stream, gathered in self._gathered.get(position, {}).items():
             indices, gradients = list(gathered), list(gathered.values())
             self._usage.note_any(indices)
             self.check(indices, gradients)
@@ -101,6 +101,17 @@ class Gradients:
                     share = self._averaging.share(buffer.bucket.dtype)
                     buffer.put_all(indices, gradients, share, in_place=may_be_there)
             self._leave_in_place(position, indices, elsewhere=not may_be_there)
+        self._gathered.pop(position, None)
+
+    def forget_gathered(self) -> None:
+        """An exception has ended the backward: what is in no bucket yet counts as missing.
+
+        The user may have cleared .grad since, which must not come back.
+        """
+        for position, of_streams in self._gathered.items():
+            for gathered in of_streams.values():
+                self._launches.buckets[position].missing.update(gathered)
+        self._gathered.clear()
 
     def check(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError unless these gradients, which have just arrived, can be reduced and seen by users."""

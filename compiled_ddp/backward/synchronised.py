@@ -164,6 +164,7 @@ class SynchronisedBackward:
         if self.circumstances.returned is not None:
             self.circumstances.returned.end()
         self.folded.forget()
+        self.gradients.forget_gathered()
         self.message.note(Flag.BROKE_OFF)
         self.launcher.break_off()
 

@@ -133,6 +133,7 @@ class Setting(Readable):
     bucket_cap_mb: float = 1e-4
     bucket_view: bool = True  # gradient_as_bucket_view
     verify: str = "first"
+    smallest_graph_mb: float = 0.5  # that of compile_ddp: of several graphs here, each is smaller
     default_dtype: str = "float32"
     default_device: str = ""
 

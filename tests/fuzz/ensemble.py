@@ -135,6 +135,8 @@ def wrap(name: str, module: nn.Module, setting: Setting) -> Any:
         "verify": setting.verify,
         "reduction": setting.reduction,
     }
+    if kind == "compile_ddp":
+        options["smallest_graph_mb"] = setting.smallest_graph_mb
     if name == "inductor":
         options["backend"] = "inductor"
     if setting.hook in TRACED:

@@ -67,6 +67,25 @@ def test_what_a_backward_has_left_is_added_to_by_the_next_one_in_the_same_tensor
     assert all(len({id(step[n]) for step in kept}) == 1 for n in range(4))
 
 
+def test_a_grad_whose_gradient_begins_the_backward_stays_the_same_tensor() -> None:
+    ranks, buffers = two_ranks(), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
+    kept: list[Tensor | None] = []
+    for step in range(2):
+        runs = [rank.begin(BY_HOOKS, own) for rank, own in zip(ranks, buffers, strict=True)]
+        for run, rank in zip(runs, ranks, strict=True):
+            if step:
+                rank.tensors[0].grad += values(rank.rank)
+                run.backward.existing.begun_by(0)
+                run.backward.gradient_arrived(0)
+        bring(*runs, indices=[1] if step else [0, 1])
+        end_all(*runs)
+        kept = kept or [rank.tensors[0].grad for rank in ranks]
+        for rank in ranks:
+            rank.tensors[1].grad = None
+    assert all(rank.tensors[0].grad is gradient for rank, gradient in zip(ranks, kept, strict=True))
+    assert all(torch.equal(gradient, 2 * mean(0)) for gradient in kept if gradient is not None)
+
+
 def test_of_a_grad_in_another_ones_place_the_value_is_kept() -> None:
     ranks, buffers = two_ranks(), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
     runs = [rank.begin(BY_HOOKS, own) for rank, own in zip(ranks, buffers, strict=True)]

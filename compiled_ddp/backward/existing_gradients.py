@@ -17,6 +17,7 @@ class ExistingGradients:
     def __init__(self, parameters: TrainedParameters, buffers: SequenceBuffers) -> None:
         self._parameters = parameters
         there = {index: grad for index, grad in enumerate([p.grad for p in parameters.tensors]) if grad is not None}
+        self.were_any = bool(there)
         buffers.renew_held(there.values())
         self.apart = dict(self._taken_out_of(buffers, there))  # not views of their own place in a flat buffer
         # Each as it was when the backward began, with its version.

@@ -87,7 +87,7 @@ class Gradients:
 
     def put_gathered(self, position: int) -> None:
         """Put into a bucket what has been gathered for it; .grad is there from here on, where it may be a view."""
-        may_be_there = bool(self._existing.begun_with)  # some, in their bucket: .grad that has been added to
+        may_be_there = self._existing.were_any  # some, in their bucket: .grad that has been added to
         for stream, gathered in self._gathered.get(position, {}).items():
             indices, gradients = list(gathered), list(gathered.values())
             self._usage.note_any(indices)

@@ -145,7 +145,6 @@ class CompiledDDP(DataParallelWrapper):
 
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}
-        self._smallest_graph_bytes = options.smallest_graph_bytes
         policy = options.bucket_policy(self._runtime.communicator.world_size)
         self._bindings = Bindings(self._runtime, self._managed, policy, self._index_of_parameter, naive=options.naive)
         self._index_parameters()
@@ -241,10 +240,11 @@ class CompiledDDP(DataParallelWrapper):
     # ---- told by segments --------------------------------------------------------------------------------------------
 
     def segment_captured(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
-        if self._why_not_graph() is not None:
+        if not self._runs_graphs:
             return None
         program = self._bindings.program(segment, inputs)
-        if program is not None and self._calls.follows_another and program.plan.nbytes < self._smallest_graph_bytes:
+        smallest = self._settings.options.smallest_graph_bytes
+        if program is not None and self._calls.follows_another and program.plan.nbytes < smallest:
             return None  # hooks reduce it, unless it shares parameters
         return program
 

@@ -182,13 +182,13 @@ class Gradients:
             for index in sorted(written if not self._as_view else written & self._not_in_place):
                 positions = self._launches.positions_by_hooks(index)
                 self._write(index, [position for position in positions if position in self._again] or positions)
-            self.restore_untouched()
+        self.restore_untouched()
         return written
 
     def restore_untouched(self) -> None:
         """Let .grad be as it was where buckets were filled with zeros in its place."""
-        for index, gradient in self._untouched.items():
-            with grad_mode_off():
+        with grad_mode_off():
+            for index, gradient in self._untouched.items():
                 self._parameters.tensors[index].grad.copy_(gradient)  # type: ignore[union-attr]
 
     def _write(self, index: int, positions: Sequence[int]) -> None:

@@ -75,9 +75,9 @@ class Reducer:
         filled = [(buffers[position], bucket) for position, (_, bucket) in enumerate(buffers.buckets)]
         works = []
         for buffer, bucket in filled:
-            for index in bucket.indices:
-                buffer.put(index, gradients[index], plan.share)
             if bucket.gradients:
+                own = [gradients[index] for index in bucket.indices]
+                buffer.put_all(bucket.indices, own, plan.share, in_place=False)
                 works.append(self._communicator.all_reduce(buffer.flat))
         with self._communicator.explaining("Reducer.reduce() failed"):
             for work in works:

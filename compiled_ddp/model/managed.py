@@ -1,13 +1,16 @@
 """Which parameters and buffers of a model its wrapper looks after: none to ignore, and none of a wrapper inside."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from compiled_ddp import torch_private
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,7 @@ class ManagedState:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, each once, in registration order."""
-        found: dict[str, nn.Parameter] = {}
-        known: set[int] = set()
-        for prefix, owner in self.modules():
-            for key, parameter in owner._parameters.items():
-                if parameter is not None and id(parameter) not in known and self._is_own(prefix, key):
-                    known.add(id(parameter))
-                    found[_joined(prefix, key)] = parameter
-        return found
+        return self._named(lambda owner: owner._parameters)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Those of the parameters that require a gradient."""
@@ -81,13 +77,16 @@ class ManagedState:
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """By name, each once, in registration order."""
-        found: dict[str, torch.Tensor] = {}
+        return self._named(lambda owner: owner._buffers)
+
+    def _named(self, of_module: Callable[[nn.Module], Mapping[str, _Tensor | None]]) -> dict[str, _Tensor]:
+        found: dict[str, _Tensor] = {}
         known: set[int] = set()
         for prefix, owner in self.modules():
-            for key, buffer in owner._buffers.items():
-                if buffer is not None and id(buffer) not in known and self._is_own(prefix, key):
-                    known.add(id(buffer))
-                    found[_joined(prefix, key)] = buffer
+            for key, tensor in of_module(owner).items():
+                if tensor is not None and id(tensor) not in known and self._is_own(prefix, key):
+                    known.add(id(tensor))
+                    found[_joined(prefix, key)] = tensor
         return found
 
     def left_alone(self) -> dict[str, nn.Parameter]:

@@ -10,8 +10,8 @@ from torch import nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.model.checks import check_stepped_after_backward
-from compiled_ddp.model.contents import Contents
 from compiled_ddp.model.managed import ManagedState
+from compiled_ddp.model.remembered_parts import RememberedParts
 
 
 @dataclass(frozen=True)
@@ -180,12 +180,12 @@ class ModelWatch:
     def _take_contents(self) -> None:
         """Compare with what stands in each module now, from the next look on."""
         parts = [part for _, part in self._state.modules()]
-        self._modules = Contents([part._modules for part in parts])
-        self._parameters = Contents([part._parameters for part in parts])
+        self._modules = RememberedParts([part._modules for part in parts])
+        self._parameters = RememberedParts([part._parameters for part in parts])
         self._take_buffers()
 
     def _take_buffers(self) -> None:
-        self._siblings_of_buffers = Contents([part._buffers for _, part in self._state.modules()])
+        self._siblings_of_buffers = RememberedParts([part._buffers for _, part in self._state.modules()])
         self._buffers = [*self._state.buffers().values()]
 
 

@@ -38,16 +38,17 @@ class Backwards:
         self.reduction = Reduction(wrapped, self)
         self._reservations = GraphReservations(self.reduction)
         self.beginning = Beginning(self.reduction, self._reservations, self.forward)
+        accumulates = functools.lru_cache(maxsize=1)(functools.partial(_accumulates, self.reduction))
         self.conducted = ConductedWrapper(
             self.reduction,
             self.forward,
             self.under_way,
             self.beginning,
+            accumulates=accumulates,
             task_ended=self._task_ended,
             lock=self.lock,
         )
-        self._closed_because = ""
-        self._accumulates = functools.lru_cache(maxsize=1)(functools.partial(_accumulates, self.reduction))  # by task
+        self._closed_because, self._accumulates = "", accumulates
         conductor.add(self.conducted)
 
     def close(self, why: str) -> None:
@@ -243,5 +244,5 @@ class Backwards:
 
 
 def _accumulates(reduction: Reduction, _: int) -> bool:
-    """Whether the task of autograd that this thread runs will bring any parameter a gradient."""
+    """Whether this task of autograd, which this thread runs, will bring any parameter a gradient."""
     return any(map(torch_private.autograd.backward_will_accumulate, reduction.parameters.tensors))

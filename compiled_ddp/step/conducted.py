@@ -23,14 +23,18 @@ class ConductedWrapper:
         under_way: UnderWay,
         beginning: Beginning,
         *,
+        accumulates: Callable[[int], bool],
         task_ended: Callable[[int], None],
         lock: threading.RLock,
     ) -> None:
-        """`task_ended` is called at the end of each task of autograd that may reach the wrapper."""
+        """`task_ended` is called at the end of each task of autograd that may reach the wrapper.
+
+        `accumulates` tells whether one will bring any parameter a gradient.
+        """
         self.local = False  # whether backwards that begin now stay local, wherever their forward was called
         self._reduction, self._forward, self._under_way, self._beginning = reduction, forward, under_way, beginning
         self._finish = Finish(reduction, forward.count, under_way)
-        self._task_ended, self._lock = task_ended, lock
+        self._accumulates, self._task_ended, self._lock = accumulates, task_ended, lock
         self._rest_was_launched = False  # whether something was left to launch when an exception had ended a backward
         self._is_reached_by = functools.lru_cache(maxsize=1)(self._will_be_reached_by)
 
@@ -66,12 +70,10 @@ class ConductedWrapper:
             return False
         return self._is_reached_by(torch_private.autograd.current_graph_task())
 
-    def _will_be_reached_by(self, _: int) -> bool:
-        """Whether the task of autograd that this thread runs will reach the wrapper's graphs or parameters."""
+    def _will_be_reached_by(self, task: int) -> bool:
+        """Whether this task of autograd, which this thread runs, will reach the wrapper's graphs or parameters."""
         calls = [call for call in self._reduction.live_calls() if call.plan.indices]
-        return any(call.will_run() for call in calls) or any(
-            map(torch_private.autograd.backward_will_accumulate, self._reduction.parameters.tensors)
-        )
+        return any(call.will_run() for call in calls) or self._accumulates(task)
 
     def may_take_part(self) -> bool:
         """As `takes_part`, or nothing tells it: who takes it for a part of the backward loses overlap at worst.

@@ -10,7 +10,7 @@ from torch import nn
 Part = nn.Module | torch.Tensor | None
 
 
-class Contents:
+class RememberedParts:
     """Modules' dictionaries, as they change, beside what they held when this was made.
 
     [Note: as it was] A model of 800 parameters has 800 dictionaries. Their views follow them, so that one iterator over

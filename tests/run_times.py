@@ -196,7 +196,7 @@ def makes_two_ranks() -> Iterator[Two]:
         made.extend(RunTime(wire, rank, SIZES, Options(bucket_cap_mb=1, **options)) for rank in range(2))
         return made[-2], made[-1]
 
-    with unittest.mock.patch.object(conductor, "_wrappers", weakref.WeakSet()):
+    with unittest.mock.patch.object(conductor, "_references", []):
         yield make
         for rank in made:
             rank.close()

@@ -66,25 +66,23 @@ class FlatBuffer:
             and gradient.dtype == view.dtype
         )
 
-    def alias(self, index: int) -> torch.Tensor:
-        """A new tensor that shares the memory of gradient `index`, to be its .grad: with a version of its own.
-
-        What autograd adds to one .grad is no sign that it has added to another of the same buffer.
-        """
-        return self.views[index].data
-
     def leave_in_place(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
         """Let the .grad of these of `parameters` be where the bucket has it; what is there stays the same object."""
+        elsewhere = []
         for index in indices:
-            parameter, view = parameters[index], self.views[index]
-            gradient = parameter.grad
-            if gradient is None or gradient.layout is not torch.strided or not gradient.is_set_to(view):
-                parameter.grad = self.alias(index)
+            gradient = parameters[index].grad
+            if gradient is None or gradient.layout is not torch.strided or not gradient.is_set_to(self.views[index]):
+                elsewhere.append(index)
+        self.put_in_place(elsewhere, parameters)
 
     def put_in_place(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
-        """The same of those that are known not to be there."""
+        """The same of those that are known not to be there.
+
+        Each .grad is a new tensor that shares the memory of the bucket, with a version of its own: what autograd adds
+        to one is no sign that it has added to another of the same buffer.
+        """
         for index in indices:
-            parameters[index].grad = self.alias(index)
+            parameters[index].grad = self.views[index].data
 
     @property
     def gradients(self) -> torch.Tensor:

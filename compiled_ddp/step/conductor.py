@@ -75,32 +75,36 @@ class Conductor:
     """Knows the wrappers of this process."""
 
     def __init__(self) -> None:
-        self._wrappers: weakref.WeakSet[Conducted] = weakref.WeakSet()
+        self._references: list[weakref.ref[Conducted]] = []
         self._orders: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedOrder] = weakref.WeakKeyDictionary()
 
     def add(self, wrapper: Conducted) -> None:
-        self._wrappers.add(wrapper)
+        self._references.append(weakref.ref(wrapper, self._references.remove))
+
+    def _wrappers(self) -> list[Conducted]:
+        """All that are in use: looked through some times in each step, where a WeakSet takes six calls each time."""
+        return [wrapper for reference in tuple(self._references) if (wrapper := reference()) is not None]
 
     def backward_reached(self, wrapper: Conducted) -> None:
         """A backward has reached `wrapper`. Should it break off, it tells the others that it would have reached."""
-        for other in self._wrappers:
+        for other in self._wrappers():
             if other is not wrapper:
                 other.expect_in_task()
 
     def broken_off(self) -> Sequence[Conducted]:
         """Those of whose backwards an exception has ended one in this thread."""
-        wrappers = list(self._wrappers)
+        wrappers = self._wrappers()
         for wrapper in wrappers:
             wrapper.outlast_threads()
         return [wrapper for wrapper in wrappers if wrapper.is_broken_off()]
 
     def any_communicates(self) -> bool:
         """Whether any wrapped model has collectives of its own: backwards may run through several."""
-        return any(wrapper.communicates for wrapper in self._wrappers)
+        return any(wrapper.communicates for wrapper in self._wrappers())
 
     def may_wait(self, wrapper: Conducted, events: Iterable[str]) -> bool:
         """Whether `wrapper` may wait for other ranks at all these events now, in the middle of a backward."""
-        others = [other for other in self._wrappers if other is not wrapper and other.may_take_part()]
+        others = [other for other in self._wrappers() if other is not wrapper and other.may_take_part()]
         if not others:
             return True
         unsent = {event for other in others for event in other.unsent()}
@@ -108,7 +112,7 @@ class Conductor:
 
     def end(self, task: int) -> None:
         """All wrappers whose backward ends with `task` send what is left, then wait for their results."""
-        ending = [wrapper for wrapper in self._wrappers if wrapper.ends_with(task)]
+        ending = [wrapper for wrapper in self._wrappers() if wrapper.ends_with(task)]
         self._together(ending, lambda wrapper: wrapper.send_rest(), lambda wrapper: wrapper.end())
 
     def finish_broken(self, also: Sequence[Conducted] = ()) -> Sequence[Conducted]:
@@ -117,7 +121,7 @@ class Conductor:
         And of those that the wrappers in `also` were to have.
         """
         broken_off = self.broken_off()
-        broken = [wrapper for wrapper in self._wrappers if wrapper in also or wrapper in broken_off]
+        broken = [wrapper for wrapper in self._wrappers() if wrapper in also or wrapper in broken_off]
         told: set[int] = set()
 
         def send(wrapper: Conducted) -> None:

@@ -16,45 +16,46 @@ class OpenTasks:
     """
 
     def __init__(self) -> None:
-        self._ends: dict[int, weakref.ref[Callable[[], None]]] = {}
+        # By task; which have been noted is asked for every gradient, so it is read as it stands, by others too.
+        self.noted: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._threads: dict[int, int] = {}  # in which each was noted
 
     def has_current(self) -> bool:
         """Whether the task that this thread runs has been noted."""
-        return torch_private.autograd.current_graph_task() in self._ends
+        return torch_private.autograd.current_graph_task() in self.noted
 
     def has(self, task: int) -> bool:
         """Whether this task has been noted, and has not been closed."""
-        return task in self._ends
+        return task in self.noted
 
     def are_of_this_thread(self) -> bool:
         """Whether one that runs has been noted by this thread."""
         here = threading.get_ident()
-        return any(self._threads[task] == here for task, end in list(self._ends.items()) if end() is not None)
+        return any(self._threads[task] == here for task, end in list(self.noted.items()) if end() is not None)
 
     def note(self, at_end: Callable[[int], None]) -> None:
         """Note the task that this thread runs; `at_end` is called with it when it has ended without an exception."""
-        for ended in [task for task, end in self._ends.items() if end() is None]:
+        for ended in [task for task, end in self.noted.items() if end() is None]:
             self.close(ended)  # an exception has ended it
         task = torch_private.autograd.current_graph_task()
         end = functools.partial(at_end, task)
-        self._ends[task], self._threads[task] = weakref.ref(end), threading.get_ident()
+        self.noted[task], self._threads[task] = weakref.ref(end), threading.get_ident()
         torch_private.autograd.call_at_end_of_backward(end)
 
     def are_running(self, *, but: int | None = None) -> bool:
         """Whether autograd still runs one of them, other than `but`."""
-        return any(end() is not None for task, end in list(self._ends.items()) if task != but)
+        return any(end() is not None for task, end in list(self.noted.items()) if task != but)
 
     def are_of_other_threads(self) -> bool:
         """Whether some run, and all of these have been noted by other threads."""
-        threads = {self._threads[task] for task, end in self._ends.items() if end() is not None}
+        threads = {self._threads[task] for task, end in self.noted.items() if end() is not None}
         return bool(threads) and threading.get_ident() not in threads
 
     def close(self, task: int) -> None:
-        self._ends.pop(task, None)
+        self.noted.pop(task, None)
         self._threads.pop(task, None)
 
     def forget(self) -> None:
         """Drop all: an exception has ended them."""
-        self._ends.clear()
+        self.noted.clear()
         self._threads.clear()

@@ -3,6 +3,7 @@
 import threading
 import time
 
+from compiled_ddp import torch_private
 from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graph_tasks import OpenTasks
@@ -82,7 +83,7 @@ class UnderWay:
 
     def backward_here(self) -> SynchronisedBackward | None:
         """The one under way, where the task of autograd that this thread runs is known to be one of it."""
-        return self.backward if self.tasks.has_current() else None
+        return self.backward if torch_private.autograd.current_graph_task() in self.tasks.noted else None
 
     def has_begun(self) -> bool:
         """Whether a backward has reached this wrapper that has not ended."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.fx import Graph
 
 from compiled_ddp import torch_private
-from compiled_ddp.checks.batches import batched
+from compiled_ddp.checks.batches import batched, batched_in_place
 from compiled_ddp.model.checks import check_layouts, check_model, check_writable, describe_model
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.options import Options
@@ -80,7 +80,7 @@ def test_a_plan_is_renumbered_and_identified_in_linear_time(cap_bytes: int) -> N
 def test_a_sequence_is_proposed_sent_and_refined_in_linear_time(cap_bytes: int) -> None:
     def prepare(count: int) -> Callable[[], object]:
         made = planner(count, cap_bytes)
-        seen = Observations([("hook", Number(index)) for index in range(count)])
+        seen = Observations({("hook", Number(index)): None for index in range(count)})
 
         def run() -> None:
             sequence = made.decode(made.encode(made.propose([])))
@@ -97,6 +97,14 @@ def test_what_follows_from_a_plan_and_a_sequence_is_worked_out_once() -> None:
     assert plan.indices is plan.indices and plan.fingerprint is plan.fingerprint
     assert plan.buckets[0].indices is plan.buckets[0].indices
     assert sequence.launched is sequence.launched and sequence.buckets is sequence.buckets
+
+
+def test_arrivals_are_noted_in_linear_time_however_often_each_comes() -> None:
+    def prepare(count: int) -> Callable[[], object]:
+        observations, arrivals = Observations(), [Number(index) for index in range(count)] * 2
+        return lambda: [observations.note_arrival("hook", index) for index in arrivals]
+
+    assert_linear(prepare)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
@@ -159,6 +167,30 @@ def test_large_gradients_are_not_copied_together() -> None:
 def test_rows_that_are_taken_together_are_bounded() -> None:
     rows = [torch.empty(4000)] * 1000
     assert max(len(numbers) for numbers, _ in batched(enumerate(rows))) < 300
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("sizes", [[3, 1, 0, 7], [3, 5000, 2]], ids=["small", "with a large one"])
+def test_rows_back_to_back_have_the_checksums_of_rows_anywhere(sizes: list[int], dtype: torch.dtype) -> None:
+    values = torch.randn(sum(sizes), dtype=dtype)
+    anywhere = batched(enumerate(row.clone() for row in values.split(sizes)))
+    expected = {
+        number: sum_
+        for numbers, batch in anywhere
+        for number, sum_ in zip(numbers, batch.checksums().tolist(), strict=True)
+    }
+    found = {
+        number: sum_
+        for numbers, batch in batched_in_place(range(len(sizes)), values, sizes)
+        for number, sum_ in zip(numbers, batch.checksums().tolist(), strict=True)
+    }
+    assert found == expected
+
+
+def test_small_gradients_of_a_bucket_are_not_looked_at_one_by_one() -> None:
+    ((numbers, _),) = batched_in_place(range(1000), torch.empty(2000), [2] * 1000)
+    assert len(numbers) == 1000
+    assert not any(batched_in_place((), torch.empty(0), ()))
 
 
 # ---- passes ----------------------------------------------------------------------------------------------------------

@@ -40,8 +40,8 @@ class Circumstances:
     some_rank_differs: bool = False  # so that hooks reduce all of it: [Note: models that communicate]
 
     def sole_positions(self, buffers: SequenceBuffers) -> Mapping[int, int]:
-        """The bucket of each gradient that goes into one alone, if no more is noted than that it has arrived."""
-        notes_more = self.observes_order or self.delayed or self.expected_gradients is not None
+        """The bucket of each gradient that goes into one alone, if no more is noted than when it has arrived."""
+        notes_more = self.delayed or self.expected_gradients is not None
         return {} if notes_more else buffers.sole_positions
 
 
@@ -112,6 +112,8 @@ class SynchronisedBackward:
             return  # hooks run for an undefined gradient too
         if launch.work is not None or index not in launch.missing:
             raise self._second_gradient(index)
+        if self.circumstances.observes_order:
+            self.observations.note_arrival("hook", index)
         self.gradients.gather(index, position, gradient)
         if not launch.missing:
             self.launcher.launch_complete()
@@ -123,7 +125,7 @@ class SynchronisedBackward:
         if not positions or gradient is None or not self.existing.has_accumulated(index):
             return
         if self.circumstances.observes_order:
-            self._observe(index)
+            self.observations.note_arrival("hook", index)
         self.usage.note_gradient(index)
         if self.usage.awaits_more(index):
             self.gradients.check([index], [gradient])
@@ -134,11 +136,6 @@ class SynchronisedBackward:
                 raise self._second_gradient(index)
         self.gradients.fill(index, positions, gradient)
         self.launcher.launch_complete()
-
-    def _observe(self, index: int) -> None:
-        if self.usage.came_again(index):
-            self.observations.arrivals.remove(("hook", index))  # it is ready with the last one
-        self.observations.arrivals.append(("hook", index))
 
     def _second_gradient(self, index: int) -> RuntimeError:
         return RuntimeError(
@@ -155,7 +152,8 @@ class SynchronisedBackward:
     def reserve(self, section: int) -> None:
         """Hand a section to a captured graph that is about to run."""
         self.launcher.reserve(section)
-        self.observations.arrivals.append(("graph", section))
+        if self.circumstances.observes_order:
+            self.observations.note_arrival("graph", section)
 
     # ---- an exception ------------------------------------------------------------------------------------------------
 

@@ -52,7 +52,3 @@ class Usage:
         return self._delayed or (
             self._expected is not None and self.arrived[index] < self._expected.get(index, math.inf)
         )
-
-    def came_again(self, index: int) -> bool:
-        """Whether several gradients are expected of each parameter, and this one has got some already."""
-        return self._expected is not None and index in self.arrived

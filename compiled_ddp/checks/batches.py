@@ -16,13 +16,17 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 class SmallRows:
     """One-dimensional tensors of one dtype on one device, laid back to back."""
 
-    def __init__(self, rows: Sequence[torch.Tensor]) -> None:
-        values = torch.cat(tuple(rows))
-        sizes = torch.tensor([row.numel() for row in rows], dtype=torch.int64, device="cpu")
+    def __init__(self, values: torch.Tensor, row_sizes: Sequence[int]) -> None:
+        sizes = torch.tensor(row_sizes, dtype=torch.int64, device="cpu")
         if values.is_complex():
             values, sizes = torch.view_as_real(values).view(-1), 2 * sizes
         self._values, self._sizes = values, sizes.to(values.device)
         self._ends = self._sizes.cumsum(0)
+
+    @classmethod
+    def of(cls, rows: Sequence[torch.Tensor]) -> "SmallRows":
+        """A copy of rows that lie anywhere."""
+        return cls(torch.cat(tuple(rows)), [row.numel() for row in rows])
 
     def checksums(self) -> torch.Tensor:
         """Of each row: int64, shape (rows,). It depends on nothing but the row, wherever that lies among others."""
@@ -71,6 +75,16 @@ def batched(rows: Iterable[tuple[int, torch.Tensor]]) -> Iterator[tuple[Sequence
         if elements[kind] >= _TOGETHER:
             together = small.pop(kind)
             del elements[kind]
-            yield list(together), SmallRows(list(together.values()))
+            yield list(together), SmallRows.of(list(together.values()))
     for together in small.values():
-        yield list(together), SmallRows(list(together.values()))
+        yield list(together), SmallRows.of(list(together.values()))
+
+
+def batched_in_place(
+    numbers: Sequence[int], values: torch.Tensor, sizes: Sequence[int]
+) -> Iterator[tuple[Sequence[int], SmallRows | LargeRow]]:
+    """The same of rows that lie back to back in `values`; where all are small, without a look at each."""
+    if sizes and max(sizes) <= _SMALL and values.numel() <= _TOGETHER:
+        yield numbers, SmallRows(values, sizes)
+    elif sizes:
+        yield from batched(zip(numbers, values.split(sizes), strict=True))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from compiled_ddp.checks.batches import batched
+from compiled_ddp.checks.batches import batched, batched_in_place
 from compiled_ddp.checks.checksum import as_row
 from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.planning.trained_parameters import TrainedParameters
@@ -48,9 +48,9 @@ class _Recording:
     def launching(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None:
         self.seen.update(bucket.indices)
         sizes = [gradient.numel for gradient in bucket.gradients]
-        rows = flat_buffer.narrow(0, 0, sum(sizes)).split(sizes) if sizes else ()
+        values = flat_buffer.narrow(0, 0, sum(sizes))
         self._added += [
-            (indices, batch.checksums()) for indices, batch in batched(zip(bucket.indices, rows, strict=True))
+            (indices, batch.checksums()) for indices, batch in batched_in_place(bucket.indices, values, sizes)
         ]
 
     def before(self, parameters: int, device: torch.device) -> torch.Tensor:

@@ -88,7 +88,7 @@ def assign_buckets(
     filled: list[_OpenBucket] = []
     for position, gradient in enumerate(gradients):
         kind = (gradient.dtype, gradient.device)
-        bucket = open_buckets.setdefault(kind, _OpenBucket())
+        bucket = open_buckets.get(kind) or open_buckets.setdefault(kind, _OpenBucket())
         bucket.append(gradient, position)
         if bucket.nbytes >= capacities_bytes[min(closed[kind], len(capacities_bytes) - 1)]:
             filled.append(open_buckets.pop(kind))
@@ -125,8 +125,9 @@ def place_buckets(
 def _place(gradients: Sequence[GradientSpec]) -> Bucket:
     placed, offset = [], 0
     for gradient in gradients:
-        placed.append(Gradient(gradient.index, gradient.size, gradient.stride, offset, gradient.numel))
-        offset += gradient.numel
+        numel = gradient.numel
+        placed.append(Gradient(gradient.index, gradient.size, gradient.stride, offset, numel))
+        offset += numel
     return Bucket(tuple(placed), gradients[0].dtype, gradients[0].device, offset)
 
 

@@ -33,8 +33,13 @@ from compiled_ddp.planning.trained_parameters import TrainedParameters
 class Observations:
     """What rank 0 saw in a backward, from which the sequence for all later ones is made."""
 
-    arrivals: list[tuple[str, int]] = field(default_factory=list)  # ("graph", section) or ("hook", parameter)
+    arrivals: dict[tuple[str, int], None] = field(default_factory=dict)  # ("graph", section) or ("hook", parameter)
     graph_and_eager: set[int] = field(default_factory=set)  # in a graph's bucket, but used outside of the graph too
+
+    def note_arrival(self, kind: str, number: int) -> None:
+        """What gets several gradients is ready with the last one."""
+        self.arrivals.pop((kind, number), None)
+        self.arrivals[kind, number] = None
 
 
 class SequencePlanner:
@@ -90,8 +95,8 @@ class SequencePlanner:
                 sections += [*self._hooks_of(before, by_hooks), sequence.sections[number]]
                 placed.update(before)
                 arrived = {index: None for index in arrived if index not in placed}
-            elif number in by_hooks and number not in placed:
-                arrived.setdefault(number)
+            elif number in by_hooks:
+                arrived[number] = None
         rest = [index for index in dict.fromkeys([*arrived, *by_hooks]) if index not in placed]
         mixed = self._hooks(sorted(observations.graph_and_eager), MIXED)
         return self._sequence([*sections, *self._hooks_of(rest, by_hooks), *mixed, *self._unused(never)])

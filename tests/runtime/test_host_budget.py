@@ -115,3 +115,26 @@ def test_a_backward_costs_few_python_calls(ranks2: RankPool, wrapper: str) -> No
 def test_a_backward_costs_few_operators(ranks2: RankPool, wrapper: str) -> None:
     """Of each gradient: a view of its bucket for .grad, and whether .grad is still there at the end."""
     _assert_within(OPERATORS[wrapper], _rates(ranks2, wrapper, lambda cost: cost.operators))
+
+
+# ---- the first forward -----------------------------------------------------------------------------------------------
+
+
+def _calls_to_compile(_: int, layers: int) -> tuple[int, int]:
+    """All Python calls of the first forward under plain torch.compile and under compile_ddp."""
+
+    def first_forward(wrap: Callable[[nn.Module], Any], layers: int) -> int:
+        torch.compiler.reset()
+        module = wrap(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))))
+        return calls_in(lambda: module(torch.ones(3, 4)))
+
+    both = (lambda model: torch.compile(model, backend="aot_eager")), wrappers(["compile_ddp"])["compile_ddp"]
+    for wrap in both:
+        first_forward(wrap, 1)  # what is imported once
+    plain, ours = (first_forward(wrap, layers) for wrap in both)
+    return plain, ours
+
+
+def test_a_first_forward_compiles_with_hardly_more_calls_than_under_plain_torch_compile(ranks2: RankPool) -> None:
+    for plain, ours in ranks2.run(_calls_to_compile, 10):
+        assert plain > 10**5 and ours <= 1.1 * plain, f"{ours} calls, plain torch.compile has {plain}"

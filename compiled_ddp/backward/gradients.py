@@ -1,6 +1,5 @@
 """Between .grad and the buckets that hooks launch: what goes into these, and what comes back."""
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 import torch
@@ -19,8 +18,6 @@ from compiled_ddp.reducers.averaging import Averaging
 # Gradients up to this size are put into their bucket together, when the last one is there: on a CPU that takes a third
 # of the time of one by one. Larger ones at once, so that their memory is free for what follows, as in DDP.
 _MOST_ELEMENTS_TOGETHER = 2**15
-
-_Gathered = defaultdict[int, defaultdict[torch.Stream | None, dict[int, torch.Tensor]]]  # by position, stream and index
 
 
 class Gradients:
@@ -52,7 +49,7 @@ class Gradients:
         self._again, self._before = reduced_again, reduced_before
         self._not_in_place = buffers.shared.union(existing.apart)  # where .grad is not simply a view of its bucket
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
-        self._gathered: _Gathered = defaultdict(lambda: defaultdict(dict))
+        self._gathered: dict[int, dict[torch.Stream | None, dict[int, torch.Tensor]]] = {}  # by position and stream
 
     # ---- into buckets ------------------------------------------------------------------------------------------------
 
@@ -82,7 +79,7 @@ class Gradients:
             self._leave_in_place(position, [index])
         else:
             stream = None if self._parameters.on_cpu else self._buffers[position].writers.here()
-            self._gathered[position][stream][index] = gradient
+            self._gathered.setdefault(position, {}).setdefault(stream, {})[index] = gradient
         missing = self._launches.buckets[position].missing
         missing.discard(index)
         if not missing:
@@ -91,7 +88,7 @@ class Gradients:
     def put_gathered(self, position: int) -> None:
         """Put into a bucket what has been gathered for it; .grad is there from here on, where it may be a view."""
         may_be_there = self._existing.were_any  # some, in their bucket: .grad that has been added to
-        for stream, gathered in self._gathered[position].items():
+        for stream, gathered in self._gathered.get(position, {}).items():
             indices, gradients = list(gathered), list(gathered.values())
             self._usage.note_any(indices)
             self.check(indices, gradients)
@@ -104,7 +101,7 @@ class Gradients:
                     share = self._averaging.share(buffer.bucket.dtype)
                     buffer.put_all(indices, gradients, share, in_place=may_be_there)
             self._leave_in_place(position, indices, elsewhere=not may_be_there)
-        del self._gathered[position]
+        self._gathered.pop(position, None)
 
     def forget_gathered(self) -> None:
         """An exception has ended the backward: what is in no bucket yet counts as missing.

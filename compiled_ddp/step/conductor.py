@@ -8,6 +8,7 @@ nothing. When the backward has ended, everything of all its wrappers is sent bef
 are awaited in that order. The order is that of the rank that came first, kept in the store.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Protocol
@@ -83,7 +84,7 @@ class Conductor:
 
     def _wrappers(self) -> list[Conducted]:
         """All that are in use: looked through some times in each step, where a WeakSet takes six calls each time."""
-        return [wrapper for reference in tuple(self._references) if (wrapper := reference()) is not None]
+        return [*filter(None, map(operator.call, tuple(self._references)))]
 
     def backward_reached(self, wrapper: Conducted) -> None:
         """A backward has reached `wrapper`. Should it break off, it tells the others that it would have reached."""

@@ -96,13 +96,13 @@ def _assert_within(limits: tuple[float, float, float], found: tuple[float, float
     assert found[0] > 0, "nothing was counted"
 
 
-@pytest.mark.parametrize(("wrapper", "limit"), {"EagerDDP": 80, "compile_ddp": 102}.items())
+@pytest.mark.parametrize(("wrapper", "limit"), {"EagerDDP": 80, "compile_ddp": 103}.items())
 def test_a_forward_costs_as_many_calls_whatever_the_models_size(ranks2: RankPool, wrapper: str, limit: int) -> None:
     _assert_within((limit, 0, 0), _rates(ranks2, wrapper, lambda cost: cost.forward))
 
 
 # Of the step itself, of each gradient, of each bucket.
-CALLS = {"EagerDDP": (250, 10, 62), "compile_ddp": (373, 0, 14)}
+CALLS = {"EagerDDP": (250, 6, 63), "compile_ddp": (378, 0, 14)}
 OPERATORS = {"EagerDDP": (9, 2, 3), "compile_ddp": (9, 2, 4.1)}
 
 

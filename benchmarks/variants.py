@@ -65,6 +65,19 @@ def _compile_ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return compile_ddp(model, **options)
 
 
+def _ours(
+    name: str,
+    floor: Floor,
+    wrap: Callable[[nn.Module, dict[str, Any]], nn.Module],
+    options: dict[str, Any],
+    *,
+    bucket_bytes: Callable[[nn.Module], list[int]] | None = None,
+    by_default: bool = True,
+) -> Variant:
+    wrapped = partial(wrap, options=options)
+    return Variant(name, floor, wrapped, bucket_bytes=bucket_bytes, unwrap=_unwrap, by_default=by_default)
+
+
 def _planned_bytes(module: nn.Module) -> list[int]:
     return [bucket.nbytes for bucket in module.plan.buckets]
 
@@ -83,44 +96,20 @@ def make_variants(
     options: dict[str, Any] = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
     of_torch = {**options, "find_unused_parameters": find_unused_parameters}
     compiled = partial(torch.compile, backend=backend)
-    of_compile_ddp = {**options, "backend": backend}
+    of_compile_ddp, given_back = {**options, "backend": backend}, {"keep_buffers": False}
     variants = (
         Variant("no communication, eager", "eager", lambda model: model, communicates=False),
         Variant("no communication, compiled", "compiled", compiled, communicates=False),
         Variant("torch DDP", "eager", lambda model: _torch_ddp(model, of_torch)),
         Variant("torch.compile(DDP)", "compiled", lambda model: compiled(_torch_ddp(model, of_torch))),
         Variant("DDP(torch.compile)", "compiled", lambda model: _torch_ddp(compiled(model), of_torch)),
-        Variant(
-            "EagerDDP", "eager", lambda model: _eager_ddp(model, options), bucket_bytes=_planned_bytes, unwrap=_unwrap
-        ),
-        Variant(
-            "compile_ddp",
-            "compiled",
-            lambda model: _compile_ddp(model, of_compile_ddp),
-            bucket_bytes=_planned_bytes,
-            unwrap=_unwrap,
-        ),
-        Variant(
-            "EagerDDP, buffers given back",
-            "eager",
-            lambda model: _eager_ddp(model, {**options, "keep_buffers": False}),
-            unwrap=_unwrap,
-            by_default=False,
-        ),
-        Variant(
-            "compile_ddp, buffers given back",
-            "compiled",
-            lambda model: _compile_ddp(model, {**of_compile_ddp, "keep_buffers": False}),
-            unwrap=_unwrap,
-            by_default=False,
+        _ours("EagerDDP", "eager", _eager_ddp, options, bucket_bytes=_planned_bytes),
+        _ours("compile_ddp", "compiled", _compile_ddp, of_compile_ddp, bucket_bytes=_planned_bytes),
+        _ours("EagerDDP, buffers given back", "eager", _eager_ddp, options | given_back, by_default=False),
+        _ours(
+            "compile_ddp, buffers given back", "compiled", _compile_ddp, of_compile_ddp | given_back, by_default=False
         ),
         Variant("torch DDP, float16", "eager", lambda model: _torch_ddp_in_float16(model, of_torch), by_default=False),
-        Variant(
-            "compile_ddp, float16",
-            "compiled",
-            lambda model: _compile_ddp_in_float16(model, of_compile_ddp),
-            unwrap=_unwrap,
-            by_default=False,
-        ),
+        _ours("compile_ddp, float16", "compiled", _compile_ddp_in_float16, of_compile_ddp, by_default=False),
     )
     return {variant.name: variant for variant in variants}

@@ -152,7 +152,7 @@ class BucketPlan:
             for gradient in bucket.gradients:
                 yield bucket, gradient
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
 

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 from compiled_ddp import torch_private
@@ -125,11 +124,9 @@ class Backwards:
 
     # ---- told by graphs ----------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def launching_alone(self) -> Iterator[None]:
+    def launching_alone(self) -> contextlib.AbstractContextManager[object]:
         """Keep other threads from launching anything between the reservation for a graph and what it launches."""
-        with self.lock:
-            yield
+        return self.lock
 
     def reserve(self, call: GraphCall) -> ReservedSection | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""

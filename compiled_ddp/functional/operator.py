@@ -29,11 +29,10 @@ def plan_of(
     )
 
 
-def contiguous_spec(index: int, gradient: Tensor) -> GradientSpec:
-    """The gradient as it lies in its bucket: contiguous, whatever strides this rank's has."""
-    size = tuple(gradient.shape)
+def spec_of(index: int, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> GradientSpec:
+    """A gradient as it lies in its bucket: contiguous, whatever strides this rank's has."""
     stride = torch.empty(size, dtype=torch.float32, device="meta").stride()
-    return GradientSpec(index, size, stride, gradient.dtype, gradient.device)
+    return GradientSpec(index, size, stride, dtype, device)
 
 
 @torch.library.impl("compiled_ddp::sum_over_ranks", "CompositeExplicitAutograd")
@@ -47,7 +46,7 @@ def _sum_over_ranks(
     group_name: str,
 ) -> list[Tensor]:
     """All buckets launched one after the other, then awaited; the results are views of them."""
-    specs = tuple(contiguous_spec(index, gradient) for index, gradient in enumerate(gradients))
+    specs = tuple(spec_of(index, tuple(g.shape), g.dtype, g.device) for index, g in enumerate(gradients))
     ridden = sum(passenger.numel() for passenger in passengers)
     plan = plan_of(specs, tuple(order), tuple(capacities_bytes), world_size, ridden)
     used = torch.ones(len(gradients), dtype=torch.float32, device=leading.device)

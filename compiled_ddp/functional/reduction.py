@@ -125,7 +125,7 @@ class GradientReduction:
             leading, note = torch.zeros(FIRST_USED, dtype=torch.float32, device=device), _ignore
         else:
             order = self.agree_on_order(leaves, order)
-            leading, note = self._begin_call(device), self._check
+            leading, note = self._begin_call(device), self.check
         return self._apply(order, leading, note, gradients, passengers)
 
     def break_off(self, leaves: Leaves, error: BaseException, passengers: int) -> None:
@@ -163,7 +163,12 @@ class GradientReduction:
         self.communicator.begin_call(self._leading[device], self.name, broken=broken)
         return self._leading[device]
 
-    def _check(self, sums: Tensor) -> None:
+    def begin_compiled(self, leading: Tensor) -> None:
+        """A graph with this reduction, which reads `leading`, is about to run."""
+        self.communicator.begin_call(leading, self.name)
+
+    def check(self, sums: Tensor) -> None:
+        """Raise RuntimeError where the leading riders say that what was summed up does not belong together."""
         self.communicator.check(sums, self.name)
 
 

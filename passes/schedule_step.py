@@ -13,8 +13,8 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str]) -> None:
 
     Assumes that what mutates an input stands behind everything else, as AOTAutograd leaves it. Launches come first, in
     the order of `group_names` and on each of them in that of the graph, with what they need. Then comes what hangs on
-    no wait; then each wait, in the order of the launches, with all that can be computed once it is over: the updates of a
-    bucket's parameters run while later buckets are on their way.
+    no wait; then each wait, in the order of the launches, with all that can be computed once it is over: the updates of
+    a bucket's parameters run while later buckets are on their way.
 
     Leaves the graph as it is where something else is mutated, and where nothing is launched.
     """

@@ -43,7 +43,7 @@ def by_hand(f: Any, world_size: int, *batches: Any, weights: Any = None) -> Any:
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def _means(rank: int, world_size: int, bucket_cap_mb: float | None) -> None:

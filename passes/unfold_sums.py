@@ -82,7 +82,8 @@ def _emit_reduction(graph: Graph, value: Node, group_name: str) -> Node:
 def _behind(graph: Graph, node: Node) -> Node:
     """What stands behind a node, and behind all inputs."""
     if node.op == "placeholder":
-        return next(other for other in graph.nodes if other.op != "placeholder")
+        behind: Node = next(other for other in graph.nodes if other.op != "placeholder")
+        return behind
     return node.next
 
 

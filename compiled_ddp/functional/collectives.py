@@ -37,7 +37,7 @@ def all_reduce(x: Tensor, op: Literal["mean", "sum"] = "mean") -> Tensor:
         raise ValueError(f'op must be "mean" or "sum", found {op!r}.')
     if world_size() == 1:
         return x
-    summed: Tensor = _Sum.apply(_ranks(), x)
+    summed: Tensor = _Sum.apply(_ranks(), x)  # type: ignore[no-untyped-call]
     return summed / world_size() if op == "mean" else summed
 
 
@@ -48,7 +48,7 @@ def all_gather(x: Tensor) -> Tensor:
     """
     if world_size() == 1:
         return x if x.dim() else x[None]
-    stacked: Tensor = _Gather.apply(_ranks(), rank(), x)
+    stacked: Tensor = _Gather.apply(_ranks(), rank(), x)  # type: ignore[no-untyped-call]
     return stacked.flatten(0, 1) if x.dim() else stacked
 
 
@@ -93,7 +93,7 @@ def _ranks() -> Ranks:
 
 def _of_source(tensor: Tensor, is_source: bool) -> Tensor:
     number = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-    given: Tensor = _FromSource.apply(_ranks(), is_source, number)
+    given: Tensor = _FromSource.apply(_ranks(), is_source, number)  # type: ignore[no-untyped-call]
     return given.to(tensor.dtype)
 
 
@@ -110,17 +110,17 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return None, _Sum.apply(ctx.ranks_of_sum, cotangent)
+        return None, _Sum.apply(ctx.ranks_of_sum, cotangent)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, _: object, tangent: Tensor) -> Any:
-        return _Sum.apply(ctx.ranks_of_sum, tangent)
+        return _Sum.apply(ctx.ranks_of_sum, tangent)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def vmap(_: object, in_dims: Sequence[int | None], ranks: Ranks, x: Tensor) -> Any:
         (_, dim) = in_dims
         assert dim is not None, "nothing is batched"
-        return _Sum.apply(ranks, x.movedim(dim, 0)), 0
+        return _Sum.apply(ranks, x.movedim(dim, 0)), 0  # type: ignore[no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
@@ -136,17 +136,17 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return None, None, _Sum.apply(ctx.ranks_of_gather, cotangent)[ctx.own_row]
+        return None, None, _Sum.apply(ctx.ranks_of_gather, cotangent)[ctx.own_row]  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, _: object, __: object, tangent: Tensor) -> Any:
-        return _Gather.apply(ctx.ranks_of_gather, ctx.own_row, tangent)
+        return _Gather.apply(ctx.ranks_of_gather, ctx.own_row, tangent)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def vmap(_: object, in_dims: Sequence[int | None], ranks: Ranks, own: int, x: Tensor) -> Any:
         dim = in_dims[2]
         assert dim is not None, "nothing is batched"
-        return _Gather.apply(ranks, own, x.movedim(dim, 0)), 1
+        return _Gather.apply(ranks, own, x.movedim(dim, 0)), 1  # type: ignore[no-untyped-call]
 
 
 class _FromSource(torch.autograd.Function):
@@ -162,15 +162,15 @@ class _FromSource(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        summed = _Sum.apply(ctx.ranks_of_broadcast, cotangent)
+        summed = _Sum.apply(ctx.ranks_of_broadcast, cotangent)  # type: ignore[no-untyped-call]
         return None, None, summed if ctx.is_source else torch.zeros_like(summed)
 
     @staticmethod
     def jvp(ctx: Any, _: object, __: object, tangent: Tensor) -> Any:
-        return _FromSource.apply(ctx.ranks_of_broadcast, ctx.is_source, tangent)
+        return _FromSource.apply(ctx.ranks_of_broadcast, ctx.is_source, tangent)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def vmap(_: object, in_dims: Sequence[int | None], ranks: Ranks, is_source: bool, x: Tensor) -> Any:
         dim = in_dims[2]
         assert dim is not None, "nothing is batched"
-        return _FromSource.apply(ranks, is_source, x.movedim(dim, 0)), 0
+        return _FromSource.apply(ranks, is_source, x.movedim(dim, 0)), 0  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_ddp import torch_private
 from compiled_ddp.functional.closed_over import closed_over
 from compiled_ddp.functional.operator import plan_of, spec_of
-from compiled_ddp.functional.session import Session, TracedReduction, tracing
+from compiled_ddp.functional.session import Session, tracing
 from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
@@ -71,22 +71,22 @@ class _Runnable:
 
     traced: TracedStep
     run: Callable[..., Any]
-    reductions: Sequence[TracedReduction]
+    session: Session
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        for each in self.reductions:
+        for each in self.session.reductions:
             each.reduction.begin_compiled(each.leading)
         with torch.no_grad():
             results = self._explained([*(tensor.detach() for tensor in tensors), *self.traced.constants])
-        first_sums = len(results) - len(self.reductions)
-        for each, sums in zip(self.reductions, results[first_sums:], strict=True):
+        first_sums = len(results) - len(self.session.runs)
+        for each, sums in zip(self.session.runs, results[first_sums:], strict=True):
             each.reduction.check(sums)
         return self.traced.rebuild(results[:first_sums])
 
     def _explained(self, inputs: list[Tensor]) -> list[Tensor]:
-        if not self.reductions:
+        if not self.session.reductions:
             return list(self.run(*inputs))
-        first = self.reductions[0].reduction
+        first = self.session.reductions[0].reduction
         with first.communicator.explaining(first.name):
             return list(self.run(*inputs))
 
@@ -121,16 +121,17 @@ class CompiledStep:
         run = torch_private.inductor.compile_step(
             traced.graph_module, traced.inputs, backend=self._backend, options=self._options, rewriting=rewriting
         )
-        return _Runnable(traced, run, session.reductions)
+        return _Runnable(traced, run, session)
 
     def _plans(self, traced: TracedStep, session: Session) -> list[tuple[BucketPlan, str]]:
         """Each reduction's plan, in the order in which rank 0's graph produces the gradients, and its group's name."""
         plans = []
-        for node, each in zip(find_sums(traced.graph_module.graph), session.reductions, strict=True):
+        for node, each in zip(find_sums(traced.graph_module.graph), session.runs, strict=True):
             reduction = each.reduction
             order = reduction.agree_on_order(each.leaves, arrival_order(node))
-            specs = tuple(spec_of(index, *leaf[1:]) for index, leaf in enumerate(each.leaves))
-            ridden = sum(passenger.meta["val"].numel() for passenger in node.args[1])  # type: ignore[union-attr]
+            gradients, passengers = ([value.meta["val"] for value in given] for given in node.args[:2])  # type: ignore[union-attr]
+            specs = tuple(spec_of(index, tuple(g.shape), g.dtype, g.device) for index, g in enumerate(gradients))
+            ridden = sum(passenger.numel() for passenger in passengers)
             capacities_bytes = reduction.options.capacities_bytes
             plan = plan_of(specs, order, capacities_bytes, reduction.world_size, ridden)
             plans.append((plan, reduction.communicator.group_name))

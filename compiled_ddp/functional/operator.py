@@ -112,15 +112,15 @@ class SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return (None, None, None, *SumOverRanks.apply(*ctx.all_but_the_tensors, *cotangents))
+        return (None, None, None, *SumOverRanks.apply(*ctx.all_but_the_tensors, *cotangents))  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, _: object, __: object, ___: object, *tangents: Tensor) -> Any:
-        return SumOverRanks.apply(*ctx.all_but_the_tensors, *tangents)
+        return SumOverRanks.apply(*ctx.all_but_the_tensors, *tangents)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def vmap(_: object, in_dims: Sequence[int | None], request: Request, *rest: Any) -> Any:
         gradients, leading, *tensors = rest
         dims = in_dims[3:]
         batched = [tensor if dim is None else tensor.movedim(dim, 0) for tensor, dim in zip(tensors, dims, strict=True)]
-        return SumOverRanks.apply(request, gradients, leading, *batched), tuple(None if d is None else 0 for d in dims)
+        return SumOverRanks.apply(request, gradients, leading, *batched), tuple(None if d is None else 0 for d in dims)  # type: ignore[no-untyped-call]

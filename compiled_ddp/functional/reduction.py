@@ -42,7 +42,7 @@ class Options:
         if self.reduction not in get_args(Kind):
             raise ValueError(f"reduction must be one of {', '.join(get_args(Kind))}, found {self.reduction!r}.")
         cap = self.bucket_cap_mb
-        if cap is not None and not (isinstance(cap, int | float) and cap >= 0):
+        if cap is not None and not cap >= 0:
             raise ValueError(f"bucket_cap_mb must be a size in MiB, 0 or more, found {cap!r}.")
 
     @property
@@ -118,9 +118,12 @@ class GradientReduction:
         """The sums over ranks of the gradients, then of the passengers."""
         session, device = current_session(), leaves[0][3]
         order = tuple(reversed(range(len(leaves))))
+        note: Callable[[Tensor], None]
         if session is not None:
-            leading, note = new_leading(device), session.sums.append
-            session.reductions.append(TracedReduction(self, leaves, leading))
+            leading = new_leading(device)
+            traced = TracedReduction(self, leaves, leading)
+            session.reductions.append(traced)
+            note = functools.partial(session.note_run, traced)
         elif torch_private.tracing.is_tracing():
             leading, note = torch.zeros(FIRST_USED, dtype=torch.float32, device=device), _ignore
         else:
@@ -154,7 +157,7 @@ class GradientReduction:
             functools.partial(self.communicator.explaining, self.name),
             note,
         )
-        sums: tuple[Tensor, ...] = SumOverRanks.apply(request, len(gradients), leading, *gradients, *passengers)
+        sums: tuple[Tensor, ...] = SumOverRanks.apply(request, len(gradients), leading, *gradients, *passengers)  # type: ignore[no-untyped-call]
         return sums
 
     def _begin_call(self, device: torch.device, broken: str = "") -> Tensor:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 Leaves = tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device], ...]  # what is reduced: name, shape, ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class TracedReduction:
-    """A reduction in a traced step."""
+    """A reduction that a traced step asks for; where its result is differentiated, it runs several times."""
 
     reduction: "GradientReduction"
     leaves: Leaves
@@ -31,7 +31,12 @@ class Session:
     """A step that is being traced by `compile`."""
 
     reductions: list[TracedReduction] = field(default_factory=list)
-    sums: list[Tensor] = field(default_factory=list)  # of the leading riders, in the order of `reductions`
+    runs: list[TracedReduction] = field(default_factory=list)  # one for each operator in the graph, in order
+    sums: list[Tensor] = field(default_factory=list)  # what each run makes of the leading riders
+
+    def note_run(self, traced: TracedReduction, sums: Tensor) -> None:
+        self.runs.append(traced)
+        self.sums.append(sums)
 
 
 _session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("session", default=None)

@@ -101,16 +101,16 @@ def _donated_leaves(
 def _written(memory: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
     """The results, each in the first donated memory that fits."""
     left = list(memory)
-    placed = []
+    targets: list[Tensor | None] = []
+    for result in results:
+        is_there = any(result is tensor for tensor in memory)
+        fitting = None if is_there else next((tensor for tensor in left if _kind(tensor) == _kind(result)), None)
+        left = [tensor for tensor in left if tensor is not fitting]
+        targets.append(fitting)
     with torch.no_grad():
-        for result in results:
-            fitting = next((tensor for tensor in left if _kind(tensor) == _kind(result)), None)
-            if fitting is None or any(result is tensor for tensor in memory):
-                placed.append(result)
-            else:
-                left = [tensor for tensor in left if tensor is not fitting]
-                placed.append((fitting, result))
-        return [pair[0].copy_(pair[1]) if isinstance(pair, tuple) else pair for pair in placed]
+        return [
+            result if target is None else target.copy_(result) for result, target in zip(results, targets, strict=True)
+        ]
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

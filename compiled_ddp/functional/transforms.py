@@ -13,6 +13,7 @@ from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.reduction import GradientReduction, Kind, Leaves, Options, leaves_of
 from compiled_ddp.functional.session import calling_loss
 from compiled_ddp.torch_private.dynamo import untraced
+from compiled_ddp.users_code import warn_user
 
 Argnums = int | tuple[int, ...]
 
@@ -49,7 +50,7 @@ def grad(
         gradients, result = differentiate(*args, **kwargs)
         return (gradients, result[1]) if has_aux else gradients
 
-    return untraced(gradient_of)
+    return untraced(gradient_of, tell=differentiate.tell_of_compilation)
 
 
 def grad_and_value(
@@ -74,7 +75,7 @@ def grad_and_value(
     def gradient_and_value_of(*args: Any, **kwargs: Any) -> Any:
         return differentiate(*args, **kwargs)
 
-    return untraced(gradient_and_value_of)
+    return untraced(gradient_and_value_of, tell=differentiate.tell_of_compilation)
 
 
 class _Gradient:
@@ -96,6 +97,7 @@ class _Gradient:
         name = getattr(f, "__qualname__", type(f).__name__).replace("<locals>.", "")
         self._reduction = GradientReduction(f"{transform}({name})", options)
         self._is_weighted = options.reduction == "weighted"
+        self._has_told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """(gradients, value), where value is (value, aux) with `has_aux`."""
@@ -113,6 +115,16 @@ class _Gradient:
             raise
         reduced, value = self._reduce(leaves, gradients, value, weight)
         return reduced, (value, aux) if self._has_aux else value
+
+    def tell_of_compilation(self) -> None:
+        """Say, the first time, what torch.compile around the step does not do."""
+        if not self._has_told:
+            self._has_told = True
+            warn_user(
+                f"torch.compile ends its graph before {self._reduction.name}, which runs operator by operator. With "
+                "compiled_ddp.functional.compile(step) the step is one graph, in which each bucket is launched behind "
+                "its last gradient."
+            )
 
     def _take_weight(self, kwargs: dict[str, Any]) -> Any:
         if not self._is_weighted:

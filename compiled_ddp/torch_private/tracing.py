@@ -65,7 +65,7 @@ def _lift_constants(graph_module: GraphModule) -> list[torch.Tensor]:
     graph = graph_module.graph
     first_other = next(node for node in graph.nodes if node.op != "placeholder")
     lifted: dict[str, torch.fx.Node] = {}
-    constants = []
+    constants: list[torch.Tensor] = []
     for node in graph.find_nodes(op="get_attr"):
         value = getattr(graph_module, node.target)
         if not isinstance(value, torch.Tensor):

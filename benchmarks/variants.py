@@ -65,6 +65,12 @@ def _compile_ddp(model: nn.Module, options: dict[str, Any]) -> nn.Module:
     return compile_ddp(model, **options)
 
 
+def _functional(model: nn.Module, options: dict[str, Any], backend: str | None) -> nn.Module:
+    from benchmarks.functional_module import FunctionalModule
+
+    return FunctionalModule(model, backend=backend, **options)
+
+
 def _planned_bytes(module: nn.Module) -> list[int]:
     return [bucket.nbytes for bucket in module.plan.buckets]
 
@@ -99,6 +105,10 @@ def make_variants(
             lambda model: _compile_ddp(model, of_compile_ddp),
             bucket_bytes=_planned_bytes,
             unwrap=_unwrap,
+        ),
+        Variant("functional, eager", "eager", lambda model: _functional(model, options, None), by_default=False),
+        Variant(
+            "functional, compiled", "compiled", lambda model: _functional(model, options, backend), by_default=False
         ),
         Variant(
             "EagerDDP, buffers given back",

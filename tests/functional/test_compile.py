@@ -199,3 +199,45 @@ def test_generated_step_launches_behind_each_last_gradient_and_copies_nothing(ra
         assert writers[-1] == does[-1], f"{bucket} is not launched behind its last gradient"
         assert any(line.startswith("extern_kernels.mm(") for line in writers), f"{bucket} is copied into"
     assert "torch.ops.aten" not in first
+
+
+# ---- what users do ---------------------------------------------------------------------------------------------------
+
+
+def _users_ways(rank: int) -> None:
+    """Leaves that require gradients, inference mode, a module that is switched, keywords, a result as it was given."""
+    expected = by_hand(loss, 2)
+    gradient = ddp.grad(loss)
+    module = torch.nn.Dropout(0.0)
+    compiled = ddp.compile(lambda params, *, batch: (gradient(params, module(batch["x"])), params), backend="aot_eager")
+    leaves = {name: value.requires_grad_() for name, value in parameters().items()}
+    found, same = compiled(leaves, batch={"x": rows(rank), "unused": None})
+    assert_same(found, expected)
+    assert not any(value.requires_grad for value in found.values())
+    assert_same(same, parameters())
+    with torch.inference_mode():
+        found, _ = compiled(parameters(), batch={"x": rows(rank), "unused": None})
+        assert_same(found, expected)
+        assert_same(gradient(parameters(), rows(rank)), expected)
+    module.p = 0.5
+    module.eval()
+    assert_same(compiled(parameters(), batch={"x": rows(rank), "unused": None})[0], expected)
+
+
+def test_what_users_call_a_compiled_step_with(ranks2: RankPool) -> None:
+    ranks2.run(_users_ways)
+
+
+def _raises_while_tracing(rank: int) -> str:
+    def step(params: Tree, x: Tensor) -> Tree:
+        return ddp.grad(lambda p, x: loss(p, x[:, :-1] if rank else x))(params, x)
+
+    with pytest.raises(RuntimeError) as error:
+        ddp.compile(step, backend="aot_eager")(parameters(), rows(rank))
+    return str(error.value)
+
+
+def test_a_rank_that_cannot_trace_leaves_no_rank_waiting_for_ever(ranks2: RankPool) -> None:
+    first, second = ranks2.run(_raises_while_tracing, collective_timeout_seconds=4)
+    assert "must have same reduction dim" in second
+    assert "the gradients of grad(" in first and "rank 1 is behind" in first, first

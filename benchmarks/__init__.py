@@ -4,6 +4,7 @@ From the inside out:
 
 workload.py   what is trained: a model from a module that is loaded anew per variant, its data, its optimizer
 variants.py   what is compared: how a wrapper is put around a model, and the floor its row is measured against
+functional_module.py   a functional step in the shape of a module
 measure.py    one process per rank: warm-up, then one step of every variant per round
 parity.py     largest gradient difference to plain autograd averaged by hand
 collectives.py  collectives per step, and communication alone

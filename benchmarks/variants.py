@@ -78,6 +78,12 @@ def _ours(
     return Variant(name, floor, wrapped, bucket_bytes=bucket_bytes, unwrap=_unwrap, by_default=by_default)
 
 
+def _functional(model: nn.Module, options: dict[str, Any], backend: str | None) -> nn.Module:
+    from benchmarks.functional_module import FunctionalModule
+
+    return FunctionalModule(model, backend=backend, **options)
+
+
 def _planned_bytes(module: nn.Module) -> list[int]:
     return [bucket.nbytes for bucket in module.plan.buckets]
 
@@ -105,6 +111,10 @@ def make_variants(
         Variant("DDP(torch.compile)", "compiled", lambda model: _torch_ddp(compiled(model), of_torch)),
         _ours("EagerDDP", "eager", _eager_ddp, options, bucket_bytes=_planned_bytes),
         _ours("compile_ddp", "compiled", _compile_ddp, of_compile_ddp, bucket_bytes=_planned_bytes),
+        Variant("functional, eager", "eager", lambda model: _functional(model, options, None), by_default=False),
+        Variant(
+            "functional, compiled", "compiled", lambda model: _functional(model, options, backend), by_default=False
+        ),
         _ours("EagerDDP, buffers given back", "eager", _eager_ddp, options | given_back, by_default=False),
         _ours(
             "compile_ddp, buffers given back", "compiled", _compile_ddp, of_compile_ddp | given_back, by_default=False

@@ -1,7 +1,7 @@
 """Data-parallel training in which the gradients' all-reduces are part of the compiled graph."""
 
 import compiled_ddp.passes.ops  # noqa: F401  (defines compiled_ddp::pack, which cached graphs call)
-from compiled_ddp import torch_private
+from compiled_ddp import functional, torch_private
 from compiled_ddp.compiled import CompiledDDP, compile_ddp
 from compiled_ddp.eager import EagerDDP
 from compiled_ddp.parity.verify import ParameterDifference, ParityReport, verify_parity
@@ -21,6 +21,7 @@ __all__ = [
     "ReductionSequence",
     "Riders",
     "compile_ddp",
+    "functional",
     "verify_parity",
 ]
 __version__ = "0.1.0"

@@ -62,8 +62,13 @@ def form_buckets(
         views = _views(graph, bucket, [reductions[index] for index in bucket.indices], wait)
         for index, view in zip(bucket.indices, views, strict=True):
             outputs[output_positions[index]] = view
+            (reductions[index].normalised or reductions[index].wait).replace_all_uses_with(view, _is_no_output)
     set_output_values(graph, [*outputs[:-1], *state, riders])
     _erase(graph, reductions.values(), riders_wait)
+
+
+def _is_no_output(user: Node) -> bool:
+    return user.op != "output"
 
 
 def memory_order(gradient: Gradient) -> list[int]:
@@ -100,7 +105,10 @@ def _merge_all(
     hooks = hooks or [None] * len(plan.buckets)
     for bucket, hook, old in zip(plan.buckets, hooks, _add_state_placeholders(graph, hooks), strict=True):
         merged = [reductions[index] for index in bucket.indices]
-        latest = max((reduction.wait for reduction in merged), key=place.__getitem__, default=None)
+        needed = [reduction.wait for reduction in merged]
+        if bucket.riders is not None:
+            needed += riders_wait.all_input_nodes[0].all_input_nodes
+        latest = max(needed, key=place.__getitem__, default=None)
         if latest is not None and place[latest] > last_place:
             last_place, anchor = place[latest], latest
         behind = anchor.next

@@ -1,4 +1,4 @@
-"""The one operator that compiled_ddp adds to a graph: `compiled_ddp::pack`.
+"""The operators that compiled_ddp adds to a graph: `compiled_ddp::pack` and `compiled_ddp::sum_over_ranks`.
 
 `pack(Tensor[] parts, Tensor? into) -> Tensor` lays its parts, each contiguous, back to back in a one-dimensional
 tensor. It is `torch.cat` of the flattened parts with one freedom more: a compiler may let the parts be written there in
@@ -6,6 +6,12 @@ the first place. Inductor does so through the lowering in `compiled_ddp.torch_pr
 
 `into` is donated memory for the result, of its size and dtype. Its contents are lost, and nothing may read it
 afterwards but through the result; that is why it is not declared as mutated.
+
+`sum_over_ranks` is a whole reduction of a plan, as a functional step asks for it: gradients and what rides with them
+in, their sums over ranks out. Run as it is it launches the plan's buckets; `passes.step_pipeline` puts them into the
+graph in its place. `order` is that of the gradients in the buckets, `capacities_bytes` is as in `assign_buckets`.
+`leading` are the leading rider elements, `passengers` the user's, float32 of any shape. Returned are the sums of the
+gradients, contiguous, of the passengers, and last of `leading`.
 """
 
 from collections.abc import Sequence
@@ -26,7 +32,24 @@ def _pack_fake(parts: Sequence[torch.Tensor], into: torch.Tensor | None = None) 
     return parts[0].new_empty(sum(part.numel() for part in parts))
 
 
+torch.library.define(
+    "compiled_ddp::sum_over_ranks",
+    "(Tensor[] gradients, Tensor[] passengers, Tensor leading, int[] order, float[] capacities_bytes, int world_size, "
+    "str group_name) -> Tensor[]",
+)
+
+
+@torch.library.register_fake("compiled_ddp::sum_over_ranks")
+def _sum_over_ranks_fake(
+    gradients: Sequence[torch.Tensor], passengers: Sequence[torch.Tensor], leading: torch.Tensor, *_: object
+) -> list[torch.Tensor]:
+    return [
+        torch.empty_like(part, memory_format=torch.contiguous_format) for part in (*gradients, *passengers, leading)
+    ]
+
+
 pack = torch.ops.compiled_ddp.pack.default
+sum_over_ranks = torch.ops.compiled_ddp.sum_over_ranks.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -78,7 +78,7 @@ class Pipeline:
         hooks = [hook and hook.identity for hook in self.hooks]
         given = f"{self.plan.fingerprint} {self.group_name} {self.fold} {self.naive} {hooks} "
         given += f"{self.in_place} {self.replayed} {names}"
-        return hashlib.sha256((_source_hash() + given).encode()).hexdigest()
+        return hashlib.sha256((source_hash() + given).encode()).hexdigest()
 
     def run(self, graph: Graph, *, output_positions: Mapping[int, int], observe: Observer | None = None) -> None:
         """Rewrite a backward graph in place; `observe` is called with each pass's name after it has run.
@@ -160,5 +160,6 @@ PASSES = (
 SOURCES = (*sorted(Path(__file__).parent.glob("*.py")), Path(buckets.__file__), Path(riders.__file__))
 
 
-def _source_hash() -> str:
+def source_hash() -> str:
+    """What changes whenever a pass might rewrite otherwise."""
     return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()

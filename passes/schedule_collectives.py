@@ -25,19 +25,19 @@ def schedule_collectives(graph: Graph, *, group_name: str) -> None:
         return
     waits = [node for node in nodes if node.target is wait_tensor and node.args[0] in launches]
     after_wait = _descendants(nodes, waits)
-    mutates = any(_mutates(node) for node in nodes)
+    something_mutates = any(mutates(node) for node in nodes)
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
-    if not mutates:
+    if not something_mutates:
         for launch in launches:
-            _emit_with_inputs(launch, order)
+            emit_with_inputs(launch, order)
     for node in nodes:
         if node not in after_wait and node.op != "output":
-            _emit_with_inputs(node, order)
+            emit_with_inputs(node, order)
     order.update(dict.fromkeys(node for node in nodes if node not in order))
-    _apply_order(graph, list(order))
+    apply_order(graph, list(order))
 
 
-def _emit_with_inputs(node: Node, order: dict[Node, None]) -> None:
+def emit_with_inputs(node: Node, order: dict[Node, None]) -> None:
     """Append `node` and what it needs, inputs first, to `order` (a stack, as backward graphs are deep)."""
     stack = [node]
     while stack:
@@ -58,12 +58,12 @@ def _descendants(nodes: list[Node], roots: list[Node]) -> set[Node]:
     return reached
 
 
-def _mutates(node: Node) -> bool:
+def mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
 
 
-def _apply_order(graph: Graph, order: list[Node]) -> None:
+def apply_order(graph: Graph, order: list[Node]) -> None:
     for earlier, later in pairwise(order):
         if earlier.next is not later:
             earlier.append(later)

@@ -41,7 +41,7 @@ LAYERS = (
     ("graph",),
     ("report",),
     ("wrapping",),
-    ("wrapper",),
+    ("functional", "wrapper"),
     ("compiled", "eager"),
     ("compat", "parity"),
     ("__init__", "__main__"),

@@ -66,6 +66,10 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._dynamo.trace_rules.add` | keeping this package out of all traces |
 | `torch._dynamo.config.trace_autograd_ops` | refusing a backward that Dynamo would drop |
 | `torch._dynamo.compiled_autograd`, `CompiledFunction._compiled_autograd_key` | refusing compiled autograd |
+| `torch.utils._pytree` | trees of tensors, as torch.func takes them |
+| `torch._subclasses.fake_tensor.FakeTensorMode` | tracing a functional step |
+| `torch.utils._python_dispatch`: `_disable_current_modes`, `_get_current_dispatch_mode_stack` | the same |
+| `torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack` | the same |
 | `torch._dynamo.symbolic_convert` | tests: what Dynamo traces |
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
 
@@ -88,6 +92,7 @@ from compiled_ddp.torch_private import (
     packing,
     tensors,
     tracing,
+    trees,
     versions,
 )
 
@@ -104,5 +109,6 @@ __all__ = [
     "packing",
     "tensors",
     "tracing",
+    "trees",
     "versions",
 ]

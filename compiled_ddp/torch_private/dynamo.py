@@ -29,13 +29,13 @@ def leave_out_of_traces(*packages: str) -> None:
         torch._dynamo.trace_rules.add(package)
 
 
-def untraced(function: Callable[P, T]) -> Callable[P, T]:
+def untraced(function: Callable[P, T], *, tell: Callable[[], None] | None = None) -> Callable[P, T]:
     """`function`, where Dynamo traces nothing of what it calls either: for all that torch, or compiled code, may call.
 
     [Note: never traced] Dynamo looks at every frame that runs below compiled code, also at the hooks that autograd
     calls in a backward below it. Those of this package it leaves alone (`leave_out_of_traces`), but not what they call:
     torch's own library, others, user hooks. So what is called from outside of the package switches Dynamo off, if it
-    is on.
+    is on; and then calls `tell` first.
     """
     switched_off: Callable[P, T] = torch.compiler.disable(function, reason=_WHY_UNTRACED)
 
@@ -43,6 +43,8 @@ def untraced(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if _dynamo_of_this_thread() is None:
             return function(*args, **kwargs)  # in a quarter of a microsecond more, where switching takes 1.3
+        if tell is not None:
+            tell()
         return switched_off(*args, **kwargs)
 
     return call

@@ -93,6 +93,36 @@ def compile_captured(
         return _compile_inductor(graph_module, example_inputs, rewriting, dict(options))
 
 
+def rewriting_step(run: Callable[[torch.fx.Graph], object], identity: str) -> Rewriting:
+    """By `run(graph)`, of a whole step; `identity` is as in `Rewriting`."""
+
+    def rewrite(step: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
+        run(step.graph)
+        step.recompile()
+        return inputs
+
+    return Rewriting(identity, rewrite)
+
+
+def compile_step(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    backend: str,
+    options: Mapping[str, Any],
+    rewriting: Rewriting,
+) -> Callable[..., Any]:
+    """Compile a graph that make_fx has traced, of a whole step without a backward of its own."""
+
+    def always() -> Rewriting:
+        return rewriting
+
+    with torch.no_grad():
+        if backend == "aot_eager":
+            return _compile_aot_eager(graph_module, example_inputs, always, whole=True)
+        return _compile_inductor(graph_module, example_inputs, always, dict(options), whole=True)
+
+
 def _is_symbolic(value: object) -> bool:
     sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
     return any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) for size in sizes)
@@ -116,13 +146,20 @@ def _recurrent_layers_in_ops(graph_module: GraphModule) -> Iterator[None]:
 
 
 def _compile_aot_eager(
-    graph_module: GraphModule, example_inputs: Sequence[Any], rewriting: Callable[[], Rewriting]
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    rewriting: Callable[[], Rewriting],
+    *,
+    whole: bool = False,
 ) -> Callable[..., Any]:
+    """Rewrites what is compiled without a backward, if the graph is a `whole` step, else backwards."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    def compile_backward(backward: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def compile_rewritten(
+        backward: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> Callable[..., Any]:
         rewrite = rewriting().rewrite
         if rewrite is not None:
             inputs = rewrite(backward, inputs)
@@ -130,7 +167,8 @@ def _compile_aot_eager(
 
     compiler = aot_autograd(
         fw_compiler=boxed_nop,
-        bw_compiler=compile_backward,
+        bw_compiler=compile_rewritten,
+        inference_compiler=compile_rewritten if whole else boxed_nop,
         partition_fn=min_cut_rematerialization_partition,
         keep_inference_input_mutations=True,
     )
@@ -152,6 +190,8 @@ def _compile_inductor(
     example_inputs: Sequence[Any],
     rewriting: Callable[[], Rewriting],
     options: dict[str, Any],
+    *,
+    whole: bool = False,
 ) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -166,7 +206,7 @@ def _compile_inductor(
     reducing = _OVERLAP | ({_COMPARES_GRAPHS: False} if compares_graphs else {})
 
     def compile_inner(inner: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        now = rewriting() if kwargs.get("is_backward") else Rewriting()
+        now = rewriting() if whole or kwargs.get("is_backward") else Rewriting()
         if now.rewrite is not None:
             inputs = now.rewrite(inner, inputs)
         with config.patch(identified(now.identity) | (reducing if now.rewrite is not None else {})):

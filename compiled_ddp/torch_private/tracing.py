@@ -1,10 +1,12 @@
 """Tracing a function into a graph without running it."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from compiled_ddp.torch_private.tensors import without_autocast
 
@@ -22,3 +24,57 @@ def trace_functional(function: Callable[..., Any], inputs: Sequence[torch.Tensor
         graph_module: GraphModule = traced(*(mode.from_tensor(value) for value in inputs))
     graph_module.graph.eliminate_dead_code()
     return graph_module
+
+
+def is_tracing() -> bool:
+    """Whether operators are written into a graph of make_fx's, or run on tensors without values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return get_proxy_mode() is not None or any(
+        isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()
+    )
+
+
+@contextlib.contextmanager
+def outside_of_traces() -> Iterator[None]:
+    """In here operators run at once, on tensors with values, whatever is traced or transformed around."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch.no_grad():
+        yield
+
+
+def trace_without_mutations(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor]
+) -> tuple[GraphModule, list[torch.Tensor]]:
+    """The graph of `function`, which takes tensors and returns a list of them, below all transforms of torch.func.
+
+    What it closes over becomes further inputs, which are returned. Nothing is computed.
+    """
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        graph_module: GraphModule = make_fx(function)(*(mode.from_tensor(value) for value in inputs))
+    return graph_module, _lift_constants(graph_module)
+
+
+def _lift_constants(graph_module: GraphModule) -> list[torch.Tensor]:
+    graph = graph_module.graph
+    first_other = next(node for node in graph.nodes if node.op != "placeholder")
+    lifted: dict[str, torch.fx.Node] = {}
+    constants: list[torch.Tensor] = []
+    for node in graph.find_nodes(op="get_attr"):
+        value = getattr(graph_module, node.target)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if node.target not in lifted:
+            with graph.inserting_before(first_other):
+                lifted[node.target] = graph.placeholder(f"constant_{len(constants)}")
+            constants.append(value)
+        node.replace_all_uses_with(lifted[node.target])
+        graph.erase_node(node)
+    graph_module.recompile()
+    return constants

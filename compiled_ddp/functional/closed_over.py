@@ -1,0 +1,69 @@
+"""What a step depends on besides its arguments: what its functions close over, and the globals that they name."""
+
+import dis
+import functools
+import inspect
+import types
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def closed_over(function: Callable[..., Any]) -> tuple[Hashable, ...]:
+    """Equal as long as no number, text, tensor or function that `function` reaches by a name has been replaced.
+
+    It looks through functions, and at whether modules train; not at the attributes of other objects, nor into
+    containers. Tensors, modules and other objects count as themselves, numbers by their values.
+    """
+    found: list[Hashable] = []
+    seen: set[int] = set()
+    ahead: list[Any] = [function]
+    while ahead:
+        value = inspect.unwrap(ahead.pop()) if callable(ahead[-1]) else ahead.pop()
+        if isinstance(value, _VALUES):
+            found.append((type(value), value))
+            continue
+        found.append(_Same(value))
+        if isinstance(value, nn.Module):
+            found.append(tuple(module.training for module in value.modules()))
+        if id(value) not in seen:
+            seen.add(id(value))
+            ahead += _reached_from(value)
+    return tuple(found)
+
+
+class _Same:
+    """Equal to itself alone, and kept, so that its place in memory stays its own."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _reached_from(value: Any) -> Iterator[Any]:
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, types.MethodType):
+        yield from (value.__func__, value.__self__)
+    elif isinstance(value, types.FunctionType) and value.__module__.partition(".")[0] != "torch":
+        for cell in value.__closure__ or ():
+            if cell != types.CellType():
+                yield cell.cell_contents
+        yield from (value.__globals__[name] for name in _globals_named(value.__code__) if name in value.__globals__)
+
+
+@functools.lru_cache(maxsize=1024)
+def _globals_named(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a function reads, and the functions inside of it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    own = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return tuple(sorted(own.union(*map(_globals_named, inner))))

@@ -1,0 +1,176 @@
+"""Collectives inside of a loss, with the adjoints of an objective that is the sum of all ranks' losses.
+
+[Note: adjoints] `grad` on each rank differentiates the sum of what all ranks return; its mean divides at the end. So
+each collective has its plain transpose. What one rank gives to all gets the sum of all ranks' cotangents: also where
+these are equal everywhere, as then each rank's loss is one of the sum's terms. No cotangent is taken for replicated.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compiled_ddp import torch_private
+from compiled_ddp.comm_hooks import Ranks
+from compiled_ddp.functional.session import current_loss_group
+
+
+def rank() -> int:
+    """This rank's number: in the group of the gradient function that calls the loss, else in the default group."""
+    return dist.get_rank(_group()) if _group() is not None else 0
+
+
+def world_size() -> int:
+    """How many ranks there are in the group that `rank` counts in."""
+    return dist.get_world_size(_group()) if _group() is not None else 1
+
+
+def all_reduce(x: Tensor, op: Literal["mean", "sum"] = "mean") -> Tensor:
+    """The mean, or sum, over ranks of `x`: of its shape, equal on all ranks.
+
+    Adjoint: the mean, or sum, of all ranks' cotangents.
+    """
+    if op not in ("mean", "sum"):
+        raise ValueError(f'op must be "mean" or "sum", found {op!r}.')
+    if world_size() == 1:
+        return x
+    summed: Tensor = _Sum.apply(_ranks(), x)  # type: ignore[no-untyped-call]
+    return summed / world_size() if op == "mean" else summed
+
+
+def all_gather(x: Tensor) -> Tensor:
+    """Every rank's `x`, along the first dimension, in the order of ranks, equal on all; of numbers, a vector of them.
+
+    `x` has the same shape on every rank. Adjoint: this rank's rows of the sum of all ranks' cotangents.
+    """
+    if world_size() == 1:
+        return x if x.dim() else x[None]
+    stacked: Tensor = _Gather.apply(_ranks(), rank(), x)  # type: ignore[no-untyped-call]
+    return stacked.flatten(0, 1) if x.dim() else stacked
+
+
+def broadcast(tree: Any, src: int = 0) -> Any:
+    """The tensors of rank `src`, in place of those of this one; other leaves stay this rank's.
+
+    Adjoint: on rank `src` the sum of all ranks' cotangents, zeros elsewhere.
+    """
+    if not 0 <= src < world_size():
+        raise ValueError(f"src must be a rank below {world_size()}, found {src!r}.")
+    if world_size() == 1:
+        return tree
+    leaves, structure = torch_private.trees.flatten(tree)
+    sent = [_of_source(leaf, rank() == src) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return torch_private.trees.unflatten(sent, structure)
+
+
+def fold_in_rank(generator: torch.Generator) -> torch.Generator:
+    """A generator of this rank's own, made of one number of `generator`, which goes on by that number on every rank.
+
+    For dropout or noise that differs between ranks, of a generator that does not.
+    """
+    with torch_private.tracing.outside_of_traces():
+        device = generator.device
+        drawn = torch.randint(2**62, (), dtype=torch.int64, device=device, generator=generator).item()
+    mixed = hashlib.sha256(f"{drawn} {rank()}".encode()).digest()
+    return torch.Generator(generator.device).manual_seed(int.from_bytes(mixed[:7], "little"))
+
+
+def _group() -> dist.ProcessGroup | None:
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return current_loss_group() or dist.group.WORLD
+
+
+def _ranks() -> Ranks:
+    group = _group()
+    assert group is not None, "asked of a rank that is alone"
+    gathers_by_sums = dist.get_backend(group) == "gloo"
+    return Ranks(dist.get_world_size(group), group.group_name, dist.get_rank(group) if gathers_by_sums else None)
+
+
+def _of_source(tensor: Tensor, is_source: bool) -> Tensor:
+    number = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+    given: Tensor = _FromSource.apply(_ranks(), is_source, number)  # type: ignore[no-untyped-call]
+    return given.to(tensor.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    """[Note: adjoints]"""
+
+    @staticmethod
+    def forward(ranks: Ranks, x: Tensor) -> Tensor:
+        return ranks.all_reduce(x.contiguous())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.ranks_of_sum = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return None, _Sum.apply(ctx.ranks_of_sum, cotangent)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, _: object, tangent: Tensor) -> Any:
+        return _Sum.apply(ctx.ranks_of_sum, tangent)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(_: object, in_dims: Sequence[int | None], ranks: Ranks, x: Tensor) -> Any:
+        (_, dim) = in_dims
+        assert dim is not None, "nothing is batched"
+        return _Sum.apply(ranks, x.movedim(dim, 0)), 0  # type: ignore[no-untyped-call]
+
+
+class _Gather(torch.autograd.Function):
+    """Of shape (world, *x.shape). [Note: adjoints]"""
+
+    @staticmethod
+    def forward(ranks: Ranks, own: int, x: Tensor) -> Tensor:
+        return ranks.all_gather(x.contiguous()[None])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.ranks_of_gather, ctx.own_row = inputs[:2]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        return None, None, _Sum.apply(ctx.ranks_of_gather, cotangent)[ctx.own_row]  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def jvp(ctx: Any, _: object, __: object, tangent: Tensor) -> Any:
+        return _Gather.apply(ctx.ranks_of_gather, ctx.own_row, tangent)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(_: object, in_dims: Sequence[int | None], ranks: Ranks, own: int, x: Tensor) -> Any:
+        dim = in_dims[2]
+        assert dim is not None, "nothing is batched"
+        return _Gather.apply(ranks, own, x.movedim(dim, 0)), 1  # type: ignore[no-untyped-call]
+
+
+class _FromSource(torch.autograd.Function):
+    """On every rank it hangs on that rank's tensor, so that every rank takes part in its backward. [Note: adjoints]"""
+
+    @staticmethod
+    def forward(ranks: Ranks, is_source: bool, x: Tensor) -> Tensor:
+        return ranks.all_reduce(x.contiguous() if is_source else torch.zeros_like(x))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+        ctx.ranks_of_broadcast, ctx.is_source = inputs[:2]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:
+        summed = _Sum.apply(ctx.ranks_of_broadcast, cotangent)  # type: ignore[no-untyped-call]
+        return None, None, summed if ctx.is_source else torch.zeros_like(summed)
+
+    @staticmethod
+    def jvp(ctx: Any, _: object, __: object, tangent: Tensor) -> Any:
+        return _FromSource.apply(ctx.ranks_of_broadcast, ctx.is_source, tangent)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def vmap(_: object, in_dims: Sequence[int | None], ranks: Ranks, is_source: bool, x: Tensor) -> Any:
+        dim = in_dims[2]
+        assert dim is not None, "nothing is batched"
+        return _FromSource.apply(ranks, is_source, x.movedim(dim, 0)), 0  # type: ignore[no-untyped-call]

@@ -1,0 +1,117 @@
+"""A step as a graph of tensors: what of its arguments and results are tensors, and what is written where."""
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiled_ddp import torch_private
+from compiled_ddp.functional.session import Session
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf of a step's arguments, as far as its graph depends on it."""
+
+    properties: Hashable
+
+    @staticmethod
+    def of(leaf: Any) -> "Leaf":
+        """Raises TypeError for a leaf that is neither a tensor nor can be compared."""
+        if isinstance(leaf, Tensor):
+            return Leaf((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        return Leaf((type(leaf), leaf))
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """`inputs` are the tensors it was traced with, `constants` those that it closes over, which follow them."""
+
+    graph_module: GraphModule
+    inputs: Sequence[Tensor]
+    constants: Sequence[Tensor]
+    others: Sequence[tuple[int, Any]]  # results that are no tensors, with their places
+    structure: Any  # of the results
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        """The step's results, of those of its graph."""
+        leaves = list(tensors)
+        for place, value in self.others:
+            leaves.insert(place, value)
+        return torch_private.trees.unflatten(leaves, self.structure)
+
+
+def trace(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    donated: Sequence[str | int],
+    session: Session,
+) -> TracedStep:
+    """Trace `step` with these arguments; the sums of its reductions' leading riders are its last results."""
+    given, structure = torch_private.trees.flatten((args, kwargs))
+    to_reuse = _donated_leaves(step, args, kwargs, donated)
+    places = [place for place, leaf in enumerate(given) if isinstance(leaf, Tensor)]
+    found: dict[str, Any] = {}
+
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        leaves = list(given)
+        for place, tensor in zip(places, tensors, strict=True):
+            leaves[place] = tensor
+        called_args, called_kwargs = torch_private.trees.unflatten(leaves, structure)
+        results, found["structure"] = torch_private.trees.flatten(step(*called_args, **called_kwargs))
+        found["others"] = [(n, result) for n, result in enumerate(results) if not isinstance(result, Tensor)]
+        memory = [leaves[place] for place in places if id(given[place]) in to_reuse]
+        return [*_written(memory, [result for result in results if isinstance(result, Tensor)]), *session.sums]
+
+    inputs = [given[place].detach() for place in places]
+    graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)
+    constants = [constant.detach() for constant in constants]
+    return TracedStep(graph_module, [*inputs, *constants], constants, found["others"], found["structure"])
+
+
+def _donated_leaves(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], donated: Sequence[str | int]
+) -> set[int]:
+    """The ids of the tensors that are given up.
+
+    Raises TypeError for a name that is none, ValueError where their memory is another argument's too.
+    """
+    if not donated:
+        return set()
+    bound = inspect.signature(step).bind(*args, **kwargs)
+    names = list(bound.arguments)
+    tensors = []
+    for which in donated:
+        if which not in (names if isinstance(which, str) else range(len(args))):
+            raise TypeError(f"donate names {which!r}, and the step is called with {', '.join(names)}.")
+        tree = bound.arguments[which] if isinstance(which, str) else args[which]
+        tensors += [leaf for leaf in torch_private.trees.flatten(tree)[0] if isinstance(leaf, Tensor)]
+    every = [leaf for leaf in torch_private.trees.flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    memory = [torch_private.tensors.memory_of(leaf) for leaf in every]
+    if any(memory.count(torch_private.tensors.memory_of(tensor)) > 1 for tensor in tensors):
+        raise ValueError("a donated tensor shares memory with another argument: give each memory of its own.")
+    return {id(tensor) for tensor in tensors}
+
+
+def _written(memory: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
+    """The results, each in the first donated memory that fits."""
+    left = list(memory)
+    targets: list[Tensor | None] = []
+    for result in results:
+        is_there = any(result is tensor for tensor in memory)
+        fitting = None if is_there else next((tensor for tensor in left if _kind(tensor) == _kind(result)), None)
+        left = [tensor for tensor in left if tensor is not fitting]
+        targets.append(fitting)
+    with torch.no_grad():
+        return [
+            result if target is None else target.copy_(result) for result, target in zip(results, targets, strict=True)
+        ]
+
+
+def _kind(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

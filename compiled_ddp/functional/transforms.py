@@ -1,0 +1,201 @@
+"""Gradients of plain functions, reduced over ranks: torch.func's grad and grad_and_value."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compiled_ddp import torch_private
+from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.reduction import GradientReduction, Kind, Leaves, Options, leaves_of
+from compiled_ddp.functional.session import calling_loss
+from compiled_ddp.torch_private.dynamo import untraced
+from compiled_ddp.users_code import warn_user
+
+Argnums = int | tuple[int, ...]
+
+
+def grad(
+    f: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    process_group: dist.ProcessGroup | Communicator | None = None,
+    reduction: Kind = "mean",
+    bucket_cap_mb: float | None = None,
+) -> Callable[..., Any]:
+    """A function that returns the gradients of `f`, reduced over ranks; arguments and results as of torch.func.grad.
+
+    Make it once, outside of the step: it has a communicator of its own, made when it is first called.
+
+    Args:
+        f: returns a loss without dimensions; with `has_aux`, the loss and anything else, which stays local.
+        argnums: which of the positional arguments of `f`, trees of floating-point tensors, gradients are taken of.
+        has_aux: whether `f` returns a pair; then so does what is returned: the gradients, and its second part.
+        process_group: the ranks; None for all of them. A `Communicator` is used in place of one of its own.
+        reduction: "mean" of the ranks' gradients, "sum", or "weighted": each call then takes this rank's `weight=`, a
+            number or a tensor of one element, and returns the gradients of the weighted mean of the ranks' losses.
+        bucket_cap_mb: the size at which a bucket is full, in MiB; 8 by default, 0 for a bucket for each gradient.
+
+    Raises ValueError for options that are none; what is returned raises RuntimeError on every rank, with the names,
+    where ranks call it with other trees, shapes, dtypes or options, or where one of them has raised.
+    """
+    differentiate = _Gradient(f, argnums, has_aux, Options(process_group, reduction, bucket_cap_mb), "grad")
+
+    @functools.wraps(f)
+    def gradient_of(*args: Any, **kwargs: Any) -> Any:
+        gradients, result = differentiate(*args, **kwargs)
+        return (gradients, result[1]) if has_aux else gradients
+
+    return untraced(gradient_of, tell=differentiate.tell_of_compilation)
+
+
+def grad_and_value(
+    f: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    process_group: dist.ProcessGroup | Communicator | None = None,
+    reduction: Kind = "mean",
+    bucket_cap_mb: float | None = None,
+    reduce_value: bool = False,
+) -> Callable[..., Any]:
+    """As `grad`, and returns the loss too: (gradients, loss), or (gradients, (loss, aux)), as torch.func does.
+
+    The loss is this rank's. With `reduce_value` it is reduced as the gradients are, in float32, and costs no
+    all-reduce of its own.
+    """
+    options = Options(process_group, reduction, bucket_cap_mb)
+    differentiate = _Gradient(f, argnums, has_aux, options, "grad_and_value", reduce_value=reduce_value)
+
+    @functools.wraps(f)
+    def gradient_and_value_of(*args: Any, **kwargs: Any) -> Any:
+        return differentiate(*args, **kwargs)
+
+    return untraced(gradient_and_value_of, tell=differentiate.tell_of_compilation)
+
+
+class _Gradient:
+    """What `grad` and `grad_and_value` return, as one."""
+
+    def __init__(
+        self,
+        f: Callable[..., Any],
+        argnums: Argnums,
+        has_aux: bool,
+        options: Options,
+        transform: str,
+        *,
+        reduce_value: bool = False,
+    ) -> None:
+        if not callable(f):
+            raise TypeError(f"{transform} takes a function, found {type(f).__name__}.")
+        self._f, self._argnums, self._has_aux, self._reduce_value = f, argnums, has_aux, reduce_value
+        name = getattr(f, "__qualname__", type(f).__name__).replace("<locals>.", "")
+        self._reduction = GradientReduction(f"{transform}({name})", options)
+        self._is_weighted = options.reduction == "weighted"
+        self._has_told = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """(gradients, value), where value is (value, aux) with `has_aux`."""
+        weight = self._take_weight(kwargs)
+        reduction = self._reduction
+        reduction.find_ranks()
+        if reduction.is_alone:
+            return torch.func.grad_and_value(self._f, self._argnums, self._has_aux)(*args, **kwargs)
+        leaves = self._agree(args)
+        try:
+            gradients, value, aux = self._local(args, kwargs, weight)
+        except BaseException as error:
+            if not (torch_private.autograd.transforms_are_active() or torch_private.tracing.is_tracing()):
+                reduction.break_off(leaves, error, self._reduce_value + self._is_weighted)
+            raise
+        reduced, value = self._reduce(leaves, gradients, value, weight)
+        return reduced, (value, aux) if self._has_aux else value
+
+    def tell_of_compilation(self) -> None:
+        """Say, the first time, what torch.compile around the step does not do."""
+        if not self._has_told:
+            self._has_told = True
+            warn_user(
+                f"torch.compile ends its graph before {self._reduction.name}, which runs operator by operator. With "
+                "compiled_ddp.functional.compile(step) the step is one graph, in which each bucket is launched behind "
+                "its last gradient."
+            )
+
+    def _take_weight(self, kwargs: dict[str, Any]) -> Any:
+        if not self._is_weighted:
+            return None
+        if "weight" not in kwargs:
+            raise TypeError(f'{self._reduction.name} has reduction="weighted": pass this rank\'s weight= in each call.')
+        return kwargs.pop("weight")
+
+    def _agree(self, args: Sequence[Any]) -> Leaves:
+        argnums = (self._argnums,) if isinstance(self._argnums, int) else tuple(self._argnums)
+        named = [
+            (f"argument {number}{path}", leaf)
+            for number in argnums
+            if -len(args) <= number < len(args)
+            for path, leaf in torch_private.trees.named_leaves(args[number])
+        ]
+        leaves = leaves_of([(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)])
+        self._reduction.agree(leaves)
+        return leaves
+
+    def _local(self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any) -> tuple[Any, Tensor, Any]:
+        """The gradients of this rank's loss, times its weight where it has one; the loss, and what comes with it."""
+
+        def weighted(*args: Any, **kwargs: Any) -> Any:
+            result = self._f(*args, **kwargs)
+            loss = result[0] if self._has_aux else result
+            return loss * weight, result
+
+        f, has_aux = (weighted, True) if self._is_weighted else (self._f, self._has_aux)
+        with calling_loss(self._reduction.communicator.process_group):
+            gradients, result = torch.func.grad_and_value(f, self._argnums, has_aux)(*args, **kwargs)
+        if self._is_weighted:
+            _, result = result
+        value, aux = result if self._has_aux else (result, None)
+        return gradients, value, aux
+
+    def _reduce(self, leaves: Leaves, gradients: Any, value: Tensor, weight: Any) -> tuple[Any, Tensor]:
+        flat, structure = torch_private.trees.flatten(gradients)
+        before, after = self._shares(flat)
+        passengers = []
+        if self._is_weighted:
+            weight = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
+            flat = [torch.where(weight > 0, gradient, 0) for gradient in flat]  # a mean over nothing is not a number
+            passengers.append(weight)
+        if self._reduce_value:
+            local = value.to(torch.float32)
+            passengers.append(torch.where(weight > 0, local * weight, 0) if self._is_weighted else local)
+        sent = [gradient * share if share != 1.0 else gradient for gradient, share in zip(flat, before, strict=True)]
+        sums = self._reduction.sum(leaves, sent, passengers)
+        reduced, ridden = sums[: len(flat)], sums[len(flat) :]
+        if self._is_weighted:
+            inverse = torch.where(ridden[0] > 0, 1.0 / ridden[0], 0.0)
+            reduced = tuple((gradient * inverse).to(gradient.dtype) for gradient in reduced)
+            mean_value = ridden[-1] * inverse
+        else:
+            reduced = tuple(g * share if share != 1.0 else g for g, share in zip(reduced, after, strict=True))
+            mean_value = ridden[-1] * self._share if ridden else value
+        if self._reduce_value:
+            value = mean_value.to(value.dtype)
+        return torch_private.trees.unflatten(reduced, structure), value
+
+    @property
+    def _share(self) -> float:
+        return 1.0 / self._reduction.world_size if self._reduction.options.reduction == "mean" else 1.0
+
+    def _shares(self, gradients: Sequence[Tensor]) -> tuple[list[float], list[float]]:
+        """The factors of each gradient before and after the sum, which would overflow in float16.
+
+        After it they cost nothing in a compiled step: they become part of the update.
+        """
+        early = [gradient.dtype == torch.float16 for gradient in gradients]
+        return [self._share if is_early else 1.0 for is_early in early], [
+            1.0 if is_early else self._share for is_early in early
+        ]

@@ -1,0 +1,93 @@
+"""The passes that run on a whole functional step, in order.
+
+For each reduction of the step, on a group name of its own:
+
+1. `unfold_sum`            reduces every gradient on its own: the naive program, the meaning of all that follows
+2. `form_buckets`          merges the all-reduces of each bucket
+3. `pack_buckets`          lets gradients be produced inside their bucket
+4. `verify_collectives`    asserts that the graph launches what the plan says
+
+Then, for all of them:
+
+5. `schedule_step`         launches early, waits where the sums are read
+6. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
+7. `infer_values`          computes what a compiler reads of the nodes that are new
+
+1/world stands behind the sums, where it becomes a part of the update; so there is no mean to be placed.
+"""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import Graph
+
+from compiled_ddp.passes.form_buckets import form_buckets
+from compiled_ddp.passes.infer_values import infer_values
+from compiled_ddp.passes.ops import is_launch
+from compiled_ddp.passes.pack_buckets import pack_buckets
+from compiled_ddp.passes.pipeline import source_hash
+from compiled_ddp.passes.reduce_in_place import reduce_in_place
+from compiled_ddp.passes.schedule_step import schedule_step
+from compiled_ddp.passes.unfold_sums import drop_outputs, find_sums, unfold_sum
+from compiled_ddp.passes.verify_collectives import verify_collectives
+from compiled_ddp.plan import BucketPlan
+
+Observer = Callable[[str, Graph], None]
+
+
+@dataclass(frozen=True)
+class StepPipeline:
+    """How a step is rewritten: the plan of each of its reductions, in order, and the group that it is launched on.
+
+    `in_place` is for a backend that runs the graph as it is.
+    """
+
+    reductions: tuple[tuple[BucketPlan, str], ...]
+    in_place: bool = False
+
+    @property
+    def cache_identity(self) -> str:
+        """A hash of the passes' sources and of everything they are given, for a compiler's cache key."""
+        given = " ".join(f"{plan.fingerprint} {group_name}" for plan, group_name in self.reductions)
+        return hashlib.sha256(f"{source_hash()} step {given} {self.in_place}".encode()).hexdigest()
+
+    def run(self, graph: Graph, *, observe: Observer | None = None) -> None:
+        """Rewrite a step in place; `observe` is called with each pass's name after it has run."""
+        tell = observe or _nobody
+        sums = find_sums(graph)
+        assert len(sums) == len(self.reductions), f"{len(sums)} reductions in the graph, {len(self.reductions)} planned"
+        names = [f"{group_name}#{number}" for number, (_, group_name) in enumerate(self.reductions)]
+        for reduction, (plan, _), name in zip(sums, self.reductions, names, strict=True):
+            positions = unfold_sum(graph, plan, reduction=reduction, group_name=name)
+            tell("unfold_sum", graph)
+            form_buckets(graph, plan, group_name=name, output_positions=positions)
+            tell("form_buckets", graph)
+            pack_buckets(graph, plan, lent=())
+            tell("pack_buckets", graph)
+            verify_collectives(graph, plan, group_name=name, output_positions=positions)
+            drop_outputs(graph, len(positions) + 1)
+        graph.eliminate_dead_code()
+        schedule_step(graph, group_names=names)
+        tell("schedule_step", graph)
+        for name, (_, group_name) in zip(names, self.reductions, strict=True):
+            _rename(graph, name, group_name)
+        if self.in_place:
+            for group_name in dict.fromkeys(group_name for _, group_name in self.reductions):
+                reduce_in_place(graph, group_name=group_name)
+            tell("reduce_in_place", graph)
+        else:
+            infer_values(graph)
+            tell("infer_values", graph)
+        graph.lint()
+
+
+def _nobody(_: str, __: Graph) -> None:
+    """Observes nothing."""
+
+
+def _rename(graph: Graph, name: str, group_name: str) -> None:
+    """Launch on the group itself what stood under the name of one reduction."""
+    for node in graph.nodes:
+        if is_launch(node, name):
+            node.args = (*node.args[:-1], group_name)

@@ -1,0 +1,243 @@
+"""A whole step as one graph: equal to the eager one, its collectives in place, traced again where it must be."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from test_grad import assert_same, by_hand, loss, parameters, rows
+from torch import Tensor
+
+from compiled_ddp import functional as ddp
+from compiled_ddp import torch_private
+from ranks import RankPool
+
+LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}
+CAP = 0.0002
+
+Tree = dict[str, Tensor]
+
+
+def sgd(params: Tree, gradients: Tree, rate: float) -> Tree:
+    return {name: value - rate * gradients[name] for name, value in params.items()}
+
+
+def trained_by_hand(world_size: int, rate: float = 0.1) -> Tree:
+    return sgd(parameters(), by_hand(loss, world_size), rate)
+
+
+def _trains(rank: int, world_size: int, backend: Any) -> None:
+    gradient = ddp.grad_and_value(loss, bucket_cap_mb=CAP, reduce_value=True)
+
+    def step(params: Tree, x: Tensor, *, rate: float, note: str) -> Any:
+        gradients, value = gradient(params, x)
+        return sgd(params, gradients, rate), {"value": value, "note": note, "rows": x.shape[0]}
+
+    compiled = ddp.compile(step, backend=backend)
+    expected = by_hand(loss, world_size)
+    values = [loss(parameters(), rows(r)) for r in range(world_size)]
+    for rate in (0.1, 0.2, 0.1):
+        params, rest = compiled(parameters(), rows(rank), rate=rate, note="n")
+        assert_same(params, {name: value - rate * expected[name] for name, value in parameters().items()})
+        torch.testing.assert_close(rest["value"], sum(values) / world_size)
+        assert (rest["note"], rest["rows"]) == ("n", 4)
+    if rank == 0:  # alone: other ranks keep their graph
+        params, _ = compiled(parameters(), rows(rank)[:3], rate=0.1, note="n")
+    else:
+        params, _ = compiled(parameters(), rows(rank), rate=0.1, note="n")
+    eager, _ = step(parameters(), rows(rank)[: 3 if rank == 0 else 4], rate=0.1, note="n")
+    assert_same(params, eager)
+    one_is_eager, _ = (step if rank else compiled)(parameters(), rows(rank), rate=0.1, note="n")
+    assert_same(one_is_eager, sgd(parameters(), expected, 0.1))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_compiled_step_is_the_eager_one_also_where_ranks_have_other_graphs(ranks2: RankPool, backend: str) -> None:
+    ranks2.run(_trains, 2, backend, **LIMITS)
+
+
+def test_three_ranks_compiled(ranks3: RankPool) -> None:
+    ranks3.run(_trains, 3, "aot_eager", **LIMITS)
+
+
+RATE = 0.1
+
+
+def _closes_over(rank: int) -> None:
+    global RATE
+    scale = torch.tensor(1.0)
+    gradient = ddp.grad(lambda params, x: scale * loss(params, x))
+    compiled = ddp.compile(lambda params, x: sgd(params, gradient(params, x), RATE), backend="aot_eager")
+    expected = by_hand(loss, 2)
+
+    def assert_step(factor: float) -> None:
+        found = compiled(parameters(), rows(rank))
+        assert_same(found, {name: value - factor * expected[name] for name, value in parameters().items()})
+
+    assert_step(0.1)
+    RATE = 0.2
+    assert_step(0.2)
+    scale.fill_(2.0)
+    assert_step(0.4)
+    scale = torch.tensor(0.5)
+    assert_step(0.1)
+    RATE = 0.1
+
+
+def test_what_a_step_closes_over_is_read_again_when_it_is_replaced_or_written_to(ranks2: RankPool) -> None:
+    ranks2.run(_closes_over)
+
+
+def _donates(rank: int, backend: Any) -> None:
+    gradient = ddp.grad(loss)
+
+    def step(params: Tree, x: Tensor) -> Any:
+        return sgd(params, gradient(params, x), 0.1), x.sum()
+
+    for donate in ("params", 0, ["params"]):
+        params = parameters()
+        before = {name: value.data_ptr() for name, value in params.items()}
+        new, _ = ddp.compile(step, donate=donate, backend=backend)(params, rows(rank))
+        assert_same(new, trained_by_hand(2))
+        assert {name: value.data_ptr() for name, value in new.items()} == before
+    kept = parameters()
+    ddp.compile(step, backend=backend)(kept, rows(rank))
+    assert_same(kept, parameters())
+    with pytest.raises(TypeError, match="donate names 'state', and the step is called with params, x"):
+        ddp.compile(step, donate="state", backend=backend)(parameters(), rows(rank))
+    tied = torch.ones(8, 3)
+    with pytest.raises(ValueError, match="shares memory with another"):
+        ddp.compile(step, donate="params", backend=backend)(parameters() | {"head": tied, "again": tied}, rows(rank))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_results_are_written_where_donated_arguments_were(ranks2: RankPool, backend: str) -> None:
+    ranks2.run(_donates, backend, **LIMITS)
+
+
+def _two_gradients(rank: int) -> list[str]:
+    """Two functions with a communicator each, and one that both share; run as a graph, and operator by operator."""
+    shared = ddp.Communicator()
+    for group in (None, shared):
+        one = ddp.grad(loss, process_group=group, bucket_cap_mb=CAP)
+        other = ddp.grad(lambda params, x: loss(params, x).sin(), process_group=group, bucket_cap_mb=CAP)
+
+        def step(params: Tree, x: Tensor) -> Tree:
+            between = sgd(params, one(params, x), 0.1)  # noqa: B023
+            return sgd(between, other(between, x), 0.1)  # noqa: B023
+
+        expected = step(parameters(), rows(rank))
+        assert_same(ddp.compile(step, backend="aot_eager")(parameters(), rows(rank)), expected)
+    return []
+
+
+def test_a_step_with_several_reductions(ranks2: RankPool) -> None:
+    ranks2.run(_two_gradients)
+
+
+def _refusals(rank: int) -> None:
+    with pytest.raises(ValueError, match="backend must be"):
+        ddp.compile(loss, backend="eager")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="one graph of fixed shapes"):
+        ddp.compile(loss, fullgraph=False)
+    with pytest.raises(ValueError, match="does not know"):
+        ddp.compile(loss, options={"nothing": 1})
+
+
+def test_arguments_that_a_step_cannot_have_are_refused() -> None:
+    _refusals(0)
+
+
+# ---- the generated code ----------------------------------------------------------------------------------------------
+
+
+def deep_loss(params: Tree, x: Tensor) -> Tensor:
+    for number in range(4):
+        x = torch.relu(x @ params[f"weight {number}"])
+    return x.square().sum()
+
+
+def deep_parameters() -> Tree:
+    generator = torch.Generator().manual_seed(0)
+    return {f"weight {number}": torch.randn(32, 32, generator=generator) for number in range(4)}
+
+
+def _source(rank: int) -> str:
+    gradient = ddp.grad(deep_loss, bucket_cap_mb=0.001)
+
+    def step(params: Tree, moments: Tree, x: Tensor) -> Any:
+        gradients = gradient(params, x)
+        moments = {name: 0.9 * moments[name] + gradients[name] for name in params}
+        return sgd(params, moments, 0.01), moments
+
+    compiled = ddp.compile(step, donate=("params", "moments"))
+    moments = {name: torch.ones_like(value) for name, value in deep_parameters().items()}
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
+    expected = step(deep_parameters(), moments, x)
+    found: list[Any] = []
+    (source,) = torch_private.for_tests.generated_code(lambda: found.append(compiled(deep_parameters(), moments, x)))
+    for one, other in zip(found[0], expected, strict=True):
+        for name in one:
+            torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=1e-3)
+    return source[source.rindex("def call(") : source.rindex("runner = ")]
+
+
+@pytest.mark.inductor
+def test_generated_step_launches_behind_each_last_gradient_and_copies_nothing(ranks2: RankPool) -> None:
+    first, second = ranks2.run(_source, **LIMITS)
+    assert first == second
+    lines = [line.strip() for line in first.splitlines()]
+    aliases = dict(re.findall(r"(buf\d+) = reinterpret_tensor\((buf\d+),.*# alias", first))
+    launches = [number for number, line in enumerate(lines) if "_c10d_functional.all_reduce_" in line]
+    waits = [number for number, line in enumerate(lines) if "_c10d_functional.wait_tensor" in line]
+    assert len(launches) == len(waits) == 4
+    assert max(launches) < min(waits)
+    for launch in launches:
+        (bucket,) = re.findall(r"all_reduce_\.default\((buf\d+)", lines[launch])
+        does = [line for line in lines[:launch] if re.match(r"extern_kernels|cpp_fused", line)]
+        writers = [line for line in does if bucket in {aliases.get(n, n) for n in re.findall(r"buf\d+", line)}]
+        assert writers[-1] == does[-1], f"{bucket} is not launched behind its last gradient"
+        assert any(line.startswith("extern_kernels.mm(") for line in writers), f"{bucket} is copied into"
+    assert "torch.ops.aten" not in first
+
+
+# ---- what users do ---------------------------------------------------------------------------------------------------
+
+
+def _users_ways(rank: int) -> None:
+    """Leaves that require gradients, inference mode, a module that is switched, keywords, a result as it was given."""
+    expected = by_hand(loss, 2)
+    gradient = ddp.grad(loss)
+    module = torch.nn.Dropout(0.0)
+    compiled = ddp.compile(lambda params, *, batch: (gradient(params, module(batch["x"])), params), backend="aot_eager")
+    leaves = {name: value.requires_grad_() for name, value in parameters().items()}
+    found, same = compiled(leaves, batch={"x": rows(rank), "unused": None})
+    assert_same(found, expected)
+    assert not any(value.requires_grad for value in found.values())
+    assert_same(same, parameters())
+    with torch.inference_mode():
+        found, _ = compiled(parameters(), batch={"x": rows(rank), "unused": None})
+        assert_same(found, expected)
+        assert_same(gradient(parameters(), rows(rank)), expected)
+    module.p = 0.5
+    module.eval()
+    assert_same(compiled(parameters(), batch={"x": rows(rank), "unused": None})[0], expected)
+
+
+def test_what_users_call_a_compiled_step_with(ranks2: RankPool) -> None:
+    ranks2.run(_users_ways)
+
+
+def _raises_while_tracing(rank: int) -> str:
+    def step(params: Tree, x: Tensor) -> Tree:
+        return ddp.grad(lambda p, x: loss(p, x[:, :-1] if rank else x))(params, x)
+
+    with pytest.raises(RuntimeError) as error:
+        ddp.compile(step, backend="aot_eager")(parameters(), rows(rank))
+    return str(error.value)
+
+
+def test_a_rank_that_cannot_trace_leaves_no_rank_waiting_for_ever(ranks2: RankPool) -> None:
+    first, second = ranks2.run(_raises_while_tracing, collective_timeout_seconds=4)
+    assert "must have same reduction dim" in second
+    assert "the gradients of grad(" in first and "rank 1 is behind" in first, first

@@ -1,0 +1,116 @@
+"""The passes of a whole functional step, on graphs built by hand."""
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from compiled_ddp.passes.ops import all_reduce, is_launch, pack, sum_over_ranks, wait_tensor
+from compiled_ddp.passes.schedule_step import schedule_step
+from compiled_ddp.passes.step_pipeline import StepPipeline
+from compiled_ddp.passes.unfold_sums import arrival_order, drop_outputs, find_sums, unfold_sum
+from compiled_ddp.plan import FIRST_USED, BucketPlan, GradientSpec
+from compiled_ddp.planning.assignment import assign_buckets
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+def plan_of(capacity_bytes: float, order: tuple[int, ...] = (1, 0)) -> BucketPlan:
+    specs = [GradientSpec(index, (2, 2), (2, 1), torch.float32, CPU) for index in order]
+    return assign_buckets(specs, capacities_bytes=[capacity_bytes], world_size=2, reduction="sum", passengers=1)
+
+
+def step_graph(*, mutates: bool = False) -> Graph:
+    """Two gradients, the second one first, and a value; both are added to a parameter, which may be written to."""
+    graph = Graph()
+    x, param, leading = (graph.placeholder(name) for name in ("x", "param", "leading"))
+    leading.meta["val"] = torch.empty(FIRST_USED, device="meta")
+    value = graph.call_function(aten.sum.default, (x,))
+    value.meta["val"] = torch.empty((), device="meta")
+    second = graph.call_function(aten.mm.default, (x, param))
+    between = graph.call_function(aten.relu.default, (second,))
+    first = graph.call_function(aten.mm.default, (between, x))
+    arguments = ([first, second], [value], leading, [1, 0], [0.0], 2, "g")
+    sums = graph.call_function(sum_over_ranks, arguments)
+    parts = [graph.call_function(operator.getitem, (sums, index)) for index in range(4)]
+    new = [graph.call_function(aten.add.Tensor, (param, part)) for part in parts[:2]]
+    if mutates:
+        graph.call_function(aten.copy_.default, (param, new[0]))
+    graph.output((*new, parts[2], parts[3]))
+    return graph
+
+
+def targets(graph: Graph) -> list[object]:
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+def rewritten(capacity_bytes: float, *, mutates: bool = False) -> Graph:
+    graph = step_graph(mutates=mutates)
+    StepPipeline(((plan_of(capacity_bytes), "g"),), in_place=True).run(graph)
+    return graph
+
+
+def test_gradients_are_ordered_as_the_graph_produces_them() -> None:
+    (reduction,) = find_sums(step_graph())
+    assert arrival_order(reduction) == [1, 0]
+
+
+def test_unfolding_reduces_every_gradient_where_it_is_produced() -> None:
+    graph = step_graph()
+    (reduction,) = find_sums(graph)
+    positions = unfold_sum(graph, plan_of(0.0), reduction=reduction, group_name="g")
+    graph.lint()
+    assert positions == {0: 4, 1: 5}
+    assert targets(graph).count(all_reduce) == targets(graph).count(wait_tensor) == 3
+    for launch in [node for node in graph.nodes if is_launch(node, "g")]:
+        assert launch.prev is launch.args[0]
+    drop_outputs(graph, 3)
+    assert len(graph.output_node().args[0]) == 4
+
+
+def test_pipeline_packs_each_bucket_and_launches_behind_its_last_gradient() -> None:
+    graph = rewritten(1.0)
+    assert targets(graph).count(pack) == 2
+    launches = [node for node in graph.nodes if is_launch(node, "g")]
+    assert len(launches) == 2
+    for launch in launches:
+        assert launch.prev is launch.args[0]
+    first_launch, relu = launches[0], next(node for node in graph.nodes if node.target is aten.relu.default)
+    order = list(graph.nodes)
+    assert order.index(first_launch) < order.index(relu)
+
+
+def test_each_wait_stands_where_its_sum_is_read() -> None:
+    order = [node for node in rewritten(1.0).nodes if node.target in (wait_tensor, aten.add.Tensor)]
+    assert [node.target for node in order] == [wait_tensor, aten.add.Tensor, wait_tensor, aten.add.Tensor]
+
+
+def test_what_writes_to_an_argument_stays_at_the_end() -> None:
+    *_, last, _ = rewritten(1.0, mutates=True).nodes
+    assert last.target is aten.copy_.default
+
+
+def test_a_graph_that_writes_in_its_middle_and_one_without_launches_stay_as_they_are() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    launch = graph.call_function(all_reduce, (x, "sum", "g"))
+    written = graph.call_function(aten.add_.Tensor, (x, 1))
+    graph.output((graph.call_function(wait_tensor, (launch,)), graph.call_function(aten.neg.default, (written,))))
+    for names in (["g"], ["another"]):
+        before: list[Node] = list(graph.nodes)
+        schedule_step(graph, group_names=names)
+        assert list(graph.nodes) == before
+
+
+def test_identity_depends_on_the_plan_the_group_and_the_backend() -> None:
+    one, other = plan_of(1.0), plan_of(0.0)
+    pipelines = [
+        StepPipeline(((one, "g"),)),
+        StepPipeline(((other, "g"),)),
+        StepPipeline(((one, "h"),)),
+        StepPipeline(((one, "g"),), in_place=True),
+        StepPipeline(()),
+    ]
+    assert len({pipeline.cache_identity for pipeline in pipelines}) == len(pipelines)
+    assert StepPipeline(((plan_of(1.0), "g"),)).cache_identity == pipelines[0].cache_identity

@@ -47,9 +47,17 @@ def buffers_of(*shapes: tuple[int, ...]) -> SequenceBuffers:
     return SequenceBuffers([Section(assign_buckets(specs, capacities_bytes=[1e9], world_size=2), "hooks")])
 
 
+def gradients_put_in_place(buffers: SequenceBuffers) -> list[Tensor]:
+    """The .grad of each parameter of the first bucket, of which nothing else is kept."""
+    views = buffers[0].views
+    parameters = [nn.Parameter(torch.zeros_like(views[index])) for index in range(len(views))]
+    buffers[0].put_in_place(views, parameters)
+    return [parameter.grad for parameter in parameters]
+
+
 def test_memory_that_only_the_gradients_in_place_hold_is_filled_again() -> None:
     buffers = buffers_of((2, 3), (4,))
-    gradients = [buffers[0].alias(0), buffers[0].alias(1)]
+    gradients = gradients_put_in_place(buffers)
     address = buffers[0].address
     buffers.renew_held(gradients)
     assert buffers[0].address == address
@@ -60,15 +68,15 @@ def test_memory_that_only_the_gradients_in_place_hold_is_filled_again() -> None:
 def test_views_arrays_and_aliases_of_a_gradient_hold_its_memory_too() -> None:
     for hold in (lambda g: g[0], lambda g: g.detach(), lambda g: g.numpy(), lambda g: g.untyped_storage()):
         buffers = buffers_of((2, 3), (4,))
-        gradient = buffers[0].alias(0)
-        held, address = hold(gradient), buffers[0].address
-        buffers.renew_held([gradient])
+        gradients = gradients_put_in_place(buffers)
+        held, address = hold(gradients[0]), buffers[0].address
+        buffers.renew_held(gradients)
         assert buffers[0].address != address, held
 
 
 def test_memory_that_was_resized_is_left() -> None:
     buffers = buffers_of((2, 3))
-    gradient = buffers[0].alias(0)
+    (gradient,) = gradients_put_in_place(buffers)
     gradient.untyped_storage().resize_(0)
     buffers.renew_held([gradient])
     assert buffers[0].flat.sum() == 0 and not buffers.holds(0, gradient)
@@ -88,7 +96,7 @@ def test_a_gradient_that_was_pointed_elsewhere_is_in_place_no_more_and_moves_not
     change: Callable[[Tensor], object],
 ) -> None:
     buffers = buffers_of((3, 3))
-    gradient, view = buffers[0].alias(0), buffers[0].views[0]
+    (gradient,), view = gradients_put_in_place(buffers), buffers[0].views[0]
     place = view.data_ptr(), view.shape, view.stride(), view.dtype
     change(gradient)
     assert not buffers.holds(0, gradient)

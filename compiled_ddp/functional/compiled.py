@@ -44,7 +44,8 @@ def compile(
         donate: arguments, by name or position, in whose memory results of the same shape, stride and dtype are written,
             each in the first that fits, in order. They are the results then: use them no more.
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
-        mode, options: as in torch.compile; for Inductor.
+        mode: as in torch.compile; for Inductor.
+        options: the same.
         fullgraph: True; the step is always one graph.
         dynamic: None or False; other shapes are another graph.
 

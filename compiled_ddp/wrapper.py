@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from compiled_ddp import torch_private
+from compiled_ddp.collector import collector_paused
 from compiled_ddp.model.owners import mark_wrapped
 from compiled_ddp.model.state_keys import bare_keys_in_state, bare_state
 from compiled_ddp.options import Options
@@ -47,6 +48,7 @@ class DataParallelWrapper(
 
     is_compiled_ddp_wrapper = True
 
+    @collector_paused()
     def __init__(
         self,
         module: nn.Module,

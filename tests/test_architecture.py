@@ -27,7 +27,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # The rooms of the package, from the ground up: each may import those below it, and itself.
 LAYERS = (
-    ("errors", "formatting", "torch_private", "users_code"),
+    ("collector", "errors", "formatting", "torch_private", "users_code"),
     ("plan",),
     ("passes",),
     ("comm_hooks", "planning"),

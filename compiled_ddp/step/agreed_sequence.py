@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.collector import collector_paused
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, ReductionKind, ReductionSequence, Section
 from compiled_ddp.planning.sequence import Observations, SequencePlanner
@@ -82,6 +83,7 @@ class AgreedSequence:
         assert self.sequence is not None
         return self.sequence
 
+    @collector_paused()
     def refine(self, observations: Observations, unused: Set[int]) -> ReductionSequence:
         """Fix the sequence at the end of the first synchronised backward.
 

@@ -59,7 +59,7 @@ def _finish(axes: Any, title: str) -> None:
 
 
 def draw(steps: Sequence[SizedSteps], passes: Sequence[SizedPasses], path: Path) -> None:
-    """One panel for hooks, one for each compiler backend, one for the passes, of what was measured; a PNG file."""
+    """A PNG file with a panel for what compiles nothing, one for each compiler backend, and one for the passes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -67,7 +67,8 @@ def draw(steps: Sequence[SizedSteps], passes: Sequence[SizedPasses], path: Path)
 
     panels: dict[str, list[SizedSteps]] = {}
     for sized in steps:
-        title = "hooks" if sized.backend is None else f"graphs, {sized.backend}"
+        compiles = sized.backend is not None and sized.forward_s  # a constructor alone compiles nothing
+        title = f"graphs, {sized.backend}" if compiles else "hooks, and constructors alone"
         panels.setdefault(title, []).append(sized)
     columns = len(panels) + bool(passes)
     if not columns:

@@ -43,7 +43,7 @@ def by_hand(f: Any, world_size: int, *batches: Any, weights: Any = None) -> Any:
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Equal but for eight roundings of the largest element to float32: what cancels out keeps the error of its terms."""
+    """Equal but for eight roundings to float32 of the largest element, as what cancels out keeps its terms' errors."""
     assert found.keys() == expected.keys()
     largest = max(float(value.abs().max()) for value in expected.values())
     for name, value in expected.items():

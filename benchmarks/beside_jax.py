@@ -6,7 +6,8 @@ PYTHON has JAX; it is best an environment of its own, outside of the tree:
 
 JAX and torch train in two ranks each, of two processes: the same initial weights, batches and AdamW, all of them handed
 over as files. A round is a few steps of every contender, in an order that rotates; the others' processes sleep
-meanwhile. Each rank is pinned to a core and computes with one thread. The first step of a turn warms the caches and is not counted.
+meanwhile. Each rank is pinned to a core and computes with one thread. The first step of a turn warms the caches: it is
+not counted.
 """
 
 import argparse

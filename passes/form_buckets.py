@@ -51,8 +51,7 @@ def form_buckets(
     if not plan.buckets:
         return
     reductions = {r.gradient.index: r for r in read_reductions(graph, plan, output_positions)}
-    outputs = output_values(graph)
-    riders_wait = outputs[-1]
+    riders_wait = output_values(graph)[-1]
     assert riders_wait is not None
     waits, state = _merge_all(graph, plan, reductions, riders_wait, group_name, hooks)
     with graph.inserting_before(waits[-1].next):
@@ -61,14 +60,9 @@ def form_buckets(
     for bucket, wait in zip(plan.buckets, waits, strict=True):
         views = _views(graph, bucket, [reductions[index] for index in bucket.indices], wait)
         for index, view in zip(bucket.indices, views, strict=True):
-            outputs[output_positions[index]] = view
-            (reductions[index].normalised or reductions[index].wait).replace_all_uses_with(view, _is_no_output)
-    set_output_values(graph, [*outputs[:-1], *state, riders])
+            (reductions[index].normalised or reductions[index].wait).replace_all_uses_with(view)
+    set_output_values(graph, [*output_values(graph)[:-1], *state, riders])
     _erase(graph, reductions.values(), riders_wait)
-
-
-def _is_no_output(user: Node) -> bool:
-    return user.op != "output"
 
 
 def memory_order(gradient: Gradient) -> list[int]:

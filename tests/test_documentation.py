@@ -73,9 +73,13 @@ def run_page(rank: int, page: str, blocks: list[Snippet], directory: str) -> Non
     namespace: dict[str, object] = {"__name__": "__main__"}
     with torchrun.environment(rank, 1, torchrun.free_port()):
         for block in blocks:
-            # Blank lines in front: a traceback then names the line of the page, and shows it.
-            code = "\n" * (block.first_line - 1) + block.code
-            exec(compile(code, page, "exec"), namespace)
+            run_snippet(page, block, namespace)
+
+
+def run_snippet(page: str, block: Snippet, namespace: dict[str, object]) -> None:
+    # Blank lines in front: a traceback then names the line of the page, and shows it.
+    code = "\n" * (block.first_line - 1) + block.code
+    exec(compile(code, page, "exec"), namespace)
 
 
 def relative(path: Path) -> str:

@@ -113,6 +113,8 @@ class _Gradient:
             if not (torch_private.autograd.transforms_are_active() or torch_private.tracing.is_tracing()):
                 reduction.break_off(leaves, error, self._reduce_value + self._is_weighted)
             raise
+        if torch_private.autograd.transforms_are_active():
+            gradients, value = self._batched(args, gradients, value)
         reduced, value = self._reduce(leaves, gradients, value, weight)
         return reduced, (value, aux) if self._has_aux else value
 
@@ -133,16 +135,24 @@ class _Gradient:
             raise TypeError(f'{self._reduction.name} has reduction="weighted": pass this rank\'s weight= in each call.')
         return kwargs.pop("weight")
 
-    def _agree(self, args: Sequence[Any]) -> Leaves:
+    def _tensors(self, args: Sequence[Any]) -> list[tuple[str, Tensor]]:
+        """What gradients are taken of, by name."""
         argnums = (self._argnums,) if isinstance(self._argnums, int) else tuple(self._argnums)
-        named = [
+        return [
             (f"argument {number}{path}", leaf)
             for number in argnums
             if -len(args) <= number < len(args)
             for path, leaf in torch_private.trees.named_leaves(args[number])
+            if isinstance(leaf, Tensor)
         ]
-        leaves = leaves_of([(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)])
+
+    def _agree(self, args: Sequence[Any]) -> Leaves:
+        leaves = leaves_of(self._tensors(args))
         self._reduction.agree(leaves)
+        if not leaves:
+            raise ValueError(
+                f"{self._reduction.name} finds no tensor in argument {self._argnums} to take gradients of."
+            )
         return leaves
 
     def _local(self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any) -> tuple[Any, Tensor, Any]:
@@ -161,13 +171,21 @@ class _Gradient:
         value, aux = result if self._has_aux else (result, None)
         return gradients, value, aux
 
+    def _batched(self, args: Sequence[Any], gradients: Any, value: Tensor) -> tuple[Any, Tensor]:
+        """Both in batches where what they are derived from is: on another rank they may depend on it."""
+        tensors = [tensor for _, tensor in self._tensors(args)]
+        flat, structure = torch_private.trees.flatten(gradients)
+        flat = [_batched_as(tensor, gradient) for tensor, gradient in zip(tensors, flat, strict=True)]
+        return torch_private.trees.unflatten(flat, structure), _batched_as(max(tensors, key=_batch_dims), value)
+
     def _reduce(self, leaves: Leaves, gradients: Any, value: Tensor, weight: Any) -> tuple[Any, Tensor]:
         flat, structure = torch_private.trees.flatten(gradients)
         before, after = self._shares(flat)
         passengers = []
         if self._is_weighted:
             weight = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
-            flat = [torch.where(weight > 0, gradient, 0) for gradient in flat]  # a mean over nothing is not a number
+            # A mean over no rows is not a number. What a collective in the loss takes from this rank for others stays.
+            flat = [torch.where((weight > 0) | gradient.isfinite(), gradient, 0) for gradient in flat]
             passengers.append(weight)
         if self._reduce_value:
             local = value.to(torch.float32)
@@ -176,7 +194,8 @@ class _Gradient:
         sums = self._reduction.sum(leaves, sent, passengers)
         reduced, ridden = sums[: len(flat)], sums[len(flat) :]
         if self._is_weighted:
-            inverse = torch.where(ridden[0] > 0, 1.0 / ridden[0], 0.0)
+            total = ridden[0].double()  # for gradients in float64
+            inverse = torch.where(total > 0, 1.0 / total, 0.0)
             reduced = tuple((gradient * inverse).to(gradient.dtype) for gradient in reduced)
             mean_value = ridden[-1] * inverse
         else:
@@ -199,3 +218,13 @@ class _Gradient:
         return [self._share if is_early else 1.0 for is_early in early], [
             1.0 if is_early else self._share for is_early in early
         ]
+
+
+def _batch_dims(tensor: Tensor) -> int:
+    return torch_private.autograd.without_transforms(tensor).dim() - tensor.dim()
+
+
+def _batched_as(like: Tensor, tensor: Tensor) -> Tensor:
+    if _batch_dims(tensor) >= _batch_dims(like):
+        return tensor
+    return tensor + torch.zeros_like(like, dtype=tensor.dtype).sum()

@@ -1,5 +1,6 @@
-"""300 steps of a functional step and of compile_ddp: the same losses."""
+"""300 steps of a functional step and of compile_ddp: in each the same loss, but for rounding."""
 
+import math
 from typing import Any
 
 import pytest
@@ -12,6 +13,14 @@ from compiled_ddp import functional as ddp
 from ranks import RankPool
 
 STEPS, RATE = 300, 0.3
+# Eight roundings of the first loss, about ln 32; one was found. The optimizers add and multiply in other orders.
+ROUNDING = 8 * torch.finfo(torch.float32).eps * math.log(32)
+
+
+def _next_tokens(number: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Other tokens in each step and on each rank; what follows one is a function of it, so that it can be learned."""
+    x, _ = token_batch(2 * number + rank)
+    return x, (5 * x + 3) % 32
 
 
 def _curves(rank: int) -> None:
@@ -28,17 +37,17 @@ def _curves(rank: int) -> None:
         return {name: value - RATE * gradients[name] for name, value in params.items()}, value
 
     compiled = ddp.compile(step, donate="params", backend="aot_eager")
-    first = last = torch.zeros(())
+    losses = []
     for number in range(STEPS):
-        batch = token_batch(2 * (number % 20) + rank)
+        batch = _next_tokens(number, rank)
         params, value = compiled(params, *batch)
         expected = wrapped(*batch)
         expected.backward()
         optimizer.step()
         optimizer.zero_grad()
-        torch.testing.assert_close(value, expected.detach(), rtol=1e-3, atol=1e-4, msg=f"step {number}")
-        first, last = value if number == 0 else first, value
-    assert last < first
+        torch.testing.assert_close(value, expected.detach(), rtol=0, atol=ROUNDING, msg=f"step {number}")
+        losses.append(value.item())
+    assert losses[0] > 3 and max(losses[-20:]) < 0.02, "ln 32 where nothing is learned, zero where all is"
 
 
 @pytest.mark.slow

@@ -145,6 +145,25 @@ def test_transforms_around_a_gradient(ranks2: RankPool, case: Any, way: str) -> 
     ranks2.run(case, way)
 
 
+def _linear_on_one(rank: int, way: str) -> None:
+    """On rank 0 neither the loss nor its gradient is another one for each member."""
+
+    def f(params: Tree, x: Tensor) -> Tensor:
+        return params["head"].square().sum() if rank else x.sum()
+
+    members = {name: torch.stack([value, -value]) for name, value in parameters().items()}
+    gradient = vmap(ddp.grad_and_value(f, reduce_value=True), in_dims=(0, None))
+    found, values = in_way(way, gradient)(members, rows(rank))
+    expected = {name: torch.zeros_like(value) for name, value in members.items()}
+    assert_same(found, expected | {"head": members["head"]})
+    torch.testing.assert_close(values, (rows(0).sum() + members["head"].square().sum((1, 2))) / 2)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_members_of_an_ensemble_may_differ_on_one_rank_alone(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_linear_on_one, way)
+
+
 def _ensembles_differ(rank: int) -> str:
     members = {name: torch.stack([value] * (2 + rank)) for name, value in parameters().items()}
     with pytest.raises(RuntimeError) as error:

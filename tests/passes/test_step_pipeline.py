@@ -21,7 +21,7 @@ def plan_of(capacity_bytes: float, order: tuple[int, ...] = (1, 0)) -> BucketPla
     return assign_buckets(specs, capacities_bytes=[capacity_bytes], world_size=2, reduction="sum", passengers=1)
 
 
-def step_graph(*, mutates: bool = False) -> Graph:
+def step_graph(*, mutates: bool = False, returns_sums: bool = False) -> Graph:
     """Two gradients, the second one first, and a value; both are added to a parameter, which may be written to."""
     graph = Graph()
     x, param, leading = (graph.placeholder(name) for name in ("x", "param", "leading"))
@@ -37,7 +37,7 @@ def step_graph(*, mutates: bool = False) -> Graph:
     new = [graph.call_function(aten.add.Tensor, (param, part)) for part in parts[:2]]
     if mutates:
         graph.call_function(aten.copy_.default, (param, new[0]))
-    graph.output((*new, parts[2], parts[3]))
+    graph.output((*(parts[:2] if returns_sums else new), parts[2], parts[3]))
     return graph
 
 
@@ -79,6 +79,14 @@ def test_pipeline_packs_each_bucket_and_launches_behind_its_last_gradient() -> N
     first_launch, relu = launches[0], next(node for node in graph.nodes if node.target is aten.relu.default)
     order = list(graph.nodes)
     assert order.index(first_launch) < order.index(relu)
+
+
+def test_sums_that_a_step_returns_as_they_are_become_views_of_their_bucket() -> None:
+    graph = step_graph(returns_sums=True)
+    StepPipeline(((plan_of(1000.0), "g"),), in_place=True).run(graph)
+    first, second = graph.output_node().args[0][:2]
+    assert first.target is second.target is aten.as_strided.default
+    assert first.args[0] is second.args[0] and first.args[0].target is wait_tensor
 
 
 def test_each_wait_stands_where_its_sum_is_read() -> None:

@@ -1,6 +1,7 @@
 """Tracing a function into a graph without running it."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from compiled_ddp.torch_private.tensors import without_autocast
+
+_aten = torch.ops.aten
 
 
 def trace_functional(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModule:
@@ -56,9 +59,38 @@ def trace_without_mutations(
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with _traceable_zeros(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         graph_module: GraphModule = make_fx(function)(*(mode.from_tensor(value) for value in inputs))
+    for node in graph_module.graph.find_nodes(op="call_function", target=_aten._efficientzerotensor.default):
+        node.target = _aten.zeros.default
     return graph_module, _lift_constants(graph_module)
+
+
+@contextlib.contextmanager
+def _traceable_zeros() -> Iterator[None]:
+    """In here views of the zeros that forward-mode derivatives take for missing tangents are traced as any view.
+
+    torch 2.13's own kernels make them by themselves, below traces: of a tensor without values a bare one on "meta".
+    """
+    zero = torch._C.DispatchKey.ZeroTensor
+    below = torch._C._dispatch_keyset_full_after(zero)
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        for view in (_aten.view.default, _aten._reshape_alias.default, _aten.as_strided.default):
+            library.impl(view, _redispatched(view, below), zero.name, with_keyset=True, allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _redispatched(view: torch._ops.OpOverload, below: torch._C.DispatchKeySet) -> Callable[..., torch.Tensor]:
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> torch.Tensor:
+        viewed: torch.Tensor = view.redispatch(keys & below, *args, **kwargs)
+        return viewed
+
+    return kernel
 
 
 def _lift_constants(graph_module: GraphModule) -> list[torch.Tensor]:

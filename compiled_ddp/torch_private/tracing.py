@@ -40,6 +40,15 @@ def is_tracing() -> bool:
 
 
 @contextlib.contextmanager
+def below_transforms() -> Iterator[None]:
+    """In here operators are traced, but not transformed."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+@contextlib.contextmanager
 def outside_of_traces() -> Iterator[None]:
     """In here operators run at once, on tensors with values, whatever is traced or transformed around."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack

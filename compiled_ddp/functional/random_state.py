@@ -229,7 +229,7 @@ class _Drawing(torch_private.autograd.DispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, draw: Draw) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draw = draw
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -96,8 +96,8 @@ def trace(
             (n, _Argument.of(result, given)) for n, result in enumerate(results) if not isinstance(result, Tensor)
         ]
         memory = [leaves[place] for place in places if id(given[place]) in to_reuse]
-        tensors = _written(memory, [result for result in results if isinstance(result, Tensor)])
-        return [*tensors, *session.sums, *session.generators.states()]
+        written = _written(memory, [result for result in results if isinstance(result, Tensor)])
+        return [*written, *session.sums, *session.generators.states()]
 
     inputs = [given[place].detach() for place in places]
     graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)

@@ -96,4 +96,5 @@ def is_distributed_tensor(tensor: torch.Tensor) -> bool:
 
 def place_of(generator: torch.Generator) -> int:
     """Of the generator itself, in memory: what it is known by where operators see it as another object."""
-    return generator._cdata
+    place: int = generator._cdata  # type: ignore[attr-defined]
+    return place

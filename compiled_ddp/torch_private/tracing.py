@@ -107,15 +107,15 @@ def _lift_constants(graph_module: GraphModule) -> list[torch.Tensor]:
     first_other = next(node for node in graph.nodes if node.op != "placeholder")
     lifted: dict[str, torch.fx.Node] = {}
     constants: list[torch.Tensor] = []
-    for node in graph.find_nodes(op="get_attr"):
-        value = getattr(graph_module, node.target)
-        if not isinstance(value, torch.Tensor):
-            continue
+    read = graph.find_nodes(op="get_attr")
+    tensors = [node for node in read if isinstance(getattr(graph_module, node.target), torch.Tensor)]
+    for node in tensors:
         if node.target not in lifted:
             with graph.inserting_before(first_other):
                 lifted[node.target] = graph.placeholder(f"constant_{len(constants)}")
-            constants.append(value)
+            constants.append(getattr(graph_module, node.target))
         node.replace_all_uses_with(lifted[node.target])
+    for node in tensors:  # `first_other` may be one of them
         graph.erase_node(node)
     graph_module.recompile()
     return constants

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from compiled_ddp.torch_private.autograd import without_transforms
 from compiled_ddp.torch_private.tensors import without_autocast
 
 _aten = torch.ops.aten
@@ -46,6 +47,26 @@ def below_transforms() -> Iterator[None]:
 
     with temporarily_clear_interpreter_stack():
         yield
+
+
+@contextlib.contextmanager
+def recording_nodes() -> Iterator[list[torch.fx.Node]]:
+    """Yields a list that has, in the end, the nodes that were traced in here, in order."""
+    mode = get_proxy_mode()
+    assert mode is not None, "nothing is traced"
+    graph = mode.tracer.graph
+    before = set(graph.nodes)
+    found: list[torch.fx.Node] = []
+    yield found
+    found += [node for node in graph.nodes if node not in before]
+
+
+def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """What computes a tensor in the current trace; None for one that the trace does not know."""
+    mode = get_proxy_mode()
+    assert mode is not None, "nothing is traced"
+    traced = get_proxy_slot(without_transforms(tensor), mode.tracer, None)
+    return None if traced is None else traced.proxy.node
 
 
 @contextlib.contextmanager

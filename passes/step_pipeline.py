@@ -1,5 +1,9 @@
 """The passes that run on a whole functional step, in order.
 
+For the whole of it:
+
+0. `recompute_regions`     computes again, for derivatives, what is not to be kept for them
+
 For each reduction of the step, on a group name of its own:
 
 1. `unfold_sum`            reduces every gradient on its own: the naive program, the meaning of all that follows
@@ -27,6 +31,7 @@ from compiled_ddp.passes.infer_values import infer_values
 from compiled_ddp.passes.ops import is_launch
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.passes.pipeline import source_hash
+from compiled_ddp.passes.recompute_regions import recompute_regions
 from compiled_ddp.passes.reduce_in_place import reduce_in_place
 from compiled_ddp.passes.schedule_step import schedule_step
 from compiled_ddp.passes.unfold_sums import drop_outputs, find_sums, unfold_sum
@@ -55,6 +60,8 @@ class StepPipeline:
     def run(self, graph: Graph, *, observe: Observer | None = None) -> None:
         """Rewrite a step in place; `observe` is called with each pass's name after it has run."""
         tell = observe or _nobody
+        recompute_regions(graph)
+        tell("recompute_regions", graph)
         sums = find_sums(graph)
         assert len(sums) == len(self.reductions), f"{len(sums)} reductions in the graph, {len(self.reductions)} planned"
         names = [f"{group_name}#{number}" for number, (_, group_name) in enumerate(self.reductions)]

@@ -4,7 +4,7 @@ import dis
 import functools
 import inspect
 import types
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ def closed_over(function: Callable[..., Any]) -> tuple[Hashable, ...]:
             seen.add(id(value))
             ahead += _reached_from(value)
     return tuple(found)
+
+
+def generators_shared(leaves: Sequence[Any], closed: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+    """Of each generator among a step's arguments, where it is given first, and itself if the step closes over it."""
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Generator)]
+    first = [next(other for other in places if leaves[other] is leaves[place]) for place in places]
+    same = [_Same(leaves[place]) for place in places]
+    return tuple(zip(first, [each if each in closed else None for each in same], strict=True))
 
 
 class _Same:

@@ -5,7 +5,6 @@ each collective has its plain transpose. What one rank gives to all gets the sum
 these are equal everywhere, as then each rank's loss is one of the sum's terms. No cotangent is taken for replicated.
 """
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,7 +14,8 @@ from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import Ranks
-from compiled_ddp.functional.session import current_loss_group
+from compiled_ddp.functional.random_state import folded_in
+from compiled_ddp.functional.session import current_loss_group, current_session
 
 
 def rank() -> int:
@@ -71,11 +71,11 @@ def fold_in_rank(generator: torch.Generator) -> torch.Generator:
 
     For dropout or noise that differs between ranks, of a generator that does not.
     """
+    session = current_session()
+    if session is not None:
+        return session.generators.fold_in(generator, rank())
     with torch_private.tracing.outside_of_traces():
-        device = generator.device
-        drawn = torch.randint(2**62, (), dtype=torch.int64, device=device, generator=generator).item()
-    mixed = hashlib.sha256(f"{drawn} {rank()}".encode()).digest()
-    return torch.Generator(generator.device).manual_seed(int.from_bytes(mixed[:7], "little"))
+        return folded_in(generator, rank())
 
 
 def _group() -> dist.ProcessGroup | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.closed_over import closed_over
+from compiled_ddp.functional.closed_over import closed_over, generators_shared
 from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.functional.session import Session, tracing
 from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
@@ -74,15 +74,21 @@ class _Runnable:
     run: Callable[..., Any]
     session: Session
 
-    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+    def __call__(self, leaves: Sequence[Any]) -> Any:
         for each in self.session.reductions:
             each.reduction.begin_compiled(each.leading)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         with torch.no_grad():
+            for generator in self.traced.generators:
+                generator.load(leaves)
             results = self._explained([*(tensor.detach() for tensor in tensors), *self.traced.constants])
-        first_sums = len(results) - len(self.session.runs)
-        for each, sums in zip(self.session.runs, results[first_sums:], strict=True):
+        first_state = len(results) - len(self.traced.generators)
+        first_sums = first_state - len(self.session.runs)
+        for each, sums in zip(self.session.runs, results[first_sums:first_state], strict=True):
             each.reduction.check(sums)
-        return self.traced.rebuild(results[:first_sums])
+        for generator, state in zip(self.traced.generators, results[first_state:], strict=True):
+            generator.advance(leaves, state)
+        return self.traced.rebuild(results[:first_sums], leaves)
 
     def _explained(self, inputs: list[Tensor]) -> list[Tensor]:
         if not self.session.reductions:
@@ -108,10 +114,11 @@ class CompiledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, structure = torch_private.trees.flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key = (structure, tuple(map(Leaf.of, leaves)), closed_over(self._step), _ambient(tensors))
+        closed = closed_over(self._step)
+        key = (structure, tuple(map(Leaf.of, leaves)), generators_shared(leaves, closed), closed, _ambient(tensors))
         if key not in self._compiled:
             self._compiled[key] = self._compile(args, kwargs)
-        return self._compiled[key](tensors)
+        return self._compiled[key](leaves)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Runnable:
         session = Session()

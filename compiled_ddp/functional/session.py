@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compiled_ddp.functional.random_state import TracedGenerators
+from compiled_ddp.functional.recomputation import RecomputedRegions
+
 if TYPE_CHECKING:
     from compiled_ddp.functional.reduction import GradientReduction
 
@@ -33,6 +36,11 @@ class Session:
     reductions: list[TracedReduction] = field(default_factory=list)
     runs: list[TracedReduction] = field(default_factory=list)  # one for each operator in the graph, in order
     sums: list[Tensor] = field(default_factory=list)  # what each run makes of the leading riders
+    generators: TracedGenerators = field(default_factory=TracedGenerators)
+    regions: RecomputedRegions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.regions = RecomputedRegions(self.generators)
 
     def note_run(self, traced: TracedReduction, sums: Tensor) -> None:
         self.runs.append(traced)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.functional.random_state import DrawnGenerator
 from compiled_ddp.functional.session import Session
 
 
@@ -24,6 +25,8 @@ class Leaf:
         """Raises TypeError for a leaf that is neither a tensor nor can be compared."""
         if isinstance(leaf, Tensor):
             return Leaf((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
+        if isinstance(leaf, torch.Generator):
+            return Leaf((torch.Generator, leaf.device))
         return Leaf((type(leaf), leaf))
 
 
@@ -36,13 +39,33 @@ class TracedStep:
     constants: Sequence[Tensor]
     others: Sequence[tuple[int, Any]]  # results that are no tensors, with their places
     structure: Any  # of the results
+    generators: Sequence[DrawnGenerator]
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
-        """The step's results, of those of its graph."""
+    def rebuild(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
+        """The step's results, of those of its graph, called with arguments of these leaves."""
         leaves = list(tensors)
         for place, value in self.others:
-            leaves.insert(place, value)
+            leaves.insert(place, arguments[value.place] if isinstance(value, _Argument) else value)
         return torch_private.trees.unflatten(leaves, self.structure)
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """A generator that a step returns as it was given."""
+
+    place: int  # among the leaves of its arguments
+
+    @staticmethod
+    def of(result: Any, leaves: Sequence[Any]) -> Any:
+        """`result`, unless it is a generator. Raises TypeError for one that is none of the arguments."""
+        if not isinstance(result, torch.Generator):
+            return result
+        for place, leaf in enumerate(leaves):
+            if leaf is result:
+                return _Argument(place)
+        raise TypeError(
+            "a compiled step returns a generator that is none of its arguments: make it outside of the step."
+        )
 
 
 def trace(
@@ -52,7 +75,10 @@ def trace(
     donated: Sequence[str | int],
     session: Session,
 ) -> TracedStep:
-    """Trace `step` with these arguments; the sums of its reductions' leading riders are its last results."""
+    """Trace `step` with these arguments.
+
+    Its last results are the sums of its reductions' leading riders, and then the states of its generators.
+    """
     given, structure = torch_private.trees.flatten((args, kwargs))
     to_reuse = _donated_leaves(step, args, kwargs, donated)
     places = [place for place, leaf in enumerate(given) if isinstance(leaf, Tensor)]
@@ -63,15 +89,21 @@ def trace(
         for place, tensor in zip(places, tensors, strict=True):
             leaves[place] = tensor
         called_args, called_kwargs = torch_private.trees.unflatten(leaves, structure)
-        results, found["structure"] = torch_private.trees.flatten(step(*called_args, **called_kwargs))
-        found["others"] = [(n, result) for n, result in enumerate(results) if not isinstance(result, Tensor)]
+        with session.generators.drawing():
+            returned = step(*called_args, **called_kwargs)
+        results, found["structure"] = torch_private.trees.flatten(returned)
+        found["others"] = [
+            (n, _Argument.of(result, given)) for n, result in enumerate(results) if not isinstance(result, Tensor)
+        ]
         memory = [leaves[place] for place in places if id(given[place]) in to_reuse]
-        return [*_written(memory, [result for result in results if isinstance(result, Tensor)]), *session.sums]
+        written = _written(memory, [result for result in results if isinstance(result, Tensor)])
+        return [*written, *session.sums, *session.generators.states()]
 
     inputs = [given[place].detach() for place in places]
     graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)
     constants = [constant.detach() for constant in constants]
-    return TracedStep(graph_module, [*inputs, *constants], constants, found["others"], found["structure"])
+    generators = session.generators.drawn(given)
+    return TracedStep(graph_module, [*inputs, *constants], constants, found["others"], found["structure"], generators)
 
 
 def _donated_leaves(

@@ -31,6 +31,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._dynamo.symbolic_convert.TensorifyState` | the same, where floats are dynamic |
 | `torch._inductor.decomposition`, `torch._subclasses.FakeTensorMode` | tracing a communication hook |
 | `torch._C._DisableAutocast` | tracing and running one in the dtypes that it names |
+| `Generator._cdata` | which generator an operator in a trace draws from |
 | `UntypedStorage._cdata` | which results of a communication hook share memory with its arguments |
 | `torch._inductor`: `ir`, `lowering`, `virtualized` | producing gradients inside their bucket |
 | `torch._C`: `_get_mkldnn_enabled`, `_set_mkldnn_enabled` | capturing recurrent layers |
@@ -70,6 +71,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._subclasses.fake_tensor.FakeTensorMode` | tracing a functional step |
 | `torch.utils._python_dispatch`: `_disable_current_modes`, `_get_current_dispatch_mode_stack` | the same |
 | `torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack` | the same |
+| `torch._C`: `DispatchKey.ZeroTensor`, `DispatchKeySet`, `_dispatch_keyset_full_after` | tracing forward mode |
 | `torch._dynamo.symbolic_convert` | tests: what Dynamo traces |
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
 

@@ -92,3 +92,9 @@ def is_distributed_tensor(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a DTensor; imports nothing, as there is none before its module has been imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def place_of(generator: torch.Generator) -> int:
+    """Of the generator itself, in memory: what it is known by where operators see it as another object."""
+    place: int = generator._cdata  # type: ignore[attr-defined]
+    return place

@@ -1,14 +1,18 @@
 """Tracing a function into a graph without running it."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from compiled_ddp.torch_private.autograd import without_transforms
 from compiled_ddp.torch_private.tensors import without_autocast
+
+_aten = torch.ops.aten
 
 
 def trace_functional(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> GraphModule:
@@ -37,6 +41,35 @@ def is_tracing() -> bool:
 
 
 @contextlib.contextmanager
+def below_transforms() -> Iterator[None]:
+    """In here operators are traced, but not transformed."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
+@contextlib.contextmanager
+def recording_nodes() -> Iterator[list[torch.fx.Node]]:
+    """Yields a list that has, in the end, the nodes that were traced in here, in order."""
+    mode = get_proxy_mode()
+    assert mode is not None, "nothing is traced"
+    graph = mode.tracer.graph
+    before = set(graph.nodes)
+    found: list[torch.fx.Node] = []
+    yield found
+    found += [node for node in graph.nodes if node not in before]
+
+
+def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """What computes a tensor in the current trace; None for one that the trace does not know."""
+    mode = get_proxy_mode()
+    assert mode is not None, "nothing is traced"
+    traced = get_proxy_slot(without_transforms(tensor), mode.tracer, None)
+    return None if traced is None else traced.proxy.node
+
+
+@contextlib.contextmanager
 def outside_of_traces() -> Iterator[None]:
     """In here operators run at once, on tensors with values, whatever is traced or transformed around."""
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -56,9 +89,38 @@ def trace_without_mutations(
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    with _traceable_zeros(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         graph_module: GraphModule = make_fx(function)(*(mode.from_tensor(value) for value in inputs))
+    for node in graph_module.graph.find_nodes(op="call_function", target=_aten._efficientzerotensor.default):
+        node.target = _aten.zeros.default
     return graph_module, _lift_constants(graph_module)
+
+
+@contextlib.contextmanager
+def _traceable_zeros() -> Iterator[None]:
+    """In here views of the zeros that forward-mode derivatives take for missing tangents are traced as any view.
+
+    torch 2.13's own kernels make them by themselves, below traces: of a tensor without values a bare one on "meta".
+    """
+    zero = torch._C.DispatchKey.ZeroTensor
+    below = torch._C._dispatch_keyset_full_after(zero)
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+        for view in (_aten.view.default, _aten._reshape_alias.default, _aten.as_strided.default):
+            library.impl(view, _redispatched(view, below), zero.name, with_keyset=True, allow_override=True)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _redispatched(view: torch._ops.OpOverload, below: torch._C.DispatchKeySet) -> Callable[..., torch.Tensor]:
+    def kernel(keys: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> torch.Tensor:
+        viewed: torch.Tensor = view.redispatch(keys & below, *args, **kwargs)
+        return viewed
+
+    return kernel
 
 
 def _lift_constants(graph_module: GraphModule) -> list[torch.Tensor]:
@@ -66,15 +128,15 @@ def _lift_constants(graph_module: GraphModule) -> list[torch.Tensor]:
     first_other = next(node for node in graph.nodes if node.op != "placeholder")
     lifted: dict[str, torch.fx.Node] = {}
     constants: list[torch.Tensor] = []
-    for node in graph.find_nodes(op="get_attr"):
-        value = getattr(graph_module, node.target)
-        if not isinstance(value, torch.Tensor):
-            continue
+    read = graph.find_nodes(op="get_attr")
+    tensors = [node for node in read if isinstance(getattr(graph_module, node.target), torch.Tensor)]
+    for node in tensors:
         if node.target not in lifted:
             with graph.inserting_before(first_other):
                 lifted[node.target] = graph.placeholder(f"constant_{len(constants)}")
-            constants.append(value)
+            constants.append(getattr(graph_module, node.target))
         node.replace_all_uses_with(lifted[node.target])
+    for node in tensors:  # `first_other` may be one of them
         graph.erase_node(node)
     graph_module.recompile()
     return constants

@@ -88,6 +88,13 @@ def test_what_a_step_closes_over_is_read_again_when_it_is_replaced_or_written_to
     ranks2.run(_closes_over)
 
 
+@pytest.mark.inductor
+def test_a_step_may_begin_with_several_tensors_that_it_closes_over() -> None:
+    one, other = torch.ones(3), torch.full((3,), 2.0)
+    step = ddp.compile(lambda x: one * other + x)
+    assert torch.equal(step(torch.zeros(3)), torch.full((3,), 2.0))
+
+
 def _donates(rank: int, backend: Any) -> None:
     gradient = ddp.grad(loss)
 

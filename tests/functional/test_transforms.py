@@ -267,18 +267,50 @@ def pytorch_91408(model: Any, x: Tensor) -> Tensor:
     return gradients.square().mean() + values.mean()
 
 
-# Compiled, torch 2.13 cannot trace the first two: forward AD of a module in a reverse one, of tensors without values.
-@pytest.mark.parametrize(
-    ("case", "way"),
-    [
-        (pytorch_102197_182661, "eager"),
-        (pytorch_130932, "eager"),
-        (pytorch_91408, "eager"),
-        (pytorch_91408, "compiled"),
-    ],
-)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", [pytorch_102197_182661, pytorch_130932, pytorch_91408])
 def test_transforms_of_a_module_that_torch_ddp_refuses(ranks2: RankPool, case: Any, way: str) -> None:
     ranks2.run(_reported, case, way)
+
+
+def _functorch_1112(rank: int, way: str) -> None:
+    """The Hessian of a functional_call's loss times a vector: DDP writes to a captured buffer."""
+    torch.manual_seed(0)
+    model = Normed().eval()
+    params = {name: value.detach() for name, value in model.named_parameters()}
+    tangents = {name: torch.full_like(value, 0.5) for name, value in params.items()}
+
+    def module_loss(params: Tree, x: Tensor) -> Tensor:
+        return functional_call(model, params, (x,)).square().mean()
+
+    def hvp(gradient: Any) -> Any:
+        return lambda params, x: jvp(lambda p: gradient(p, x), (params,), (tangents,))[1]
+
+    def objective(params: Tree, _: object) -> Tensor:
+        return (module_loss(params, rows(0)) + module_loss(params, rows(1))) / 2
+
+    assert_same(in_way(way, hvp(ddp.grad(module_loss)))(params, rows(rank)), hvp(torch.func.grad(objective))(params, 0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_functorch_1112(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_functorch_1112, way)
+
+
+def _missing_tangents(rank: int, way: str) -> None:
+    """Nothing, times what is infinite, stays nothing: a zero that is no number's."""
+
+    def f(params: Tree) -> Tensor:
+        infinite = torch.full((3,), torch.inf)
+        return jvp(lambda x: (x * params["bias"].view(3, -1)).sum(), (infinite,), (torch.ones(3),))[1]
+
+    params = {"bias": torch.arange(9.0)}
+    assert_same(in_way(way, ddp.grad(f))(params), torch.func.grad(f)(params))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_has_no_tangent_is_a_zero_of_its_own(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_missing_tangents, way)
 
 
 # ---- other people's graphs -------------------------------------------------------------------------------------------

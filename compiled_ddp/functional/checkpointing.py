@@ -1,0 +1,24 @@
+"""Activation checkpointing of plain functions."""
+
+from collections.abc import Callable
+from typing import Any
+
+from compiled_ddp.functional.session import current_session
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`, of which only the results are kept: what derivatives read is computed again.
+
+    As jax.checkpoint does, and torch.utils.checkpoint, which torch.func refuses. It may close over tensors, and draw
+    from explicit generators, which then give the same numbers again; collectives in it run once. A call within another
+    one belongs to that one. Inputs of `function` that are no arguments of the step are copied once.
+
+    Raises RuntimeError outside of a step that `compile` traces, and for draws from the default generator.
+    """
+    session = current_session()
+    if session is None:
+        raise RuntimeError(
+            "compiled_ddp.functional.checkpoint recomputes in a graph: call it within a step of "
+            "compiled_ddp.functional.compile(step); eagerly, call the function itself."
+        )
+    return session.regions.call(function, args, kwargs)

@@ -17,6 +17,12 @@ from compiled_ddp.users_code import warn_user
 
 Argnums = int | tuple[int, ...]
 
+_WHY_UNTRACED = (
+    "a reduction tells the other ranks of this one, and hears of them, before and after each run, which no graph of "
+    "torch.compile can hold. Compile the step with compiled_ddp.functional.compile(step), which makes one graph of it, "
+    "or leave out fullgraph=True: then the graph ends before the gradient and begins again behind it"
+)
+
 
 def grad(
     f: Callable[..., Any],
@@ -50,7 +56,7 @@ def grad(
         gradients, result = differentiate(*args, **kwargs)
         return (gradients, result[1]) if has_aux else gradients
 
-    return untraced(gradient_of, tell=differentiate.tell_of_compilation)
+    return untraced(gradient_of, tell=differentiate.tell_of_compilation, why=_WHY_UNTRACED)
 
 
 def grad_and_value(
@@ -75,7 +81,7 @@ def grad_and_value(
     def gradient_and_value_of(*args: Any, **kwargs: Any) -> Any:
         return differentiate(*args, **kwargs)
 
-    return untraced(gradient_and_value_of, tell=differentiate.tell_of_compilation)
+    return untraced(gradient_and_value_of, tell=differentiate.tell_of_compilation, why=_WHY_UNTRACED)
 
 
 class _Gradient:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.communicator import Communicator
-from compiled_ddp.functional.reduction import GradientReduction, Kind, Leaves, Options, leaves_of
+from compiled_ddp.functional.reduction import GradientReduction, Kind, Options
 from compiled_ddp.functional.session import calling_loss
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
@@ -43,7 +43,7 @@ def grad(
     Raises ValueError for options that are none; what is returned raises RuntimeError on every rank, with the names,
     where ranks call it with other trees, shapes, dtypes or options, or where one of them has raised.
     """
-    differentiate = _Gradient(f, argnums, has_aux, Options(process_group, reduction, bucket_cap_mb), "grad")
+    differentiate = Gradient(f, argnums, has_aux, Options(process_group, reduction, bucket_cap_mb), "grad")
 
     @functools.wraps(f)
     def gradient_of(*args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ def grad_and_value(
     all-reduce of its own.
     """
     options = Options(process_group, reduction, bucket_cap_mb)
-    differentiate = _Gradient(f, argnums, has_aux, options, "grad_and_value", reduce_value=reduce_value)
+    differentiate = Gradient(f, argnums, has_aux, options, "grad_and_value", reduce_value=reduce_value)
 
     @functools.wraps(f)
     def gradient_and_value_of(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def grad_and_value(
     return untraced(gradient_and_value_of, tell=differentiate.tell_of_compilation)
 
 
-class _Gradient:
+class Gradient:
     """What `grad` and `grad_and_value` return, as one."""
 
     def __init__(
@@ -95,25 +95,31 @@ class _Gradient:
             raise TypeError(f"{transform} takes a function, found {type(f).__name__}.")
         self._f, self._argnums, self._has_aux, self._reduce_value = f, argnums, has_aux, reduce_value
         name = getattr(f, "__qualname__", type(f).__name__).replace("<locals>.", "")
-        self._reduction = GradientReduction(f"{transform}({name})", options)
+        self.reduction = GradientReduction(f"{transform}({name})", options)
         self._is_weighted = options.reduction == "weighted"
         self._has_told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """(gradients, value), where value is (value, aux) with `has_aux`."""
-        weight = self._take_weight(kwargs)
-        reduction = self._reduction
+        reduction = self.reduction
         reduction.find_ranks()
         if reduction.is_alone:
+            self._take_weight(kwargs)
             return torch.func.grad_and_value(self._f, self._argnums, self._has_aux)(*args, **kwargs)
-        leaves = self._agree(args)
+        reduction.note_call()
         try:
+            weight = self._take_weight(kwargs)
             gradients, value, aux = self._local(args, kwargs, weight)
+            names, shares = self._names(args), self._shares(torch_private.trees.flatten(gradients)[0])
+            sent, passengers = self._sent(gradients, shares[0], value, weight)
         except BaseException as error:
-            if not (torch_private.autograd.transforms_are_active() or torch_private.tracing.is_tracing()):
-                reduction.break_off(leaves, error, self._reduce_value + self._is_weighted)
+            if not torch_private.tracing.is_tracing():  # who traces tells of it
+                reduction.break_off(error)
             raise
-        reduced, value = self._reduce(leaves, gradients, value, weight)
+        sums = reduction.sum(names, sent, passengers)
+        reduced, value = self._results(sums, shares[1], value)
+        structure = torch_private.trees.flatten(gradients)[1]
+        reduced = torch_private.trees.unflatten(reduced, structure)
         return reduced, (value, aux) if self._has_aux else value
 
     def tell_of_compilation(self) -> None:
@@ -121,7 +127,7 @@ class _Gradient:
         if not self._has_told:
             self._has_told = True
             warn_user(
-                f"torch.compile ends its graph before {self._reduction.name}, which runs operator by operator. With "
+                f"torch.compile ends its graph before {self.reduction.name}, which runs operator by operator. With "
                 "compiled_ddp.functional.compile(step) the step is one graph, in which each bucket is launched behind "
                 "its last gradient."
             )
@@ -130,20 +136,16 @@ class _Gradient:
         if not self._is_weighted:
             return None
         if "weight" not in kwargs:
-            raise TypeError(f'{self._reduction.name} has reduction="weighted": pass this rank\'s weight= in each call.')
+            raise TypeError(f'{self.reduction.name} has reduction="weighted": pass this rank\'s weight= in each call.')
         return kwargs.pop("weight")
 
-    def _agree(self, args: Sequence[Any]) -> Leaves:
+    def _names(self, args: Sequence[Any]) -> list[str]:
         argnums = (self._argnums,) if isinstance(self._argnums, int) else tuple(self._argnums)
-        named = [
-            (f"argument {number}{path}", leaf)
+        return [
+            f"argument {number}{path}"
             for number in argnums
-            if -len(args) <= number < len(args)
-            for path, leaf in torch_private.trees.named_leaves(args[number])
+            for path, _ in torch_private.trees.named_leaves(args[number])
         ]
-        leaves = leaves_of([(name, leaf) for name, leaf in named if isinstance(leaf, Tensor)])
-        self._reduction.agree(leaves)
-        return leaves
 
     def _local(self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any) -> tuple[Any, Tensor, Any]:
         """The gradients of this rank's loss, times its weight where it has one; the loss, and what comes with it."""
@@ -154,16 +156,18 @@ class _Gradient:
             return loss * weight, result
 
         f, has_aux = (weighted, True) if self._is_weighted else (self._f, self._has_aux)
-        with calling_loss(self._reduction.communicator.process_group):
+        with calling_loss(self.reduction.communicator.process_group):
             gradients, result = torch.func.grad_and_value(f, self._argnums, has_aux)(*args, **kwargs)
         if self._is_weighted:
             _, result = result
         value, aux = result if self._has_aux else (result, None)
         return gradients, value, aux
 
-    def _reduce(self, leaves: Leaves, gradients: Any, value: Tensor, weight: Any) -> tuple[Any, Tensor]:
-        flat, structure = torch_private.trees.flatten(gradients)
-        before, after = self._shares(flat)
+    def _sent(
+        self, gradients: Any, shares: Sequence[float], value: Tensor, weight: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What is summed up: gradients, and what rides with them."""
+        flat, _ = torch_private.trees.flatten(gradients)
         passengers = []
         if self._is_weighted:
             weight = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
@@ -172,23 +176,27 @@ class _Gradient:
         if self._reduce_value:
             local = value.to(torch.float32)
             passengers.append(torch.where(weight > 0, local * weight, 0) if self._is_weighted else local)
-        sent = [gradient * share if share != 1.0 else gradient for gradient, share in zip(flat, before, strict=True)]
-        sums = self._reduction.sum(leaves, sent, passengers)
-        reduced, ridden = sums[: len(flat)], sums[len(flat) :]
+        return [g * share if share != 1.0 else g for g, share in zip(flat, shares, strict=True)], passengers
+
+    def _results(
+        self, sums: Sequence[Tensor], shares: Sequence[float], value: Tensor
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Gradients and value, of what `_sent` has become."""
+        reduced, ridden = sums[: len(shares)], sums[len(shares) :]
         if self._is_weighted:
             inverse = torch.where(ridden[0] > 0, 1.0 / ridden[0], 0.0)
-            reduced = tuple((gradient * inverse).to(gradient.dtype) for gradient in reduced)
+            reduced = [(gradient * inverse).to(gradient.dtype) for gradient in reduced]
             mean_value = ridden[-1] * inverse
         else:
-            reduced = tuple(g * share if share != 1.0 else g for g, share in zip(reduced, after, strict=True))
+            reduced = [g * share if share != 1.0 else g for g, share in zip(reduced, shares, strict=True)]
             mean_value = ridden[-1] * self._share if ridden else value
         if self._reduce_value:
             value = mean_value.to(value.dtype)
-        return torch_private.trees.unflatten(reduced, structure), value
+        return reduced, value
 
     @property
     def _share(self) -> float:
-        return 1.0 / self._reduction.world_size if self._reduction.options.reduction == "mean" else 1.0
+        return 1.0 / self.reduction.world_size if self.reduction.options.reduction == "mean" else 1.0
 
     def _shares(self, gradients: Sequence[Tensor]) -> tuple[list[float], list[float]]:
         """The factors of each gradient before and after the sum, which would overflow in float16.

@@ -12,7 +12,7 @@ from compiled_ddp.functional.turn_riders import Turn, TurnReader, new_leading, w
 from compiled_ddp.functional.wanted import Agreed, Wanted, likely_next
 from compiled_ddp.ranks import communicator as ranks
 
-_REMEMBERED = 64  # launches
+_REMEMBERED = 32  # launches
 
 
 class Communicator:
@@ -72,6 +72,17 @@ class Communicator:
             found.append(follows)
             past.append(follows)
         return found
+
+    def unexpected(self, wanted: Sequence[Wanted]) -> int:
+        """How many of these, the next launches, ranks must agree on: up to the last one that none would expect."""
+        past, ahead, last = [*self._past], [*self._agreed_ahead], 0
+        for number, each in enumerate(wanted, start=1):
+            expected = ahead.pop(0) if ahead else likely_next(past)
+            if expected is None or expected.wanted != each:
+                last = number
+                ahead.clear()
+            past.append(self._known.get(each) or Agreed(each, (), self.world_size))
+        return last
 
     def note_agreed(self, wanted: Wanted, order: tuple[int, ...], *, is_next: bool = True) -> Agreed:
         """All ranks have agreed on this reduction, through the store. Makes the group at the first one."""
@@ -134,10 +145,6 @@ class Communicator:
             self.look([sums])
             self._note_turns(self._reader.rest())
 
-    def take_back_departure(self) -> None:
-        """All ranks have departed from the latest launch: it says nothing about what follows what."""
-        self._past = self._past[:-1]
-
     def depart_until_known(self, ends: int) -> None:
         """Depart until, since the first rank did, this often all ranks have been about to look at the riders."""
         while sum(turn.ends for turn in self._turns) < ends:
@@ -149,7 +156,8 @@ class Communicator:
         return 1 if self.ahead(1)[0].wanted.device.type == "cpu" else 2
 
     def forget_departures(self) -> None:
-        """All ranks know what has been departed from, and expect what has been launched since."""
+        """All ranks know of them. What was launched since the first one says nothing about what follows what."""
+        self._past = self._past[: len(self._past) - len(self._turns)]
         self._turns, self._agreed_ahead = [], []
 
     # ---- errors ------------------------------------------------------------------------------------------------------

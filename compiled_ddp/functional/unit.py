@@ -1,6 +1,7 @@
 """The reductions that a rank launches before it looks at what others tell: one of an eager call, all of a graph."""
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from compiled_ddp.functional.wanted import Agreed, Wanted
 from compiled_ddp.ranks.agreement import Description
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Run:
     """One reduction; `leading` is where its leading riders are read from."""
 
@@ -38,8 +39,9 @@ class Unit:
 
         Raises RuntimeError on every rank where other ranks want something else.
         """
-        if not self._is_expected():
-            self._agree(orders)
+        unexpected = self._unexpected()
+        if unexpected:
+            self._agree(unexpected, [orders[self._runs.index(run)] for run in unexpected])
         ahead = {each: iter(each.ahead(len(self._of(each)))) for each in self.communicators}
         return [next(ahead[run.communicator]) for run in self._runs]
 
@@ -57,41 +59,45 @@ class Unit:
         departed = [each for each in self.communicators if each.somebody_departed]
         if departed:
             _depart_until_known(departed)
-            self._compare()
+            self._compare(self._runs)
             raise departed[0].give_up(f"a rank has not launched what {self._name} was expected to")
 
     def _of(self, communicator: Communicator) -> list[Run]:
         return [run for run in self._runs if run.communicator is communicator]
 
-    def _is_expected(self) -> bool:
-        return all(
-            [agreed.wanted for agreed in each.ahead(len(self._of(each)))] == [run.wanted for run in self._of(each)]
-            for each in self.communicators
-        )
+    def _unexpected(self) -> list[Run]:
+        """What ranks must agree on."""
+        found = []
+        for each in self.communicators:
+            own = self._of(each)
+            found += own[: each.unexpected([run.wanted for run in own])]
+        return [run for run in self._runs if run in found]
 
-    def _agree(self, orders: Sequence[tuple[int, ...]]) -> None:
+    def _agree(self, runs: Sequence[Run], orders: Sequence[tuple[int, ...]]) -> None:
         is_alone = _depart(self.communicators)
-        self._compare()
+        self._compare(self._runs if is_alone else runs)
         if is_alone:
             raise self.communicators[0].give_up(f"other ranks have launched something else than {self._name}")
-        known = [run.communicator.known(run.wanted) for run in self._runs]
+        known = [run.communicator.known(run.wanted) for run in runs]
         own = [order if one is None else one.order for one, order in zip(known, orders, strict=True)]
         first = self.communicators[0]
-        for run, order in zip(self._runs, first.agreements.orders_of_first(own, self._name), strict=True):
+        for run, order in zip(runs, first.agreements.orders_of_first(own, self._name), strict=True):
             run.communicator.note_agreed(run.wanted, order)
 
-    def _compare(self) -> None:
+    def _compare(self, runs: Sequence[Run]) -> None:
+        """Raise the same error on every rank unless all want these."""
         for each in self.communicators:
             each.forget_departures()
         first = self.communicators[0]
-        first.agreements.compare(self._describe, self._name, first.made)
+        first.agreements.compare(functools.partial(_describe, runs), self._name, first.made)
 
-    def _describe(self) -> Description:
-        found: Description = {}
-        for number, run in enumerate(self._runs):
-            prefix = f"reduction {number + 1}, " if number else ""
-            found |= {prefix + name: properties for name, properties in run.wanted.describe().items()}
-        return found
+
+def _describe(runs: Sequence[Run]) -> Description:
+    found: Description = {}
+    for number, run in enumerate(runs):
+        behind = f" of reduction {number + 1} in a row" if number else ""
+        found |= {name + behind: properties for name, properties in run.wanted.describe().items()}
+    return found
 
 
 def break_off(communicators: Sequence[Communicator], agreements: Agreements, what: str, error: BaseException) -> None:
@@ -115,7 +121,6 @@ def _depart(communicators: Sequence[Communicator]) -> bool:
         return False
     used[0].depart()
     if used[0].all_departed:
-        used[0].take_back_departure()
         return False
     for each in used[1:]:
         each.depart()

@@ -78,22 +78,24 @@ class Agreed:
         return gradients, [torch.zeros(wanted.passengers, dtype=torch.float32, device=wanted.device)]
 
 
-def likely_next(past: Sequence[Agreed]) -> Agreed | None:
-    """What followed when the latest reductions were last launched in this order; None where nothing has been launched.
+_LONGEST = 8  # launches that are compared
 
-    The longest run of them that was launched before counts.
+
+def likely_next(past: Sequence[Agreed]) -> Agreed | None:
+    """What most often followed the latest launches, as many of them in a row as have been seen; of several the latest.
+
+    None where nothing has been launched.
     """
-    best, longest = (past[-1] if past else None), 0
+    if len(set(past)) < 2:
+        return past[-1] if past else None
+    followers, longest = [past[-1]], 0
     for end in range(len(past) - 1, 0, -1):
         length = _alike(past, end)
         if length > longest:
-            best, longest = past[end], length
-        if longest == _LONGEST:
-            break
-    return best
-
-
-_LONGEST = 16  # launches that are compared
+            followers, longest = [], length
+        if length == longest > 0:
+            followers.append(past[end])
+    return max(followers, key=followers.count)
 
 
 def _alike(past: Sequence[Agreed], end: int) -> int:

@@ -52,6 +52,7 @@ def changed(case: str) -> Tree:
     return params
 
 
+USED = ("first", "bias", "head")
 CASES = {
     "fewer": "argument 0['unused'] is missing here, found on rank 0",
     "more": "argument 0['another'] is found here, missing on rank 0",
@@ -73,7 +74,7 @@ def _changes_later(rank: int, case: str, ways: tuple[str, ...]) -> str:
         assert found.keys() == again.keys()
         torch.testing.assert_close(found["first"].shape, again["first"].shape)
         if again["head"].shape == (8, 3):
-            assert_same({n: found[n] for n in expected if n in found}, {n: expected[n] for n in expected if n in found})
+            assert_same({n: found[n] for n in USED}, {n: expected[n] for n in USED})
     return message
 
 
@@ -183,9 +184,9 @@ def test_one_of_several_reductions_of_a_step_changes(
     ranks2: RankPool, shares: bool, ways: tuple[str, str], which: int
 ) -> None:
     for message in ranks2.run(_two_of_a_step, shares, ways, which, **TIMEOUT):
-        assert "has reduced nothing, on any rank:\n- rank 1: " in message and "argument 0['another']" in message, (
-            message
-        )
+        assert "has reduced nothing, on any rank:\n- rank 1: " in message, message
+        if ways[0] == ways[1]:  # else it names the reductions that one rank launches in a row, and the other does not
+            assert "argument 0['another']" in message, message
 
 
 # ---- exceptions ------------------------------------------------------------------------------------------------------

@@ -233,18 +233,3 @@ def _users_ways(rank: int) -> None:
 
 def test_what_users_call_a_compiled_step_with(ranks2: RankPool) -> None:
     ranks2.run(_users_ways)
-
-
-def _raises_while_tracing(rank: int) -> str:
-    def step(params: Tree, x: Tensor) -> Tree:
-        return ddp.grad(lambda p, x: loss(p, x[:, :-1] if rank else x))(params, x)
-
-    with pytest.raises(RuntimeError) as error:
-        ddp.compile(step, backend="aot_eager")(parameters(), rows(rank))
-    return str(error.value)
-
-
-def test_a_rank_that_cannot_trace_leaves_no_rank_waiting_for_ever(ranks2: RankPool) -> None:
-    first, second = ranks2.run(_raises_while_tracing, collective_timeout_seconds=4)
-    assert "must have same reduction dim" in second
-    assert "the gradients of grad(" in first and "rank 1 is behind" in first, first

@@ -48,7 +48,6 @@ class DataParallelWrapper(
 
     is_compiled_ddp_wrapper = True
 
-    @collector_paused()
     def __init__(
         self,
         module: nn.Module,
@@ -58,6 +57,16 @@ class DataParallelWrapper(
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
+        with collector_paused():
+            self._set_up(module, process_group, options, ddp_arguments)
+
+    def _set_up(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None,
+        options: Options,
+        ddp_arguments: DDPArguments,
+    ) -> None:
         on_default_group = process_group is None and ddp_arguments.get("device_mesh") is None
         self._settings = Settings(options, ddp_arguments, on_default_group=on_default_group)
         ranks = RankGroup(group_of(process_group, ddp_arguments))

@@ -11,17 +11,17 @@ from compiled_ddp.collector import collector_paused
 from ranks import RankPool
 
 
-@collector_paused()
-def _raise_unless_enabled() -> None:
+def _raise_if_paused() -> None:
     with collector_paused():
-        pass
-    if not gc.isenabled():
-        raise ValueError("paused")
+        with collector_paused():
+            pass
+        if not gc.isenabled():
+            raise ValueError("paused")
 
 
 def test_it_runs_again_behind_an_error_too() -> None:
     with pytest.raises(ValueError, match="paused"):
-        _raise_unless_enabled()
+        _raise_if_paused()
     assert gc.isenabled()
 
 

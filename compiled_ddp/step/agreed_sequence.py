@@ -83,7 +83,6 @@ class AgreedSequence:
         assert self.sequence is not None
         return self.sequence
 
-    @collector_paused()
     def refine(self, observations: Observations, unused: Set[int]) -> ReductionSequence:
         """Fix the sequence at the end of the first synchronised backward.
 
@@ -95,7 +94,8 @@ class AgreedSequence:
         self.refined = True
         on_any_rank = self._graph_and_eager_on_any_rank(observations.graph_and_eager)
         observations = replace(observations, graph_and_eager=on_any_rank)
-        return self._adopt(self._agree("sequence", lambda: self._refined(before, observations, unused)))
+        with collector_paused():
+            return self._adopt(self._agree("sequence", lambda: self._refined(before, observations, unused)))
 
     def _refined(self, before: ReductionSequence, observations: Observations, unused: Set[int]) -> ReductionSequence:
         return self._planner.refine(before, observations, unused, graphs_first=self.among_collectives)

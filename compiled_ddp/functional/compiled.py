@@ -15,7 +15,7 @@ from compiled_ddp.functional.session import Session, tracing
 from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
-from compiled_ddp.plan import BucketPlan
+from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.torch_private.dynamo import untraced
 
 Backend = Literal["inductor", "aot_eager"]
@@ -65,6 +65,28 @@ def compile(
     return untraced(compiled_step)
 
 
+class FlatBuffers:
+    """Memory for the buckets of one compiled step, kept from call to call.
+
+    [Note: nothing that leaves aliases what is kept] A step may return a bucket's part as it is, and only the compiled
+    code tells: which results do is the same in every run of it, and is found in the first one.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self._buckets = buckets
+        self.memory = [torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in buckets]
+        self._leaving: list[int] | None = None  # the places of those that results are parts of; None before a run
+
+    def give_up(self, results: Sequence[Tensor]) -> None:
+        """Take new memory for what `results` are parts of."""
+        if self._leaving is None:
+            held = {torch_private.tensors.memory_of(result) for result in results}
+            places = range(len(self._buckets))
+            self._leaving = [n for n in places if torch_private.tensors.memory_of(self.memory[n]) in held]
+        for number in self._leaving:
+            self.memory[number] = torch.empty_like(self.memory[number])
+
+
 @dataclass(frozen=True)
 class _Runnable:
     """A step, traced and compiled for one kind of arguments."""
@@ -72,6 +94,7 @@ class _Runnable:
     traced: TracedStep
     run: Callable[..., Any]
     session: Session
+    flat_buffers: FlatBuffers
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         for each in self.session.reductions:
@@ -80,13 +103,15 @@ class _Runnable:
         with torch.no_grad():
             for generator in self.traced.generators:
                 generator.load(leaves)
-            results = self._explained([*(tensor.detach() for tensor in tensors), *self.traced.constants])
+            given = [*(tensor.detach() for tensor in tensors), *self.traced.constants, *self.flat_buffers.memory]
+            results = self._explained(given)
         first_state = len(results) - len(self.traced.generators)
         first_sums = first_state - len(self.session.runs)
         for each, sums in zip(self.session.runs, results[first_sums:first_state], strict=True):
             each.reduction.check(sums)
         for generator, state in zip(self.traced.generators, results[first_state:], strict=True):
             generator.advance(leaves, state)
+        self.flat_buffers.give_up(results[:first_sums])
         return self.traced.rebuild(results[:first_sums], leaves)
 
     def _explained(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -123,12 +148,15 @@ class CompiledStep:
         session = Session()
         with tracing(session):
             traced = trace(self._step, args, kwargs, self._donated, session)
-        pipeline = StepPipeline(tuple(self._plans(traced, session)), in_place=self._backend == "aot_eager")
+        plans = tuple(self._plans(traced, session))
+        flat_buffers = FlatBuffers([bucket for plan, _ in plans for bucket in plan.buckets])
+        traced = traced.add_inputs(flat_buffers.memory)
+        pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True)
         rewriting = torch_private.inductor.rewriting_step(pipeline.run, pipeline.cache_identity)
         run = torch_private.inductor.compile_step(
             traced.graph_module, traced.inputs, backend=self._backend, options=self._options, rewriting=rewriting
         )
-        return _Runnable(traced, run, session)
+        return _Runnable(traced, run, session, flat_buffers)
 
     def _plans(self, traced: TracedStep, session: Session) -> list[tuple[BucketPlan, str]]:
         """Each reduction's plan, in the order in which rank 0's graph produces the gradients, and its group's name."""

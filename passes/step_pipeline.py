@@ -101,7 +101,7 @@ def _pack_into_last_inputs(graph: Graph, names: Sequence[str]) -> None:
     launches = [node for name in names for node in graph.nodes if is_launch(node, name)]
     memory = graph.find_nodes(op="placeholder")[-len(launches) :] if launches else []
     for launch, into in zip(launches, memory, strict=True):
-        packed: Node = launch.args[0]  # type: ignore[assignment]
+        packed: Node = launch.args[0]
         packed.args = (packed.args[0], into)
 
 

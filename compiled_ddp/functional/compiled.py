@@ -12,6 +12,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.closed_over import closed_over, generators_shared, reached
 from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.flat_buffers import FlatBuffers, empty
 from compiled_ddp.functional.reduction import last_first
 from compiled_ddp.functional.session import Session, tracing
 from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
@@ -19,6 +20,7 @@ from compiled_ddp.functional.transforms import Gradient
 from compiled_ddp.functional.unit import Unit, break_off
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
+from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.torch_private.dynamo import untraced
 
 Backend = Literal["inductor", "aot_eager"]
@@ -72,8 +74,16 @@ def compile(
 class _Runnable:
     """A step, traced and compiled for one kind of arguments; without reductions it has no `unit`."""
 
-    def __init__(self, traced: TracedStep, run: Callable[..., Any], session: Session, unit: Unit | None) -> None:
+    def __init__(
+        self,
+        traced: TracedStep,
+        run: Callable[..., Any],
+        session: Session,
+        unit: Unit | None,
+        flat_buffers: FlatBuffers,
+    ) -> None:
         self._traced, self._run, self._runs, self._unit = traced, run, session.runs, unit
+        self._flat_buffers = flat_buffers
         self._orders = [last_first(run.wanted) for run in session.runs]  # of what ranks know by now
 
     @property
@@ -89,13 +99,15 @@ class _Runnable:
         with torch.no_grad():
             for generator in generators:
                 generator.load(leaves)
-            results = self._explained([*(tensor.detach() for tensor in tensors), *self._traced.constants])
+            given = [*(tensor.detach() for tensor in tensors), *self._traced.constants, *self._flat_buffers.memory]
+            results = self._explained(given)
         first_state = len(results) - len(generators)
         first_sums = first_state - len(self._runs)
         if self._unit is not None:
             self._unit.check(results[first_sums:first_state])
         for generator, state in zip(generators, results[first_state:], strict=True):
             generator.advance(leaves, state)
+        self._flat_buffers.give_up(results[:first_sums])
         return self._traced.rebuild(results[:first_sums], leaves)
 
     def _explained(self, inputs: list[Tensor]) -> list[Tensor]:
@@ -118,6 +130,7 @@ class CompiledStep:
     ) -> None:
         self._step, self._backend, self._options, self._donated = step, backend, options, donated
         self._compiled: dict[Hashable, _Runnable] = {}
+        self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,8 +154,12 @@ class CompiledStep:
         unit = Unit(session.runs) if session.runs else None
         agreed = unit.take_turn(orders) if unit is not None else []
         with self._telling(session, unit):
-            plans = [(one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)]
-            pipeline = StepPipeline(tuple(plans), in_place=self._backend == "aot_eager")
+            plans = tuple(
+                (one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)
+            )
+            flat_buffers = self._flat_buffers_of([plan for plan, _ in plans])
+            traced = traced.add_inputs(flat_buffers.memory)
+            pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True)
             run = torch_private.inductor.compile_step(
                 traced.graph_module,
                 traced.inputs,
@@ -150,7 +167,12 @@ class CompiledStep:
                 options=self._options,
                 rewriting=torch_private.inductor.rewriting_step(pipeline.run, pipeline.cache_identity),
             )
-        return _Runnable(traced, run, session, unit)
+        return _Runnable(traced, run, session, unit, flat_buffers)
+
+    def _flat_buffers_of(self, plans: Sequence[BucketPlan]) -> FlatBuffers:
+        """What is compiled for other batches fills the same memory."""
+        buckets = tuple(bucket for plan in plans for bucket in plan.buckets)
+        return FlatBuffers(self._memory.setdefault(buckets, [empty(bucket) for bucket in buckets]))
 
     @contextlib.contextmanager
     def _telling(self, session: Session | None = None, unit: Unit | None = None) -> Iterator[None]:

@@ -47,7 +47,7 @@ def unfold_sum(graph: Graph, plan: BucketPlan, *, reduction: Node, group_name: s
     riders_wait = _emit_reduction(graph, riders, group_name)
     for index, wait in enumerate(waits):
         if index in results:
-            _replace_sum(graph, results[index], wait)
+            results[index].replace_all_uses_with(wait)
     _replace_riders(graph, reduction, results, riders_wait, len(gradients))
     outputs = output_values(graph)
     set_output_values(graph, [*outputs, *waits, riders_wait])
@@ -55,14 +55,6 @@ def unfold_sum(graph: Graph, plan: BucketPlan, *, reduction: Node, group_name: s
         graph.erase_node(result)
     graph.erase_node(reduction)
     return {index: len(outputs) + index for index in range(len(gradients))}
-
-
-def _replace_sum(graph: Graph, result: Node, wait: Node) -> None:
-    """An output of its own where a step returns the sum: the wait itself is an output for other passes."""
-    if graph.output_node() in result.users:
-        with graph.inserting_before(result):
-            graph.output_node().replace_input_with(result, emit(graph, _aten.alias.default, wait))
-    result.replace_all_uses_with(wait)
 
 
 def drop_outputs(graph: Graph, number: int) -> None:

@@ -71,8 +71,17 @@ def compile(
 class _Runnable:
     """A step, traced and compiled for one kind of arguments; without reductions it has no `unit`."""
 
-    def __init__(self, traced: TracedStep, run: Callable[..., Any], session: Session, unit: Unit | None) -> None:
+    def __init__(
+        self,
+        traced: TracedStep,
+        run: Callable[..., Any],
+        session: Session,
+        unit: Unit | None,
+        in_cuda_graphs: Callable[[torch.device], bool],
+    ) -> None:
         self._traced, self._run, self._runs, self._unit = traced, run, session.runs, unit
+        self._in_cuda_graphs = in_cuda_graphs
+        self._is_new = True  # has not run yet
         self._orders = [last_first(run.wanted) for run in session.runs]  # of what ranks know by now
 
     @property
@@ -80,22 +89,22 @@ class _Runnable:
         return () if self._unit is None else self._unit.communicators
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        if self._unit is not None:
-            self._unit.take_turn(self._orders)
-            self._unit.begin()
+        inputs = [*(tensor.detach() for tensor in tensors), *self._traced.constants]
         with torch.no_grad():
-            results = self._explained([*(tensor.detach() for tensor in tensors), *self._traced.constants])
+            results = list(self._run(*inputs)) if self._unit is None else self._reduced(self._unit, inputs)
         first_sums = len(results) - len(self._runs)
-        if self._unit is not None:
-            self._unit.check(results[first_sums:])
         return self._traced.rebuild(results[:first_sums])
 
-    def _explained(self, inputs: list[Tensor]) -> list[Tensor]:
-        if not self._runs:
-            return list(self._run(*inputs))
+    def _reduced(self, unit: Unit, inputs: list[Tensor]) -> list[Tensor]:
+        unit.take_turn(self._orders)
+        unit.begin(is_new=self._is_new)
+        self._is_new = False
         first = self._runs[0]
-        with first.communicator.explaining(first.wanted.function):
-            return list(self._run(*inputs))
+        with first.communicator.explaining(first.wanted.function), unit.watching(in_cuda_graphs=self._in_cuda_graphs):
+            results = list(self._run(*inputs))
+        unit.check(results[len(results) - len(self._runs) :])
+        unit.prove()
+        return results
 
 
 class CompiledStep:
@@ -141,7 +150,8 @@ class CompiledStep:
                 options=self._options,
                 rewriting=torch_private.inductor.rewriting_step(pipeline.run, pipeline.cache_identity),
             )
-        return _Runnable(traced, run, session, unit)
+        in_cuda_graphs = functools.partial(torch_private.compiler_options.uses_cuda_graphs, self._options)
+        return _Runnable(traced, run, session, unit, in_cuda_graphs)
 
     @contextlib.contextmanager
     def _telling(self, session: Session | None = None, unit: Unit | None = None) -> Iterator[None]:

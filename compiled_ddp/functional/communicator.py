@@ -8,11 +8,12 @@ from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.agreements import Agreements
-from compiled_ddp.functional.turn_riders import Turn, TurnReader, new_leading, write_turn
-from compiled_ddp.functional.wanted import Agreed, Wanted, likely_next
+from compiled_ddp.functional.proof import Evidence, Proof
+from compiled_ddp.functional.turn_riders import Departures, Turn, TurnReader, new_leading, write_turn
+from compiled_ddp.functional.wanted import SEEN, Agreed, Wanted, likely_next
 from compiled_ddp.ranks import communicator as ranks
 
-_REMEMBERED = 32  # launches
+_REMEMBERED = 4096  # launches
 
 
 class Communicator:
@@ -39,7 +40,9 @@ class Communicator:
         self._past: list[Agreed] = []
         self._agreed_ahead: list[Agreed] = []
         self._reader = TurnReader(self.world_size)
-        self._turns: list[Turn] = []  # from the first one on in which a rank has departed
+        self.proof = Proof()
+        self._all_look = False  # whether the latest launch is one behind which all ranks look at the riders
+        self.departures = Departures(self.world_size)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -67,7 +70,8 @@ class Communicator:
 
     def ahead(self, number: int) -> list[Agreed]:
         """The next launches, as every rank expects them; none before the first agreement."""
-        found, past = self._agreed_ahead[:number], [*self._past, *self._agreed_ahead[:number]]
+        found = self._agreed_ahead[:number]
+        past = [*self._past[-SEEN:], *found]
         while len(found) < number and (follows := likely_next(past)) is not None:
             found.append(follows)
             past.append(follows)
@@ -75,7 +79,7 @@ class Communicator:
 
     def unexpected(self, wanted: Sequence[Wanted]) -> int:
         """How many of these, the next launches, ranks must agree on: up to the last one that none would expect."""
-        past, ahead, last = [*self._past], [*self._agreed_ahead], 0
+        past, ahead, last = self._past[-SEEN:], [*self._agreed_ahead], 0
         for number, each in enumerate(wanted, start=1):
             expected = ahead.pop(0) if ahead else likely_next(past)
             if expected is None or expected.wanted != each:
@@ -93,20 +97,24 @@ class Communicator:
             self._made = ranks.Communicator(self._ranks)
         return agreed
 
-    def begin(self, leading: Tensor, *, remaining: int, departs: bool = False) -> Agreed:
+    def begin(self, leading: Tensor, *, remaining: int, departs: bool = False, wishes: bool = False) -> Agreed:
         """Note that the next launch comes, and write what this rank tells the others of it into `leading`.
 
-        It launches `remaining` more before it looks at theirs. Raises RuntimeError once a wait has failed.
+        It launches `remaining` more before it looks at theirs, and `wishes` to see the next one proven. Raises
+        RuntimeError once a wait has failed.
         """
         own = self._own()
         own.refuse_if_failed()
         (agreed,) = self.ahead(1)
-        self._past = [*self._past, agreed][-_REMEMBERED:]
+        self._past.append(agreed)
+        if len(self._past) > 2 * _REMEMBERED:
+            del self._past[:_REMEMBERED]
         self._agreed_ahead = self._agreed_ahead[1:]
+        self.proof.note_launch(agreed)
         self._calls += 1
         own.progress.forward_began(self._calls)
         own.progress.note_wait(f"the gradients of {agreed.wanted.function}")
-        write_turn(leading, call=self._calls, remaining=remaining, departs=departs)
+        write_turn(leading, call=self._calls, remaining=remaining, departs=departs, wishes=wishes)
         return agreed
 
     # ---- what other ranks tell ---------------------------------------------------------------------------------------
@@ -114,7 +122,23 @@ class Communicator:
     def look(self, sums: Sequence[Tensor]) -> None:
         """Take note of what the riders of the latest launches say."""
         self._own().progress.note_wait("")
-        self._note_turns(self._reader.read(sums))
+        launched = self._past[-len(sums) :]
+        turns = self._reader.read(sums)
+        if self.proof.is_pending or any(map(self.proof.verifies, launched)):
+            turns += self._reader.rest()
+        self._note_turns(turns)
+        self._all_look = bool(turns) and turns[-1].ends
+        if self._reader.was_at_once:
+            self.proof.note_wishes([agreed for agreed, turn in zip(launched, turns, strict=True) if turn.wishes])
+        if self._all_look:
+            self.proof.heed_wishes()
+
+    def prove(self, evidence: Sequence[Evidence]) -> None:
+        """Compare what a reduction has made of the gradients, when all ranks do. Raises RuntimeError on every rank."""
+        for each in evidence:
+            self.proof.note(each)
+        if self._all_look:
+            self.proof.conclude(self._own())
 
     def _note_turns(self, turns: Sequence[Turn]) -> None:
         if not all(turn.same_call for turn in turns):
@@ -122,17 +146,7 @@ class Communicator:
                 f"the ranks have called {self._past[-1].wanted.function} in different steps: on this one it was "
                 f"reduction {self._calls}, on others another one. Call it the same number of times on every rank"
             )
-        first = 0 if self._turns else next((n for n, turn in enumerate(turns) if turn.departed), len(turns))
-        self._turns += turns[first:]
-
-    @property
-    def somebody_departed(self) -> bool:
-        return bool(self._turns)
-
-    @property
-    def all_departed(self) -> bool:
-        """Whether no rank has launched what was expected, nor is about to."""
-        return bool(self._turns) and all(turn.departed == self.world_size and turn.ends for turn in self._turns)
+        self.departures.note(turns)
 
     def depart(self) -> None:
         """Send zeros for the next launch, and tell the others that this rank wants another one, or cannot go on."""
@@ -147,7 +161,7 @@ class Communicator:
 
     def depart_until_known(self, ends: int) -> None:
         """Depart until, since the first rank did, this often all ranks have been about to look at the riders."""
-        while sum(turn.ends for turn in self._turns) < ends:
+        while self.departures.ends < ends:
             self.depart()
 
     @property
@@ -157,8 +171,9 @@ class Communicator:
 
     def forget_departures(self) -> None:
         """All ranks know of them. What was launched since the first one says nothing about what follows what."""
-        self._past = self._past[: len(self._past) - len(self._turns)]
-        self._turns, self._agreed_ahead = [], []
+        del self._past[len(self._past) - self.departures.launches :]
+        self.departures, self._agreed_ahead = Departures(self.world_size), []
+        self.proof.forget()
 
     # ---- errors ------------------------------------------------------------------------------------------------------
 

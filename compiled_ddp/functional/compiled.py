@@ -81,9 +81,11 @@ class _Runnable:
         session: Session,
         unit: Unit | None,
         flat_buffers: FlatBuffers,
+        in_cuda_graphs: Callable[[torch.device], bool],
     ) -> None:
         self._traced, self._run, self._runs, self._unit = traced, run, session.runs, unit
-        self._flat_buffers = flat_buffers
+        self._flat_buffers, self._in_cuda_graphs = flat_buffers, in_cuda_graphs
+        self._is_new = True  # has not run yet
         self._orders = [last_first(run.wanted) for run in session.runs]  # of what ranks know by now
 
     @property
@@ -91,31 +93,31 @@ class _Runnable:
         return () if self._unit is None else self._unit.communicators
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        if self._unit is not None:
-            self._unit.take_turn(self._orders)
-            self._unit.begin()
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         generators = self._traced.generators
         with torch.no_grad():
             for generator in generators:
                 generator.load(leaves)
             given = [*(tensor.detach() for tensor in tensors), *self._traced.constants, *self._flat_buffers.memory]
-            results = self._explained(given)
+            results = list(self._run(*given)) if self._unit is None else self._reduced(self._unit, given)
         first_state = len(results) - len(generators)
-        first_sums = first_state - len(self._runs)
-        if self._unit is not None:
-            self._unit.check(results[first_sums:first_state])
         for generator, state in zip(generators, results[first_state:], strict=True):
             generator.advance(leaves, state)
-        self._flat_buffers.give_up(results[:first_sums])
-        return self._traced.rebuild(results[:first_sums], leaves)
+        results = results[: first_state - len(self._runs)]
+        self._flat_buffers.give_up(results)
+        return self._traced.rebuild(results, leaves)
 
-    def _explained(self, inputs: list[Tensor]) -> list[Tensor]:
-        if not self._runs:
-            return list(self._run(*inputs))
+    def _reduced(self, unit: Unit, inputs: list[Tensor]) -> list[Tensor]:
+        unit.take_turn(self._orders)
+        unit.begin(is_new=self._is_new)
+        self._is_new = False
         first = self._runs[0]
-        with first.communicator.explaining(first.wanted.function):
-            return list(self._run(*inputs))
+        with first.communicator.explaining(first.wanted.function), unit.watching(in_cuda_graphs=self._in_cuda_graphs):
+            results = list(self._run(*inputs))
+        first_state = len(results) - len(self._traced.generators)
+        unit.check(results[first_state - len(self._runs) : first_state])
+        unit.prove()
+        return results
 
 
 class CompiledStep:
@@ -167,7 +169,8 @@ class CompiledStep:
                 options=self._options,
                 rewriting=torch_private.inductor.rewriting_step(pipeline.run, pipeline.cache_identity),
             )
-        return _Runnable(traced, run, session, unit, flat_buffers)
+        in_cuda_graphs = functools.partial(torch_private.compiler_options.uses_cuda_graphs, self._options)
+        return _Runnable(traced, run, session, unit, flat_buffers, in_cuda_graphs)
 
     def _flat_buffers_of(self, plans: Sequence[BucketPlan]) -> FlatBuffers:
         """What is compiled for other batches fills the same memory."""

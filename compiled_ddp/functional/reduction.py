@@ -127,7 +127,9 @@ class GradientReduction:
         unit.begin()
         with self.communicator.explaining(self.name):
             *sums, turn = agreed.launch(gradients, passengers, leading, self.communicator.group_name)
+        unit.note_reduced(gradients, sums)
         unit.check([turn])
+        unit.prove()
         return sums
 
     def _trace(

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
+from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.reduction import GradientReduction, Kind, Options
 from compiled_ddp.functional.session import calling_loss
@@ -104,6 +105,7 @@ class Gradient:
         self.reduction = GradientReduction(f"{transform}({name})", options)
         self._is_weighted = options.reduction == "weighted"
         self._has_told = False
+        self._proven: set[torch.dtype] = set()  # whose division has been tried
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """(gradients, value), where value is (value, aux) with `has_aux`."""
@@ -120,6 +122,7 @@ class Gradient:
             if torch_private.autograd.transforms_are_active():
                 flat, value = _batched(list(tensors.values()), flat, value)
             shares = self._shares(flat)
+            self._prove_division(list(tensors), flat)
             sent, passengers = self._sent(flat, shares[0], value, weight)
         except BaseException as error:
             if not torch_private.tracing.is_tracing():  # who traces tells of it
@@ -208,6 +211,30 @@ class Gradient:
         if self._reduce_value:
             value = mean_value.to(value.dtype)
         return reduced, value
+
+    def _prove_division(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """At the first call with a dtype: what is multiplied and divided around the sum, tried on a single number.
+
+        Raises RuntimeError, with the names, where the mean of equal gradients is not what they are.
+        """
+        world_size, kind = self.reduction.world_size, self.reduction.options.reduction
+        expected = {"mean": 2.0, "sum": 2.0 * world_size, "weighted": 1.0}[kind]
+        new = {gradient.dtype for gradient in gradients}.difference(self._proven)
+        for dtype in sorted(new, key=str):
+            with torch_private.tracing.outside_of_traces():
+                two, one = (torch.tensor(value, dtype=dtype, device="cpu") for value in (2.0, 1.0))
+                before, after = self._shares([two])
+                weight = 2.0 if self._is_weighted else None
+                sent, passengers = self._sent([two], before, one.float() if one.is_complex() else one, weight)
+                sums = [each * world_size for each in (*sent, *passengers)]
+                ((found,), _) = self._results(sums, after, one)
+            if abs(complex(found.item()) - expected) > 0.01 * expected:
+                own = [name for name, gradient in zip(names, gradients, strict=True) if gradient.dtype == dtype]
+                raise RuntimeError(
+                    f"{self.reduction.name} would return {found.item() / expected:g} times the {kind} over ranks of "
+                    f"the gradients of {format_names(own)}: please report this."
+                )
+            self._proven.add(dtype)
 
     @property
     def _share(self) -> float:

@@ -2,13 +2,15 @@
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.proof import Evidence, observed, watching
 from compiled_ddp.functional.wanted import Agreed, Wanted
 from compiled_ddp.ranks.agreement import Description
 
@@ -28,6 +30,8 @@ class Unit:
     def __init__(self, runs: Sequence[Run]) -> None:
         """At least one."""
         self._runs = runs
+        self._launched: list[tuple[Communicator, Agreed, bool]] = []  # the latest time; whether ranks verify it
+        self._evidence: dict[Communicator, list[Evidence]] = {}
         self.communicators = tuple(dict.fromkeys(run.communicator for run in runs))
 
     @property
@@ -45,18 +49,45 @@ class Unit:
         ahead = {each: iter(each.ahead(len(self._of(each)))) for each in self.communicators}
         return [next(ahead[run.communicator]) for run in self._runs]
 
-    def begin(self) -> None:
-        """The reductions are about to be launched, behind `take_turn`."""
+    def begin(self, *, is_new: bool = False) -> None:
+        """The reductions are about to be launched, behind `take_turn`; by a graph that `is_new`, to be proven."""
         remaining = {each: len(self._of(each)) for each in self.communicators}
+        launched = []
         for run in self._runs:
             remaining[run.communicator] -= 1
-            run.communicator.begin(run.leading, remaining=remaining[run.communicator])
+            agreed = run.communicator.begin(run.leading, remaining=remaining[run.communicator], wishes=is_new)
+            launched.append((run.communicator, agreed, run.communicator.proof.verifies(agreed)))
+        self._launched = launched
+
+    @contextlib.contextmanager
+    def watching(self, *, in_cuda_graphs: Callable[[torch.device], bool]) -> Iterator[None]:
+        """Note, where ranks verify it, what the graph that runs in here launches; `prove` compares it."""
+        sees_values = not any(in_cuda_graphs(run.wanted.device) for run in self._runs)
+        with contextlib.ExitStack() as stack:
+            self._evidence = {
+                each: stack.enter_context(watching(self._launched_on(each), each.group_name, sees_values=sees_values))
+                for each in self.communicators
+            }
+            yield
+
+    def _launched_on(self, communicator: Communicator) -> list[tuple[Agreed, bool]]:
+        return [(agreed, verifies) for each, agreed, verifies in self._launched if each is communicator]
+
+    def note_reduced(self, gradients: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """Note, where ranks verify it, what the one reduction here has made of gradients."""
+        ((communicator, agreed, verifies),) = self._launched
+        self._evidence = {communicator: [observed(agreed, gradients, sums)] if verifies else []}
+
+    def prove(self) -> None:
+        """Raise RuntimeError, on every rank, where a gradient is not what was sent; behind `check`."""
+        for communicator, evidence in self._evidence.items():
+            communicator.prove(evidence)
 
     def check(self, sums: Sequence[Tensor]) -> None:
         """Raise RuntimeError where the sums of the leading riders say that another rank has launched zeros."""
         for each in self.communicators:
             each.look([own for run, own in zip(self._runs, sums, strict=True) if run.communicator is each])
-        departed = [each for each in self.communicators if each.somebody_departed]
+        departed = [each for each in self.communicators if each.departures.launches]
         if departed:
             _depart_until_known(departed)
             self._compare(self._runs)
@@ -120,7 +151,7 @@ def _depart(communicators: Sequence[Communicator]) -> bool:
     if not used:
         return False
     used[0].depart()
-    if used[0].all_departed:
+    if used[0].departures.are_everybodys:
         return False
     for each in used[1:]:
         each.depart()

@@ -78,7 +78,8 @@ class Agreed:
         return gradients, [torch.zeros(wanted.passengers, dtype=torch.float32, device=wanted.device)]
 
 
-_LONGEST = 8  # launches that are compared
+SEEN = 32  # launches that expectations come from
+_LONGEST = 8  # of them, in a row, that are compared
 
 
 def likely_next(past: Sequence[Agreed]) -> Agreed | None:

@@ -46,9 +46,9 @@ class TracedStep:
         """With inputs behind all others, which nothing reads yet."""
         graph = self.graph_module.graph
         *_, last = graph.find_nodes(op="placeholder")
-        for number, value in reversed(list(enumerate(values))):
+        for number in reversed(range(len(values))):
             with graph.inserting_after(last):
-                graph.placeholder(f"flat_buffer_{number}").meta["val"] = value
+                graph.placeholder(f"flat_buffer_{number}")
         self.graph_module.recompile()
         return dataclasses.replace(self, inputs=[*self.inputs, *values])
 

@@ -118,7 +118,7 @@ def _inputs(nodes: Iterable[Node]) -> list[Node]:
     """What `nodes` read of other tensors: those that are not inputs of the graph, if there are any."""
     given = list(nodes)
     read = [needed for node in given for needed in node.all_input_nodes if needed not in set(given)]
-    read = [node for node in dict.fromkeys(read) if isinstance(node.meta.get("val", torch.empty(0)), torch.Tensor)]
+    read = [node for node in dict.fromkeys(read) if isinstance(node.meta.get("val", node), torch.Tensor | Node)]
     return [node for node in read if node.op != "placeholder"] or read
 
 

@@ -21,10 +21,10 @@ Then, for all of them:
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.infer_values import infer_values
@@ -45,17 +45,19 @@ Observer = Callable[[str, Graph], None]
 class StepPipeline:
     """How a step is rewritten: the plan of each of its reductions, in order, and the group that it is launched on.
 
-    `in_place` is for a backend that runs the graph as it is.
+    `in_place` is for a backend that runs the graph as it is. With `lent` the graph's last inputs are memory for the
+    buckets, one for each, in the order of the reductions and of their plans.
     """
 
     reductions: tuple[tuple[BucketPlan, str], ...]
     in_place: bool = False
+    lent: bool = False
 
     @property
     def cache_identity(self) -> str:
         """A hash of the passes' sources and of everything they are given, for a compiler's cache key."""
         given = " ".join(f"{plan.fingerprint} {group_name}" for plan, group_name in self.reductions)
-        return hashlib.sha256(f"{source_hash()} step {given} {self.in_place}".encode()).hexdigest()
+        return hashlib.sha256(f"{source_hash()} step {given} {self.in_place} {self.lent}".encode()).hexdigest()
 
     def run(self, graph: Graph, *, observe: Observer | None = None) -> None:
         """Rewrite a step in place; `observe` is called with each pass's name after it has run."""
@@ -74,6 +76,8 @@ class StepPipeline:
             tell("pack_buckets", graph)
             verify_collectives(graph, plan, group_name=name, output_positions=positions)
             drop_outputs(graph, len(positions) + 1)
+        if self.lent:
+            _pack_into_last_inputs(graph, names)
         graph.eliminate_dead_code()
         schedule_step(graph, group_names=names)
         tell("schedule_step", graph)
@@ -91,6 +95,14 @@ class StepPipeline:
 
 def _nobody(_: str, __: Graph) -> None:
     """Observes nothing."""
+
+
+def _pack_into_last_inputs(graph: Graph, names: Sequence[str]) -> None:
+    launches = [node for name in names for node in graph.nodes if is_launch(node, name)]
+    memory = graph.find_nodes(op="placeholder")[-len(launches) :] if launches else []
+    for launch, into in zip(launches, memory, strict=True):
+        packed: Node = launch.args[0]
+        packed.args = (packed.args[0], into)
 
 
 def _rename(graph: Graph, name: str, group_name: str) -> None:

@@ -44,6 +44,18 @@ def generators_shared(leaves: Sequence[Any], closed: tuple[Hashable, ...]) -> tu
     return tuple(zip(first, [each if each in closed else None for each in same], strict=True))
 
 
+def reached(function: Callable[..., Any]) -> Iterator[Any]:
+    """What `function` reaches by names, as it is: functions that others are wrapped in too."""
+    seen: set[int] = set()
+    ahead: list[Any] = [function]
+    while ahead:
+        value = ahead.pop()
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            ahead += _reached_from(value)
+
+
 class _Same:
     """Equal to itself alone, and kept, so that its place in memory stays its own."""
 

@@ -1,21 +1,26 @@
 """A whole training step as one graph, whose reductions are launched and awaited inside of it."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.closed_over import closed_over, generators_shared
-from compiled_ddp.functional.operator import plan_of, spec_of
+from compiled_ddp.functional.agreements import Agreements
+from compiled_ddp.functional.closed_over import closed_over, generators_shared, reached
+from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.flat_buffers import FlatBuffers, empty
+from compiled_ddp.functional.reduction import last_first
 from compiled_ddp.functional.session import Session, tracing
 from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
+from compiled_ddp.functional.transforms import Gradient
+from compiled_ddp.functional.unit import Unit, break_off
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
-from compiled_ddp.plan import BucketPlan
+from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.torch_private.dynamo import untraced
 
 Backend = Literal["inductor", "aot_eager"]
@@ -66,36 +71,53 @@ def compile(
     return untraced(compiled_step)
 
 
-@dataclass(frozen=True)
 class _Runnable:
-    """A step, traced and compiled for one kind of arguments."""
+    """A step, traced and compiled for one kind of arguments; without reductions it has no `unit`."""
 
-    traced: TracedStep
-    run: Callable[..., Any]
-    session: Session
+    def __init__(
+        self,
+        traced: TracedStep,
+        run: Callable[..., Any],
+        session: Session,
+        unit: Unit | None,
+        flat_buffers: FlatBuffers,
+        in_cuda_graphs: Callable[[torch.device], bool],
+    ) -> None:
+        self._traced, self._run, self._runs, self._unit = traced, run, session.runs, unit
+        self._flat_buffers, self._in_cuda_graphs = flat_buffers, in_cuda_graphs
+        self._is_new = True  # has not run yet
+        self._orders = [last_first(run.wanted) for run in session.runs]  # of what ranks know by now
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        return () if self._unit is None else self._unit.communicators
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        for each in self.session.reductions:
-            each.reduction.begin_compiled(each.leading)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        generators = self._traced.generators
         with torch.no_grad():
-            for generator in self.traced.generators:
+            for generator in generators:
                 generator.load(leaves)
-            results = self._explained([*(tensor.detach() for tensor in tensors), *self.traced.constants])
-        first_state = len(results) - len(self.traced.generators)
-        first_sums = first_state - len(self.session.runs)
-        for each, sums in zip(self.session.runs, results[first_sums:first_state], strict=True):
-            each.reduction.check(sums)
-        for generator, state in zip(self.traced.generators, results[first_state:], strict=True):
+            given = [*(tensor.detach() for tensor in tensors), *self._traced.constants, *self._flat_buffers.memory]
+            results = list(self._run(*given)) if self._unit is None else self._reduced(self._unit, given)
+        first_state = len(results) - len(generators)
+        for generator, state in zip(generators, results[first_state:], strict=True):
             generator.advance(leaves, state)
-        return self.traced.rebuild(results[:first_sums], leaves)
+        results = results[: first_state - len(self._runs)]
+        self._flat_buffers.give_up(results)
+        return self._traced.rebuild(results, leaves)
 
-    def _explained(self, inputs: list[Tensor]) -> list[Tensor]:
-        if not self.session.reductions:
-            return list(self.run(*inputs))
-        first = self.session.reductions[0].reduction
-        with first.communicator.explaining(first.name):
-            return list(self.run(*inputs))
+    def _reduced(self, unit: Unit, inputs: list[Tensor]) -> list[Tensor]:
+        unit.take_turn(self._orders)
+        unit.begin(is_new=self._is_new)
+        self._is_new = False
+        first = self._runs[0]
+        with first.communicator.explaining(first.wanted.function), unit.watching(in_cuda_graphs=self._in_cuda_graphs):
+            results = list(self._run(*inputs))
+        first_state = len(results) - len(self._traced.generators)
+        unit.check(results[first_state - len(self._runs) : first_state])
+        unit.prove()
+        return results
 
 
 class CompiledStep:
@@ -110,40 +132,72 @@ class CompiledStep:
     ) -> None:
         self._step, self._backend, self._options, self._donated = step, backend, options, donated
         self._compiled: dict[Hashable, _Runnable] = {}
+        self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
+        self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves, structure = torch_private.trees.flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        closed = closed_over(self._step)
-        key = (structure, tuple(map(Leaf.of, leaves)), generators_shared(leaves, closed), closed, _ambient(tensors))
-        if key not in self._compiled:
+        with self._telling():
+            leaves, structure = torch_private.trees.flatten((args, kwargs))
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            closed = closed_over(self._step)
+            key = (structure, tuple(map(Leaf.of, leaves)), generators_shared(leaves, closed), closed, _ambient(tensors))
+            is_new = key not in self._compiled
+        if is_new:
             self._compiled[key] = self._compile(args, kwargs)
-        return self._compiled[key](leaves)
+        runnable = self._compiled[key]
+        self._latest = runnable.communicators
+        return runnable(leaves)
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Runnable:
         session = Session()
-        with tracing(session):
+        with self._telling(session), tracing(session):
             traced = trace(self._step, args, kwargs, self._donated, session)
-        pipeline = StepPipeline(tuple(self._plans(traced, session)), in_place=self._backend == "aot_eager")
-        rewriting = torch_private.inductor.rewriting_step(pipeline.run, pipeline.cache_identity)
-        run = torch_private.inductor.compile_step(
-            traced.graph_module, traced.inputs, backend=self._backend, options=self._options, rewriting=rewriting
-        )
-        return _Runnable(traced, run, session)
+            orders = [tuple(arrival_order(node)) for node in find_sums(traced.graph_module.graph)]
+        unit = Unit(session.runs) if session.runs else None
+        agreed = unit.take_turn(orders) if unit is not None else []
+        with self._telling(session, unit):
+            plans = tuple(
+                (one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)
+            )
+            flat_buffers = self._flat_buffers_of([plan for plan, _ in plans])
+            traced = traced.add_inputs(flat_buffers.memory)
+            pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True)
+            run = torch_private.inductor.compile_step(
+                traced.graph_module,
+                traced.inputs,
+                backend=self._backend,
+                options=self._options,
+                rewriting=torch_private.inductor.rewriting_step(pipeline.run, pipeline.cache_identity),
+            )
+        in_cuda_graphs = functools.partial(torch_private.compiler_options.uses_cuda_graphs, self._options)
+        return _Runnable(traced, run, session, unit, flat_buffers, in_cuda_graphs)
 
-    def _plans(self, traced: TracedStep, session: Session) -> list[tuple[BucketPlan, str]]:
-        """Each reduction's plan, in the order in which rank 0's graph produces the gradients, and its group's name."""
-        plans = []
-        for node, each in zip(find_sums(traced.graph_module.graph), session.runs, strict=True):
-            reduction = each.reduction
-            order = reduction.agree_on_order(each.leaves, arrival_order(node))
-            gradients, passengers = ([value.meta["val"] for value in given] for given in node.args[:2])  # type: ignore[union-attr]
-            specs = tuple(spec_of(index, tuple(g.shape), g.dtype, g.device) for index, g in enumerate(gradients))
-            ridden = sum(passenger.numel() for passenger in passengers)
-            capacities_bytes = reduction.options.capacities_bytes
-            plan = plan_of(specs, order, capacities_bytes, reduction.world_size, ridden)
-            plans.append((plan, reduction.communicator.group_name))
-        return plans
+    def _flat_buffers_of(self, plans: Sequence[BucketPlan]) -> FlatBuffers:
+        """What is compiled for other batches fills the same memory."""
+        buckets = tuple(bucket for plan in plans for bucket in plan.buckets)
+        return FlatBuffers(self._memory.setdefault(buckets, [empty(bucket) for bucket in buckets]))
+
+    @contextlib.contextmanager
+    def _telling(self, session: Session | None = None, unit: Unit | None = None) -> Iterator[None]:
+        """Tell the other ranks of what is raised in here, before the reductions of the step, or of `unit`, run."""
+        try:
+            yield
+        except BaseException as error:
+            communicators, agreements = self._whom_to_tell(session.called if session is not None else ())
+            if unit is not None:
+                communicators = unit.communicators
+            if agreements is not None:
+                break_off(communicators, agreements, getattr(self._step, "__qualname__", "a step"), error)
+            raise
+
+    def _whom_to_tell(self, called: Sequence[Communicator]) -> tuple[tuple[Communicator, ...], Agreements | None]:
+        """What other ranks launch on as they run this step, as far as it is known here, and what they agree by."""
+        reached_here = [each.reduction for each in reached(self._step) if isinstance(each, Gradient)]
+        known = [communicator for each in reached_here for communicator in each.communicators]
+        communicators = self._latest or tuple(dict.fromkeys(called)) or tuple(known)[:1]
+        agreements = [each.agreements for each in communicators]
+        agreements += [found for each in reached_here if (found := each.agreements()) is not None]
+        return communicators, agreements[0] if agreements else None
 
 
 def _ambient(tensors: Sequence[Tensor]) -> Hashable:

@@ -1,15 +1,13 @@
 """The sum over ranks of a tree's gradients, as an operator: eager, in a graph, and under torch.func's transforms."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_ddp.passes.ops import all_reduce_in_place, sum_over_ranks, wait_tensor
+from compiled_ddp.passes.ops import all_reduce_in_place, wait_tensor
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
 
@@ -67,19 +65,7 @@ def _sum_over_ranks(
     return [*(views[index] for index in range(len(gradients))), *shaped, riders[: leading.numel()]]
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a reduction is besides its tensors.
-
-    It runs within `explaining()`; then `note` is given the sums of the leading riders.
-    """
-
-    order: tuple[int, ...]
-    capacities_bytes: tuple[float, ...]
-    world_size: int
-    group_name: str
-    explaining: Callable[[], contextlib.AbstractContextManager[None]]
-    note: Callable[[Tensor], None]
+Reduce = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]  # gradients, passengers -> their sums
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -91,36 +77,25 @@ class SumOverRanks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(request: Request, gradients: int, leading: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(reduce: Reduce, gradients: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The sums of the first so many `gradients` and of the passengers that follow them."""
-        with request.explaining():
-            *sums, leading_sums = sum_over_ranks(
-                list(tensors[:gradients]),
-                list(tensors[gradients:]),
-                leading,
-                list(request.order),
-                list(request.capacities_bytes),
-                request.world_size,
-                request.group_name,
-            )
-        request.note(leading_sums)
-        return tuple(sums)
+        return tuple(reduce(tensors[:gradients], tensors[gradients:]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
-        ctx.all_but_the_tensors = inputs[:3]
+        ctx.all_but_the_tensors = inputs[:2]
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
-        return (None, None, None, *SumOverRanks.apply(*ctx.all_but_the_tensors, *cotangents))  # type: ignore[no-untyped-call]
+        return (None, None, *SumOverRanks.apply(*ctx.all_but_the_tensors, *cotangents))  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def jvp(ctx: Any, _: object, __: object, ___: object, *tangents: Tensor) -> Any:
+    def jvp(ctx: Any, _: object, __: object, *tangents: Tensor) -> Any:
         return SumOverRanks.apply(*ctx.all_but_the_tensors, *tangents)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def vmap(_: object, in_dims: Sequence[int | None], request: Request, *rest: Any) -> Any:
-        gradients, leading, *tensors = rest
-        dims = in_dims[3:]
+    def vmap(_: object, in_dims: Sequence[int | None], reduce: Reduce, *rest: Any) -> Any:
+        gradients, *tensors = rest
+        dims = in_dims[2:]
         batched = [tensor if dim is None else tensor.movedim(dim, 0) for tensor, dim in zip(tensors, dims, strict=True)]
-        return SumOverRanks.apply(request, gradients, leading, *batched), tuple(None if d is None else 0 for d in dims)  # type: ignore[no-untyped-call]
+        return SumOverRanks.apply(reduce, gradients, *batched), tuple(None if d is None else 0 for d in dims)  # type: ignore[no-untyped-call]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from compiled_ddp import torch_private
@@ -44,7 +45,7 @@ class RecomputedRegions:
 
 
 def _refuse_if_random(node: Node) -> None:
-    if isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
         raise RuntimeError(
             f"a checkpointed function draws from the default generator ({node.target}), and would draw other numbers "
             "when it is computed again: draw outside of it, or from an explicit generator."

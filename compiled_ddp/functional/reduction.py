@@ -1,7 +1,7 @@
-"""How one gradient function's trees are reduced: agreed on once for each shape of them, then one operator."""
+"""How one gradient function's trees are reduced: at once, as an operator of a graph that is traced, or not at all."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,24 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.communicator import Communicator, new_leading
-from compiled_ddp.functional.operator import Request, SumOverRanks
-from compiled_ddp.functional.session import Leaves, TracedReduction, current_session
+from compiled_ddp.functional.agreements import Agreements
+from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.operator import SumOverRanks
+from compiled_ddp.functional.session import Session, current_session
+from compiled_ddp.functional.turn_riders import new_leading
+from compiled_ddp.functional.unit import Run, Unit, break_off
+from compiled_ddp.functional.wanted import Agreed, Wanted
 from compiled_ddp.plan import FIRST_USED
-from compiled_ddp.planning.assignment import MEBIBYTE
 from compiled_ddp.users_code import warn_user
 
 Kind = Literal["mean", "sum", "weighted"]
-DEFAULT_BUCKET_CAP_MB = 8.0
-
-
-def leaves_of(named: Sequence[tuple[str, Tensor]]) -> Leaves:
-    """What is reduced, in the shapes in which it is: below vmap those of the whole batch."""
-    found = []
-    for name, leaf in named:
-        bare = torch_private.autograd.without_transforms(leaf)
-        found.append((name, tuple(bare.shape), bare.dtype, bare.device))
-    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -45,10 +38,6 @@ class Options:
         if cap is not None and not cap >= 0:
             raise ValueError(f"bucket_cap_mb must be a size in MiB, 0 or more, found {cap!r}.")
 
-    @property
-    def capacities_bytes(self) -> tuple[float, ...]:
-        return ((DEFAULT_BUCKET_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb) * MEBIBYTE,)
-
 
 class GradientReduction:
     """The reductions of one gradient function."""
@@ -56,8 +45,6 @@ class GradientReduction:
     def __init__(self, name: str, options: Options) -> None:
         self.name, self.options = name, options
         self._communicator: Communicator | None = None
-        self._agreed: dict[Leaves, int] = {}  # the number of the agreement
-        self._orders: dict[Leaves, tuple[int, ...]] = {}
         self._leading: dict[torch.device, Tensor] = {}
         self._is_alone: bool | None = None  # whether there are no other ranks; None until the first call
 
@@ -87,93 +74,89 @@ class GradientReduction:
     def is_alone(self) -> bool:
         return self._is_alone is True
 
-    def agree(self, leaves: Leaves) -> None:
-        """The first time with these leaves: all ranks have them, and the same options, or all raise the same error."""
-        if leaves in self._agreed:
-            return
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """The one, once this function has been called among several ranks."""
+        return () if self._communicator is None or self.is_alone else (self._communicator,)
 
-        def describe() -> dict[str, list[object]]:
-            properties: dict[str, list[object]] = {
-                "the function": [self.name],
-                "reduction": [self.options.reduction],
-                "bucket_cap_mb": [self.options.bucket_cap_mb],
-            }
-            return properties | {name: [str(dtype), list(shape)] for name, shape, dtype, _ in leaves}
+    def agreements(self) -> Agreements | None:
+        """Those of this function's ranks, also before its first call; None where there are no others."""
+        group = self.options.process_group
+        if isinstance(group, Communicator):
+            return group.agreements
+        has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        return Agreements.of(group) if has_ranks else None
 
-        with torch_private.tracing.outside_of_traces():
-            self._agreed[leaves] = self.communicator.agree(describe, self.name)
-
-    def order_of(self, leaves: Leaves) -> tuple[int, ...] | None:
-        """That in which the gradients fill their buckets; None before ranks have agreed on it."""
-        return self._orders.get(leaves)
-
-    def agree_on_order(self, leaves: Leaves, order: Sequence[int]) -> tuple[int, ...]:
-        """`order` on rank 0, and so everywhere, unless one has been agreed on."""
-        if leaves not in self._orders:
-            number = self._agreed[leaves]
-            self._orders[leaves] = self.communicator.agree_on_order(number, order, self.name)
-        return self._orders[leaves]
-
-    def sum(self, leaves: Leaves, gradients: Sequence[Tensor], passengers: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The sums over ranks of the gradients, then of the passengers."""
-        session, device = current_session(), leaves[0][3]
-        order = tuple(reversed(range(len(leaves))))
-        note: Callable[[Tensor], None]
+    def sum(self, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over ranks of the gradients, which are called `names`, then of the passengers."""
+        session = current_session()
         if session is not None:
-            leading = new_leading(device)
-            traced = TracedReduction(self, leaves, leading)
-            session.reductions.append(traced)
-            note = functools.partial(session.note_run, traced)
+            reduce = functools.partial(self._trace, session, names)
         elif torch_private.tracing.is_tracing():
-            leading, note = torch.zeros(FIRST_USED, dtype=torch.float32, device=device), _ignore
+            reduce = functools.partial(self._trace_for_others, names)
         else:
-            order = self.agree_on_order(leaves, order)
-            leading, note = self._begin_call(device), self.check
-        return self._apply(order, leading, note, gradients, passengers)
+            reduce = functools.partial(self._reduce, names)
+        return list(SumOverRanks.apply(reduce, len(gradients), *gradients, *passengers))  # type: ignore[no-untyped-call]
 
-    def break_off(self, leaves: Leaves, error: BaseException, passengers: int) -> None:
-        """Send zeros for what could not be computed here, and say so: no rank is left waiting."""
-        order = self.agree_on_order(leaves, tuple(reversed(range(len(leaves)))))
-        device = leaves[0][3]
-        leading = self._begin_call(device, f"{type(error).__name__}: {error}")
-        with torch.no_grad():
-            zeros = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype, device in leaves]
-            none = [torch.zeros((), dtype=torch.float32, device=device) for _ in range(passengers)]
-            self._apply(order, leading, self.communicator.note_reduced, zeros, none)
+    def note_call(self) -> None:
+        """Let the step that is being traced know whom to tell of an error."""
+        session = current_session()
+        if session is not None:
+            session.note_call(self.communicator)
 
-    def _apply(
-        self,
-        order: tuple[int, ...],
-        leading: Tensor,
-        note: Callable[[Tensor], None],
-        gradients: Sequence[Tensor],
-        passengers: Sequence[Tensor],
-    ) -> tuple[Tensor, ...]:
-        request = Request(
-            order,
-            self.options.capacities_bytes,
-            self.world_size,
-            self.communicator.group_name,
-            functools.partial(self.communicator.explaining, self.name),
-            note,
-        )
-        sums: tuple[Tensor, ...] = SumOverRanks.apply(request, len(gradients), leading, *gradients, *passengers)  # type: ignore[no-untyped-call]
+    def break_off(self, error: BaseException) -> None:
+        """Tell the other ranks that nothing can be reduced here: none is left waiting."""
+        break_off((self.communicator,), self.communicator.agreements, self.name, error)
+
+    # ---- below all transforms ----------------------------------------------------------------------------------------
+
+    def _wanted(self, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]) -> Wanted:
+        found = [(name, tuple(g.shape), g.dtype, g.device) for name, g in zip(names, gradients, strict=True)]
+        ridden = sum(passenger.numel() for passenger in passengers)
+        return Wanted(self.name, self.options.reduction, self.options.bucket_cap_mb, tuple(found), ridden)
+
+    def _reduce(
+        self, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        wanted = self._wanted(names, gradients, passengers)
+        if wanted.device not in self._leading:
+            self._leading[wanted.device] = new_leading(wanted.device)
+        leading = self._leading[wanted.device]
+        unit = Unit([Run(self.communicator, wanted, leading)])
+        (agreed,) = unit.take_turn([last_first(wanted)])
+        unit.begin()
+        with self.communicator.explaining(self.name):
+            *sums, turn = agreed.launch(gradients, passengers, leading, self.communicator.group_name)
+        unit.note_reduced(gradients, sums)
+        unit.check([turn])
+        unit.prove()
         return sums
 
-    def _begin_call(self, device: torch.device, broken: str = "") -> Tensor:
-        if device not in self._leading:
-            self._leading[device] = new_leading(device)
-        self.communicator.begin_call(self._leading[device], self.name, broken=broken)
-        return self._leading[device]
+    def _trace(
+        self, session: Session, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """Ranks agree when all of the step has been traced: the order of gradients is not known before."""
+        wanted = self._wanted(names, gradients, passengers)
+        leading = new_leading(wanted.device)
+        *sums, turn = Agreed(wanted, last_first(wanted), self.world_size).launch(gradients, passengers, leading, "")
+        session.note_run(Run(self.communicator, wanted, leading), turn)
+        return sums
 
-    def begin_compiled(self, leading: Tensor) -> None:
-        """A graph with this reduction, which reads `leading`, is about to run."""
-        self.communicator.begin_call(leading, self.name)
+    def _trace_for_others(
+        self, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
+    ) -> Sequence[Tensor]:
+        """In a graph that somebody else traces, on all ranks, and in which nobody looks at the riders."""
+        wanted, communicator = self._wanted(names, gradients, passengers), self.communicator
+        with torch_private.tracing.outside_of_traces():
+            agreed = communicator.known(wanted)
+            if agreed is None:
+                communicator.agreements.compare(wanted.describe, self.name, communicator.made)
+                (order,) = communicator.agreements.orders_of_first([last_first(wanted)], self.name)
+                agreed = communicator.note_agreed(wanted, order, is_next=False)
+        leading = torch.zeros(FIRST_USED, dtype=torch.float32, device=wanted.device)
+        return agreed.launch(gradients, passengers, leading, communicator.group_name)[:-1]
 
-    def check(self, sums: Tensor) -> None:
-        """Raise RuntimeError where the leading riders say that what was summed up does not belong together."""
-        self.communicator.check(sums, self.name)
 
-
-def _ignore(_: Tensor) -> None:
-    """A graph that somebody else traces has nobody to look at the riders."""
+def last_first(wanted: Wanted) -> tuple[int, ...]:
+    """The order in which a backward usually produces gradients."""
+    return tuple(reversed(range(len(wanted.gradients))))

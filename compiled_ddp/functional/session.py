@@ -4,37 +4,22 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.random_state import TracedGenerators
 from compiled_ddp.functional.recomputation import RecomputedRegions
-
-if TYPE_CHECKING:
-    from compiled_ddp.functional.reduction import GradientReduction
-
-
-Leaves = tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device], ...]  # what is reduced: name, shape, ...
-
-
-@dataclass(frozen=True)
-class TracedReduction:
-    """A reduction that a traced step asks for; where its result is differentiated, it runs several times."""
-
-    reduction: "GradientReduction"
-    leaves: Leaves
-    leading: Tensor  # what the graph reads its leading riders from
+from compiled_ddp.functional.unit import Run
 
 
 @dataclass
 class Session:
     """A step that is being traced by `compile`."""
 
-    reductions: list[TracedReduction] = field(default_factory=list)
-    runs: list[TracedReduction] = field(default_factory=list)  # one for each operator in the graph, in order
+    called: list[Communicator] = field(default_factory=list)  # of the gradient functions that have been called
+    runs: list[Run] = field(default_factory=list)  # one for each operator in the graph, in order
     sums: list[Tensor] = field(default_factory=list)  # what each run makes of the leading riders
     generators: TracedGenerators = field(default_factory=TracedGenerators)
     regions: RecomputedRegions = field(init=False)
@@ -42,8 +27,11 @@ class Session:
     def __post_init__(self) -> None:
         self.regions = RecomputedRegions(self.generators)
 
-    def note_run(self, traced: TracedReduction, sums: Tensor) -> None:
-        self.runs.append(traced)
+    def note_call(self, communicator: Communicator) -> None:
+        self.called.append(communicator)
+
+    def note_run(self, run: Run, sums: Tensor) -> None:
+        self.runs.append(run)
         self.sums.append(sums)
 
 

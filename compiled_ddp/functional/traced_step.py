@@ -1,5 +1,6 @@
 """A step as a graph of tensors: what of its arguments and results are tensors, and what is written where."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,16 @@ class TracedStep:
     others: Sequence[tuple[int, Any]]  # results that are no tensors, with their places
     structure: Any  # of the results
     generators: Sequence[DrawnGenerator]
+
+    def add_inputs(self, values: Sequence[Tensor]) -> "TracedStep":
+        """With inputs behind all others, which nothing reads yet."""
+        graph = self.graph_module.graph
+        *_, last = graph.find_nodes(op="placeholder")
+        for number in reversed(range(len(values))):
+            with graph.inserting_after(last):
+                graph.placeholder(f"flat_buffer_{number}")
+        self.graph_module.recompile()
+        return dataclasses.replace(self, inputs=[*self.inputs, *values])
 
     def rebuild(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
         """The step's results, of those of its graph, called with arguments of these leaves."""

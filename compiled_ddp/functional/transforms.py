@@ -9,13 +9,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
+from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.communicator import Communicator
-from compiled_ddp.functional.reduction import GradientReduction, Kind, Leaves, Options, leaves_of
+from compiled_ddp.functional.reduction import GradientReduction, Kind, Options
 from compiled_ddp.functional.session import calling_loss
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
 
 Argnums = int | tuple[int, ...]
+
+_WHY_UNTRACED = (
+    "a reduction tells the other ranks of this one, and hears of them, before and after each run, which no graph of "
+    "torch.compile can hold. Compile the step with compiled_ddp.functional.compile(step), which makes one graph of it, "
+    "or leave out fullgraph=True: then the graph ends before the gradient and begins again behind it"
+)
 
 
 def grad(
@@ -43,14 +50,14 @@ def grad(
     Raises ValueError for options that are none; what is returned raises RuntimeError on every rank, with the names,
     where ranks call it with other trees, shapes, dtypes or options, or where one of them has raised.
     """
-    differentiate = _Gradient(f, argnums, has_aux, Options(process_group, reduction, bucket_cap_mb), "grad")
+    differentiate = Gradient(f, argnums, has_aux, Options(process_group, reduction, bucket_cap_mb), "grad")
 
     @functools.wraps(f)
     def gradient_of(*args: Any, **kwargs: Any) -> Any:
         gradients, result = differentiate(*args, **kwargs)
         return (gradients, result[1]) if has_aux else gradients
 
-    return untraced(gradient_of, tell=differentiate.tell_of_compilation)
+    return untraced(gradient_of, tell=differentiate.tell_of_compilation, why=_WHY_UNTRACED)
 
 
 def grad_and_value(
@@ -69,16 +76,16 @@ def grad_and_value(
     all-reduce of its own.
     """
     options = Options(process_group, reduction, bucket_cap_mb)
-    differentiate = _Gradient(f, argnums, has_aux, options, "grad_and_value", reduce_value=reduce_value)
+    differentiate = Gradient(f, argnums, has_aux, options, "grad_and_value", reduce_value=reduce_value)
 
     @functools.wraps(f)
     def gradient_and_value_of(*args: Any, **kwargs: Any) -> Any:
         return differentiate(*args, **kwargs)
 
-    return untraced(gradient_and_value_of, tell=differentiate.tell_of_compilation)
+    return untraced(gradient_and_value_of, tell=differentiate.tell_of_compilation, why=_WHY_UNTRACED)
 
 
-class _Gradient:
+class Gradient:
     """What `grad` and `grad_and_value` return, as one."""
 
     def __init__(
@@ -95,27 +102,35 @@ class _Gradient:
             raise TypeError(f"{transform} takes a function, found {type(f).__name__}.")
         self._f, self._argnums, self._has_aux, self._reduce_value = f, argnums, has_aux, reduce_value
         name = getattr(f, "__qualname__", type(f).__name__).replace("<locals>.", "")
-        self._reduction = GradientReduction(f"{transform}({name})", options)
+        self.reduction = GradientReduction(f"{transform}({name})", options)
         self._is_weighted = options.reduction == "weighted"
         self._has_told = False
+        self._proven: set[torch.dtype] = set()  # whose division has been tried
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """(gradients, value), where value is (value, aux) with `has_aux`."""
-        weight = self._take_weight(kwargs)
-        reduction = self._reduction
+        reduction = self.reduction
         reduction.find_ranks()
         if reduction.is_alone:
+            self._take_weight(kwargs)
             return torch.func.grad_and_value(self._f, self._argnums, self._has_aux)(*args, **kwargs)
-        leaves = self._agree(args)
+        reduction.note_call()
         try:
+            weight, tensors = self._take_weight(kwargs), self._tensors(args)
             gradients, value, aux = self._local(args, kwargs, weight)
+            flat, structure = torch_private.trees.flatten(gradients)
+            if torch_private.autograd.transforms_are_active():
+                flat, value = _batched(list(tensors.values()), flat, value)
+            shares = self._shares(flat)
+            self._prove_division(list(tensors), flat)
+            sent, passengers = self._sent(flat, shares[0], value, weight)
         except BaseException as error:
-            if not (torch_private.autograd.transforms_are_active() or torch_private.tracing.is_tracing()):
-                reduction.break_off(leaves, error, self._reduce_value + self._is_weighted)
+            if not torch_private.tracing.is_tracing():  # who traces tells of it
+                reduction.break_off(error)
             raise
-        if torch_private.autograd.transforms_are_active():
-            gradients, value = self._batched(args, gradients, value)
-        reduced, value = self._reduce(leaves, gradients, value, weight)
+        sums = reduction.sum(list(tensors), sent, passengers)
+        reduced, value = self._results(sums, shares[1], value)
+        reduced = torch_private.trees.unflatten(reduced, structure)
         return reduced, (value, aux) if self._has_aux else value
 
     def tell_of_compilation(self) -> None:
@@ -123,7 +138,7 @@ class _Gradient:
         if not self._has_told:
             self._has_told = True
             warn_user(
-                f"torch.compile ends its graph before {self._reduction.name}, which runs operator by operator. With "
+                f"torch.compile ends its graph before {self.reduction.name}, which runs operator by operator. With "
                 "compiled_ddp.functional.compile(step) the step is one graph, in which each bucket is launched behind "
                 "its last gradient."
             )
@@ -132,28 +147,22 @@ class _Gradient:
         if not self._is_weighted:
             return None
         if "weight" not in kwargs:
-            raise TypeError(f'{self._reduction.name} has reduction="weighted": pass this rank\'s weight= in each call.')
+            raise TypeError(f'{self.reduction.name} has reduction="weighted": pass this rank\'s weight= in each call.')
         return kwargs.pop("weight")
 
-    def _tensors(self, args: Sequence[Any]) -> list[tuple[str, Tensor]]:
-        """What gradients are taken of, by name."""
+    def _tensors(self, args: Sequence[Any]) -> dict[str, Tensor]:
+        """What gradients are taken of, by name. Raises ValueError if that is nothing."""
         argnums = (self._argnums,) if isinstance(self._argnums, int) else tuple(self._argnums)
-        return [
-            (f"argument {number}{path}", leaf)
+        found = {
+            f"argument {number}{path}": leaf
             for number in argnums
             if -len(args) <= number < len(args)
             for path, leaf in torch_private.trees.named_leaves(args[number])
             if isinstance(leaf, Tensor)
-        ]
-
-    def _agree(self, args: Sequence[Any]) -> Leaves:
-        leaves = leaves_of(self._tensors(args))
-        self._reduction.agree(leaves)
-        if not leaves:
-            raise ValueError(
-                f"{self._reduction.name} finds no tensor in argument {self._argnums} to take gradients of."
-            )
-        return leaves
+        }
+        if not found:
+            raise ValueError(f"{self.reduction.name} finds no tensor in argument {self._argnums} to take gradients of.")
+        return found
 
     def _local(self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any) -> tuple[Any, Tensor, Any]:
         """The gradients of this rank's loss, times its weight where it has one; the loss, and what comes with it."""
@@ -164,23 +173,17 @@ class _Gradient:
             return loss * weight, result
 
         f, has_aux = (weighted, True) if self._is_weighted else (self._f, self._has_aux)
-        with calling_loss(self._reduction.communicator.process_group):
+        with calling_loss(self.reduction.communicator.process_group):
             gradients, result = torch.func.grad_and_value(f, self._argnums, has_aux)(*args, **kwargs)
         if self._is_weighted:
             _, result = result
         value, aux = result if self._has_aux else (result, None)
         return gradients, value, aux
 
-    def _batched(self, args: Sequence[Any], gradients: Any, value: Tensor) -> tuple[Any, Tensor]:
-        """Both in batches where what they are derived from is: on another rank they may depend on it."""
-        tensors = [tensor for _, tensor in self._tensors(args)]
-        flat, structure = torch_private.trees.flatten(gradients)
-        flat = [_batched_as(tensor, gradient) for tensor, gradient in zip(tensors, flat, strict=True)]
-        return torch_private.trees.unflatten(flat, structure), _batched_as(max(tensors, key=_batch_dims), value)
-
-    def _reduce(self, leaves: Leaves, gradients: Any, value: Tensor, weight: Any) -> tuple[Any, Tensor]:
-        flat, structure = torch_private.trees.flatten(gradients)
-        before, after = self._shares(flat)
+    def _sent(
+        self, flat: Sequence[Tensor], shares: Sequence[float], value: Tensor, weight: Any
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What is summed up: gradients, and what rides with them."""
         passengers = []
         if self._is_weighted:
             weight = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
@@ -190,24 +193,52 @@ class _Gradient:
         if self._reduce_value:
             local = value.to(torch.float32)
             passengers.append(torch.where(weight > 0, local * weight, 0) if self._is_weighted else local)
-        sent = [gradient * share if share != 1.0 else gradient for gradient, share in zip(flat, before, strict=True)]
-        sums = self._reduction.sum(leaves, sent, passengers)
-        reduced, ridden = sums[: len(flat)], sums[len(flat) :]
+        return [g * share if share != 1.0 else g for g, share in zip(flat, shares, strict=True)], passengers
+
+    def _results(
+        self, sums: Sequence[Tensor], shares: Sequence[float], value: Tensor
+    ) -> tuple[Sequence[Tensor], Tensor]:
+        """Gradients and value, of what `_sent` has become."""
+        reduced, ridden = sums[: len(shares)], sums[len(shares) :]
         if self._is_weighted:
             total = ridden[0].double()  # for gradients in float64
             inverse = torch.where(total > 0, 1.0 / total, 0.0)
-            reduced = tuple((gradient * inverse).to(gradient.dtype) for gradient in reduced)
+            reduced = [(gradient * inverse).to(gradient.dtype) for gradient in reduced]
             mean_value = ridden[-1] * inverse
         else:
-            reduced = tuple(g * share if share != 1.0 else g for g, share in zip(reduced, after, strict=True))
+            reduced = [g * share if share != 1.0 else g for g, share in zip(reduced, shares, strict=True)]
             mean_value = ridden[-1] * self._share if ridden else value
         if self._reduce_value:
             value = mean_value.to(value.dtype)
-        return torch_private.trees.unflatten(reduced, structure), value
+        return reduced, value
+
+    def _prove_division(self, names: Sequence[str], gradients: Sequence[Tensor]) -> None:
+        """At the first call with a dtype: what is multiplied and divided around the sum, tried on a single number.
+
+        Raises RuntimeError, with the names, where the mean of equal gradients is not what they are.
+        """
+        world_size, kind = self.reduction.world_size, self.reduction.options.reduction
+        expected = {"mean": 2.0, "sum": 2.0 * world_size, "weighted": 1.0}[kind]
+        new = {gradient.dtype for gradient in gradients}.difference(self._proven)
+        for dtype in sorted(new, key=str):
+            with torch_private.tracing.outside_of_traces():
+                two, one = (torch.tensor(value, dtype=dtype, device="cpu") for value in (2.0, 1.0))
+                before, after = self._shares([two])
+                weight = 2.0 if self._is_weighted else None
+                sent, passengers = self._sent([two], before, one.float() if one.is_complex() else one, weight)
+                sums = [each * world_size for each in (*sent, *passengers)]
+                ((found,), _) = self._results(sums, after, one)
+            if abs(complex(found.item()) - expected) > 0.01 * expected:
+                own = [name for name, gradient in zip(names, gradients, strict=True) if gradient.dtype == dtype]
+                raise RuntimeError(
+                    f"{self.reduction.name} would return {found.item() / expected:g} times the {kind} over ranks of "
+                    f"the gradients of {format_names(own)}: please report this."
+                )
+            self._proven.add(dtype)
 
     @property
     def _share(self) -> float:
-        return 1.0 / self._reduction.world_size if self._reduction.options.reduction == "mean" else 1.0
+        return 1.0 / self.reduction.world_size if self.reduction.options.reduction == "mean" else 1.0
 
     def _shares(self, gradients: Sequence[Tensor]) -> tuple[list[float], list[float]]:
         """The factors of each gradient before and after the sum, which would overflow in float16.
@@ -218,6 +249,12 @@ class _Gradient:
         return [self._share if is_early else 1.0 for is_early in early], [
             1.0 if is_early else self._share for is_early in early
         ]
+
+
+def _batched(tensors: Sequence[Tensor], gradients: Sequence[Tensor], value: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Gradients and value in batches where what they are derived from is: on another rank they may depend on it."""
+    batched = [_batched_as(tensor, gradient) for tensor, gradient in zip(tensors, gradients, strict=True)]
+    return batched, _batched_as(max(tensors, key=_batch_dims), value)
 
 
 def _batch_dims(tensor: Tensor) -> int:

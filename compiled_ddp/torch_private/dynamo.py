@@ -29,15 +29,17 @@ def leave_out_of_traces(*packages: str) -> None:
         torch._dynamo.trace_rules.add(package)
 
 
-def untraced(function: Callable[P, T], *, tell: Callable[[], None] | None = None) -> Callable[P, T]:
+def untraced(
+    function: Callable[P, T], *, tell: Callable[[], None] | None = None, why: str = _WHY_UNTRACED
+) -> Callable[P, T]:
     """`function`, where Dynamo traces nothing of what it calls either: for all that torch, or compiled code, may call.
 
     [Note: never traced] Dynamo looks at every frame that runs below compiled code, also at the hooks that autograd
     calls in a backward below it. Those of this package it leaves alone (`leave_out_of_traces`), but not what they call:
     torch's own library, others, user hooks. So what is called from outside of the package switches Dynamo off, if it
-    is on; and then calls `tell` first.
+    is on; and then calls `tell` first. Where a graph must not break, Dynamo's error says `why` it would.
     """
-    switched_off: Callable[P, T] = torch.compiler.disable(function, reason=_WHY_UNTRACED)
+    switched_off: Callable[P, T] = torch.compiler.disable(function, reason=why)
 
     @functools.wraps(switched_off)  # with the marks by which Dynamo, where it traces a call, knows what is disabled
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -108,3 +109,13 @@ def custom_graph_passes(note: Callable[[torch.fx.Graph], None]) -> dict[str, Any
     if hasattr(custom_graph_pass, "get_custom_graph_passes"):
         kinds["several"] = list(kinds.values())
     return kinds
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """How much memory on the CPU `run` has at once, of what it allocates."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(live, default=0)

@@ -1,6 +1,7 @@
 """A whole step as one graph: equal to the eager one, its collectives in place, traced again where it must be."""
 
 import re
+import resource
 from typing import Any
 
 import pytest
@@ -235,16 +236,38 @@ def test_what_users_call_a_compiled_step_with(ranks2: RankPool) -> None:
     ranks2.run(_users_ways)
 
 
-def _raises_while_tracing(rank: int) -> str:
-    def step(params: Tree, x: Tensor) -> Tree:
-        return ddp.grad(lambda p, x: loss(p, x[:, :-1] if rank else x))(params, x)
-
-    with pytest.raises(RuntimeError) as error:
-        ddp.compile(step, backend="aot_eager")(parameters(), rows(rank))
-    return str(error.value)
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_that_cannot_trace_leaves_no_rank_waiting_for_ever(ranks2: RankPool) -> None:
-    first, second = ranks2.run(_raises_while_tracing, collective_timeout_seconds=4)
-    assert "must have same reduction dim" in second
-    assert "the gradients of grad(" in first and "rank 1 is behind" in first, first
+def _kept_memory(rank: int, backend: Any) -> None:
+    """Gradients, sums and values that are returned stay what they are in later steps."""
+    for options in ({"reduction": "sum"}, {"reduction": "mean"}, {"reduction": "sum", "bucket_cap_mb": CAP}):
+        gradient = ddp.grad_and_value(loss, reduce_value=True, **options)
+        compiled = ddp.compile(lambda params, x: gradient(params, x), backend=backend)  # noqa: B023
+        found = [compiled(parameters(), rows(rank) * factor) for factor in (1.0, 2.0, 3.0)]
+        for factor, (gradients, value) in zip((1.0, 2.0, 3.0), found, strict=True):
+            expected, total = gradient(parameters(), rows(rank) * factor)
+            assert_same(gradients, expected)
+            torch.testing.assert_close(value, total)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_results_are_no_part_of_memory_that_is_kept(ranks2: RankPool, backend: str) -> None:
+    ranks2.run(_kept_memory, backend, **LIMITS)
+
+
+def _faults(rank: int) -> int:
+    gradient = ddp.grad(lambda params, x: (x @ params["weight"]).square().sum())
+    step = ddp.compile(lambda params, x: sgd(params, gradient(params, x), 0.1), donate="params")
+    params, x = {"weight": torch.randn(3072, 4096)}, torch.ones(2, 3072)  # a bucket of 48 MiB: mapped by itself
+    for _ in range(3):
+        params = step(params, x)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step(params, x)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.inductor
+def test_a_step_takes_no_new_memory_for_its_buckets(ranks2: RankPool) -> None:
+    pages = 3072 * 4096 * 4 // resource.getpagesize()
+    assert all(faults < pages / 4 for faults in ranks2.run(_faults, **LIMITS))

@@ -181,7 +181,7 @@ def _refuses(rank: int, case: str) -> str:
     if case == "shape" and rank:
         params["head"] = params["head"][:, :2]
     if case == "dtype" and rank:
-        params["bias"] = params["bias"].double()
+        params["unused"] = params["unused"].double()
     if case == "tree" and rank:
         del params["unused"]
     if case == "reduction" and rank:
@@ -199,7 +199,7 @@ def _refuses(rank: int, case: str) -> str:
     ("case", "named"),
     [
         ("shape", "argument 0['head']"),
-        ("dtype", "argument 0['bias']"),
+        ("dtype", "argument 0['unused'] is torch.float64"),
         ("tree", "argument 0['unused']"),
         ("reduction", "reduction is sum here, mean on rank 0"),
         ("order", "the function is grad(other) here, grad(one) on rank 0"),

@@ -347,6 +347,14 @@ def test_plain_torch_compile_is_right_and_says_once_what_ours_adds(ranks2: RankP
     ranks2.run(_torch_compile)
 
 
+@pytest.mark.filterwarnings("ignore:grad.* returns this process's own gradients")
+def test_plain_torch_compile_of_a_full_graph_is_refused_with_what_to_do() -> None:
+    gradient = ddp.grad(loss)
+    step = torch.compile(lambda params, x: gradient(params, x * 1), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"Compile the step with compiled_ddp.functional.compile\(step\)"):
+        step(parameters(), rows(0))
+
+
 # ---- random numbers, checkpoints -------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,174 @@
+"""Reductions prove themselves in the first launches: a planted fault is found by name, on every rank."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from test_grad import assert_same, by_hand, loss, parameters, rows
+from torch import Tensor
+from torch.fx import Graph
+
+from compiled_ddp import functional as ddp
+from compiled_ddp.functional import operator, proof
+from compiled_ddp.functional.transforms import Gradient
+from compiled_ddp.passes.ops import all_reduce_in_place, is_launch
+from compiled_ddp.passes.step_pipeline import StepPipeline
+from ranks import RankPool
+
+CAP = 0.0002  # the first two in launch order share a bucket
+NAMED = "of grad(loss) with respect to argument 0['head']"
+
+
+def _error(step: Any, rank: int) -> str:
+    with pytest.raises(RuntimeError) as error:
+        step(parameters(), rows(rank))
+    return str(error.value)
+
+
+def _eager_fault(rank: int, fault: str, wrong_rank: int | None) -> str:
+    launched = []
+
+    def faulty(flat: Tensor, *arguments: Any) -> Tensor:
+        launched.append(flat.numel())
+        is_here = len(launched) == 2 and wrong_rank in (None, rank)
+        local = flat.clone()
+        reduced = all_reduce_in_place(flat, *arguments)
+        if is_here and fault == "twice":
+            return all_reduce_in_place(torch.ops._c10d_functional.wait_tensor(reduced), *arguments)
+        if is_here and fault == "left out":
+            torch.ops._c10d_functional.wait_tensor(reduced).copy_(local)
+        return reduced
+
+    step = ddp.grad(loss, bucket_cap_mb=0)
+    with mock.patch.object(operator, "all_reduce_in_place", faulty):
+        message = _error(step, rank)
+    assert_same(step(parameters(), rows(rank)), by_hand(loss, 2))
+    return message
+
+
+@pytest.mark.parametrize(("fault", "wrong_rank"), [("twice", None), ("left out", None), ("left out", 1)])
+def test_a_fault_of_an_eager_reduction_is_named_on_every_rank(
+    ranks2: RankPool, fault: str, wrong_rank: int | None
+) -> None:
+    for message in ranks2.run(_eager_fault, fault, wrong_rank):
+        assert f"{NAMED} are not the sum over ranks" in message, message
+
+
+def _graph_fault(rank: int, fault: str, first_call: bool) -> str:
+    run = StepPipeline.run
+
+    def faulty(self: StepPipeline, graph: Graph, **options: Any) -> None:
+        run(self, graph, **options)
+        (_, group_name), *_ = self.reductions
+        launch = [node for node in graph.nodes if is_launch(node, group_name)][1]
+        if fault == "left out":
+            launch.replace_all_uses_with(launch.args[0])
+            graph.erase_node(launch)
+            return
+        (wait,) = launch.users
+        with graph.inserting_after(launch):
+            between = graph.call_function(wait.target, (launch,))
+        with graph.inserting_after(between):
+            again = graph.call_function(launch.target, (between, *launch.args[1:]))
+        wait.args = (again,)
+
+    gradient = ddp.grad(loss, bucket_cap_mb=0)
+    if not first_call:  # the reduction has been proven, the graph not
+        for _ in range(4):
+            gradient(parameters(), rows(rank))
+    step = ddp.compile(gradient, backend="aot_eager")
+    with mock.patch.object(StepPipeline, "run", faulty):
+        if not first_call:
+            step(parameters(), rows(rank))
+        return _error(step, rank)
+
+
+@pytest.mark.parametrize("first_call", [True, False])
+@pytest.mark.parametrize("fault", ["twice", "left out"])
+def test_a_fault_of_a_graph_is_named_on_every_rank(ranks2: RankPool, fault: str, first_call: bool) -> None:
+    for message in ranks2.run(_graph_fault, fault, first_call):
+        name = "bias" if first_call else "head"  # the second one in the order of the graph, or of the leaves
+        assert f"with respect to argument 0['{name}'] are not the sum over ranks" in message, message
+
+
+def _wrong_division(rank: int, compiles: bool) -> list[str]:
+    """On rank 1 alone, and on both."""
+    messages = []
+    for wrong_rank in (1, None):
+        step = ddp.compile(ddp.grad(loss), backend="aot_eager") if compiles else ddp.grad(loss)
+        patch = mock.patch.object(Gradient, "_share", 1.0)
+        if wrong_rank in (None, rank):
+            with patch:
+                messages.append(_error(step, rank))
+        else:
+            messages.append(_error(step, rank))
+        assert_same(step(parameters(), rows(rank)), by_hand(loss, 2))
+    return messages
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_a_wrong_division_is_named_on_every_rank(ranks2: RankPool, compiles: bool) -> None:
+    for messages in ranks2.run(_wrong_division, compiles):
+        for message in messages:
+            assert "would return 2 times the mean over ranks" in message and "argument 0['first']" in message, message
+
+
+def _exchanges(rank: int, ways: tuple[str, str]) -> tuple[list[int], int]:
+    """How often ranks compare, also where one runs several reductions as a graph and the other one by one."""
+    shared = ddp.Communicator()
+    one = ddp.grad(loss, process_group=shared, bucket_cap_mb=CAP)
+    other = ddp.grad(lambda params, x: loss(params, x).sin(), process_group=shared)
+
+    def step(params: dict[str, Tensor], x: Tensor) -> Any:
+        between = one(params, x)
+        return between, one(between, x), other(between, x)
+
+    compared = []
+    conclude = proof.Proof.conclude
+
+    def counted(self: proof.Proof, communicator: Any) -> None:
+        compared[-1] += self.is_pending
+        conclude(self, communicator)
+
+    call = ddp.compile(step, backend="aot_eager") if ways[rank] == "compiled" else step
+    with mock.patch.object(proof.Proof, "conclude", counted):
+        for number in range(24):
+            compared.append(0)
+            expected = (step if number < 12 else call)(parameters(), rows(rank))
+    for found, means in zip(call(parameters(), rows(rank)), expected, strict=True):
+        assert_same(found, means)
+    return compared, shared._calls
+
+
+@pytest.mark.parametrize("ways", [("eager", "eager"), ("eager", "compiled"), ("compiled", "compiled")])
+def test_ranks_compare_in_the_first_launches_and_behind_a_new_graph(ranks2: RankPool, ways: tuple[str, str]) -> None:
+    (first, calls), (second, other_calls) = ranks2.run(_exchanges, ways, timeout_seconds=200)
+    assert [bool(n) for n in first] == [bool(n) for n in second] and calls == other_calls
+    assert first[0] and not any(first[9:13])
+    assert any(first[13:]) == ("compiled" in ways) and not any(first[22:])
+
+
+def test_signs_find_what_rounding_does_not_explain() -> None:
+    evidence = proof.Evidence(mock.Mock(wanted=mock.Mock(gradients=[("p", (9,), torch.float32, None)])))
+    local = [torch.randn(9, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    sums = sum(map(proof._signed_sum, local)), float(sum(value.square().sum() for value in local))
+    for total, is_off in ((local[0] + local[1], False), (local[0], True), (2 * (local[0] + local[1]), True)):
+        evidence.note_before(0, local[0])
+        evidence.note_after(0, total)
+        assert evidence.judge(0, *sums, 2)[2] == is_off
+    evidence.note_after(0, torch.full((9,), float("nan")))
+    assert evidence.judge(0, *sums, 2) == (0, ~0, False, False)
+
+
+def _launches_from_cpp(rank: int) -> None:
+    """What cannot be looked at is not held for wrong, on ranks that see theirs neither."""
+    options = {"cpp_wrapper": True} if rank else {}
+    step = ddp.compile(ddp.grad(loss), options=options)
+    for _ in range(2):
+        assert_same(step(parameters(), rows(rank)), by_hand(loss, 2))
+
+
+@pytest.mark.inductor
+def test_launches_from_cpp_are_not_held_for_wrong(ranks2: RankPool) -> None:
+    ranks2.run(_launches_from_cpp, timeout_seconds=400, collective_timeout_seconds=200)

@@ -117,8 +117,8 @@ def compile_step(
     def always() -> Rewriting:
         return rewriting
 
-    # With a C++ wrapper Inductor takes the placeholders' values for the inputs if any has one, and what was added to the
-    # graph after tracing has none (torch 2.13, `_extract_inputs_from_exported_gm`).
+    # With a C++ wrapper Inductor takes the placeholders' values for the inputs if any has one, and what was added to
+    # the graph after tracing has none (torch 2.13, `_extract_inputs_from_exported_gm`).
     for placeholder in graph_module.graph.find_nodes(op="placeholder"):
         placeholder.meta.pop("val", None)
     with torch.no_grad():

@@ -1,6 +1,6 @@
 """Data-parallel training in which the gradients' all-reduces are part of the compiled graph."""
 
-import compiled_ddp.passes.ops  # noqa: F401  (defines compiled_ddp::pack, which cached graphs call)
+import compiled_ddp.passes.ops  # noqa: F401  (defines compiled_ddp::pack and others, which cached graphs call)
 from compiled_ddp import functional, torch_private
 from compiled_ddp.compiled import CompiledDDP, compile_ddp
 from compiled_ddp.eager import EagerDDP

@@ -1,11 +1,11 @@
-"""The operators that compiled_ddp adds to a graph: `compiled_ddp::pack` and `compiled_ddp::sum_over_ranks`.
+"""The operators that compiled_ddp adds to a graph: `compiled_ddp::pack`, `pack_into` and `sum_over_ranks`.
 
-`pack(Tensor[] parts, Tensor? into) -> Tensor` lays its parts, each contiguous, back to back in a one-dimensional
-tensor. It is `torch.cat` of the flattened parts with one freedom more: a compiler may let the parts be written there in
-the first place. Inductor does so through the lowering in `compiled_ddp.torch_private`; every other backend copies.
+`pack(Tensor[] parts) -> Tensor` lays its parts, each contiguous, back to back in a one-dimensional tensor. It is
+`torch.cat` of the flattened parts with one freedom more: a compiler may let the parts be written there in the first
+place. Inductor does so through the lowering in `compiled_ddp.torch_private`; every other backend copies.
 
-`into` is donated memory for the result, of its size and dtype. Its contents are lost, and nothing may read it
-afterwards but through the result; that is why it is not declared as mutated.
+`pack_into(Tensor[] parts, Tensor(a!) into) -> Tensor(a!)` does so in `into`, memory lent for the result, of its size
+and dtype. Its contents are lost, and nothing may read it afterwards but through the result.
 
 `sum_over_ranks` is a whole reduction of a plan, as a functional step asks for it: gradients and what rides with them
 in, their sums over ranks out. Run as it is it launches the plan's buckets; `passes.step_pipeline` puts them into the
@@ -18,18 +18,28 @@ from collections.abc import Sequence
 
 import torch
 
-torch.library.define("compiled_ddp::pack", "(Tensor[] parts, Tensor? into=None) -> Tensor")
+torch.library.define("compiled_ddp::pack", "(Tensor[] parts) -> Tensor")
+torch.library.define("compiled_ddp::pack_into", "(Tensor[] parts, Tensor(a!) into) -> Tensor(a!)")
 
 
 @torch.library.impl("compiled_ddp::pack", "CompositeExplicitAutograd")
-def _pack(parts: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> torch.Tensor:
-    flattened = [part.reshape(-1) for part in parts]
-    return torch.cat(flattened) if into is None else torch.cat(flattened, out=into)
+def _pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 @torch.library.register_fake("compiled_ddp::pack")
-def _pack_fake(parts: Sequence[torch.Tensor], into: torch.Tensor | None = None) -> torch.Tensor:
+def _pack_fake(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0].new_empty(sum(part.numel() for part in parts))
+
+
+@torch.library.impl("compiled_ddp::pack_into", "CompositeExplicitAutograd")
+def _pack_into(parts: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.reshape(-1) for part in parts], out=into)
+
+
+@torch.library.register_fake("compiled_ddp::pack_into")
+def _pack_into_fake(parts: Sequence[torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(into)  # Inductor would take a view of an input for memory that no all-reduce may overwrite
 
 
 torch.library.define(
@@ -49,12 +59,14 @@ def _sum_over_ranks_fake(
 
 
 pack = torch.ops.compiled_ddp.pack.default
+pack_into = torch.ops.compiled_ddp.pack_into.default
 sum_over_ranks = torch.ops.compiled_ddp.sum_over_ranks.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
+PACKS = (pack, pack_into)
 LAUNCHES = (all_reduce, all_reduce_in_place, all_gather)
 
 

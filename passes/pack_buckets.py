@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import add_placeholders, emit
 from compiled_ddp.passes.inline_hook import flat_buffers
-from compiled_ddp.passes.ops import pack
+from compiled_ddp.passes.ops import pack, pack_into
 from compiled_ddp.plan import Bucket, BucketPlan
 
 _aten = torch.ops.aten
@@ -23,14 +23,15 @@ def pack_buckets(graph: Graph, plan: BucketPlan, *, lent: Sequence[int]) -> None
 
     `pack` takes gradients in their own shape, so that the compiler may hand each producer its place in the bucket.
 
-    Appends one input for each bucket in `lent`, by place in the plan, in launch order: the memory to pack it into.
+    Appends one input for each bucket in `lent`, by place in the plan, in launch order: the memory to pack it into,
+    by `compiled_ddp::pack_into`.
     """
     intos = _add_flat_placeholders(graph, plan, lent)
     for number, (_, flat) in enumerate(zip(plan.buckets, flat_buffers(graph), strict=True)):
         flattened: list[Node] = flat.args[0]  # type: ignore[assignment]
         parts = [part.args[0] if part.target is _aten.reshape.default else part for part in flattened]
         with graph.inserting_before(flat):
-            packed = emit(graph, pack, parts, intos[number]) if number in intos else emit(graph, pack, parts)
+            packed = emit(graph, pack_into, parts, intos[number]) if number in intos else emit(graph, pack, parts)
         flat.replace_all_uses_with(packed)
         graph.erase_node(flat)
         for part in flattened:

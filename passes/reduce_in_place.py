@@ -2,7 +2,7 @@
 
 from torch.fx import Graph
 
-from compiled_ddp.passes.ops import all_reduce, all_reduce_in_place, is_launch, pack
+from compiled_ddp.passes.ops import PACKS, all_reduce, all_reduce_in_place, is_launch
 
 
 def reduce_in_place(graph: Graph, *, group_name: str) -> None:
@@ -16,5 +16,5 @@ def reduce_in_place(graph: Graph, *, group_name: str) -> None:
     """
     for launch in [node for node in graph.nodes if node.target is all_reduce and is_launch(node, group_name)]:
         (flat,) = launch.all_input_nodes
-        if flat.target is pack and list(flat.users) == [launch]:
+        if flat.target in PACKS and list(flat.users) == [launch]:
             launch.target = all_reduce_in_place

@@ -7,8 +7,10 @@ from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import output_values
 from compiled_ddp.passes.inline_hook import TracedHook
-from compiled_ddp.passes.ops import LAUNCHES, all_reduce, all_reduce_in_place, is_launch, pack, wait_tensor
+from compiled_ddp.passes.ops import LAUNCHES, PACKS, all_reduce, all_reduce_in_place, is_launch, pack_into, wait_tensor
 from compiled_ddp.plan import Bucket, BucketPlan
+
+FLAT_BUFFERS = (*PACKS, torch.ops.aten.cat.default)
 
 
 def verify_collectives(
@@ -68,14 +70,15 @@ def _verify_bucket(bucket: Bucket, launch: Node) -> None:
     waits = list(launch.users)
     assert len(waits) == 1 and waits[0].target is wait_tensor, f"{launch.name} is read before its wait: {waits}"
     flat = launch.args[0]
-    assert isinstance(flat, Node) and flat.target in (pack, torch.ops.aten.cat.default), f"{launch.name} has no bucket"
+    assert isinstance(flat, Node) and flat.target in FLAT_BUFFERS, f"{launch.name} has no bucket"
     assert list(flat.users) == [launch], f"the flat buffer of {launch.name} has other readers: {list(flat.users)}"
     parts = flat.args[0]
     assert isinstance(parts, (list, tuple))
     expected = len(bucket.gradients) + (bucket.riders is not None)
     assert len(parts) == expected, f"{launch.name} carries {len(parts)} parts, planned are {expected}"
-    into = flat.args[1] if len(flat.args) > 1 and flat.target is pack else None
-    if isinstance(into, Node):
+    if flat.target is pack_into:
+        into = flat.args[1]
+        assert isinstance(into, Node)
         assert into.op == "placeholder" and list(into.users) == [flat], f"{into.name} is memory that others read"
     if "val" in flat.meta:
         assert flat.meta["val"].numel() == bucket.numel, f"{launch.name}: {flat.meta['val'].numel()} elements"

@@ -1,4 +1,4 @@
-"""Inductor's lowering of `pack`, by which gradients are produced inside their bucket."""
+"""Inductor's lowering of `pack` and `pack_into`, by which gradients are produced inside their bucket."""
 
 import functools
 
@@ -11,13 +11,15 @@ def register_pack_lowering() -> None:
 
     Each part becomes a ReinterpretView of the buffer; a producer whose output Inductor allocates writes there, any
     other part is copied. The same as ConcatKernel's lowering of aten.cat, for parts of any rank; and the buffer itself
-    may be a view of donated memory.
+    may be a view of lent memory.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
     from torch._inductor.virtualized import V
 
-    @register_lowering(torch.ops.compiled_ddp.pack.default, type_promotion_kind=None)
+    ops = torch.ops.compiled_ddp
+
+    @register_lowering([ops.pack.default, ops.pack_into.default], type_promotion_kind=None)
     def lower_pack(parts: list[ir.TensorBox], into: ir.TensorBox | None = None) -> ir.TensorBox:
         sizes = [list(part.get_size()) for part in parts]
         numels = [V.graph.sizevars.guard_int(ir.sympy_product(size)) for size in sizes]

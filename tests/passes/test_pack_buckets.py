@@ -1,10 +1,10 @@
-"""`pack_buckets`: the concatenation that fills a bucket becomes `compiled_ddp::pack`."""
+"""`pack_buckets`: the concatenation that fills a bucket becomes `compiled_ddp::pack`, or `pack_into`."""
 
 import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.inline_hook import emit_flat
-from compiled_ddp.passes.ops import all_reduce, pack, wait_tensor
+from compiled_ddp.passes.ops import all_reduce, pack, pack_into, wait_tensor
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
@@ -43,7 +43,7 @@ def test_gradients_enter_the_bucket_in_their_own_shape() -> None:
     graph, dw0, permuted, riders = bucket_graph()
     pack_buckets(graph, PLAN, lent=[0])
     graph.lint()
-    (packed,) = graph.find_nodes(op="call_function", target=pack)
+    (packed,) = graph.find_nodes(op="call_function", target=pack_into)
     (flat_buffer,) = (node for node in graph.nodes if node.name == "flat_buffer_0")
     assert packed.args == ([dw0, permuted, riders], flat_buffer)
     assert count(graph, aten.cat.default) == count(graph, aten.reshape.default) == 0
@@ -58,7 +58,7 @@ def test_exact_nodes_of_a_packed_bucket() -> None:
         "riders",
         "flat_buffer_0",
         "permute_default",
-        "pack_default",
+        "pack_into_default",
         "all_reduce_default",
         "wait_tensor_default",
         "output",
@@ -109,7 +109,7 @@ def test_pack_of_one_part_is_a_new_tensor_too() -> None:
 
 def test_pack_uses_the_memory_that_it_is_given() -> None:
     into = torch.full((3,), 9.0)
-    packed = pack([torch.arange(2.0), torch.arange(1.0)], into)
+    packed = pack_into([torch.arange(2.0), torch.arange(1.0)], into)
     assert packed.data_ptr() == into.data_ptr()
     assert packed.tolist() == [0, 1, 0]
 

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_ddp.passes import pipeline as pipeline_module
-from compiled_ddp.passes.ops import all_reduce, pack, wait_tensor
+from compiled_ddp.passes.ops import all_reduce, pack, pack_into, wait_tensor
 from compiled_ddp.passes.pipeline import PASSES, Given, Pass, Pipeline
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
@@ -227,14 +227,14 @@ def scaled_by(graph: Graph, factor: float) -> list[str]:
 def test_number_of_all_reduces_is_the_number_of_buckets() -> None:
     plan = Model(linear, PARAMETERS).plan(2, cap_bytes=64)
     graph = rewritten(linear, 2)
-    assert count(graph, all_reduce) == count(graph, wait_tensor) == count(graph, pack) == len(plan.buckets)
+    assert count(graph, all_reduce) == count(graph, wait_tensor) == count(graph, pack_into) == len(plan.buckets)
     assert count(graph, aten.cat.default) == 0
 
 
 def test_naive_program_has_an_all_reduce_per_gradient_and_one_for_the_riders() -> None:
     graph = rewritten(linear, 2, naive=True)
     assert count(graph, all_reduce) == count(graph, aten.cat.default) == len(PARAMETERS) + 1
-    assert count(graph, pack) == 0
+    assert count(graph, pack) == count(graph, pack_into) == 0
 
 
 @pytest.mark.parametrize(

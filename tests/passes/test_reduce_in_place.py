@@ -12,7 +12,7 @@ def packed_graph(group_name: str = "ours") -> tuple[Graph, Node, Node]:
     """dw -> pack -> launch -> wait -> output, with the packed bucket and its launch."""
     graph = Graph()
     dw = graph.placeholder("dw")
-    flat = graph.call_function(pack, ([dw], None))
+    flat = graph.call_function(pack, ([dw],))
     launch = graph.call_function(all_reduce, (flat, "sum", group_name))
     graph.output((graph.call_function(wait_tensor, (launch,)),))
     return graph, flat, launch

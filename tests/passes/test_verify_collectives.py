@@ -11,7 +11,7 @@ from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.graph_edit import output_values, set_output_values
 from compiled_ddp.passes.infer_values import infer_values
 from compiled_ddp.passes.insert_all_reduces import insert_all_reduces
-from compiled_ddp.passes.ops import all_reduce, pack, wait_tensor
+from compiled_ddp.passes.ops import all_reduce, pack_into, wait_tensor
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.passes.schedule_collectives import schedule_collectives
 from compiled_ddp.passes.verify_collectives import verify_collectives
@@ -93,7 +93,7 @@ def test_graph_without_collectives_holds_for_an_empty_plan() -> None:
 
 @pytest.mark.parametrize("operation", ["sum", "max"])
 def test_collective_of_another_group_is_left_alone(graph: Graph, operation: str) -> None:
-    with graph.inserting_before(nodes(graph, pack)[0]):
+    with graph.inserting_before(nodes(graph, pack_into)[0]):
         theirs = graph.call_function(all_reduce, (next(iter(graph.nodes)), operation, "theirs"))
         graph.call_function(aten.neg.default, (theirs,))
     verify(graph)
@@ -118,7 +118,9 @@ def test_launch_on_another_group_is_missed(graph: Graph) -> None:
 
 def test_launch_too_many_is_found(graph: Graph) -> None:
     with graph.inserting_before(graph.output_node()):
-        graph.call_function(wait_tensor, (graph.call_function(all_reduce, (nodes(graph, pack)[0], "sum", "ours")),))
+        graph.call_function(
+            wait_tensor, (graph.call_function(all_reduce, (nodes(graph, pack_into)[0], "sum", "ours")),)
+        )
     with pytest.raises(AssertionError, match="3 launches for 2 buckets"):
         verify(graph)
 
@@ -183,13 +185,13 @@ def test_launch_of_something_else_than_a_flat_buffer_is_found(graph: Graph) -> N
 
 def test_flat_buffer_with_another_reader_is_found(graph: Graph) -> None:
     with graph.inserting_before(graph.output_node()):
-        graph.call_function(aten.neg.default, (nodes(graph, pack)[0],))
+        graph.call_function(aten.neg.default, (nodes(graph, pack_into)[0],))
     with pytest.raises(AssertionError, match="has other readers"):
         verify(graph)
 
 
 def test_memory_that_two_buckets_are_packed_into_is_found(graph: Graph) -> None:
-    first, second = nodes(graph, pack)
+    first, second = nodes(graph, pack_into)
     second.update_arg(1, first.args[1])
     with pytest.raises(AssertionError, match="memory that others read"):
         verify(graph)
@@ -197,7 +199,7 @@ def test_memory_that_two_buckets_are_packed_into_is_found(graph: Graph) -> None:
 
 @pytest.mark.parametrize("bucket", [0, 1], ids=["gradient missing", "riders missing"])
 def test_flat_buffer_with_a_part_missing_is_found(graph: Graph, bucket: int) -> None:
-    packed = nodes(graph, pack)[bucket]
+    packed = nodes(graph, pack_into)[bucket]
     packed.update_arg(0, packed.args[0][:-1])
     with pytest.raises(AssertionError, match=r"carries \d parts, planned are \d"):
         verify(graph)
@@ -218,7 +220,7 @@ def test_graph_with_values_holds() -> None:
 
 def test_flat_buffer_of_another_size_is_found_where_values_are_known() -> None:
     graph = traced()
-    packed = nodes(graph, pack)[0]
+    packed = nodes(graph, pack_into)[0]
     packed.meta["val"] = packed.meta["val"].new_empty(5)
     with pytest.raises(AssertionError, match="5 elements"):
         verify(graph)
@@ -226,7 +228,7 @@ def test_flat_buffer_of_another_size_is_found_where_values_are_known() -> None:
 
 def test_flat_buffer_of_another_dtype_is_found_where_values_are_known() -> None:
     graph = traced()
-    packed = nodes(graph, pack)[0]
+    packed = nodes(graph, pack_into)[0]
     packed.meta["val"] = packed.meta["val"].double()
     with pytest.raises(AssertionError, match=r"torch\.float64"):
         verify(graph)

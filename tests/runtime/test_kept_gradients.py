@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -358,6 +359,15 @@ def test_memory_stays_where_nobody_keeps_gradients(ranks2: RankPool, wrapper: st
 # ---- flat buffers that are given back --------------------------------------------------------------------------------
 
 
+def _becomes_free(gradient: Tensor) -> bool:
+    """Whether nobody else holds its memory; gloo's thread lets go of a collective some moments after its wait."""
+    alone = storage_holders(torch.zeros(3))
+    deadline = time.monotonic() + 2
+    while storage_holders(gradient) > alone and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return storage_holders(gradient) == alone
+
+
 def _given_back(rank: int, wrapper: str, keep_buffers: bool) -> None:
     ddp = wrap(wrapper, net(), keep_buffers=keep_buffers)
     for step in range(3):
@@ -365,7 +375,7 @@ def _given_back(rank: int, wrapper: str, keep_buffers: bool) -> None:
     gradient = ddp.module[0].weight.grad
     ddp.zero_grad()
     loss = loss_of(3)(ddp)
-    is_free = storage_holders(gradient) == storage_holders(torch.zeros(3))
+    is_free = _becomes_free(gradient)
     assert is_free or keep_buffers
     # aot_eager's graphs reduce out of place, and do not fill what is kept.
     assert not is_free or not keep_buffers or wrapper == "compile_ddp"

@@ -23,7 +23,7 @@ from compiled_ddp.checks.proof import TRIES, Proof
 from compiled_ddp.passes import pipeline
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
 from compiled_ddp.passes.infer_values import infer_values
-from compiled_ddp.passes.ops import pack
+from compiled_ddp.passes.ops import PACKS
 from compiled_ddp.plan import FIRST_USED, VERIFY, BucketPlan, Riders
 from compiled_ddp.ranks import launch_observer
 from ranks import RankPool
@@ -295,7 +295,7 @@ def test_every_dtype_and_layout_is_proven(ranks2: RankPool, name: str) -> None:
 
 def _return_a_local_gradient(graph: Graph, plan: BucketPlan, *, output_positions: dict[int, int], **_: object) -> None:
     """In place of the last pass: hand out the first gradient as it goes into its bucket."""
-    flat = next(node for node in graph.nodes if node.target in (pack, torch.ops.aten.cat.default))
+    flat = next(node for node in graph.nodes if node.target in (*PACKS, torch.ops.aten.cat.default))
     outputs = output_values(graph)
     with graph.inserting_before(flat):
         local = emit(graph, torch.ops.aten.clone.default, flat.args[0][0])

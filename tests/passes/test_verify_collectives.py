@@ -118,9 +118,8 @@ def test_launch_on_another_group_is_missed(graph: Graph) -> None:
 
 def test_launch_too_many_is_found(graph: Graph) -> None:
     with graph.inserting_before(graph.output_node()):
-        graph.call_function(
-            wait_tensor, (graph.call_function(all_reduce, (nodes(graph, pack_into)[0], "sum", "ours")),)
-        )
+        launch = graph.call_function(all_reduce, (nodes(graph, pack_into)[0], "sum", "ours"))
+        graph.call_function(wait_tensor, (launch,))
     with pytest.raises(AssertionError, match="3 launches for 2 buckets"):
         verify(graph)
 

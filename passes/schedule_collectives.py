@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.ops import is_launch, wait_tensor
+from compiled_ddp.passes.ops import is_launch, pack_into, wait_tensor
 
 
 def schedule_collectives(graph: Graph, *, group_name: str) -> None:
@@ -60,7 +60,8 @@ def _descendants(nodes: list[Node], roots: list[Node]) -> set[Node]:
 
 def mutates(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    is_lent = node.target is pack_into  # nothing but its result reads that memory: verify_collectives
+    return schema is not None and schema.is_mutable and not is_lent
 
 
 def apply_order(graph: Graph, order: list[Node]) -> None:

@@ -28,7 +28,7 @@ from torch.fx import Graph, Node
 
 from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.infer_values import infer_values
-from compiled_ddp.passes.ops import is_launch
+from compiled_ddp.passes.ops import is_launch, pack_into
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.passes.pipeline import source_hash
 from compiled_ddp.passes.recompute_regions import recompute_regions
@@ -102,6 +102,7 @@ def _pack_into_last_inputs(graph: Graph, names: Sequence[str]) -> None:
     memory = graph.find_nodes(op="placeholder")[-len(launches) :] if launches else []
     for launch, into in zip(launches, memory, strict=True):
         packed: Node = launch.args[0]
+        packed.target = pack_into
         packed.args = (packed.args[0], into)
 
 

@@ -13,6 +13,7 @@ WORKERS ?= 2
 # One of each minor version that pyproject.toml admits, and where their environments are kept: outside of the checkout.
 VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1
 VERSIONS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-versions
+TRAINERS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-trainers
 
 # Inductor takes g++ unless $CXX names another compiler; where only clang++ is installed, name that. Make's own default
 # for CXX is no choice of the user's.
@@ -22,7 +23,7 @@ endif
 export CXX
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test versions fuzz lint format types docs clean check-python check-compiler shape
+.PHONY: help bench test versions trainers fuzz lint format types docs clean check-python check-compiler shape
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +39,12 @@ test: check-compiler $(STAMP) ## Run the tests, two at a time (ARGS="-k name" pi
 versions: check-compiler ## Run the quick round of tests on each admitted torch (VERSIONS="2.14.1" picks some, ARGS="tests" runs all)
 	@echo "==> make versions: the quick round on torch $(VERSIONS), environments in $(VERSIONS_FOLDER)"
 	PYTHON="$(PYTHON)" WORKERS="$(WORKERS)" .ci/versions "$(VERSIONS_FOLDER)" "$(VERSIONS)" $(ARGS)
+
+trainers: check-compiler check-python ## Run Accelerate, transformers and Lightning with ours in the place of torch's DDP, in an environment of their own
+	@echo "==> make trainers: python -m pytest tests/integrations, environment in $(TRAINERS_FOLDER)"
+	$(PYTHON) -m venv $(TRAINERS_FOLDER)
+	$(TRAINERS_FOLDER)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,trainers]'
+	$(TRAINERS_FOLDER)/bin/python -m pytest -p no:cacheprovider tests/integrations $(ARGS)
 
 fuzz: $(STAMP) ## Train random models and compare with autograd averaged by hand (WHAT=disturbed, models or hooks, MODELS=2000 SEED=1, ARGS="--help" for more)
 	@echo "==> make fuzz: python -m fuzz.long_run --what $(WHAT) --models $(MODELS) --seed $(SEED) $(ARGS)"

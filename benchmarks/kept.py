@@ -27,12 +27,12 @@ def microseconds(count: int, *, in_place: bool) -> float:
     buffers = SequenceBuffers([Section(plan, "hooks")])
     for position, bucket in enumerate(plan.buckets):
         buffer = buffers[position]  # allocated by this
-        for index in bucket.indices if in_place else ():
-            parameters[index].grad = buffer.alias(index)
+        if in_place:
+            buffer.put_in_place(bucket.indices, parameters)
     samples = []
     for _ in range(REPETITIONS):
         begin = perf_counter()
-        buffers.renew_held(parameter.grad for parameter in parameters)
+        buffers.renew_held(gradient for p in parameters if (gradient := p.grad) is not None)
         samples.append(1e6 * (perf_counter() - begin))
     return statistics.median(samples)
 

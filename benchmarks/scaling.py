@@ -3,10 +3,12 @@
     python -m benchmarks.scaling
 
 Parameters have two elements, so that nearly all that is timed is paid for each parameter. Two ranks on loopback; each
-variant and size in fresh processes with an empty compile cache.
+variant and size in fresh processes with an empty compile cache. What compiles is measured several times, the variants
+in turn, each time from another depth of calls; the table has medians.
 """
 
 import argparse
+import itertools
 import json
 import tempfile
 from collections.abc import Sequence
@@ -21,13 +23,14 @@ from benchmarks import growth_chart, passes_by_size
 from benchmarks.launch import run_job
 from benchmarks.passes_by_size import SizedPasses
 from benchmarks.record import recipe
-from benchmarks.steps_by_size import SizedSteps
+from benchmarks.steps_by_size import SizedSteps, median_of
 from benchmarks.table import tabulate_rows
 
 RANKS = 2
 EAGER = ("torch DDP", "EagerDDP")
 COMPILED = ("no communication, compiled", "compile_ddp")
 CONSTRUCTED = (*EAGER, "compile_ddp")
+DEPTHS = (0, 45, 90)  # frames; what they take of Python's stack is a third of a chunk each: `compiled_ddp/frames.py`
 REFERENCES = {"EagerDDP": EAGER[0], "compile_ddp": COMPILED[0]}  # what a variant's times are divided by
 
 COLUMNS = {
@@ -42,6 +45,8 @@ COLUMNS = {
     "later_backward_ms": ("later\nbackward ms", ".2f"),
     "constructor_ratio": ("construc-\ntor x", ".2f"),
     "first_step_ratio": ("first\nstep x", ".2f"),
+    "first_step_cpu_s": ("first\nstep CPU s", ".3f"),
+    "first_step_cpu_ratio": ("first\nstep CPU x", ".2f"),
     "later_backward_ratio": ("later\nbackward x", ".2f"),
 }
 
@@ -53,6 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     sizes("--constructor-sizes", default=[100000], help=f"the constructor alone, of {', '.join(CONSTRUCTED)}")
     sizes("--compiled-sizes", default=[100, 300, 1000], help=f"of {' and '.join(COMPILED)}")
     sizes("--pass-sizes", default=[100, 300, 1000, 3000, 10000], help="of the graph passes alone")
+    parser.add_argument("--compiled-repetitions", type=int, default=3, help="of what compiles, in turn")
     parser.add_argument("--backends", nargs="+", choices=("aot_eager", "inductor"), default=["aot_eager"])
     parser.add_argument("--steps", type=int, default=12, help="of each variant and size; two are its first ones")
     parser.add_argument("--repetitions", type=int, default=3, help="of the graph passes; the fastest counts")
@@ -69,16 +75,16 @@ class Case:
     parameters: int
     steps: int
     backend: str = "inductor"
+    depth: int = 0
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
     """What is compared stands next to each other, so that it sees the same machine."""
     found = [Case(variant, size, options.steps) for size in options.sizes for variant in EAGER]
     found += [Case(variant, size, 0) for size in options.constructor_sizes for variant in CONSTRUCTED]
-    for backend in options.backends:
-        found += [
-            Case(variant, size, options.steps, backend) for size in options.compiled_sizes for variant in COMPILED
-        ]
+    depths = list(itertools.islice(itertools.cycle(DEPTHS), options.compiled_repetitions))
+    for backend, size, depth in itertools.product(options.backends, options.compiled_sizes, depths):
+        found += [Case(variant, size, options.steps, backend, depth) for variant in COMPILED]
     return found
 
 
@@ -103,7 +109,7 @@ def _row(found: SizedSteps, reference: SizedSteps | None) -> SimpleNamespace:
     row.first_backward_s, row.second_backward_s = found.first_backward_s, found.second_backward_s
     row.later_forward_ms = _milliseconds(found.later_forward_s)
     row.later_backward_ms = _milliseconds(found.later_backward_s)
-    for quantity in ("constructor", "first_step", "later_backward"):
+    for quantity in ("constructor", "first_step", "first_step_cpu", "later_backward"):
         other = None if reference is None else getattr(reference, f"{quantity}_s")
         setattr(row, f"{quantity}_ratio", _over(getattr(found, f"{quantity}_s"), other))
     return row
@@ -117,6 +123,15 @@ def table_of_steps(found: Sequence[SizedSteps]) -> str:
         reference = REFERENCES.get(steps.variant)
         rows.append(_row(steps, reference and by_case.get((reference, steps.parameters, steps.backend))))
     return tabulate_rows(rows, COLUMNS, tablefmt="simple", missing="-")
+
+
+def medians(found: Sequence[SizedSteps]) -> list[SizedSteps]:
+    """Of what was measured several times."""
+    repetitions: dict[tuple[str, int, str | None, bool], list[SizedSteps]] = {}
+    for steps in found:
+        kind = steps.variant, steps.parameters, steps.backend, bool(steps.forward_s)
+        repetitions.setdefault(kind, []).append(steps)
+    return [median_of(steps) for steps in repetitions.values()]
 
 
 def table_of_passes(found: Sequence[SizedPasses]) -> str:
@@ -142,13 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for size in tqdm(options.pass_sizes, desc="passes", leave=False)
     ]
     if steps:
-        print(f"\n{table_of_steps(steps)}")
+        print(f"\n{table_of_steps(medians(steps))}")
     if passes:
         print(f"\n{table_of_passes(passes)}")
     data = {"steps": [asdict(sized) for sized in steps], "passes": [asdict(sized) for sized in passes]}
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"recipe": recipe(), **data}))
-    growth_chart.draw(steps, passes, options.png)
+    growth_chart.draw(medians(steps), passes, options.png)
     print(f"\nRaw samples and recipe: {options.json}\nChart: {options.png}")
 
 

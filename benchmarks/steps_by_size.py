@@ -2,8 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,10 @@ from benchmarks.workload import load_fresh
 
 @dataclass(frozen=True)
 class SizedSteps:
-    """Seconds of the slowest rank; `forward_s` and `backward_s` have one entry per step, none where none was taken."""
+    """Seconds of the slowest rank; `forward_s` and `backward_s` have one entry per step, none where none was taken.
+
+    `first_step_cpu_s` is the CPU time of the first forward and backward, of all threads of a rank's process.
+    """
 
     variant: str
     parameters: int
@@ -24,6 +27,7 @@ class SizedSteps:
     constructor_s: float | None  # None without a wrapper
     forward_s: list[float]
     backward_s: list[float]
+    first_step_cpu_s: float | None = None
 
     @property
     def first_backward_s(self) -> float | None:
@@ -47,41 +51,67 @@ class SizedSteps:
         return statistics.median(self.backward_s[2:]) if len(self.backward_s) > 2 else None
 
 
-def measure(variant: Variant, *, parameters: int, steps: int, backend: str, rank: Rank) -> dict[str, Any]:
-    """A `SizedSteps` as a JSON value, the same on every rank. Without `steps` it is the constructor alone."""
+def median_of(repetitions: Sequence[SizedSteps]) -> SizedSteps:
+    """One variant at one size, measured several times."""
+    cpu_s = [steps.first_step_cpu_s for steps in repetitions if steps.first_step_cpu_s is not None]
+    constructor_s = [steps.constructor_s for steps in repetitions if steps.constructor_s is not None]
+    return replace(
+        repetitions[0],
+        constructor_s=statistics.median(constructor_s) if constructor_s else None,
+        forward_s=[statistics.median(each) for each in zip(*(steps.forward_s for steps in repetitions), strict=True)],
+        backward_s=[statistics.median(each) for each in zip(*(steps.backward_s for steps in repetitions), strict=True)],
+        first_step_cpu_s=statistics.median(cpu_s) if cpu_s else None,
+    )
+
+
+def measure(
+    variant: Variant, *, parameters: int, steps: int, backend: str, rank: Rank, depth: int = 0
+) -> dict[str, Any]:
+    """A `SizedSteps` as a JSON value, the same on every rank. Without `steps` it is the constructor alone.
+
+    It runs below `depth` more frames of Python's: how long compilers take depends on it (`compiled_ddp/frames.py`).
+    """
+    if depth:
+        return measure(variant, parameters=parameters, steps=steps, backend=backend, rank=rank, depth=depth - 1)
     if steps:
         _run(variant, "small", 2, steps=2, rank=rank)  # what is imported and set up once is no part of any size
-    constructor_s, forward_s, backward_s = _run(variant, "sized", parameters, steps=steps, rank=rank)
-    of_wrapper_s = constructor_s if variant.communicates else None
-    of_backend = backend if variant.floor == "compiled" else None
-    return asdict(SizedSteps(variant.name, parameters, of_backend, of_wrapper_s, forward_s, backward_s))
+    return asdict(_run(variant, "sized", parameters, steps=steps, rank=rank, backend=backend))
 
 
 def _run(
-    variant: Variant, label: str, parameters: int, *, steps: int, rank: Rank
-) -> tuple[float, list[float], list[float]]:
+    variant: Variant, label: str, parameters: int, *, steps: int, rank: Rank, backend: str | None = None
+) -> SizedSteps:
     model = load_fresh("benchmarks.models", label).Chain(parameters).to(rank.device)
-    module, constructor_s = _timed(lambda: variant.wrap(model), rank)
-    forward_s, backward_s = [], []
+    module, constructor_s, _ = _timed(lambda: variant.wrap(model), rank)
+    forward_s, backward_s, cpu_s = [], [], []
     x = torch.ones(2, device=rank.device)
     for _ in range(steps):
-        loss, seconds = _timed(lambda: module(x), rank)
+        loss, seconds, of_forward = _timed(lambda: module(x), rank)
         forward_s.append(seconds)
-        _, seconds = _timed(loss.backward, rank)
+        _, seconds, of_backward = _timed(loss.backward, rank)
         backward_s.append(seconds)
+        cpu_s.append(of_forward + of_backward)
         _check_gradients(model)
         module.zero_grad()
-    return constructor_s, forward_s, backward_s
+    return SizedSteps(
+        variant.name,
+        parameters,
+        backend if variant.floor == "compiled" else None,
+        constructor_s if variant.communicates else None,
+        forward_s,
+        backward_s,
+        max(rank.gather(cpu_s[0])) if cpu_s else None,
+    )
 
 
-def _timed(action: Callable[[], Any], rank: Rank) -> tuple[Any, float]:
-    """What `action` returns, and the seconds of the slowest rank from a barrier on."""
+def _timed(action: Callable[[], Any], rank: Rank) -> tuple[Any, float, float]:
+    """What `action` returns, the seconds of the slowest rank from a barrier on, and this rank's of CPU time."""
     rank.barrier()
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     result = action()
     rank.synchronize()
-    seconds = time.perf_counter() - begin
-    return result, max(rank.gather(seconds))
+    seconds, cpu_s = time.perf_counter() - begin, time.process_time() - cpu_begin
+    return result, max(rank.gather(seconds)), cpu_s
 
 
 def _check_gradients(model: nn.Module) -> None:

@@ -20,9 +20,9 @@ def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
 
 
 def _scaling(arguments: dict[str, Any], rank: Rank) -> Any:
-    backend, parameters, steps = arguments["backend"], arguments["parameters"], arguments["steps"]
-    variant = make_variants(backend=backend)[arguments["variant"]]
-    return steps_by_size.measure(variant, parameters=parameters, steps=steps, backend=backend, rank=rank)
+    variant = make_variants(backend=arguments["backend"])[arguments["variant"]]
+    what = {name: arguments[name] for name in ("parameters", "steps", "backend", "depth")}
+    return steps_by_size.measure(variant, **what, rank=rank)
 
 
 def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:

@@ -4,6 +4,7 @@ import compiled_ddp.passes.ops  # noqa: F401  (defines compiled_ddp::pack and ot
 from compiled_ddp import functional, torch_private
 from compiled_ddp.compiled import CompiledDDP, compile_ddp
 from compiled_ddp.eager import EagerDDP
+from compiled_ddp.integrations.replacement import replace_ddp
 from compiled_ddp.parity.verify import ParameterDifference, ParityReport, verify_parity
 from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence, Riders
 from compiled_ddp.report.explain import Explanation
@@ -22,6 +23,7 @@ __all__ = [
     "Riders",
     "compile_ddp",
     "functional",
+    "replace_ddp",
     "verify_parity",
 ]
 __version__ = "0.1.0"

@@ -132,7 +132,8 @@ class CompiledDDP(DataParallelWrapper):
     def _check_and_describe(self, module: nn.Module) -> Description:
         description = super()._check_and_describe(module)
         for part_name, part in self._setup.managed_state.wrappers_inside().items():
-            if isinstance(torch_private.modules.without_compile_wrapper(part), nn.parallel.DistributedDataParallel):
+            bare = torch_private.modules.without_compile_wrapper(part)
+            if isinstance(bare, nn.parallel.DistributedDataParallel) and not isinstance(bare, DataParallelWrapper):
                 raise ValueError(
                     f"{part_name} is wrapped by torch's DistributedDataParallel, which would split the graphs around "
                     "it its own way: wrap that part with EagerDDP or compile_ddp, or the whole model with EagerDDP."

@@ -86,4 +86,4 @@ class EagerDDP(DataParallelWrapper):
         return "the model runs eagerly"
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        return self._managed.module(*args, **kwargs)  # which stands under `module`: without a search for that name

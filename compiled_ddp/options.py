@@ -3,6 +3,7 @@
 A new option is a keyword and a field here, what it does where it acts, and its line in the constructors' docstrings.
 """
 
+import functools
 import inspect
 import math
 import os
@@ -136,7 +137,7 @@ class CompilerOptions:
         """Whether graphs keep the reference program, one all-reduce per gradient: `options={NAIVE: True}`."""
         return bool((self.options or {}).get(NAIVE))
 
-    @property
+    @functools.cached_property  # asked for each call of each step
     def smallest_graph_bytes(self) -> float:
         """Below this hooks reduce a graph that is one of several; 0 in the reference program, where all are equal."""
         return 0.0 if self.naive else self.smallest_graph_mb * MEBIBYTE

@@ -2,7 +2,7 @@
 
 import contextlib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,18 +12,19 @@ from torch.distributed.algorithms.join import Joinable
 from compiled_ddp import torch_private
 from compiled_ddp.collector import collector_paused
 from compiled_ddp.model.owners import mark_wrapped
-from compiled_ddp.model.state_keys import bare_keys_in_state, bare_state
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionSequence
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import Description
-from compiled_ddp.ranks.communicator import Communicator, RankGroup
+from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.report.explain import Explanation, explain_sequence
 from compiled_ddp.report.stats import training_stats
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.join import UnevenInputs
 from compiled_ddp.step.reduction import Wrapped
 from compiled_ddp.step.runtime import Runtime
+from compiled_ddp.wrapping.checkpoints import Checkpointed
 from compiled_ddp.wrapping.closing import Closable
 from compiled_ddp.wrapping.comm_hook_registration import TakesCommHooks
 from compiled_ddp.wrapping.copies import Copyable
@@ -42,7 +43,7 @@ from compiled_ddp.wrapping.watched_model import WatchedModel
 
 
 class DataParallelWrapper(
-    DDPAttributes, SkipsSteps, TakesUnevenInputs, SendsNumbers, TakesCommHooks, Copyable, Closable
+    Checkpointed, DDPAttributes, SkipsSteps, TakesUnevenInputs, SendsNumbers, TakesCommHooks, Copyable, Closable
 ):
     """A module whose gradients are averaged over ranks. Base of `CompiledDDP` and `EagerDDP`."""
 
@@ -57,7 +58,7 @@ class DataParallelWrapper(
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        with collector_paused():
+        with collector_paused(then_collect=True):
             self._set_up(module, process_group, options, ddp_arguments)
 
     def _set_up(
@@ -101,7 +102,7 @@ class DataParallelWrapper(
         )
         self._lifecycle = Lifecycle.IN_USE
         mark_wrapped(self._managed, self)
-        bare_keys_in_state(self)
+        self._name_state()
 
     def _new_runtime(self, communicator: Communicator) -> Runtime:
         parameters, sparse = TrainedParameters.of(self._setup.dense()), TrainedParameters.of(self._setup.sparse())
@@ -134,7 +135,8 @@ class DataParallelWrapper(
         if self._lifecycle is Lifecycle.COPY:
             return self._forward_of_copy(*self._settings.placed(args, kwargs))
         self._check_in_use()
-        return self._forwards.run(self.module, args, kwargs, training=self.training)
+        module: nn.Module = self._modules["module"]  # type: ignore[assignment]  # spares a call of __getattr__
+        return self._forwards.run(module, args, kwargs, training=self.training)
 
     @torch_private.dynamo.untraced
     def warmup(self, *args: Any, **kwargs: Any) -> None:
@@ -238,22 +240,6 @@ class DataParallelWrapper(
         """
         self._check_in_use()
         return training_stats(self.module, self._runtime, self._settings.options)
-
-    @torch_private.dynamo.untraced
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load what the bare module, or any wrapper of it, has saved: keys may carry `module.` and `_orig_mod.`.
-
-        Missing and unexpected keys are reported under the bare module's names. Raises ValueError for `assign=True`,
-        which would put other parameters in the place of those that are reduced.
-        """
-        if assign:
-            raise ValueError(
-                "assign=True would replace the parameters whose gradients are reduced: load without it, or load into "
-                "the module before wrapping it."
-            )
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(f"load_state_dict() takes what state_dict() has returned, found {state_dict!r}.")
-        return self.module.load_state_dict(bare_state(state_dict, list(self.module.state_dict())), strict=strict)
 
     def _wrap(self, module: nn.Module, options: Options, ddp_arguments: DDPArguments) -> None:
         DataParallelWrapper.__init__(self, module, None, options, ddp_arguments)

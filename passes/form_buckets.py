@@ -7,7 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import add_placeholders, emit, output_values, set_output_values
+from compiled_ddp.passes.graph_edit import (
+    add_placeholders,
+    emit,
+    output_values,
+    replace_nodes,
+    set_output_values,
+)
 from compiled_ddp.passes.inline_hook import TracedHook, emit_flat, inline_hook
 from compiled_ddp.passes.insert_all_reduces import Reduction, read_reductions
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
@@ -56,12 +62,14 @@ def form_buckets(
     waits, state = _merge_all(graph, plan, reductions, riders_wait, group_name, hooks)
     with graph.inserting_before(waits[-1].next):
         riders = _view(graph, waits[-1], (plan.riders.numel,), (1,), plan.riders.offset_elements)
-    riders_wait.replace_all_uses_with(riders)
+    replacements = {riders_wait: riders}
     for bucket, wait in zip(plan.buckets, waits, strict=True):
-        views = _views(graph, bucket, [reductions[index] for index in bucket.indices], wait)
-        for index, view in zip(bucket.indices, views, strict=True):
-            (reductions[index].normalised or reductions[index].wait).replace_all_uses_with(view)
-    set_output_values(graph, [*output_values(graph)[:-1], *state, riders])
+        merged = [reductions[index] for index in bucket.indices]
+        views = _views(graph, bucket, merged, wait)
+        replacements |= {r.normalised or r.wait: view for r, view in zip(merged, views, strict=True)}
+    replace_nodes(graph, replacements)
+    outputs = output_values(graph)
+    set_output_values(graph, [*outputs[:-1], *state, outputs[-1]])
     _erase(graph, reductions.values(), riders_wait)
 
 

@@ -1,6 +1,8 @@
 """What every pass needs to edit a graph: new nodes and inputs, and the graph's outputs by position."""
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +23,7 @@ def fake_mode_of(graph: Graph) -> Iterator[bool]:
 
 
 def emit(graph: Graph, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
-    """Insert a call of `op` at the graph's insertion point; `infer_values` gives it its value."""
+    """Insert a call of `op` at the graph's insertion point. Its value is not inferred."""
     return graph.call_function(op, args, kwargs)
 
 
@@ -50,3 +52,14 @@ def output_values(graph: Graph) -> list[Node | None]:
 def set_output_values(graph: Graph, values: Sequence[Node | None]) -> None:
     """Replace the graph's outputs; metadata of the positions there were before stays."""
     graph.output_node().args = (tuple(values),)
+
+
+def replace_nodes(graph: Graph, replacements: Mapping[Node, Node]) -> None:
+    """Let everything that reads a key read its value instead.
+
+    The graph's outputs are replaced at once: all that is changed among a node's arguments reads all of them.
+    """
+    output = graph.output_node()
+    for node, replacement in replacements.items():
+        node.replace_all_uses_with(replacement, delete_user_cb=functools.partial(operator.is_not, output))
+    set_output_values(graph, [node and replacements.get(node, node) for node in output_values(graph)])

@@ -17,6 +17,7 @@ gradients, contiguous, of the passengers, and last of `leading`.
 from collections.abc import Sequence
 
 import torch
+from torch._ops import OpOverload
 
 torch.library.define("compiled_ddp::pack", "(Tensor[] parts) -> Tensor")
 torch.library.define("compiled_ddp::pack_into", "(Tensor[] parts, Tensor(a!) into) -> Tensor(a!)")
@@ -73,3 +74,11 @@ LAUNCHES = (all_reduce, all_reduce_in_place, all_gather)
 def is_launch(node: torch.fx.Node, group_name: str) -> bool:
     """Whether `node` launches a collective on this group; its name is the last argument of each."""
     return node.target in LAUNCHES and node.args[-1] == group_name
+
+
+def meets_other_ranks(node: torch.fx.Node) -> bool:
+    """Whether the result depends on what other ranks bring: a collective names its group."""
+    if not isinstance(node.target, OpOverload):
+        return False
+    names = {argument.name for argument in node.target._schema.arguments}
+    return "c10d" in node.target.namespace or not names.isdisjoint({"group_name", "process_group"})

@@ -6,7 +6,7 @@
 4. `pack_buckets`          lets gradients be produced inside their bucket
 5. `schedule_collectives`  launches early, waits late
 6. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
-7. `infer_values`          computes what a compiler reads of the nodes that are new
+7. `infer_values`          computes how large the flat buffers have become, where the graph is compiled
 8. `verify_collectives`    asserts that the graph launches what the plan says
 
 With `naive`, steps 2, 4, 5 and 6 are left out, and the plan has one bucket per gradient.

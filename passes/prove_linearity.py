@@ -20,6 +20,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import Argument, Node, Target
 
 from compiled_ddp.passes.linear_ops import LINEAR_OPS, LinearityRule
+from compiled_ddp.passes.ops import meets_other_ranks
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node]) -> None:
     """
     if node.op in ("call_method", "call_module"):
         raise _NotProvenError(node, "is not an ATen op, so its effects are not known")
-    if node in dependents and _meets_other_ranks(node):
+    if node in dependents and meets_other_ranks(node):
         raise _NotProvenError(node, "meets other ranks, whose values may not be scaled")
     if isinstance(node.target, HigherOrderOperator) and not node.users:
         raise _NotProvenError(node, "is called for an effect that is not known")
@@ -210,14 +211,6 @@ def _refuse_hidden_effect(node: Node, dependents: set[Node]) -> None:
             raise _NotProvenError(node, f"writes into {target}, which is not an input of the graph")
     if node in dependents:
         raise _NotProvenError(node, "writes into an input of the graph while it depends on the tangents")
-
-
-def _meets_other_ranks(node: Node) -> bool:
-    """Whether the result depends on what other ranks bring: a collective names its group."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    names = {argument.name for argument in node.target._schema.arguments}
-    return "c10d" in node.target.namespace or not names.isdisjoint({"group_name", "process_group"})
 
 
 def _rule_of(target: Target) -> LinearityRule | None:

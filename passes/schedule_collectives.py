@@ -1,6 +1,8 @@
 """When collectives are launched and waited for: as early, and as late, as the data allows."""
 
+from collections.abc import Mapping
 from itertools import pairwise
+from types import MappingProxyType
 
 from torch.fx import Graph, Node
 
@@ -37,12 +39,16 @@ def schedule_collectives(graph: Graph, *, group_name: str) -> None:
     apply_order(graph, list(order))
 
 
-def emit_with_inputs(node: Node, order: dict[Node, None]) -> None:
-    """Append `node` and what it needs, inputs first, to `order` (a stack, as backward graphs are deep)."""
+def emit_with_inputs(node: Node, order: dict[Node, None], behind: Mapping[Node, Node] = MappingProxyType({})) -> None:
+    """Append `node` and what it needs, inputs first, to `order` (a stack, as backward graphs are deep).
+
+    A node that is in `behind` needs the other one before it too.
+    """
     stack = [node]
     while stack:
         current = stack[-1]
-        missing = [producer for producer in current.all_input_nodes if producer not in order]
+        needed = [*current.all_input_nodes, *([behind[current]] if current in behind else [])]
+        missing = [producer for producer in needed if producer not in order]
         if missing:
             stack += reversed(missing)
         else:

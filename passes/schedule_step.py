@@ -1,10 +1,12 @@
 """When the collectives of a whole step are launched and waited for: as early, and as late, as the data allows."""
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.ops import is_launch, wait_tensor
+from compiled_ddp.passes.ops import is_launch, meets_other_ranks, wait_tensor
 from compiled_ddp.passes.schedule_collectives import apply_order, emit_with_inputs, mutates
 
 
@@ -14,7 +16,7 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str]) -> None:
     Assumes that what mutates an input stands behind everything else, as AOTAutograd leaves it. Launches come first, in
     the order of `group_names` and on each of them in that of the graph, with what they need. Then comes what hangs on
     no wait; then each wait, in the order of the launches, with all that can be computed once it is over: the updates of
-    a bucket's parameters run while later buckets are on their way.
+    a bucket's parameters run while later buckets are on their way. Other collectives, a loss's, keep their order.
 
     Leaves the graph as it is where something else is mutated, and where nothing is launched.
     """
@@ -24,13 +26,16 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str]) -> None:
     if not launches or tail is None:
         return
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
+    others = [node for node in nodes if meets_other_ranks(node) and node.target is not wait_tensor]
+    behind = _behind_each_other(others, but=set(launches))
     for launch in launches:
-        emit_with_inputs(launch, order)
-    waits = {node.args[0]: node for node in nodes if node.target is wait_tensor}
-    _emit_ready(nodes, order, held_back={*tail, *waits.values()})
+        emit_with_inputs(launch, order, behind)
+    waits = {launch: next(user for user in launch.users if user.target is wait_tensor) for launch in launches}
+    rest = _Rest(nodes, order, behind, held_back={*tail, *waits.values()})
+    rest.emit_ready()
     for launch in launches:
-        order.setdefault(waits[launch])
-        _emit_ready(nodes, order, held_back={*tail, *waits.values()})
+        rest.emit(waits[launch])
+        rest.emit_ready()
     order.update(dict.fromkeys(node for node in nodes if node not in order and node not in tail))
     order.update(dict.fromkeys(tail))
     apply_order(graph, list(order))
@@ -43,8 +48,47 @@ def _mutating_tail(nodes: Sequence[Node]) -> dict[Node, None] | None:
     return dict.fromkeys(tail) if all(mutates(node) or node.op == "output" for node in tail) else None
 
 
-def _emit_ready(nodes: Sequence[Node], order: dict[Node, None], *, held_back: set[Node]) -> None:
-    """Append, in their old order, all nodes whose inputs are there."""
-    for node in nodes:
-        if node not in order and node not in held_back and all(needed in order for needed in node.all_input_nodes):
-            order[node] = None
+def _behind_each_other(collectives: Sequence[Node], *, but: set[Node]) -> dict[Node, Node]:
+    """Each but the first one with the one before it."""
+    return {later: earlier for earlier, later in pairwise(node for node in collectives if node not in but)}
+
+
+class _Rest:
+    """What is not in `order` yet: each node with the number of those missing there that it must stand behind."""
+
+    def __init__(
+        self, nodes: Sequence[Node], order: dict[Node, None], behind: Mapping[Node, Node], *, held_back: set[Node]
+    ) -> None:
+        """`nodes` are all of the graph, in their old order."""
+        self._nodes, self._order, self._held_back = nodes, order, held_back
+        self._place = {node: place for place, node in enumerate(nodes)}
+        self._follower = {earlier: later for later, earlier in behind.items()}
+        self._missing = {node: 0 for node in nodes if node not in order}
+        for node in nodes:
+            if node not in order:
+                for later in self._those_behind(node):
+                    self._missing[later] += 1
+        # A heap of the places of the nodes whose inputs are all there.
+        self._ready = [self._place[node] for node in self._missing if self._is_ready(node)]
+
+    def _those_behind(self, node: Node) -> set[Node]:
+        follower = self._follower.get(node)
+        return {*node.users} if follower is None else {*node.users, follower}
+
+    def _is_ready(self, node: Node) -> bool:
+        return self._missing[node] == 0 and node not in self._held_back
+
+    def emit_ready(self) -> None:
+        """Append, in their old order, all nodes whose inputs are there."""
+        while self._ready:
+            self.emit(self._nodes[heapq.heappop(self._ready)])
+
+    def emit(self, node: Node) -> None:
+        """Append a node, unless it is there."""
+        if node in self._order:
+            return
+        self._order[node] = None
+        for later in self._those_behind(node):
+            self._missing[later] -= 1
+            if self._is_ready(later):
+                heapq.heappush(self._ready, self._place[later])

@@ -1,6 +1,10 @@
 """The passes that run on a whole functional step, in order.
 
-For the whole of it:
+On the step as it was traced, before a compiler has it:
+
+   `scale_seeds`           takes the mean where derivatives begin, where that is the same
+
+For the whole of it, as the compiler hands it on:
 
 0. `recompute_regions`     computes again, for derivatives, what is not to be kept for them
 
@@ -15,9 +19,6 @@ Then, for all of them:
 
 5. `schedule_step`         launches early, waits where the sums are read
 6. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
-7. `infer_values`          computes what a compiler reads of the nodes that are new
-
-1/world stands behind the sums, where it becomes a part of the update; so there is no mean to be placed.
 """
 
 import hashlib
@@ -27,18 +28,23 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.form_buckets import form_buckets
-from compiled_ddp.passes.infer_values import infer_values
 from compiled_ddp.passes.ops import is_launch, pack_into
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.passes.pipeline import source_hash
 from compiled_ddp.passes.recompute_regions import recompute_regions
 from compiled_ddp.passes.reduce_in_place import reduce_in_place
+from compiled_ddp.passes.scale_seeds import scale_seeds
 from compiled_ddp.passes.schedule_step import schedule_step
 from compiled_ddp.passes.unfold_sums import drop_outputs, find_sums, unfold_sum
 from compiled_ddp.passes.verify_collectives import verify_collectives
 from compiled_ddp.plan import BucketPlan
 
 Observer = Callable[[str, Graph], None]
+
+
+def prepare_step(graph: Graph) -> None:
+    """What is done to a step as it was traced."""
+    scale_seeds(graph)
 
 
 @dataclass(frozen=True)
@@ -87,9 +93,6 @@ class StepPipeline:
             for group_name in dict.fromkeys(group_name for _, group_name in self.reductions):
                 reduce_in_place(graph, group_name=group_name)
             tell("reduce_in_place", graph)
-        else:
-            infer_values(graph)
-            tell("infer_values", graph)
         graph.lint()
 
 

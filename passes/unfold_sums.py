@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
+from compiled_ddp.passes.graph_edit import emit, output_values, replace_nodes, set_output_values
 from compiled_ddp.passes.ops import all_reduce, sum_over_ranks, wait_tensor
 from compiled_ddp.plan import BucketPlan
 
@@ -45,9 +45,7 @@ def unfold_sum(graph: Graph, plan: BucketPlan, *, reduction: Node, group_name: s
     riders = _emit_riders(graph, plan, reduction)
     waits = [_emit_reduction(graph, gradient, group_name) for gradient in gradients]
     riders_wait = _emit_reduction(graph, riders, group_name)
-    for index, wait in enumerate(waits):
-        if index in results:
-            results[index].replace_all_uses_with(wait)
+    replace_nodes(graph, {results[index]: wait for index, wait in enumerate(waits) if index in results})
     _replace_riders(graph, reduction, results, riders_wait, len(gradients))
     outputs = output_values(graph)
     set_output_values(graph, [*outputs, *waits, riders_wait])

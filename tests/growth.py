@@ -5,6 +5,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from compiled_ddp import torch_private
+
 
 def lines_run(action: Callable[[], object]) -> int:
     """How many lines of Python run in `action`; each turn of a loop, also within one line, counts."""
@@ -40,12 +42,25 @@ def calls_in(function: Callable[[], object], below: str = "") -> int:
     return number
 
 
-def assert_linear(prepare: Callable[[int], Callable[[], object]], *, small: int = 100, factor: int = 10) -> None:
-    """Assert that `factor` times as much takes hardly more than `factor` times the lines.
+def lines_and_edits(action: Callable[[], object]) -> int:
+    """`lines_run`, and what they do to the nodes of a graph: each changed one counts with all of its inputs."""
+    with torch_private.for_tests.noting_edits() as edits:
+        lines = lines_run(action)
+    return lines + sum(edits)
+
+
+def assert_linear(
+    prepare: Callable[[int], Callable[[], object]],
+    *,
+    small: int = 100,
+    factor: int = 10,
+    work: Callable[[Callable[[], object]], int] = lines_run,
+) -> None:
+    """Assert that `factor` times as much takes hardly more than `factor` times the work.
 
     `prepare(size)` returns what is to be counted. It runs once before, for what is done once in a process.
     """
     prepare(small)()
-    few, many = lines_run(prepare(small)), lines_run(prepare(small * factor))
-    assert few > small, f"{few} lines for {small}: they are not seen"
-    assert many <= 1.15 * factor * few, f"{few} lines for {small}, {many} for {small * factor}"
+    few, many = work(prepare(small)), work(prepare(small * factor))
+    assert few > small, f"{few} for {small}: the work is not seen"
+    assert many <= 1.15 * factor * few, f"{few} for {small}, {many} for {small * factor}"

@@ -76,7 +76,7 @@ class Rank:
             self,
             self.reduction.new_backward(
                 sections,
-                buffers or SequenceBuffers(sections),
+                SequenceBuffers(sections) if buffers is None else buffers,
                 used_before=set(used_before),
                 message=Message(Forwards(1, 1), weight),
                 circumstances=Circumstances(**circumstances),

@@ -42,6 +42,22 @@ def test_large_gradients_are_put_into_their_bucket_at_once_and_small_ones_togeth
     assert_gradients(ranks, mean(0), mean(1))
 
 
+@pytest.mark.parametrize("gathered", [2, 3])
+def test_small_gradients_do_not_wait_where_many_have_come(gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory comes on top of the bucket's."""
+    monkeypatch.setattr(gradients, "_MOST_ELEMENTS_GATHERED", gathered)
+    ranks, buffers = two_ranks(), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
+    runs = [rank.begin(BY_HOOKS, own) for rank, own in zip(ranks, buffers, strict=True)]
+    bring(*runs, indices=[0])
+    for rank, own in zip(ranks, buffers, strict=True):
+        gradient = rank.tensors[0].grad
+        assert gradient is not None
+        assert own.contain(gradient) == (SIZES[0] > gathered)
+    bring(*runs, indices=[1])
+    end_all(*runs)
+    assert_gradients(ranks, mean(0), mean(1))
+
+
 @pytest.mark.parametrize("as_view", [True, False])
 def test_a_grad_that_is_there_stays_the_same_tensor_and_is_added_to(as_view: bool) -> None:
     ranks, existing = two_ranks(gradient_as_bucket_view=as_view), [torch.full((3,), 10.0) for _ in range(2)]

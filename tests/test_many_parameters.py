@@ -1,19 +1,25 @@
 """What a plan, a sequence, the proof and the passes cost with many parameters: in proportion to their number."""
 
+import operator
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from growth import assert_linear
+from growth import assert_linear, lines_and_edits
 from torch import nn
 from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_ddp import torch_private
 from compiled_ddp.checks.batches import batched, batched_in_place
 from compiled_ddp.model.checks import check_layouts, check_model, check_writable, describe_model
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.options import Options
+from compiled_ddp.passes.graph_edit import output_values
+from compiled_ddp.passes.ops import sum_over_ranks
 from compiled_ddp.passes.pipeline import PASSES, Pipeline
+from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import BucketPolicy, assign_buckets
 from compiled_ddp.planning.sequence import Observations, SequencePlanner
@@ -207,6 +213,11 @@ def backward(count: int) -> Graph:
         link = graph.call_function(aten.neg.default, (link,))
         gradients.append(graph.call_function(aten.mul.Tensor, (link, value)))
     graph.output(tuple(gradients))
+    traced = make_fx(torch.neg, tracing_mode="fake")(torch.ones(2)).graph
+    fake = traced.find_nodes(op="placeholder")[0].meta["val"]
+    for node in graph.nodes:
+        if node.op != "output":
+            node.meta["val"] = fake
     return graph
 
 
@@ -217,10 +228,34 @@ def test_the_passes_up_to_each_one_are_linear(
     monkeypatch: pytest.MonkeyPatch, last: int, fold: bool, cap_bytes: int
 ) -> None:
     monkeypatch.setattr("compiled_ddp.passes.pipeline.PASSES", PASSES[: last + 1])
+    ran: list[str] = []
 
     def prepare(count: int) -> Callable[[], object]:
         graph, plan = backward(count), plan_of(count, cap_bytes)
-        pipeline = Pipeline(plan, "ours", fold=fold, in_place=True)
-        return lambda: pipeline.run(graph, output_positions={index: index for index in range(count)})
+        pipeline = Pipeline(plan, "ours", fold=fold)
+        if not PASSES[last].when(pipeline):
+            pipeline = replace(pipeline, in_place=True)
+        positions = {index: index for index in range(count)}
+        torch_private.for_tests.forget_fake_results()
+        return lambda: pipeline.run(graph, output_positions=positions, observe=lambda name, _: ran.append(name))
 
-    assert_linear(prepare)
+    assert_linear(prepare, work=lines_and_edits)
+    assert ran[-1] == PASSES[last].name
+
+
+@both
+def test_the_passes_of_a_functional_step_are_linear(cap_bytes: int) -> None:
+    def prepare(count: int) -> Callable[[], object]:
+        plan = assign_buckets(specs(count), capacities_bytes=(cap_bytes,), world_size=2, reduction="sum")
+        graph = backward(count)
+        leading = graph.find_nodes(op="placeholder")[0]
+        gradients = list(output_values(graph))
+        output = graph.output_node()
+        with graph.inserting_before(output):
+            arguments = (gradients, [], leading, list(range(count)), [0.0], 2, "ours")
+            sums = graph.call_function(sum_over_ranks, arguments)
+            output.args = (tuple(graph.call_function(operator.getitem, (sums, index)) for index in range(count + 1)),)
+        torch_private.for_tests.forget_fake_results()
+        return lambda: StepPipeline(((plan, "ours"),)).run(graph)
+
+    assert_linear(prepare, work=lines_and_edits)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from compiled_ddp.comm_hooks import Ranks
-from compiled_ddp.ranks.communicator import Communicator, RankGroup
+from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.progress import RankProgress
+from compiled_ddp.ranks.rank_group import RankGroup
 
 PATIENCE_S = 5.0
 
@@ -132,6 +133,7 @@ class WiredCommunicator(Communicator):
     def __init__(self, wire: Wire, rank: int) -> None:
         self.ranks = WiredRanks(wire, rank)
         self.rank, self.world_size, self.group_name, self.closed = rank, len(wire.sent), f"wire {rank}", False
+        self._remedy = "start again"
         self.port = Port(wire, rank)
         self.progress = RankProgress(self.port)  # type: ignore[arg-type]
         self._hangs = NoHangReport()  # type: ignore[assignment]

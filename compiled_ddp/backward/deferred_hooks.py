@@ -59,7 +59,7 @@ def restore(parameter: torch.Tensor) -> None:
 
 def refuse_late(parameters: TrainedParameters, indices: Sequence[int]) -> None:
     """Raise RuntimeError where a hook of the user's was registered too late to be deferred in this backward."""
-    for place in torch_private.tensors.with_several_hooks([parameters.tensors[index] for index in indices]):
+    for place in torch_private.tensors.with_several_hooks(map(parameters.tensors.__getitem__, indices)):
         hooks = torch_private.tensors.post_accumulate_hooks(parameters.tensors[indices[place]]).values()
         if sum(not isinstance(hook, Deferred) for hook in hooks) > 1:
             raise RuntimeError(

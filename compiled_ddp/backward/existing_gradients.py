@@ -1,8 +1,10 @@
 """The .grad tensors that are there when a backward begins."""
 
+import itertools
+import operator
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -11,22 +13,40 @@ from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 
 
+def any_has_gradient(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether one of them has a .grad. In C, for every parameter in every backward."""
+    return any(map(operator.is_not, map(_gradient_of, parameters), itertools.repeat(None)))
+
+
+_gradient_of = operator.attrgetter("grad")
+
+
 class ExistingGradients:
     """What .grad was, to tell what a backward has added, and where its result is to be left."""
 
     def __init__(self, parameters: TrainedParameters, buffers: SequenceBuffers) -> None:
         self._parameters = parameters
-        there = {index: grad for index, grad in enumerate([p.grad for p in parameters.tensors]) if grad is not None}
-        self.were_any = bool(there)
-        buffers.renew_held(there.values())
-        self.apart = dict(self._taken_out_of(buffers, there))  # not views of their own place in a flat buffer
+        self.were_any = any_has_gradient(parameters.tensors)
+        self.apart: dict[int, torch.Tensor] = {}  # not views of their own place in a flat buffer
         # Each as it was when the backward began, with its version.
-        self.begun_with = {
+        self.begun_with: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._sharing: set[int] = set()
+        if self.were_any:
+            self._look_at(buffers)
+        else:
+            buffers.renew_held(())
+
+    def _look_at(self, buffers: SequenceBuffers) -> None:
+        gradients = [parameter.grad for parameter in self._parameters.tensors]
+        there = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+        buffers.renew_held(there.values())
+        self.apart |= self._taken_out_of(buffers, there)
+        self.begun_with |= {
             index: (weakref.ref(gradient), torch_private.tensors.version_of(gradient))
-            for index, gradient in (there | self.apart).items()
+            for index, gradient in {**there, **self.apart}.items()
             if not gradient.is_inference()
         }
-        self._sharing = _with_equal_memory(self.apart)
+        self._sharing |= _with_equal_memory(self.apart)
 
     def _taken_out_of(
         self, buffers: SequenceBuffers, there: Mapping[int, torch.Tensor]
@@ -53,18 +73,12 @@ class ExistingGradients:
         )
 
     def check_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Raise RuntimeError unless these parameters' gradients can be reduced."""
-        tensors, strided = self._parameters.tensors, torch.strided
-        unusual = [
-            pair
-            for pair in zip(indices, gradients, strict=True)
-            if pair[1].layout is not strided
-            or pair[1].dtype is not tensors[pair[0]].dtype
-            or pair[1].device != tensors[pair[0]].device
-        ]
-        sharing = [] if self._sharing.isdisjoint(indices) else zip(indices, gradients, strict=True)
-        for index, gradient in (*unusual, *sharing):
-            self.check(index, gradient)
+        """Raise RuntimeError unless these parameters' gradients, which go into one bucket, can be reduced."""
+        first = self._parameters.tensors[indices[0]]
+        usual = torch_private.tensors.are_strided(gradients, first.dtype, first.device)
+        if not usual or not self._sharing.isdisjoint(indices):
+            for index, gradient in zip(indices, gradients, strict=True):
+                self.check(index, gradient)
 
     def check(self, index: int, gradient: torch.Tensor) -> None:
         """Raise RuntimeError unless a parameter's gradient can be reduced."""

@@ -6,6 +6,7 @@ before a buffer is filled again it asks whether anyone but the .grad in place st
 is theirs, and the buffer takes other.
 """
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -27,9 +28,16 @@ class FlatBuffer:
         bucket = self.bucket
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self.writers = Writers(bucket.device)
-        self.views = {gradient.index: gradient.view(self.flat) for gradient in bucket.gradients}
+        self.__dict__.pop("views", None)
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
         self._own_holders = torch_private.tensors.storage_holders(self.flat)
+
+    @functools.cached_property
+    def views(self) -> dict[int, torch.Tensor]:
+        """Each gradient's place, made when hooks first ask for one: a graph fills the buffer without them."""
+        views = {gradient.index: gradient.view(self.flat) for gradient in self.bucket.gradients}
+        self._own_holders += len(views)
+        return views
 
     @property
     def address(self) -> int:
@@ -73,7 +81,8 @@ class FlatBuffer:
             gradient = parameters[index].grad
             if gradient is None or gradient.layout is not torch.strided or not gradient.is_set_to(self.views[index]):
                 elsewhere.append(index)
-        self.put_in_place(elsewhere, parameters)
+        if elsewhere:
+            self.put_in_place(elsewhere, parameters)
 
     def put_in_place(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
         """The same of those that are known not to be there.
@@ -126,54 +135,58 @@ class FlatBuffer:
         self.views[index].zero_()
 
 
-class SequenceBuffers:
-    """The flat buffers of a sequence, each allocated when it is first filled, and where each gradient goes."""
+class SequenceBuffers(dict[int, FlatBuffer]):
+    """The flat buffers of a sequence by position, each allocated when asked for, and where each gradient goes."""
 
     def __init__(self, sections: Sequence[Section], before: "SequenceBuffers | None" = None) -> None:
         """Buckets that are equal to some of `before`'s keep their flat buffers."""
+        super().__init__()
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
-        self._buffers: dict[int, FlatBuffer] = {}
+        self.origins = [section.origin for section in sections]
+        # The positions of buckets whose gradients are reduced in part elsewhere: see `Section.reduces_again`.
+        self.reduced_again = frozenset(p for p, (n, _) in enumerate(self.buckets) if sections[n].reduces_again)
+        self.with_riders = [position for position, (_, bucket) in enumerate(self.buckets) if bucket.riders is not None]
         self.indices_in = [frozenset(bucket.indices) for _, bucket in self.buckets]
-        self.positions_of: dict[int, list[int]] = {}  # gradient -> positions in the launch order
+        self.positions_of: dict[int, tuple[int, ...]] = {}  # gradient -> positions in the launch order
         self.positions_in: dict[int, range] = {}  # section -> positions of its buckets
         for position, (section, bucket) in enumerate(self.buckets):
             first = self.positions_in[section].start if section in self.positions_in else position
             self.positions_in[section] = range(first, position + 1)
+            alone = (position,)
             for index in bucket.indices:
-                self.positions_of.setdefault(index, []).append(position)
+                self.positions_of[index] = self.positions_of[index] + alone if index in self.positions_of else alone
         self.shared = frozenset(index for index, positions in self.positions_of.items() if len(positions) > 1)
         self.sole_positions = {i: positions[0] for i, positions in self.positions_of.items() if len(positions) == 1}
-        kept = {} if before is None else {before.buckets[p][1]: buffer for p, buffer in before._buffers.items()}
+        kept = {} if before is None else {before.buckets[p][1]: buffer for p, buffer in before.items()}
         for position, (_, bucket) in enumerate(self.buckets):
             if bucket in kept:
-                self._buffers[position] = kept.pop(bucket)
+                self[position] = kept.pop(bucket)
 
-    def __getitem__(self, position: int) -> FlatBuffer:
-        if position not in self._buffers:
-            self._buffers[position] = FlatBuffer(self.buckets[position][1])
-        return self._buffers[position]
+    def __missing__(self, position: int) -> FlatBuffer:
+        buffer = self[position] = FlatBuffer(self.buckets[position][1])
+        return buffer
 
     def renew_held(self, gradients: Iterable[torch.Tensor]) -> None:
         """Before a backward: new memory for the buffers that anyone but `gradients`, each a .grad, holds."""
         storages = [gradient.untyped_storage().data_ptr() for gradient in gradients if _has_memory(gradient)]
-        in_place = Counter(storages) if storages else {}
-        for buffer in self._buffers.values():
-            buffer.renew_if_held(in_place.get(buffer.address, 0))
+        in_place = Counter(storages) if storages else None
+        for buffer in self.values():
+            buffer.renew_if_held(in_place[buffer.address] if in_place else 0)
 
     def let_go(self) -> None:
         """Leave all flat buffers to whoever holds views of them; what is filled next gets new ones."""
-        self._buffers.clear()
+        self.clear()
 
     def contain(self, gradient: torch.Tensor) -> bool:
         """Whether `gradient` lies in one of the flat buffers."""
         return _has_memory(gradient) and any(
-            buffer.address == gradient.untyped_storage().data_ptr() for buffer in self._buffers.values()
+            buffer.address == gradient.untyped_storage().data_ptr() for buffer in self.values()
         )
 
     def holds(self, index: int, gradient: torch.Tensor) -> bool:
         """Whether `gradient` is where a reduction by hooks leaves the .grad of parameter `index`."""
-        allocated = [p for p in self.positions_of.get(index, ()) if p in self._buffers]
-        return bool(allocated) and self._buffers[allocated[-1]].holds(index, gradient)
+        allocated = [p for p in self.positions_of.get(index, ()) if p in self]
+        return bool(allocated) and self[allocated[-1]].holds(index, gradient)
 
 
 def _has_memory(gradient: torch.Tensor) -> bool:

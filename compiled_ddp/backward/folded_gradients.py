@@ -1,24 +1,14 @@
 """The .grad tensors that captured graphs fold in."""
 
-import itertools
-import operator
 from collections.abc import Iterable, Set
 
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward.existing_gradients import ExistingGradients
+from compiled_ddp.backward.existing_gradients import ExistingGradients, any_has_gradient
 from compiled_ddp.backward.grad_mode import grad_mode_off
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.trained_parameters import TrainedParameters
-
-
-def any_has_gradient(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether one of them has a .grad. In C, for every parameter of a graph in every backward."""
-    return any(map(operator.is_not, map(_gradient_of, parameters), itertools.repeat(None)))
-
-
-_gradient_of = operator.attrgetter("grad")
 
 
 class FoldedGradients:

@@ -6,8 +6,9 @@ others have given up a forward too, whose output they threw away. Ranks thus ave
 many forwards; or, leaving out those that raised, equally many, and have given up equally many since the last backward.
 """
 
+import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,9 @@ class _GivenUp:
     thrown_away: int = 0
 
 
+_raised, _thrown_away = operator.attrgetter("raised"), operator.attrgetter("thrown_away")
+
+
 class ForwardCount:
     """How many forwards this rank has begun that a synchronised backward was to follow.
 
@@ -46,9 +50,9 @@ class ForwardCount:
         self._unsettled: list[_GivenUp] = []  # before each backward whose outcome is not known yet
         self._latest: weakref.ref[_Graph] | None = None  # of the latest forward, if it has returned and still waits
 
-    def begin(self, *, after_exception: bool = False) -> None:
+    def begin(self, *, after_exception: Callable[[], object] = bool) -> None:
         """Count a forward that begins; after an exception in a backward, the one before it was not thrown away."""
-        if self._latest is not None and not self.waits_alive and not after_exception:
+        if self._latest is not None and not self.waits_alive and not after_exception():
             self.value -= 1
             self._waiting -= 1
             self._given_up.thrown_away += 1
@@ -81,8 +85,8 @@ class ForwardCount:
     def backward_began(self) -> Forwards:
         """Keep the latest forward counted whatever becomes of its graph; returns what to tell the other ranks."""
         self._unsettled.append(self._given_up)
-        raised = sum(given_up.raised for given_up in self._unsettled)
-        thrown_away = sum(given_up.thrown_away for given_up in self._unsettled)
+        raised = sum(map(_raised, self._unsettled))
+        thrown_away = sum(map(_thrown_away, self._unsettled))
         self._begin_anew()
         return Forwards(self.value, self.value - raised, raised + thrown_away)
 

@@ -18,6 +18,7 @@ from compiled_ddp.reducers.averaging import Averaging
 # Gradients up to this size are put into their bucket together, when the last one is there: on a CPU that takes a third
 # of the time of one by one. Larger ones at once, so that their memory is free for what follows, as in DDP.
 _MOST_ELEMENTS_TOGETHER = 2**15
+_MOST_ELEMENTS_GATHERED = 2**16  # of all that wait for that: their memory comes on top of the bucket's
 
 
 class Gradients:
@@ -34,22 +35,23 @@ class Gradients:
         existing: ExistingGradients,
         of_graphs: GraphGradients,
         sends_zeros: bool,
-        reduced_again: frozenset[int],
         reduced_before: "Gradients | None",
         as_view: bool,
     ) -> None:
-        """`reduced_again` are the positions of buckets whose gradients have been reduced in part.
+        """`reduced_before` has reduced a part of what these `buffers` reduce again, if not the same backward has.
 
-        By `reduced_before`, or in the same backward. With `sends_zeros`, in a torch.autograd.grad, .grad is neither
-        read nor written. With `as_view`, .grad becomes a view of its bucket where it can.
+        With `sends_zeros`, in a torch.autograd.grad, .grad is neither read nor written. With `as_view`, .grad becomes
+        a view of its bucket where it can.
         """
         self._parameters, self._buffers, self._launches = parameters, buffers, launches
         self._usage, self._averaging, self._existing, self._of_graphs = usage, averaging, existing, of_graphs
         self._sends_zeros, self._as_view = sends_zeros, as_view
-        self._again, self._before = reduced_again, reduced_before
-        self._not_in_place = buffers.shared.union(existing.apart)  # where .grad is not simply a view of its bucket
+        self._again, self._before = buffers.reduced_again, reduced_before
+        # Where .grad is not simply a view of its bucket.
+        self._not_in_place = buffers.shared.union(existing.apart) if existing.apart else buffers.shared
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
-        self._gathered: dict[int, dict[torch.Stream | None, dict[int, torch.Tensor]]] = {}  # by position and stream
+        self._gathered = 0  # elements that have come since something was put into a bucket
+        self._streams: dict[int, torch.Stream | None] = {}  # on which a gathered gradient was accumulated, elsewhere
 
     # ---- into buckets ------------------------------------------------------------------------------------------------
 
@@ -72,46 +74,59 @@ class Gradients:
 
     def gather(self, index: int, position: int, gradient: torch.Tensor) -> None:
         """Take what autograd has accumulated, to be put into its only bucket together with others on this stream."""
+        launch = self._launches.buckets[position]
         if gradient.numel() > _MOST_ELEMENTS_TOGETHER:
             self._usage.note_any([index])
             self.check([index], [gradient])
             self._put(index, gradient, position)
             self._leave_in_place(position, [index])
         else:
-            stream = None if self._parameters.on_cpu else self._buffers[position].writers.here()
-            self._gathered.setdefault(position, {}).setdefault(stream, {})[index] = gradient
-        missing = self._launches.buckets[position].missing
-        missing.discard(index)
-        if not missing:
+            launch.gathered[index] = gradient
+            self._gathered += gradient.numel()
+            if not self._parameters.on_cpu:
+                self._streams[index] = self._buffers[position].writers.here()
+        launch.missing.discard(index)
+        if not launch.missing or self._gathered > _MOST_ELEMENTS_GATHERED:
             self.put_gathered(position)
 
     def put_gathered(self, position: int) -> None:
         """Put into a bucket what has been gathered for it; .grad is there from here on, where it may be a view."""
+        gathered = self._launches.buckets[position].gathered
+        if not gathered:
+            return
+        if self._parameters.on_cpu:
+            self._put_together(position, list(gathered), list(gathered.values()))
+        else:
+            for stream in dict.fromkeys(map(self._streams.__getitem__, gathered)):
+                indices = [index for index in gathered if self._streams[index] == stream]
+                with on_stream(stream):
+                    self._put_together(position, indices, [gathered[index] for index in indices])
+        gathered.clear()
+        self._gathered = 0
+
+    def _put_together(self, position: int, indices: Sequence[int], gradients: list[torch.Tensor]) -> None:
+        """On the current stream."""
         may_be_there = self._existing.were_any  # some, in their bucket: .grad that has been added to
-        for stream, gathered in self._gathered.get(position, {}).items():
-            indices, gradients = list(gathered), list(gathered.values())
-            self._usage.note_any(indices)
-            self.check(indices, gradients)
-            with on_stream(stream), grad_mode_off():
-                if self._averaging.has_no_weight:
-                    for index in indices:
-                        self._buffers[position].put_zeros(index)
-                else:
-                    buffer = self._buffers[position]
-                    share = self._averaging.share(buffer.bucket.dtype)
-                    buffer.put_all(indices, gradients, share, in_place=may_be_there)
-            self._leave_in_place(position, indices, elsewhere=not may_be_there)
-        self._gathered.pop(position, None)
+        self._usage.note_any(indices)
+        self.check(indices, gradients)
+        buffer = self._buffers[position]
+        with grad_mode_off():
+            if self._averaging.has_no_weight:
+                for index in indices:
+                    buffer.put_zeros(index)
+            else:
+                share = self._averaging.share(buffer.bucket.dtype)
+                buffer.put_all(indices, gradients, share, in_place=may_be_there)
+        self._leave_in_place(position, indices, elsewhere=not may_be_there)
 
     def forget_gathered(self) -> None:
         """An exception has ended the backward: what is in no bucket yet counts as missing.
 
         The user may have cleared .grad since, which must not come back.
         """
-        for position, of_streams in self._gathered.items():
-            for gathered in of_streams.values():
-                self._launches.buckets[position].missing.update(gathered)
-        self._gathered.clear()
+        for launch in self._launches.buckets:
+            launch.missing.update(launch.gathered)
+            launch.gathered.clear()
 
     def check(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError unless these gradients, which have just arrived, can be reduced and seen by users."""
@@ -178,12 +193,18 @@ class Gradients:
             written |= used
         for index in self._untouched.keys() & written:
             del self._untouched[index]
+        apart = written & self._not_in_place if self._as_view else written
+        if apart:
+            self._write_all(sorted(apart))
+        if self._untouched:
+            self.restore_untouched()
+        return written
+
+    def _write_all(self, indices: Sequence[int]) -> None:
         with grad_mode_off():
-            for index in sorted(written if not self._as_view else written & self._not_in_place):
+            for index in indices:
                 positions = self._launches.positions_by_hooks(index)
                 self._write(index, [position for position in positions if position in self._again] or positions)
-        self.restore_untouched()
-        return written
 
     def restore_untouched(self) -> None:
         """Let .grad be as it was where buckets were filled with zeros in its place."""

@@ -31,6 +31,7 @@ class Launch:
     section: int
     bucket: Bucket
     missing: set[int]  # gradients that hooks wait for
+    gathered: dict[int, torch.Tensor]  # gradients that have come, and are to be put into the bucket together
     work: Work | None = None  # what hooks have launched
     _summed: torch.Tensor | None = None  # what that sums, until the mean has been made of it
 

@@ -1,6 +1,6 @@
 """Starting the reduction of each bucket, and waiting for it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -38,7 +38,7 @@ class Launches:
     ) -> None:
         """`launching` is told of every flat buffer right before hooks launch it, which `reducer` does."""
         awaited = zip(buffers.buckets, buffers.indices_in, strict=True)
-        self.buckets = [Launch(place, bucket, set(indices)) for (place, bucket), indices in awaited]
+        self.buckets = [Launch(place, bucket, set(indices), {}) for (place, bucket), indices in awaited]
         self.riders = ReducedRiders(self.buckets, buffers, reservations, usage)
         self.reducer = reducer
         self.collectives = [reducer.collectives(position) for position in range(len(self.buckets))]  # of each
@@ -54,9 +54,9 @@ class Launches:
         positions, reserved = self._buffers.positions_of.get(index, ()), self._reservations.reserved
         return [p for p in positions if self.buckets[p].section not in reserved] if reserved else positions
 
-    def by_hooks(self) -> Iterator[int]:
+    def by_hooks(self) -> list[int]:
         """The buckets that hooks have launched, or that a graph had when an exception ended it."""
-        return (position for position, launch in enumerate(self.buckets) if launch.work is not None)
+        return [position for position, launch in enumerate(self.buckets) if launch.work is not None]
 
     # ---- start -------------------------------------------------------------------------------------------------------
 
@@ -177,14 +177,15 @@ class Launches:
                     self.explain(error, position, "was launched but not reduced")
                     raise
         self._rank_progress.hooks_await(None)
-        for position in positions:
-            self._conclude(position)
+        if self._averaging.changes_sums:
+            for position in positions:
+                self._conclude(position)
 
     def _conclude(self, position: int) -> None:
         """Make of a sum that has arrived what .grad shall be."""
         launch = self.buckets[position]
         summed, section = launch.take_summed(), launch.section
-        if summed is not None and self._averaging.changes_sums:
+        if summed is not None:
             self._averaging.conclude(summed, self._buffers[position].gradients, lambda: self.riders.await_of(section))
 
     def flat_gradients(self) -> list[torch.Tensor]:

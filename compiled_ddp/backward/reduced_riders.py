@@ -1,6 +1,6 @@
 """The riders that come back in one backward, and which parameters they say that ranks have used."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -20,12 +20,9 @@ class ReducedRiders:
         self._launches, self._buffers, self._reservations, self._usage = launches, buffers, reservations, usage
         self._using: dict[int, dict[int, float]] = {}  # section -> parameter -> on how many ranks it is used
 
-    def of_every_section(self) -> Iterator[torch.Tensor]:
-        for position in range(len(self._launches)):
-            riders = self._at(position)
-            if riders is not None:
-                yield riders
-        yield from self._reservations.riders()
+    def of_every_section(self) -> list[torch.Tensor]:
+        at_each = [self._at(position) for position in self._buffers.with_riders]
+        return [*(riders for riders in at_each if riders is not None), *self._reservations.riders()]
 
     def await_of(self, section: int) -> torch.Tensor:
         """The riders of a section that hooks have launched, once they have arrived."""

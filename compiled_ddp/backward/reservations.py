@@ -66,9 +66,9 @@ class Reservations:
         """What is reserved by graphs that have not run."""
         return [section for section, riders in self.reserved.items() if riders is None]
 
-    def riders(self) -> Iterator[torch.Tensor]:
+    def riders(self) -> list[torch.Tensor]:
         """Of every complete section."""
-        yield from (riders for riders in self.reserved.values() if riders is not None)
+        return [riders for riders in self.reserved.values() if riders is not None]
 
     # ---- parameters of several sections ------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """What riders carry from this rank, and reading what came back without making a GPU wait."""
 
 import enum
+import functools
+import operator
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -68,12 +70,12 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: S
     Of the `unused` parameters this rank produced no gradient.
     """
     users = riders.numel - riders.passengers
+    into[:FIRST_USED].copy_(_leading(message), non_blocking=True)
+    used = into[FIRST_USED:users]
     if unused:
-        values = _leading(message) + [float(index not in unused) for index in riders.indices]
-        into[:users].copy_(_on_host(values), non_blocking=True)
+        used.copy_(_on_host([float(index not in unused) for index in riders.indices]), non_blocking=True)
     else:
-        into[:FIRST_USED].copy_(_on_host(_leading(message)), non_blocking=True)
-        into[FIRST_USED:users].fill_(1.0)
+        used.fill_(1.0)
     if riders.passengers:
         if message.piggyback is None:
             into[users:].zero_()
@@ -82,19 +84,23 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: S
     return into
 
 
-def _leading(message: Message) -> list[float]:
-    """The elements that come before those of the parameters."""
+def _leading(message: Message) -> torch.Tensor:
+    """The elements that come before those of the parameters; only to be read."""
     forwards = message.forwards
+    counts = forwards.begun % COUNT_MODULUS, forwards.returned % COUNT_MODULUS, forwards.given_up % COUNT_MODULUS
+    return _leading_of(*counts, message.weight, frozenset(message.flags))
+
+
+# Most steps differ in their counts alone, which begin anew after `COUNT_MODULUS` of them.
+@functools.lru_cache(maxsize=4 * COUNT_MODULUS)
+def _leading_of(begun: int, returned: int, given_up: int, weight: float, flags: Set[Flag]) -> torch.Tensor:
     values = [0.0] * FIRST_USED
-    for (count, squared), number in zip(
-        (_BEGUN, _RETURNED, _GIVEN_UP), (forwards.begun, forwards.returned, forwards.given_up), strict=True
-    ):
-        values[count] = float(number % COUNT_MODULUS)
-        values[squared] = values[count] ** 2
-    for flag in message.flags:
+    for (count, squared), number in zip((_BEGUN, _RETURNED, _GIVEN_UP), (begun, returned, given_up), strict=True):
+        values[count], values[squared] = float(number), float(number**2)
+    for flag in flags:
         values[flag] = 1.0
-    values[WEIGHT] = message.weight
-    return values
+    values[WEIGHT] = weight
+    return _on_host(values)
 
 
 def _on_host(values: Sequence[float]) -> torch.Tensor:
@@ -106,6 +112,9 @@ def ranks_using(riders: Riders, sums: torch.Tensor) -> dict[int, float]:
     return dict(zip(riders.indices, sums[FIRST_USED:].tolist(), strict=False))
 
 
+_flags_in = operator.itemgetter(*Flag)
+
+
 @dataclass(frozen=True)
 class Findings:
     """What the riders of a backward say, the same on every rank."""
@@ -114,6 +123,9 @@ class Findings:
     counts_differ: bool = False  # whether the ranks average different steps: [Note: forwards that are no step]
     forgiven: bool = False  # whether they do not, because all have dropped the step in which some rank's forward raised
     most: Sequence[float] = (0.0,) * FIRST_USED  # the largest sum over ranks of each leading element, over sections
+    are_quiet: bool = (
+        True  # whether no rank has told anything that another one would have to heed: `most` is zeros then
+    )
 
     def ranks_with(self, flag: Flag) -> int:
         """On how many ranks the flag is set."""
@@ -141,11 +153,11 @@ class RiderReader:
         leading = [rider[:FIRST_USED] for rider in riders]
         if not leading:
             return Findings()
-        device = next((part.device for part in leading if part.device.type != "cpu"), torch.device("cpu"))
-        self.was_at_once = at_once or device.type == "cpu"
-        before = self._earlier()
+        device = next((part.device for part in leading if not part.is_cpu), None)
+        self.was_at_once = at_once or device is None
+        before = [] if self._copied is None else self._earlier()
         if self.was_at_once:
-            return self._findings([*before, *(part.tolist() for part in leading)], backwards=1 + bool(before))
+            return self._findings([*before, *map(torch.Tensor.tolist, leading)], backwards=1 + bool(before))
         together = torch.stack([part.to(device, non_blocking=True) for part in leading])
         self._copied = together.to("cpu", non_blocking=True)
         self._ready = torch.Event(device)
@@ -163,12 +175,15 @@ class RiderReader:
 
     def _findings(self, sections: list[list[float]], *, backwards: int) -> Findings:
         same_begun = all(self._agree(sums, *_BEGUN) for sums in sections)
+        if same_begun and not any(map(any, map(_flags_in, sections))):
+            return Findings(backwards)
         all_dropped = all(self._agree(sums, *_RETURNED) and self._agree(sums, *_GIVEN_UP) for sums in sections)
         return Findings(
             backwards=backwards,
             counts_differ=not same_begun and not all_dropped,
             forgiven=not same_begun and all_dropped,
             most=[max(sums) for sums in zip(*sections, strict=True)],
+            are_quiet=False,
         )
 
     def _agree(self, sums: list[float], count: int, squared: int) -> bool:

@@ -90,14 +90,14 @@ class SynchronisedBackward:
             existing=self.existing,
             of_graphs=self.of_graphs,
             sends_zeros=circumstances.returned is not None,
-            reduced_again=frozenset(p for p, (n, _) in enumerate(buffers.buckets) if sections[n].reduces_again),
             reduced_before=circumstances.reduces_again,
             as_view=gradient_as_bucket_view,
         )
         rank_progress = communicator.progress
         self.launcher = Launcher(buffers, self.launches, self.gradients, self.reservations, message, rank_progress)
-        origins, of_each = [section.origin for section in sections], self.launches.collectives
-        rank_progress.backward_began(message.forwards.begun, buffers.buckets, origins, parameters.names, of_each)
+        rank_progress.backward_began(
+            message.forwards.begun, buffers.buckets, buffers.origins, parameters.names, self.launches.collectives
+        )
 
     # ---- told by hooks -----------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class SynchronisedBackward:
 
     def share(self) -> float:
         """The factor of this rank's gradients in the result. Reads from the device in a weighted mean."""
-        return self.averaging.share_of_all(lambda: next(self.launches.riders.of_every_section()))
+        return self.averaging.share_of_all(lambda: self.launches.riders.of_every_section()[0])
 
     def settle_hook_state(self) -> None:
         """This backward has ended well on every rank, so that what was sent in it is used."""
@@ -200,7 +200,8 @@ class SynchronisedBackward:
         if self.circumstances.returned is not None:
             self.gradients.restore_untouched()
             return set()
-        self._find_graph_and_eager()
+        if self.of_graphs.indices:
+            self._find_graph_and_eager()
         written = self.gradients.write_back()
         self.folded.give_back()
         return written

@@ -73,7 +73,7 @@ class Proof:
         self._why_off = 'verify="off"' if verify == "off" else ""
         self.unverified: dict[int, str] = {}  # parameter -> why
         self._tried = 0  # synchronised backwards since the first one, or since there was something new to look at
-        self._verifies = False  # whether the backward under way ends with the exchange
+        self.verifies = False  # whether the backward under way ends with the exchange
         self._recording: _Recording | None = None
         self._met: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
         self._renewed: set[int] = set()  # parameters of graphs that are new on this rank
@@ -101,8 +101,8 @@ class Proof:
         if not self._active:
             return
         self._tried += 1
-        self._verifies = self._verify == "always" or (bool(self.unverified) and self._tried in TRIES)
-        self._recording = _Recording() if self._verifies else None
+        self.verifies = self._verify == "always" or (bool(self.unverified) and self._tried in TRIES)
+        self._recording = _Recording() if self.verifies else None
 
     def meet_graph(self, backward: Callable[..., object], fingerprint: str, indices: Iterable[int]) -> None:
         """Note that a compiled backward is about to reduce parameters `indices`, whose plan is `fingerprint`.
@@ -156,11 +156,11 @@ class Proof:
     def heed_wish(self, wished: bool) -> None:
         """Verify at the end of this backward, and from the next one on anew, if a rank has asked for it."""
         if wished:
-            self._verifies, self._tried = True, 0
+            self.verifies, self._tried = True, 0
 
     def postpone(self) -> None:
         """Take part in the exchange without proving anything; a no-op in a backward that does not verify."""
-        if self._verifies:
+        if self.verifies:
             self._exchange([_BROKEN_OFF] * len(self._parameters.names), [None] * len(self._parameters.names))
 
     def conclude(self, outcome_of: Callable[[int], torch.Tensor | None]) -> None:
@@ -171,7 +171,7 @@ class Proof:
 
         Raises RuntimeError, on every rank, if a gradient differs between ranks.
         """
-        if not self._verifies:
+        if not self.verifies:
             return
         outcomes = [outcome_of(index) for index in range(len(self._parameters.names))]
         hindrances = [
@@ -215,21 +215,23 @@ class Proof:
         shared = torch.stack([*_to_compare(before), *_to_compare(after), hindered, renewed])
         self._communicator.maximum(shared)
         self._renewed.clear()
-        self._recording, self._verifies = None, False
-        return self._settle(shared.tolist())
+        self._recording, self.verifies = None, False
+        return self._settle(shared)
 
-    def _settle(self, shared: list[list[int]]) -> list[int]:
-        different = []
-        for index, (*compared, hindrance, renewed) in enumerate(zip(*shared, strict=True)):
-            if renewed:
-                self.unverified.setdefault(index, _NEW)
-            if hindrance < _NO_GRADIENT and not _equal(*compared[2:]):
-                different.append(index)
-                self.unverified[index] = _DIFFERENT
-            elif hindrance == _NOTHING and not _equal(*compared[:2]):
-                self.unverified.pop(index, None)
-            elif index in self.unverified and hindrance not in (_NOT_SEEN, _BROKEN_OFF):
-                self.unverified[index] = _WORDS.get(hindrance, _EQUAL)
+    def _settle(self, shared: torch.Tensor) -> list[int]:
+        """Of the rows that `_exchange` has shared. In tensors: in most exchanges all parameters are proven at once."""
+        *rows, hindrances, renewed = shared.cpu()
+        differs = _are_unequal(*rows[2:]) & (hindrances < _NO_GRADIENT)
+        proven = _are_unequal(*rows[:2]) & (hindrances == _NOTHING) & ~differs
+        for index in _where(renewed != 0):
+            self.unverified.setdefault(index, _NEW)
+        different = _where(differs)
+        self.unverified.update(dict.fromkeys(different, _DIFFERENT))
+        for index in _where(proven):
+            self.unverified.pop(index, None)
+        for index in _where(~differs & ~proven & (hindrances != _NOT_SEEN) & (hindrances != _BROKEN_OFF)):
+            if index in self.unverified:
+                self.unverified[index] = _WORDS.get(int(hindrances[index]), _EQUAL)
         return different
 
     def __str__(self) -> str:
@@ -252,5 +254,10 @@ def _to_compare(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, ~values
 
 
-def _equal(most: int, most_inverted: int) -> bool:
-    return most == ~most_inverted
+def _are_unequal(most: torch.Tensor, most_inverted: torch.Tensor) -> torch.Tensor:
+    return most != ~most_inverted
+
+
+def _where(mask: torch.Tensor) -> list[int]:
+    places: list[int] = mask.nonzero().flatten().tolist()
+    return places

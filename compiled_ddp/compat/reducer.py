@@ -14,7 +14,8 @@ from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import BucketPlan, GradientSpec, Section
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.ranks.agreement import Description, agree_on_description
-from compiled_ddp.ranks.communicator import Communicator, RankGroup
+from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.ranks.rank_group import RankGroup
 
 
 class Reducer:

@@ -1,11 +1,16 @@
 """Collectives inside of a loss, with the adjoints of an objective that is the sum of all ranks' losses.
 
+Every rank launches the same ones, in the same order. What repeats is expected; else ranks compare what they are about
+to launch, and raise RuntimeError on every rank, by name, where that is not the same: another collective, shape, dtype,
+source or function. So they do where another rank raises in the meantime, or a wait fails.
+
 [Note: adjoints] `grad` on each rank differentiates the sum of what all ranks return; its mean divides at the end. So
 each collective has its plain transpose. What one rank gives to all gets the sum of all ranks' cotangents: also where
 these are equal everywhere, as then each rank's loss is one of the sum's terms. No cotangent is taken for replicated.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,8 +19,10 @@ from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import Ranks
+from compiled_ddp.functional.loss_group import LossGroup
 from compiled_ddp.functional.random_state import folded_in
-from compiled_ddp.functional.session import current_loss_group, current_session
+from compiled_ddp.functional.session import current_loss_call, current_session
+from compiled_ddp.functional.wanted import LossCollective
 
 
 def rank() -> int:
@@ -37,18 +44,19 @@ def all_reduce(x: Tensor, op: Literal["mean", "sum"] = "mean") -> Tensor:
         raise ValueError(f'op must be "mean" or "sum", found {op!r}.')
     if world_size() == 1:
         return x
-    summed: Tensor = _Sum.apply(_ranks(), x)  # type: ignore[no-untyped-call]
+    summed: Tensor = _Sum.apply(_ranks(f'all_reduce("{op}")'), x)  # type: ignore[no-untyped-call]
     return summed / world_size() if op == "mean" else summed
 
 
 def all_gather(x: Tensor) -> Tensor:
     """Every rank's `x`, along the first dimension, in the order of ranks, equal on all; of numbers, a vector of them.
 
-    `x` has the same shape on every rank. Adjoint: this rank's rows of the sum of all ranks' cotangents.
+    `x` has the same shape on every rank, else all raise RuntimeError. Adjoint: this rank's rows of the sum of all
+    ranks' cotangents.
     """
     if world_size() == 1:
         return x if x.dim() else x[None]
-    stacked: Tensor = _Gather.apply(_ranks(), rank(), x)  # type: ignore[no-untyped-call]
+    stacked: Tensor = _Gather.apply(_ranks("all_gather"), rank(), x)  # type: ignore[no-untyped-call]
     return stacked.flatten(0, 1) if x.dim() else stacked
 
 
@@ -61,8 +69,9 @@ def broadcast(tree: Any, src: int = 0) -> Any:
         raise ValueError(f"src must be a rank below {world_size()}, found {src!r}.")
     if world_size() == 1:
         return tree
+    ranks = _ranks(f"broadcast(src={src})")
     leaves, structure = torch_private.trees.flatten(tree)
-    sent = [_of_source(leaf, rank() == src) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    sent = [_of_source(ranks, leaf, rank() == src) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return torch_private.trees.unflatten(sent, structure)
 
 
@@ -81,19 +90,59 @@ def fold_in_rank(generator: torch.Generator) -> torch.Generator:
 def _group() -> dist.ProcessGroup | None:
     if not dist.is_available() or not dist.is_initialized():
         return None
-    return current_loss_group() or dist.group.WORLD
+    call = current_loss_call()
+    return dist.group.WORLD if call is None or call.process_group is None else call.process_group
 
 
-def _ranks() -> Ranks:
+@dataclass(frozen=True)
+class _LossRanks:
+    """The ranks that collectives of one kind meet."""
+
+    what: str
+    group: LossGroup | None  # None where they are traced by others, who launch on the user's own group
+    ranks: Ranks
+
+    def adjoint(self) -> "_LossRanks":
+        return replace(self, what=f"the adjoint of {self.what}")
+
+    def tangent(self) -> "_LossRanks":
+        return replace(self, what=f"the tangent of {self.what}")
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self._launched(x.shape, self.ranks.all_reduce, x.contiguous())
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Of shape (world, *x.shape)."""
+        return self._launched(x.shape, self.ranks.all_gather, x.contiguous()[None])
+
+    def _launched(self, shape: Sequence[int], launch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if self.group is None:
+            return launch(x)
+        call, session = current_loss_call(), current_session()
+        collective = LossCollective(self.what, tuple(shape), x.dtype)
+        if call is not None:
+            collective = replace(collective, function=call.function, number=call.number_of_next())
+        if session is None:
+            with self.group.launching([collective]):
+                return launch(x)
+        result = launch(x)
+        session.note_loss_collective(self.group, collective, result)
+        return result
+
+
+def _ranks(what: str) -> _LossRanks:
     group = _group()
     assert group is not None, "asked of a rank that is alone"
-    gathers_by_sums = dist.get_backend(group) == "gloo"
-    return Ranks(dist.get_world_size(group), group.group_name, dist.get_rank(group) if gathers_by_sums else None)
+    is_others_trace = current_session() is None and torch_private.tracing.is_tracing()
+    loss_group = None if is_others_trace else LossGroup.of(group)
+    name = group.group_name if loss_group is None else loss_group.name
+    place = dist.get_rank(group) if dist.get_backend(group) == "gloo" else None  # where gathers are sums
+    return _LossRanks(what, loss_group, Ranks(dist.get_world_size(group), name, place))
 
 
-def _of_source(tensor: Tensor, is_source: bool) -> Tensor:
+def _of_source(ranks: _LossRanks, tensor: Tensor, is_source: bool) -> Tensor:
     number = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
-    given: Tensor = _FromSource.apply(_ranks(), is_source, number)  # type: ignore[no-untyped-call]
+    given: Tensor = _FromSource.apply(ranks, is_source, number)  # type: ignore[no-untyped-call]
     return given.to(tensor.dtype)
 
 
@@ -101,8 +150,8 @@ class _Sum(torch.autograd.Function):
     """[Note: adjoints]"""
 
     @staticmethod
-    def forward(ranks: Ranks, x: Tensor) -> Tensor:
-        return ranks.all_reduce(x.contiguous())
+    def forward(ranks: _LossRanks, x: Tensor) -> Tensor:
+        return ranks.all_reduce(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
@@ -110,14 +159,14 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return None, _Sum.apply(ctx.ranks_of_sum, cotangent)  # type: ignore[no-untyped-call]
+        return None, _Sum.apply(ctx.ranks_of_sum.adjoint(), cotangent)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, _: object, tangent: Tensor) -> Any:
-        return _Sum.apply(ctx.ranks_of_sum, tangent)  # type: ignore[no-untyped-call]
+        return _Sum.apply(ctx.ranks_of_sum.tangent(), tangent)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def vmap(_: object, in_dims: Sequence[int | None], ranks: Ranks, x: Tensor) -> Any:
+    def vmap(_: object, in_dims: Sequence[int | None], ranks: _LossRanks, x: Tensor) -> Any:
         (_, dim) = in_dims
         assert dim is not None, "nothing is batched"
         return _Sum.apply(ranks, x.movedim(dim, 0)), 0  # type: ignore[no-untyped-call]
@@ -127,8 +176,8 @@ class _Gather(torch.autograd.Function):
     """Of shape (world, *x.shape). [Note: adjoints]"""
 
     @staticmethod
-    def forward(ranks: Ranks, own: int, x: Tensor) -> Tensor:
-        return ranks.all_gather(x.contiguous()[None])
+    def forward(ranks: _LossRanks, own: int, x: Tensor) -> Tensor:
+        return ranks.all_gather(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
@@ -136,14 +185,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        return None, None, _Sum.apply(ctx.ranks_of_gather, cotangent)[ctx.own_row]  # type: ignore[no-untyped-call]
+        return None, None, _Sum.apply(ctx.ranks_of_gather.adjoint(), cotangent)[ctx.own_row]  # type: ignore[no-untyped-call]
 
     @staticmethod
     def jvp(ctx: Any, _: object, __: object, tangent: Tensor) -> Any:
-        return _Gather.apply(ctx.ranks_of_gather, ctx.own_row, tangent)  # type: ignore[no-untyped-call]
+        return _Gather.apply(ctx.ranks_of_gather.tangent(), ctx.own_row, tangent)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def vmap(_: object, in_dims: Sequence[int | None], ranks: Ranks, own: int, x: Tensor) -> Any:
+    def vmap(_: object, in_dims: Sequence[int | None], ranks: _LossRanks, own: int, x: Tensor) -> Any:
         dim = in_dims[2]
         assert dim is not None, "nothing is batched"
         return _Gather.apply(ranks, own, x.movedim(dim, 0)), 1  # type: ignore[no-untyped-call]
@@ -153,8 +202,8 @@ class _FromSource(torch.autograd.Function):
     """On every rank it hangs on that rank's tensor, so that every rank takes part in its backward. [Note: adjoints]"""
 
     @staticmethod
-    def forward(ranks: Ranks, is_source: bool, x: Tensor) -> Tensor:
-        return ranks.all_reduce(x.contiguous() if is_source else torch.zeros_like(x))
+    def forward(ranks: _LossRanks, is_source: bool, x: Tensor) -> Tensor:
+        return ranks.all_reduce(x if is_source else torch.zeros_like(x))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
@@ -162,15 +211,15 @@ class _FromSource(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:
-        summed = _Sum.apply(ctx.ranks_of_broadcast, cotangent)  # type: ignore[no-untyped-call]
+        summed = _Sum.apply(ctx.ranks_of_broadcast.adjoint(), cotangent)  # type: ignore[no-untyped-call]
         return None, None, summed if ctx.is_source else torch.zeros_like(summed)
 
     @staticmethod
     def jvp(ctx: Any, _: object, __: object, tangent: Tensor) -> Any:
-        return _FromSource.apply(ctx.ranks_of_broadcast, ctx.is_source, tangent)  # type: ignore[no-untyped-call]
+        return _FromSource.apply(ctx.ranks_of_broadcast.tangent(), ctx.is_source, tangent)  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def vmap(_: object, in_dims: Sequence[int | None], ranks: Ranks, is_source: bool, x: Tensor) -> Any:
+    def vmap(_: object, in_dims: Sequence[int | None], ranks: _LossRanks, is_source: bool, x: Tensor) -> Any:
         dim = in_dims[2]
         assert dim is not None, "nothing is batched"
         return _FromSource.apply(ranks, is_source, x.movedim(dim, 0)), 0  # type: ignore[no-untyped-call]

@@ -1,19 +1,19 @@
 """The ranks that functional gradients are reduced over, and what each of them launches next."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.agreements import Agreements
+from compiled_ddp.functional.launch_order import ReductionOrder
 from compiled_ddp.functional.proof import Evidence, Proof
 from compiled_ddp.functional.turn_riders import Departures, Turn, TurnReader, new_leading, write_turn
-from compiled_ddp.functional.wanted import SEEN, Agreed, Wanted, likely_next
+from compiled_ddp.functional.wanted import Agreed, Wanted
 from compiled_ddp.ranks import communicator as ranks
-
-_REMEMBERED = 4096  # launches
+from compiled_ddp.ranks.rank_group import RankGroup
 
 
 class Communicator:
@@ -32,17 +32,39 @@ class Communicator:
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not in it."""
         self.agreements = Agreements.of(process_group)
-        self._ranks = ranks.RankGroup(process_group)
+        self._ranks = RankGroup(process_group)
         self.rank, self.world_size = self._ranks.rank, self._ranks.world_size
+        self.order = ReductionOrder(self.world_size)
+        self._is_in_graphs = False  # of others, which call the group by its name and cannot be told of another one
+        self._begin_anew()
+        self.agreements.groups.add(self)
+
+    def _begin_anew(self) -> None:
+        """With a group that has yet to be made."""
         self._made: ranks.Communicator | None = None
         self._calls = 0
-        self._known: dict[Wanted, Agreed] = {}
-        self._past: list[Agreed] = []
-        self._agreed_ahead: list[Agreed] = []
+        self.order.forget_launches()
         self._reader = TurnReader(self.world_size)
         self.proof = Proof()
         self._all_look = False  # whether the latest launch is one behind which all ranks look at the riders
+        self._are_alike = True  # whether all ranks launch on as many communicators before they look
         self.departures = Departures(self.world_size)
+
+    @property
+    def name(self) -> str:
+        """The same on every rank."""
+        return self._ranks.name
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a group of its own that can be closed."""
+        return self._made is not None and not self._is_in_graphs
+
+    def close(self) -> None:
+        """End this rank's part in the group; the next agreement makes another one. What ranks have agreed on stays."""
+        if self._made is not None and not self._is_in_graphs:
+            self._made.close()
+            self._begin_anew()
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -65,56 +87,44 @@ class Communicator:
         """The group of its own, once there is one."""
         return self._made
 
-    def known(self, wanted: Wanted) -> Agreed | None:
-        return self._known.get(wanted)
-
-    def ahead(self, number: int) -> list[Agreed]:
-        """The next launches, as every rank expects them; none before the first agreement."""
-        found = self._agreed_ahead[:number]
-        past = [*self._past[-SEEN:], *found]
-        while len(found) < number and (follows := likely_next(past)) is not None:
-            found.append(follows)
-            past.append(follows)
-        return found
-
-    def unexpected(self, wanted: Sequence[Wanted]) -> int:
-        """How many of these, the next launches, ranks must agree on: up to the last one that none would expect."""
-        past, ahead, last = self._past[-SEEN:], [*self._agreed_ahead], 0
-        for number, each in enumerate(wanted, start=1):
-            expected = ahead.pop(0) if ahead else likely_next(past)
-            if expected is None or expected.wanted != each:
-                last = number
-                ahead.clear()
-            past.append(self._known.get(each) or Agreed(each, (), self.world_size))
-        return last
-
     def note_agreed(self, wanted: Wanted, order: tuple[int, ...], *, is_next: bool = True) -> Agreed:
-        """All ranks have agreed on this reduction, through the store. Makes the group at the first one."""
-        agreed = self._known.setdefault(wanted, Agreed(wanted, order, self.world_size))
-        if is_next:
-            self._agreed_ahead.append(agreed)
+        """All ranks have agreed on this reduction, through the store. Makes the group at the first one. A collective.
+
+        The first one without a size of its buckets measures the link. It is the next one, or one that others put into
+        their graphs.
+        """
         if self._made is None:
-            self._made = ranks.Communicator(self._ranks)
+            remedy = "make the gradient functions anew on every rank"
+            self._made = ranks.Communicator(self._ranks, occasion=self.agreements.occasion, remedy=remedy)
+        agreed = self.order.known(wanted)
+        if agreed is None:
+            cap_mb = wanted.bucket_cap_mb
+            if cap_mb is None:
+                cap_mb = self.agreements.bucket_cap_mb(self._made, wanted.device)
+            agreed = Agreed(wanted, order, self.world_size, cap_mb)
+            self.order.add(agreed)
+        if is_next:
+            self.order.note_next(agreed)
+        else:
+            self._is_in_graphs = True
         return agreed
 
-    def begin(self, leading: Tensor, *, remaining: int, departs: bool = False, wishes: bool = False) -> Agreed:
+    def begin(
+        self, leading: Tensor, *, remaining: int, groups: int = 1, departs: bool = False, wishes: bool = False
+    ) -> Agreed:
         """Note that the next launch comes, and write what this rank tells the others of it into `leading`.
 
-        It launches `remaining` more before it looks at theirs, and `wishes` to see the next one proven. Raises
-        RuntimeError once a wait has failed.
+        It launches `remaining` more here before it looks at theirs, on so many `groups` in all, and `wishes` to see the
+        next one proven. Raises RuntimeError once a wait has failed.
         """
         own = self._own()
         own.refuse_if_failed()
-        (agreed,) = self.ahead(1)
-        self._past.append(agreed)
-        if len(self._past) > 2 * _REMEMBERED:
-            del self._past[:_REMEMBERED]
-        self._agreed_ahead = self._agreed_ahead[1:]
+        agreed = self.order.note_launched()
         self.proof.note_launch(agreed)
         self._calls += 1
         own.progress.forward_began(self._calls)
         own.progress.note_wait(f"the gradients of {agreed.wanted.function}")
-        write_turn(leading, call=self._calls, remaining=remaining, departs=departs, wishes=wishes)
+        write_turn(leading, call=self._calls, remaining=remaining, groups=groups, departs=departs, wishes=wishes)
         return agreed
 
     # ---- what other ranks tell ---------------------------------------------------------------------------------------
@@ -122,57 +132,59 @@ class Communicator:
     def look(self, sums: Sequence[Tensor]) -> None:
         """Take note of what the riders of the latest launches say."""
         self._own().progress.note_wait("")
-        launched = self._past[-len(sums) :]
+        launched = self.order.latest(len(sums))
         turns = self._reader.read(sums)
         if self.proof.is_pending or any(map(self.proof.verifies, launched)):
             turns += self._reader.rest()
         self._note_turns(turns)
         self._all_look = bool(turns) and turns[-1].ends
+        self._are_alike = all(turn.same_groups for turn in turns)
         if self._reader.was_at_once:
             self.proof.note_wishes([agreed for agreed, turn in zip(launched, turns, strict=True) if turn.wishes])
         if self._all_look:
             self.proof.heed_wishes()
 
     def prove(self, evidence: Sequence[Evidence]) -> None:
-        """Compare what a reduction has made of the gradients, when all ranks do. Raises RuntimeError on every rank."""
-        for each in evidence:
+        """Compare what a reduction has made of the gradients, when all ranks do. Raises RuntimeError on every rank.
+
+        They never do where some launch one by one, and wait for each, what others launch from one graph on several
+        communicators.
+        """
+        for each in evidence if self._are_alike else ():
             self.proof.note(each)
-        if self._all_look:
+        if self._all_look and self._are_alike:
             self.proof.conclude(self._own())
 
     def _note_turns(self, turns: Sequence[Turn]) -> None:
         if not all(turn.same_call for turn in turns):
             raise self._own().give_up(
-                f"the ranks have called {self._past[-1].wanted.function} in different steps: on this one it was "
-                f"reduction {self._calls}, on others another one. Call it the same number of times on every rank"
+                f"the ranks have called {self.order.latest(1)[0].wanted.function} in different steps: on this one it "
+                f"was reduction {self._calls}, on others another one. Call it the same number of times on every rank"
             )
         self.departures.note(turns)
 
     def depart(self) -> None:
         """Send zeros for the next launch, and tell the others that this rank wants another one, or cannot go on."""
-        agreed_next = self.ahead(1)[0]
+        agreed_next = self.order.ahead(1)[0]
         leading = new_leading(agreed_next.wanted.device)
         with torch_private.tracing.outside_of_traces():
             agreed = self.begin(leading, remaining=0, departs=True)
-            with self.explaining(agreed.wanted.function):
+            with self._explaining(agreed.wanted.function):
                 *_, sums = agreed.launch(*agreed.zeros(), leading, self.group_name)
             self.look([sums])
             self._note_turns(self._reader.rest())
 
-    def depart_until_known(self, ends: int) -> None:
-        """Depart until, since the first rank did, this often all ranks have been about to look at the riders."""
-        while self.departures.ends < ends:
-            self.depart()
-
     @property
     def ends_to_know(self) -> int:
         """How often ranks look at riders until all know of those of a launch: a GPU tells them when they look again."""
-        return 1 if self.ahead(1)[0].wanted.device.type == "cpu" else 2
+        return 1 if self.order.ahead(1)[0].wanted.device.type == "cpu" else 2
 
     def forget_departures(self) -> None:
         """All ranks know of them. What was launched since the first one says nothing about what follows what."""
-        del self._past[len(self._past) - self.departures.launches :]
-        self.departures, self._agreed_ahead = Departures(self.world_size), []
+        if self.departures.launches:
+            self.agreements.forget_order()
+        self.order.forget_latest(self.departures.launches)
+        self.departures = Departures(self.world_size)
         self.proof.forget()
 
     # ---- errors ------------------------------------------------------------------------------------------------------
@@ -180,6 +192,17 @@ class Communicator:
     def give_up(self, why: str) -> RuntimeError:
         return self._own().give_up(why)
 
-    def explaining(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Raise a RuntimeError in here, of a collective, with a report of where every rank stands."""
-        return self._own().explaining(f"the gradients of {what} could not be reduced")
+    def failure(self, what: str, error: Exception) -> RuntimeError:
+        """`error`, of a collective that reduces the gradients of `what`, with a report of where every rank stands."""
+        here = self._ranks.ranks[self.rank]
+        return self._own().failure(error, f"rank {here}: the gradients of {what} could not be reduced")
+
+    @contextlib.contextmanager
+    def _explaining(self, what: str) -> Iterator[None]:
+        """Raise a RuntimeError in here, of a collective, as `failure`, unless another rank has closed its end."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.agreements.is_called:
+                raise
+            raise self.failure(what, error) from error

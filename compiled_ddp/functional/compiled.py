@@ -13,15 +13,18 @@ from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.closed_over import closed_over, generators_shared, reached
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.flat_buffers import FlatBuffers, empty
+from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
 from compiled_ddp.functional.reduction import last_first
-from compiled_ddp.functional.session import Session, tracing
+from compiled_ddp.functional.session import Session, current_session, tracing
 from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
 from compiled_ddp.functional.transforms import Gradient
-from compiled_ddp.functional.unit import Unit, break_off
-from compiled_ddp.passes.step_pipeline import StepPipeline
+from compiled_ddp.functional.unit import Launch, Unit, break_off
+from compiled_ddp.graph.compiling import compiling
+from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
 from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.torch_private.dynamo import untraced
+from compiled_ddp.users_code import warn_user
 
 Backend = Literal["inductor", "aot_eager"]
 
@@ -43,7 +46,8 @@ def compile(
 
     The step is traced with the first arguments of each kind (structure, shapes, dtypes, devices, values that are no
     tensors), and again where a number, tensor or function that it closes over is replaced. As with jax.jit, Python that
-    has an effect besides the results runs only then. Results do not require gradients.
+    has an effect besides the results runs only then. Results do not require gradients. Called within another compiled
+    step it is a part of that one.
 
     Args:
         donate: arguments, by name or position, in whose memory results of the same shape, stride and dtype are written,
@@ -80,10 +84,12 @@ class _Runnable:
         run: Callable[..., Any],
         session: Session,
         unit: Unit | None,
+        launches: Sequence[Launch],
         flat_buffers: FlatBuffers,
         in_cuda_graphs: Callable[[torch.device], bool],
     ) -> None:
         self._traced, self._run, self._runs, self._unit = traced, run, session.runs, unit
+        self._loss_launches = LossLaunches([each for each in launches if isinstance(each, LossLaunch)])
         self._flat_buffers, self._in_cuda_graphs = flat_buffers, in_cuda_graphs
         self._is_new = True  # has not run yet
         self._orders = [last_first(run.wanted) for run in session.runs]  # of what ranks know by now
@@ -99,7 +105,7 @@ class _Runnable:
             for generator in generators:
                 generator.load(leaves)
             given = [*(tensor.detach() for tensor in tensors), *self._traced.constants, *self._flat_buffers.memory]
-            results = list(self._run(*given)) if self._unit is None else self._reduced(self._unit, given)
+            results = self._communicated(given) if self._unit is None else self._reduced(self._unit, given)
         first_state = len(results) - len(generators)
         for generator, state in zip(generators, results[first_state:], strict=True):
             generator.advance(leaves, state)
@@ -107,12 +113,17 @@ class _Runnable:
         self._flat_buffers.give_up(results)
         return self._traced.rebuild(results, leaves)
 
+    def _communicated(self, inputs: list[Tensor]) -> list[Tensor]:
+        with self._loss_launches.launching_alone():
+            return list(self._run(*inputs))
+
     def _reduced(self, unit: Unit, inputs: list[Tensor]) -> list[Tensor]:
         unit.take_turn(self._orders)
         unit.begin(is_new=self._is_new)
         self._is_new = False
-        first = self._runs[0]
-        with first.communicator.explaining(first.wanted.function), unit.watching(in_cuda_graphs=self._in_cuda_graphs):
+        launching = unit.launching(self._flat_buffers.memory)
+        watching = unit.watching(in_cuda_graphs=self._in_cuda_graphs)
+        with launching, watching, self._loss_launches.launching():
             results = list(self._run(*inputs))
         first_state = len(results) - len(self._traced.generators)
         unit.check(results[first_state - len(self._runs) : first_state])
@@ -134,8 +145,14 @@ class CompiledStep:
         self._compiled: dict[Hashable, _Runnable] = {}
         self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
+        self._has_told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if current_session() is not None or torch_private.tracing.is_tracing():
+            return self._step(*args, **kwargs)  # a part of that graph
+        if torch_private.autograd.transforms_are_active():
+            self._tell_of_transforms()
+            return self._step(*args, **kwargs)
         with self._telling():
             leaves, structure = torch_private.trees.flatten((args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -148,12 +165,24 @@ class CompiledStep:
         self._latest = runnable.communicators
         return runnable(leaves)
 
+    def _tell_of_transforms(self) -> None:
+        if not self._has_told:
+            self._has_told = True
+            warn_user(
+                f"{_name_of(self._step)} is compiled, and called within a transform of torch.func, where it runs "
+                "operator by operator: compile the function that takes the transform."
+            )
+
+    @compiling
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Runnable:
         session = Session()
         with self._telling(session), tracing(session):
             traced = trace(self._step, args, kwargs, self._donated, session)
-            orders = [tuple(arrival_order(node)) for node in find_sums(traced.graph_module.graph)]
-        unit = Unit(session.runs) if session.runs else None
+            graph = traced.graph_module.graph
+            prepare_step(graph)
+            orders = [tuple(arrival_order(node)) for node in find_sums(graph)]
+            launches = session.launches_in(graph)
+        unit = Unit(launches) if session.runs else None
         agreed = unit.take_turn(orders) if unit is not None else []
         with self._telling(session, unit):
             plans = tuple(
@@ -170,7 +199,7 @@ class CompiledStep:
                 rewriting=torch_private.inductor.rewriting_step(pipeline.run, pipeline.cache_identity),
             )
         in_cuda_graphs = functools.partial(torch_private.compiler_options.uses_cuda_graphs, self._options)
-        return _Runnable(traced, run, session, unit, flat_buffers, in_cuda_graphs)
+        return _Runnable(traced, run, session, unit, launches, flat_buffers, in_cuda_graphs)
 
     def _flat_buffers_of(self, plans: Sequence[BucketPlan]) -> FlatBuffers:
         """What is compiled for other batches fills the same memory."""
@@ -187,7 +216,7 @@ class CompiledStep:
             if unit is not None:
                 communicators = unit.communicators
             if agreements is not None:
-                break_off(communicators, agreements, getattr(self._step, "__qualname__", "a step"), error)
+                break_off(communicators, agreements, _name_of(self._step), error)
             raise
 
     def _whom_to_tell(self, called: Sequence[Communicator]) -> tuple[tuple[Communicator, ...], Agreements | None]:
@@ -198,6 +227,10 @@ class CompiledStep:
         agreements = [each.agreements for each in communicators]
         agreements += [found for each in reached_here if (found := each.agreements()) is not None]
         return communicators, agreements[0] if agreements else None
+
+
+def _name_of(step: Callable[..., Any]) -> str:
+    return str(getattr(step, "__qualname__", "a step"))
 
 
 def _ambient(tensors: Sequence[Tensor]) -> Hashable:

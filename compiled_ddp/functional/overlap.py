@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from compiled_ddp.functional.operator import plan_of, spec_of
-from compiled_ddp.passes.step_pipeline import StepPipeline
+from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import find_sums
 from compiled_ddp.plan import BucketPlan
 
@@ -32,6 +32,7 @@ def overlap(graph_module: GraphModule, *, in_place: bool = False) -> GraphModule
             "overlap() found no reduction in this graph: give it the graph of a function that calls "
             "compiled_ddp.functional.grad or grad_and_value, before any other pass has taken it apart."
         )
+    prepare_step(graph_module.graph)
     StepPipeline(tuple(map(_planned, sums)), in_place=in_place).run(graph_module.graph)
     graph_module.recompile()
     return graph_module

@@ -53,6 +53,8 @@ class Evidence:
 
     def judge(self, index: int, signed: float, squares: float, world_size: int) -> tuple[int, int, bool, bool]:
         """What to compare of a gradient by maxima over ranks; whether it is not what all sums say, and is not seen."""
+        if 0 in self.agreed.wanted.gradients[index][1]:
+            return 0, ~0, False, False  # without elements; where such buckets are awaited nothing tells them apart
         if index not in self.before or index not in self.after:
             return 0, ~0, True, not self.is_seen
         found, bits = self.after[index]

@@ -9,7 +9,6 @@ The numbers are those of the operator itself, on a generator of that state.
 import contextlib
 import functools
 import hashlib
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from compiled_ddp import torch_private
 class _TracedState:
     """A generator's state in a trace. Of a generator that is not made in the trace, `read` is what the graph reads."""
 
-    generator: weakref.ref[torch.Generator]
+    generator: torch_private.tensors.GeneratorReference
     read: Tensor | None
     at_first: Tensor  # of the object, which nothing draws from while the step is traced
     now: Tensor
@@ -91,7 +90,7 @@ class TracedGenerators:
         """Each generator, in the order of `states`, once the step has been traced with arguments of these leaves."""
         found = []
         for traced in self._states:
-            generator = traced.generator()
+            generator = traced.generator() if traced.generator.is_held_elsewhere else None
             argument = next((place for place, leaf in enumerate(leaves) if leaf is generator), None)
             held = generator if argument is None else None
             found.append(DrawnGenerator(held, None if generator is None else argument, traced.read))
@@ -110,7 +109,7 @@ class TracedGenerators:
             self._add(generator, state, state)
 
     def _add(self, generator: torch.Generator, read: Tensor | None, now: Tensor) -> None:
-        traced = _TracedState(weakref.ref(generator), read, _state(generator), now)
+        traced = _TracedState(torch_private.tensors.GeneratorReference(generator), read, _state(generator), now)
         self._latest[torch_private.tensors.place_of(generator)] = traced
         self._states.append(traced)
 

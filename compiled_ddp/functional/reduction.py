@@ -54,6 +54,11 @@ class GradientReduction:
         return self._communicator
 
     @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The user's, once `find_ranks` was called; None without torch.distributed."""
+        return None if self._communicator is None else self._communicator.process_group
+
+    @property
     def world_size(self) -> int:
         return 1 if self._communicator is None else self._communicator.world_size
 
@@ -104,6 +109,11 @@ class GradientReduction:
         if session is not None:
             session.note_call(self.communicator)
 
+    @property
+    def failures(self) -> int:
+        """How often something has failed that other ranks know of, or find out."""
+        return self.communicator.agreements.failures
+
     def break_off(self, error: BaseException) -> None:
         """Tell the other ranks that nothing can be reduced here: none is left waiting."""
         break_off((self.communicator,), self.communicator.agreements, self.name, error)
@@ -125,7 +135,7 @@ class GradientReduction:
         unit = Unit([Run(self.communicator, wanted, leading)])
         (agreed,) = unit.take_turn([last_first(wanted)])
         unit.begin()
-        with self.communicator.explaining(self.name):
+        with unit.launching():
             *sums, turn = agreed.launch(gradients, passengers, leading, self.communicator.group_name)
         unit.note_reduced(gradients, sums)
         unit.check([turn])
@@ -138,7 +148,8 @@ class GradientReduction:
         """Ranks agree when all of the step has been traced: the order of gradients is not known before."""
         wanted = self._wanted(names, gradients, passengers)
         leading = new_leading(wanted.device)
-        *sums, turn = Agreed(wanted, last_first(wanted), self.world_size).launch(gradients, passengers, leading, "")
+        unplanned = Agreed(wanted, last_first(wanted), self.world_size, 0.0)
+        *sums, turn = unplanned.launch(gradients, passengers, leading, "")
         session.note_run(Run(self.communicator, wanted, leading), turn)
         return sums
 
@@ -148,7 +159,7 @@ class GradientReduction:
         """In a graph that somebody else traces, on all ranks, and in which nobody looks at the riders."""
         wanted, communicator = self._wanted(names, gradients, passengers), self.communicator
         with torch_private.tracing.outside_of_traces():
-            agreed = communicator.known(wanted)
+            agreed = communicator.order.known(wanted)
             if agreed is None:
                 communicator.agreements.compare(wanted.describe, self.name, communicator.made)
                 (order,) = communicator.agreements.orders_of_first([last_first(wanted)], self.name)

@@ -1,4 +1,4 @@
-"""What is known while a step is traced: its reductions, and what its loss communicates with."""
+"""What is known while a step is traced, and while a loss is called: reductions, and what communicates with whom."""
 
 import contextlib
 import contextvars
@@ -7,11 +7,18 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx import Graph
 
+from compiled_ddp import torch_private
 from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.loss_group import LossGroup, LossLaunch
 from compiled_ddp.functional.random_state import TracedGenerators
 from compiled_ddp.functional.recomputation import RecomputedRegions
-from compiled_ddp.functional.unit import Run
+from compiled_ddp.functional.unit import Launch, Run
+from compiled_ddp.functional.wanted import LossCollective
+from compiled_ddp.passes.ops import sum_over_ranks
+
+LOSS_COLLECTIVE = "compiled_ddp.loss_collective"  # in a node's meta["custom"]: its number
 
 
 @dataclass
@@ -21,6 +28,7 @@ class Session:
     called: list[Communicator] = field(default_factory=list)  # of the gradient functions that have been called
     runs: list[Run] = field(default_factory=list)  # one for each operator in the graph, in order
     sums: list[Tensor] = field(default_factory=list)  # what each run makes of the leading riders
+    loss_launches: list[LossLaunch] = field(default_factory=list)  # as their nodes count them
     generators: TracedGenerators = field(default_factory=TracedGenerators)
     regions: RecomputedRegions = field(init=False)
 
@@ -34,18 +42,48 @@ class Session:
         self.runs.append(run)
         self.sums.append(sums)
 
+    def note_loss_collective(self, group: LossGroup, collective: LossCollective, result: Tensor) -> None:
+        """`result` comes of a collective that has just been traced."""
+        torch_private.tracing.label_launch(result, LOSS_COLLECTIVE, len(self.loss_launches))
+        self.loss_launches.append(LossLaunch(group, collective))
+
+    def launches_in(self, graph: Graph) -> list[Launch]:
+        """What this graph launches, in its order; collectives of losses that nobody reads have gone."""
+        runs, found = iter(self.runs), list[Launch]()
+        for node in graph.nodes:
+            number = node.meta.get("custom", {}).get(LOSS_COLLECTIVE)
+            if number is not None:
+                found.append(self.loss_launches[number])
+            elif node.target is sum_over_ranks:
+                found.append(next(runs))
+        return found
+
+
+@dataclass
+class LossCall:
+    """A gradient function that calls its loss."""
+
+    process_group: dist.ProcessGroup | None  # the user's; None without torch.distributed
+    function: str
+    _collectives: int = 0
+
+    def number_of_next(self) -> int:
+        """Of the next collective in the loss, or in its derivative; from 1 on."""
+        self._collectives += 1
+        return self._collectives
+
 
 _session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("session", default=None)
-_loss_group: contextvars.ContextVar[dist.ProcessGroup | None] = contextvars.ContextVar("loss_group", default=None)
+_loss_call: contextvars.ContextVar[LossCall | None] = contextvars.ContextVar("loss_call", default=None)
 
 
 def current_session() -> Session | None:
     return _session.get()
 
 
-def current_loss_group() -> dist.ProcessGroup | None:
-    """The user's group of the innermost gradient function that calls its loss; None outside of all."""
-    return _loss_group.get()
+def current_loss_call() -> LossCall | None:
+    """The innermost one; None outside of all."""
+    return _loss_call.get()
 
 
 @contextlib.contextmanager
@@ -58,9 +96,9 @@ def tracing(session: Session) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def calling_loss(group: dist.ProcessGroup | None) -> Iterator[None]:
-    token = _loss_group.set(group)
+def calling_loss(call: LossCall) -> Iterator[None]:
+    token = _loss_call.set(call)
     try:
         yield
     finally:
-        _loss_group.reset(token)
+        _loss_call.reset(token)

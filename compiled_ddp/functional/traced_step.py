@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch._ops import OpOverload
+from torch.fx import Graph, GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.random_state import DrawnGenerator
@@ -112,9 +113,20 @@ def trace(
 
     inputs = [given[place].detach() for place in places]
     graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)
+    _refuse_others_collectives(graph_module.graph)
     constants = [constant.detach() for constant in constants]
     generators = session.generators.drawn(given)
     return TracedStep(graph_module, [*inputs, *constants], constants, found["others"], found["structure"], generators)
+
+
+def _refuse_others_collectives(graph: Graph) -> None:
+    """Raise RuntimeError for what torch.distributed launches: a graph can hold neither its group nor waits."""
+    for node in graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace == "c10d":
+            raise RuntimeError(
+                f"a compiled step calls torch.distributed ({node.target}), which no graph can hold: call all_reduce, "
+                "all_gather or broadcast of compiled_ddp.functional, which have derivatives too."
+            )
 
 
 def _donated_leaves(

@@ -11,8 +11,9 @@ from torch import Tensor
 from compiled_ddp import torch_private
 from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.differentiated import named_tensors, refuse_sparse
 from compiled_ddp.functional.reduction import GradientReduction, Kind, Options
-from compiled_ddp.functional.session import calling_loss
+from compiled_ddp.functional.session import LossCall, calling_loss
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
 
@@ -45,7 +46,8 @@ def grad(
         process_group: the ranks; None for all of them. A `Communicator` is used in place of one of its own.
         reduction: "mean" of the ranks' gradients, "sum", or "weighted": each call then takes this rank's `weight=`, a
             number or a tensor of one element, and returns the gradients of the weighted mean of the ranks' losses.
-        bucket_cap_mb: the size at which a bucket is full, in MiB; 8 by default, 0 for a bucket for each gradient.
+        bucket_cap_mb: the size at which a bucket is full, in MiB; 0 for a bucket for each gradient. None measures, at
+            the first call on these ranks, how fast they reduce: 2 on a slow link, 8 on a faster one, 25 on the fastest.
 
     Raises ValueError for options that are none; what is returned raises RuntimeError on every rank, with the names,
     where ranks call it with other trees, shapes, dtypes or options, or where one of them has raised.
@@ -109,27 +111,39 @@ class Gradient:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """(gradients, value), where value is (value, aux) with `has_aux`."""
+        if torch.is_inference_mode_enabled():
+            # Where torch.func.grad of torch 2.11 returns zeros, and buffers are made that no later call may write.
+            # Nothing in here has a derivative to the outside either way.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._differentiate(args, kwargs)
+        return self._differentiate(args, kwargs)
+
+    def _differentiate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         reduction = self.reduction
         reduction.find_ranks()
         if reduction.is_alone:
             self._take_weight(kwargs)
-            return torch.func.grad_and_value(self._f, self._argnums, self._has_aux)(*args, **kwargs)
+            named_tensors(args, self._argnums, reduction.name)
+            gradients, value, aux = self._local(args, kwargs, None)
+            return gradients, (value, aux) if self._has_aux else value
         reduction.note_call()
+        failures = reduction.failures
         try:
-            weight, tensors = self._take_weight(kwargs), self._tensors(args)
+            weight, tensors = self._take_weight(kwargs), named_tensors(args, self._argnums, reduction.name)
             gradients, value, aux = self._local(args, kwargs, weight)
             flat, structure = torch_private.trees.flatten(gradients)
+            refuse_sparse(list(tensors), flat, reduction.name)
             if torch_private.autograd.transforms_are_active():
                 flat, value = _batched(list(tensors.values()), flat, value)
-            shares = self._shares(flat)
             self._prove_division(list(tensors), flat)
-            sent, passengers = self._sent(flat, shares[0], value, weight)
+            sent, passengers = self._sent(flat, value, weight)
         except BaseException as error:
-            if not torch_private.tracing.is_tracing():  # who traces tells of it
+            # Who traces tells of it; and what has failed in the loss may have been told.
+            if not torch_private.tracing.is_tracing() and reduction.failures == failures:
                 reduction.break_off(error)
             raise
         sums = reduction.sum(list(tensors), sent, passengers)
-        reduced, value = self._results(sums, shares[1], value)
+        reduced, value = self._results(sums, len(flat), value)
         reduced = torch_private.trees.unflatten(reduced, structure)
         return reduced, (value, aux) if self._has_aux else value
 
@@ -148,42 +162,38 @@ class Gradient:
             return None
         if "weight" not in kwargs:
             raise TypeError(f'{self.reduction.name} has reduction="weighted": pass this rank\'s weight= in each call.')
-        return kwargs.pop("weight")
-
-    def _tensors(self, args: Sequence[Any]) -> dict[str, Tensor]:
-        """What gradients are taken of, by name. Raises ValueError if that is nothing."""
-        argnums = (self._argnums,) if isinstance(self._argnums, int) else tuple(self._argnums)
-        found = {
-            f"argument {number}{path}": leaf
-            for number in argnums
-            if -len(args) <= number < len(args)
-            for path, leaf in torch_private.trees.named_leaves(args[number])
-            if isinstance(leaf, Tensor)
-        }
-        if not found:
-            raise ValueError(f"{self.reduction.name} finds no tensor in argument {self._argnums} to take gradients of.")
-        return found
+        weight = kwargs.pop("weight")
+        return weight.reshape(()) if isinstance(weight, Tensor) else weight
 
     def _local(self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any) -> tuple[Any, Tensor, Any]:
         """The gradients of this rank's loss, times its weight where it has one; the loss, and what comes with it."""
+        others: list[tuple[int, Any]] = []  # of the leaves of what comes with it those that are no tensors
+        structure: Any = None
 
         def weighted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal others, structure
             result = self._f(*args, **kwargs)
-            loss = result[0] if self._has_aux else result
-            return loss * weight, result
+            if self._has_aux and not (isinstance(result, tuple) and len(result) == 2):
+                return result  # which torch.func refuses
+            loss, aux = result if self._has_aux else (result, None)
+            leaves, structure = torch_private.trees.flatten(aux)
+            others = [(place, leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            return loss if weight is None else loss * weight, (loss, tensors)
 
-        f, has_aux = (weighted, True) if self._is_weighted else (self._f, self._has_aux)
-        with calling_loss(self.reduction.communicator.process_group):
-            gradients, result = torch.func.grad_and_value(f, self._argnums, has_aux)(*args, **kwargs)
-        if self._is_weighted:
-            _, result = result
-        value, aux = result if self._has_aux else (result, None)
-        return gradients, value, aux
+        call = LossCall(self.reduction.process_group, self.reduction.name)
+        with calling_loss(call):
+            gradients, (_, result) = torch.func.grad_and_value(weighted, self._argnums, True)(*args, **kwargs)
+        value, leaves = result
+        for place, leaf in others:
+            leaves.insert(place, leaf)
+        return gradients, value, torch_private.trees.unflatten(leaves, structure)
 
-    def _sent(
-        self, flat: Sequence[Tensor], shares: Sequence[float], value: Tensor, weight: Any
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """What is summed up: gradients, and what rides with them."""
+    def _sent(self, flat: Sequence[Tensor], value: Tensor, weight: Any) -> tuple[Sequence[Tensor], list[Tensor]]:
+        """What is summed up: gradients, and what rides with them.
+
+        A mean is taken before the sum: in a graph it moves to where the derivative begins (`passes/scale_seeds.py`).
+        """
         passengers = []
         if self._is_weighted:
             weight = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
@@ -193,20 +203,17 @@ class Gradient:
         if self._reduce_value:
             local = value.to(torch.float32)
             passengers.append(torch.where(weight > 0, local * weight, 0) if self._is_weighted else local)
-        return [g * share if share != 1.0 else g for g, share in zip(flat, shares, strict=True)], passengers
+        return flat if self._share == 1.0 else [gradient * self._share for gradient in flat], passengers
 
-    def _results(
-        self, sums: Sequence[Tensor], shares: Sequence[float], value: Tensor
-    ) -> tuple[Sequence[Tensor], Tensor]:
+    def _results(self, sums: Sequence[Tensor], gradients: int, value: Tensor) -> tuple[Sequence[Tensor], Tensor]:
         """Gradients and value, of what `_sent` has become."""
-        reduced, ridden = sums[: len(shares)], sums[len(shares) :]
+        reduced, ridden = sums[:gradients], sums[gradients:]
         if self._is_weighted:
             total = ridden[0].double()  # for gradients in float64
             inverse = torch.where(total > 0, 1.0 / total, 0.0)
             reduced = [(gradient * inverse).to(gradient.dtype) for gradient in reduced]
             mean_value = ridden[-1] * inverse
         else:
-            reduced = [g * share if share != 1.0 else g for g, share in zip(reduced, shares, strict=True)]
             mean_value = ridden[-1] * self._share if ridden else value
         if self._reduce_value:
             value = mean_value.to(value.dtype)
@@ -223,11 +230,10 @@ class Gradient:
         for dtype in sorted(new, key=str):
             with torch_private.tracing.outside_of_traces():
                 two, one = (torch.tensor(value, dtype=dtype, device="cpu") for value in (2.0, 1.0))
-                before, after = self._shares([two])
                 weight = 2.0 if self._is_weighted else None
-                sent, passengers = self._sent([two], before, one.float() if one.is_complex() else one, weight)
+                sent, passengers = self._sent([two], one.real, weight)
                 sums = [each * world_size for each in (*sent, *passengers)]
-                ((found,), _) = self._results(sums, after, one)
+                ((found,), _) = self._results(sums, 1, one)
             if abs(complex(found.item()) - expected) > 0.01 * expected:
                 own = [name for name, gradient in zip(names, gradients, strict=True) if gradient.dtype == dtype]
                 raise RuntimeError(
@@ -239,16 +245,6 @@ class Gradient:
     @property
     def _share(self) -> float:
         return 1.0 / self.reduction.world_size if self.reduction.options.reduction == "mean" else 1.0
-
-    def _shares(self, gradients: Sequence[Tensor]) -> tuple[list[float], list[float]]:
-        """The factors of each gradient before and after the sum, which would overflow in float16.
-
-        After it they cost nothing in a compiled step: they become part of the update.
-        """
-        early = [gradient.dtype == torch.float16 for gradient in gradients]
-        return [self._share if is_early else 1.0 for is_early in early], [
-            1.0 if is_early else self._share for is_early in early
-        ]
 
 
 def _batched(tensors: Sequence[Tensor], gradients: Sequence[Tensor], value: Tensor) -> tuple[list[Tensor], Tensor]:

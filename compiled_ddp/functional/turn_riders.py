@@ -15,7 +15,8 @@ from compiled_ddp.plan import COUNT_MODULUS, FIRST_USED
 # | `_DEPARTED` | 1 where this rank cannot launch what all expect, and has sent zeros |
 # | `_REMAINING` | how many more this rank launches before it looks at what the others tell |
 # | `_WISHES` | 1 where a rank wishes to see the next launch of this reduction proven |
-_CALL, _CALL_SQUARED, _DEPARTED, _REMAINING, _WISHES = range(5)
+# | `_GROUPS`, `_GROUPS_SQUARED` | on how many communicators this rank launches before it looks, and its square |
+_CALL, _CALL_SQUARED, _DEPARTED, _REMAINING, _WISHES, _GROUPS, _GROUPS_SQUARED = range(7)
 
 
 def new_leading(device: torch.device) -> Tensor:
@@ -24,11 +25,14 @@ def new_leading(device: torch.device) -> Tensor:
         return torch.zeros(FIRST_USED, dtype=torch.float32, device=device)
 
 
-def write_turn(into: Tensor, *, call: int, remaining: int, departs: bool = False, wishes: bool = False) -> None:
+def write_turn(
+    into: Tensor, *, call: int, remaining: int, groups: int, departs: bool = False, wishes: bool = False
+) -> None:
     values = [0.0] * FIRST_USED
     values[_CALL] = float(call % COUNT_MODULUS)
     values[_CALL_SQUARED] = values[_CALL] ** 2
     values[_DEPARTED], values[_REMAINING], values[_WISHES] = float(departs), float(remaining), float(wishes)
+    values[_GROUPS], values[_GROUPS_SQUARED] = float(groups), float(groups) ** 2
     with torch_private.tracing.outside_of_traces():
         into.copy_(torch.tensor(values, dtype=torch.float32, device="cpu"), non_blocking=True)
 
@@ -41,11 +45,13 @@ class Turn:
     ends: bool  # whether every rank looks at the riders behind this reduction
     same_call: bool
     wishes: bool  # whether some rank wishes to see the next launch proven
+    same_groups: bool  # whether all ranks launch on as many communicators before they look
 
     @classmethod
     def of(cls, sums: Sequence[float], world_size: int) -> "Turn":
         same_call = world_size * sums[_CALL_SQUARED] == sums[_CALL] ** 2
-        return cls(int(sums[_DEPARTED]), sums[_REMAINING] == 0, same_call, sums[_WISHES] > 0)
+        same_groups = world_size * sums[_GROUPS_SQUARED] == sums[_GROUPS] ** 2
+        return cls(int(sums[_DEPARTED]), sums[_REMAINING] == 0, same_call, sums[_WISHES] > 0, same_groups)
 
 
 class Departures:

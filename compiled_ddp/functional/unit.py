@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +10,12 @@ from torch import Tensor
 
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.failed_launches import forget_launches
+from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
 from compiled_ddp.functional.proof import Evidence, observed, watching
-from compiled_ddp.functional.wanted import Agreed, Wanted
+from compiled_ddp.functional.wanted import Agreed, Wanted, describe
 from compiled_ddp.ranks.agreement import Description
+from compiled_ddp.ranks.progress import failed_in_collective
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,16 +26,26 @@ class Run:
     wanted: Wanted
     leading: Tensor
 
+    @property
+    def key(self) -> Hashable:
+        """The same on all ranks."""
+        return self.communicator.name, self.wanted
+
+
+Launch = Run | LossLaunch
+
 
 class Unit:
     """[Note: every rank launches what all expect]"""
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        """At least one."""
-        self._runs = runs
+    def __init__(self, launches: Sequence[Launch]) -> None:
+        """At least one of them a reduction; those in losses only where a graph launches them."""
+        self._runs = [each for each in launches if isinstance(each, Run)]
+        self.communicators = tuple(dict.fromkeys(run.communicator for run in self._runs))
+        self._agreements = self.communicators[0].agreements
+        self._launches, self._apart = _split(launches, self._agreements)
         self._launched: list[tuple[Communicator, Agreed, bool]] = []  # the latest time; whether ranks verify it
         self._evidence: dict[Communicator, list[Evidence]] = {}
-        self.communicators = tuple(dict.fromkeys(run.communicator for run in runs))
 
     @property
     def _name(self) -> str:
@@ -43,10 +56,12 @@ class Unit:
 
         Raises RuntimeError on every rank where other ranks want something else.
         """
-        unexpected = self._unexpected()
-        if unexpected:
-            self._agree(unexpected, [orders[self._runs.index(run)] for run in unexpected])
-        ahead = {each: iter(each.ahead(len(self._of(each)))) for each in self.communicators}
+        self._apart.agree()
+        if self._agreements.groups.are_several({_group_of(each) for each in self._launches}):
+            self._agree_in_turn(orders)
+        elif self._unexpected():
+            self._agree(orders)
+        ahead = {each: iter(each.order.ahead(len(self._of(each)))) for each in self.communicators}
         return [next(ahead[run.communicator]) for run in self._runs]
 
     def begin(self, *, is_new: bool = False) -> None:
@@ -55,9 +70,11 @@ class Unit:
         launched = []
         for run in self._runs:
             remaining[run.communicator] -= 1
-            agreed = run.communicator.begin(run.leading, remaining=remaining[run.communicator], wishes=is_new)
+            left, groups = remaining[run.communicator], len(self.communicators)
+            agreed = run.communicator.begin(run.leading, remaining=left, groups=groups, wishes=is_new)
             launched.append((run.communicator, agreed, run.communicator.proof.verifies(agreed)))
         self._launched = launched
+        self._agreements.order.note_launched([each.key for each in self._launches])
 
     @contextlib.contextmanager
     def watching(self, *, in_cuda_graphs: Callable[[torch.device], bool]) -> Iterator[None]:
@@ -80,11 +97,16 @@ class Unit:
 
     def prove(self) -> None:
         """Raise RuntimeError, on every rank, where a gradient is not what was sent; behind `check`."""
-        for communicator, evidence in self._evidence.items():
-            communicator.prove(evidence)
+        with self._heeding_calls():
+            for communicator, evidence in self._evidence.items():
+                communicator.prove(evidence)
 
     def check(self, sums: Sequence[Tensor]) -> None:
         """Raise RuntimeError where the sums of the leading riders say that another rank has launched zeros."""
+        with self._heeding_calls():
+            self._check(sums)
+
+    def _check(self, sums: Sequence[Tensor]) -> None:
         for each in self.communicators:
             each.look([own for run, own in zip(self._runs, sums, strict=True) if run.communicator is each])
         departed = [each for each in self.communicators if each.departures.launches]
@@ -101,53 +123,129 @@ class Unit:
         found = []
         for each in self.communicators:
             own = self._of(each)
-            found += own[: each.unexpected([run.wanted for run in own])]
+            found += own[: each.order.unexpected([run.wanted for run in own])]
         return [run for run in self._runs if run in found]
 
-    def _agree(self, runs: Sequence[Run], orders: Sequence[tuple[int, ...]]) -> None:
-        is_alone = _depart(self.communicators)
+    def _agree(self, orders: Sequence[tuple[int, ...]]) -> None:
+        """On what is unexpected of reductions on which nobody waits elsewhere."""
+        runs = self._unexpected()
+        with self._heeding_calls():
+            is_alone = _depart(self.communicators)
         self._compare(self._runs if is_alone else runs)
         if is_alone:
             raise self.communicators[0].give_up(f"other ranks have launched something else than {self._name}")
-        known = [run.communicator.known(run.wanted) for run in runs]
-        own = [order if one is None else one.order for one, order in zip(known, orders, strict=True)]
-        first = self.communicators[0]
-        for run, order in zip(runs, first.agreements.orders_of_first(own, self._name), strict=True):
+        self._note_agreed(runs, orders)
+
+    def _agree_in_turn(self, orders: Sequence[tuple[int, ...]]) -> None:
+        """On what is unexpected, where others may wait for something else."""
+        keys = [each.key for each in self._launches]
+        while number := self._agreements.order.unexpected(keys):
+            following = self._launches[:number]
+            self._agreements.call()
+            self._compare(following)
+            self._note_agreed([each for each in following if isinstance(each, Run)], orders)
+            for each in following:
+                if isinstance(each, LossLaunch):
+                    each.group.open()
+            self._agreements.order.note_agreed(keys[:number])
+        for communicator in self.communicators:
+            communicator.order.expect([run.wanted for run in self._of(communicator)])
+
+    def _note_agreed(self, runs: Sequence[Run], orders: Sequence[tuple[int, ...]]) -> None:
+        known = [(run, run.communicator.order.known(run.wanted)) for run in runs]
+        own = [orders[self._runs.index(run)] if one is None else one.order for run, one in known]
+        agreed = self._agreements.orders_of_first(own, self._name) if runs else []
+        for run, order in zip(runs, agreed, strict=True):
             run.communicator.note_agreed(run.wanted, order)
 
-    def _compare(self, runs: Sequence[Run]) -> None:
+    def _compare(self, launches: Sequence[Launch]) -> None:
         """Raise the same error on every rank unless all want these."""
         for each in self.communicators:
             each.forget_departures()
-        first = self.communicators[0]
-        first.agreements.compare(functools.partial(_describe, runs), self._name, first.made)
+        self._agreements.compare(functools.partial(_description, launches), self._name, self.communicators[0].made)
+
+    @contextlib.contextmanager
+    def launching(self, memory: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Raise what goes wrong in here, where the reductions are launched and awaited, on every rank by name.
+
+        `memory` is what a graph that runs in here has been lent.
+        """
+        agreements, name = self._agreements, self._name
+        try:
+            yield
+        except Exception as error:
+            told: RuntimeError | None = None
+            if agreements.is_called:
+                agreements.heed_call()
+                forget_launches(error, memory)
+                told = self._of_a_call()
+            elif failed_in_collective(error):
+                told = self.communicators[0].failure(name, error)
+                agreements.give_up()
+                forget_launches(error, memory)
+            elif agreements.ranks.is_gloo:  # else others wait for what can be sent by nobody any more
+                agreements.call_at_once(is_error=True)
+                forget_launches(error, memory)
+                agreements.tell(error, name)
+            if told is None:
+                raise
+            raise told from error
+
+    @contextlib.contextmanager
+    def _heeding_calls(self) -> Iterator[None]:
+        """Where a wait in here fails as another rank has closed the groups, raise what that one has to say."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not self._agreements.is_called:
+                raise
+            self._agreements.heed_call()
+            forget_launches(error)
+            raise self._of_a_call() from error
+
+    def _of_a_call(self) -> RuntimeError:
+        """The error that all ranks raise, where another one has ended the waits of this one."""
+        return self._agreements.come(functools.partial(_description, self._launches, are_launched=True), self._name)
 
 
-def _describe(runs: Sequence[Run]) -> Description:
-    found: Description = {}
-    for number, run in enumerate(runs):
-        behind = f" of reduction {number + 1} in a row" if number else ""
-        found |= {name + behind: properties for name, properties in run.wanted.describe().items()}
-    return found
+def _group_of(launch: Launch) -> Communicator | LossGroup:
+    return launch.communicator if isinstance(launch, Run) else launch.group
+
+
+def _split(launches: Sequence[Launch], agreements: Agreements) -> tuple[list[Launch], LossLaunches]:
+    """What ranks agree on in turn, and what is agreed on before: in losses of other ranks, or not by gloo."""
+    apart = [
+        each
+        for each in launches
+        if isinstance(each, LossLaunch) and not (each.group.agreements is agreements and agreements.ranks.is_gloo)
+    ]
+    return [each for each in launches if each not in apart], LossLaunches(apart)
+
+
+def _description(launches: Sequence[Launch], *, are_launched: bool = False) -> Description:
+    return describe([each.wanted for each in launches], are_launched=are_launched)
 
 
 def break_off(communicators: Sequence[Communicator], agreements: Agreements, what: str, error: BaseException) -> None:
-    """Tell the other ranks of an error, which the caller raises: they launch on these, or compare what they want."""
-    told = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-
-    def describe() -> Description:
-        raise told
-
-    with contextlib.suppress(type(told)):
-        _depart(communicators)
-        for each in communicators:
-            each.forget_departures()
-        agreements.compare(describe, what, next((each.made for each in communicators), None))
+    """Tell the other ranks of an error, which the caller raises, wherever they wait or compare."""
+    if agreements.groups.are_several(communicators):
+        agreements.call_at_once(is_error=True)
+    else:
+        try:
+            _depart(communicators)
+        except RuntimeError as failure:
+            if not agreements.is_called:
+                return  # nobody is there to be told
+            agreements.heed_call()
+            forget_launches(failure)
+    for each in communicators:
+        each.forget_departures()
+    agreements.tell(error, what, next((each.made for each in communicators), None))
 
 
 def _depart(communicators: Sequence[Communicator]) -> bool:
     """Send zeros for what is expected; returns whether other ranks have launched it."""
-    used = [each for each in communicators if each.ahead(1)]
+    used = [each for each in communicators if each.order.ahead(1)]
     if not used:
         return False
     used[0].depart()
@@ -160,6 +258,8 @@ def _depart(communicators: Sequence[Communicator]) -> bool:
 
 
 def _depart_until_known(communicators: Sequence[Communicator]) -> None:
+    """Until, since the first rank did, all ranks have been about to look at the riders, and so know of it."""
     for ends in range(1, communicators[0].ends_to_know + 1):
         for each in communicators:
-            each.depart_until_known(ends)
+            while each.departures.ends < ends:
+                each.depart()

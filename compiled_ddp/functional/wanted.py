@@ -1,5 +1,6 @@
-"""What a call of a gradient function wants to have summed up over ranks, and what ranks have agreed to launch."""
+"""What a rank wants to launch next, as it compares it with others; and the reductions that ranks have agreed on."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.assignment import MEBIBYTE
 from compiled_ddp.ranks.agreement import Description
 
-DEFAULT_BUCKET_CAP_MB = 8.0
+_NEXT = "the next collective"
+_MOST_TOLD = 4  # of what follows it, one by one
 
 
 @dataclass(frozen=True)
@@ -21,13 +23,9 @@ class Wanted:
 
     function: str
     reduction: str
-    bucket_cap_mb: float | None
+    bucket_cap_mb: float | None  # None for what suits the link
     gradients: tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device], ...]  # name, shape, ...
     passengers: int  # float32 elements of the user's
-
-    @property
-    def capacities_bytes(self) -> tuple[float, ...]:
-        return ((DEFAULT_BUCKET_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb) * MEBIBYTE,)
 
     @property
     def device(self) -> torch.device:
@@ -44,14 +42,82 @@ class Wanted:
         properties |= {name: [str(dtype), list(shape)] for name, shape, dtype, _ in self.gradients}
         return properties | {"the number of values that ride along": [self.passengers]}
 
+    def in_short(self) -> str:
+        """Another one wherever a rank wants anything else."""
+        return f"the gradients of {self.function} ({_digest(self.describe())})"
+
+
+@dataclass(frozen=True)
+class LossCollective:
+    """A collective in the loss of a function, or in its derivative, as its how many-th there; or of no function."""
+
+    what: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    function: str = ""
+    number: int = 1
+
+    @property
+    def caller(self) -> str:
+        """What fails where it does."""
+        return self.function or self.what
+
+    @property
+    def place(self) -> str:
+        return f"collective {self.number} in the loss of {self.function}" if self.function else "it"
+
+    def describe(self) -> list[object]:
+        """What all ranks must have alike."""
+        return [self.what, str(self.dtype), list(self.shape)]
+
+    def in_short(self) -> str:
+        return f"{self.place} ({self.what} of {str(self.dtype).removeprefix('torch.')} {list(self.shape)})"
+
+
+def describe(following: Sequence[Wanted | LossCollective], *, are_launched: bool = False) -> Description:
+    """What ranks compare of what comes next on each of them, at least one.
+
+    The first difference explains best: first comes the kind of the next collective, then that one itself, or all
+    reductions where it is one, and then the others as a whole.
+    """
+    first, others = following[0], following[1:]
+    if isinstance(first, LossCollective):
+        description: Description = {_NEXT: ["a collective in a loss"], first.place: first.describe()}
+    else:
+        description = {_NEXT: ["a sum of gradients"]}
+        reductions = [each for each in following if isinstance(each, Wanted)]
+        others = [each for each in following if isinstance(each, LossCollective)]
+        for number, each in enumerate(reductions, start=1):
+            behind = f" of reduction {number} in a row" if number > 1 else ""
+            description |= {name + behind: properties for name, properties in each.describe().items()}
+    description["what follows it"] = _in_short(others)
+    return description | {"whether it has been launched": [are_launched]}
+
+
+def _in_short(following: Sequence[Wanted | LossCollective]) -> list[object]:
+    told = [each.in_short() for each in following]
+    left = told[_MOST_TOLD:]
+    more = [f"and {len(left)} more ({_digest(left)})"] if left else []
+    return [*told[:_MOST_TOLD], *more] or ["nothing"]
+
+
+def _digest(value: object) -> str:
+    """Another one for another value, as good as always."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
+
 
 @dataclass(frozen=True, eq=False)
 class Agreed:
-    """One that all ranks know; `order` is that of the gradients in the buckets."""
+    """One that all ranks know: `order` is that of the gradients in the buckets, which are full at `bucket_cap_mb`."""
 
     wanted: Wanted
     order: tuple[int, ...]
     world_size: int
+    bucket_cap_mb: float
+
+    @property
+    def _capacities_bytes(self) -> tuple[float, ...]:
+        return (self.bucket_cap_mb * MEBIBYTE,)
 
     @property
     def plan(self) -> BucketPlan:
@@ -59,13 +125,13 @@ class Agreed:
             spec_of(index, shape, dtype, device)
             for index, (_, shape, dtype, device) in enumerate(self.wanted.gradients)
         )
-        return plan_of(specs, self.order, self.wanted.capacities_bytes, self.world_size, self.wanted.passengers)
+        return plan_of(specs, self.order, self._capacities_bytes, self.world_size, self.wanted.passengers)
 
     def launch(
         self, gradients: Sequence[Tensor], passengers: Sequence[Tensor], leading: Tensor, group_name: str
     ) -> list[Tensor]:
         """The sums over ranks: of gradients, passengers and the leading riders."""
-        capacities = list(self.wanted.capacities_bytes)
+        capacities = list(self._capacities_bytes)
         sums: list[Tensor] = sum_over_ranks(
             list(gradients), list(passengers), leading, list(self.order), capacities, self.world_size, group_name
         )
@@ -76,32 +142,3 @@ class Agreed:
         wanted = self.wanted
         gradients = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype, device in wanted.gradients]
         return gradients, [torch.zeros(wanted.passengers, dtype=torch.float32, device=wanted.device)]
-
-
-SEEN = 32  # launches that expectations come from
-_LONGEST = 8  # of them, in a row, that are compared
-
-
-def likely_next(past: Sequence[Agreed]) -> Agreed | None:
-    """What most often followed the latest launches, as many of them in a row as have been seen; of several the latest.
-
-    None where nothing has been launched.
-    """
-    if len(set(past)) < 2:
-        return past[-1] if past else None
-    followers, longest = [past[-1]], 0
-    for end in range(len(past) - 1, 0, -1):
-        length = _alike(past, end)
-        if length > longest:
-            followers, longest = [], length
-        if length == longest > 0:
-            followers.append(past[end])
-    return max(followers, key=followers.count)
-
-
-def _alike(past: Sequence[Agreed], end: int) -> int:
-    """How many of the launches before `end` are the latest ones."""
-    length = 0
-    while length < min(end, _LONGEST) and past[end - 1 - length] is past[-1 - length]:
-        length += 1
-    return length

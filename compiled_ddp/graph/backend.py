@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph.compiled_graph import CompilerFailed
+from compiled_ddp.graph.compiling import compiling
 from compiled_ddp.graph.program import quoted
 from compiled_ddp.graph.segment import Segment, caller_of_this_thread
 
@@ -57,7 +58,9 @@ def entry_of(
     key = _structure(module), backend, options, fullgraph, dynamic
     if key not in _captures:
         compile_graph = functools.partial(_compile_graph, backend=backend, compiler_options=dict(compiler_options))
-        _captures[key] = torch_private.captures.Capture(compile_graph, fullgraph=fullgraph, dynamic=dynamic)
+        _captures[key] = torch_private.captures.Capture(
+            compile_graph, fullgraph=fullgraph, dynamic=dynamic, compiling=compiling
+        )
     return _captures[key].of(module)
 
 

@@ -4,15 +4,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from compiled_ddp.graph.bound import Binding, Bound
 from compiled_ddp.graph.compiled_graph import CompiledGraph
-from compiled_ddp.graph.program import Bound, Program
+from compiled_ddp.graph.program import Program
 from compiled_ddp.graph.segment import Segment, SegmentCall
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.plan import GradientSpec
 from compiled_ddp.planning.assignment import BucketPolicy
 from compiled_ddp.step.runtime import Runtime
-
-_NOTHING = frozenset[int]()
 
 # Which parameter each input that may get a gradient is, in the segment's gradient order; None for any other tensor.
 _Parameters = tuple[int | None, ...]
@@ -51,36 +50,25 @@ class Bindings:
         Raises RuntimeError if an input is a parameter that has been put into the model since it was wrapped.
         """
         parameters, known = self._parameters(segment, inputs), self._known_of(segment)
-        whole = self._bound_to(known, segment, parameters, inputs)
-        if not whole.index_of:
+        binding = known.bindings.get(parameters)
+        if binding is None:
+            binding = known.bindings[parameters] = self._binding(known, segment, parameters, inputs)
+        if not binding.whole.index_of:
             return None
+        return SegmentCall(binding, may_leave_out=segment.may_leave_out, node=node, backwards=self._runtime.backwards)
 
-        alive = weakref.ref(self)  # the call hangs on an autograd graph, which is not to keep the wrapper
+    def _binding(self, known: "_Known", segment: Segment, parameters: _Parameters, inputs: Sequence[Any]) -> Binding:
+        alive = weakref.ref(self)  # a call hangs on an autograd graph, which is not to keep the wrapper
         captured = weakref.ref(segment)
 
-        undefined_before = known.undefined
-
-        def bound_without(undefined: frozenset[int]) -> Bound:
-            if not undefined:
-                return whole
+        def bind_without(undefined: frozenset[int]) -> Bound:
             bindings, segment = alive(), captured()
             assert bindings is not None and segment is not None, "a backward of a wrapper that is gone"
             pairs = zip(segment.gradient_order, parameters, strict=True)
             left = tuple(None if place in undefined else index for place, index in pairs)
             return bindings._bound_to(bindings._known_of(segment), segment, left)
 
-        def note(undefined: frozenset[int]) -> None:
-            undefined_before[parameters] = undefined
-
-        left_out = undefined_before.get(parameters, _NOTHING)
-        return SegmentCall(
-            bound_without,
-            left_out,
-            note,
-            may_leave_out=segment.may_leave_out,
-            node=node,
-            backwards=self._runtime.backwards,
-        )
+        return Binding(self._bound_to(known, segment, parameters, inputs), bind_without)
 
     def _parameters(self, segment: Segment, inputs: Sequence[Any]) -> _Parameters:
         ids = map(id, map(inputs.__getitem__, segment.gradient_order))  # in C, for every parameter in every step
@@ -152,9 +140,8 @@ class _Known:
     def __init__(self) -> None:
         self.programs: dict[tuple[bool, ...], Program] = {}  # by which of the inputs are parameters
         self.bound: dict[_Parameters, Bound] = {}
-        # The inputs that the latest backward brought no gradient: [Note: undefined gradients]
-        self.undefined: dict[_Parameters, frozenset[int]] = {}
+        self.bindings: dict[_Parameters, Binding] = {}  # those with all parameters of a call
 
     def forget(self) -> None:
         """The parameters have other indices."""
-        self.bound, self.undefined = {}, {}
+        self.bound, self.bindings = {}, {}

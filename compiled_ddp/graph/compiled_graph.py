@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.graph.compiling import compiling
 from compiled_ddp.torch_private.aot import BackwardImplementation, TracedBackward
 from compiled_ddp.torch_private.inductor import Rewriting
 
@@ -56,11 +57,12 @@ class CompiledGraph:
         self._inputs_when_traced_again: int | None = None
         self._spares_saved_tensors = False  # from the first backward with retain_graph on
         try:
-            self.forward = self._compile(graph_module, example_inputs, cached=True)
+            compiled = self._compile(graph_module, example_inputs, cached=True)
         except Exception as error:
             if torch_private.dynamo.asks_for_another_capture(error):
                 raise
             raise CompilerFailed(self._kept) from error
+        self.forward = torch_private.dynamo.without_disable(compiled)  # Dynamo calls a segment where it is off
         # The autograd.Function whose node outputs hang on; None without gradients.
         self.function = torch_private.aot.compiled_function_of(self.forward)
         if self.function is not None:
@@ -76,6 +78,10 @@ class CompiledGraph:
             cached=cached,
         )
 
+    def has_backward(self, rewriting: Rewriting) -> bool:
+        """Whether the backward after `rewriting` has been compiled."""
+        return rewriting.identity in self._backwards
+
     def backward(self, rewriting: Rewriting) -> tuple[BackwardImplementation, bool]:
         """The backward after `rewriting`, compiled, and whether it has been compiled just now."""
         compiled = self._backwards.get(rewriting.identity)
@@ -87,12 +93,14 @@ class CompiledGraph:
             self._backwards[rewriting.identity] = compiled
         return compiled, is_new
 
+    @compiling
     def _compile_first(self) -> tuple[BackwardImplementation, bool]:
         """AOTAutograd may have it in its cache, or have compiled it together with the forward."""
         with contextlib.suppress(LookupError):
             self._traced = TracedBackward(self._function, self._first_backward)  # before it is cached
         return self._first_backward, torch_private.aot.compile_backward_now(self._first_backward)
 
+    @compiling
     def _compile_another(self, rewriting: Rewriting) -> BackwardImplementation:
         if self._spares_saved_tensors:
             rewriting = replace(rewriting, identity=rewriting.identity + torch_private.aot.RETAIN_GRAPH_SAFE)

@@ -1,9 +1,10 @@
 """A wrapper's program in a captured segment: the plan over the graph's inputs, and the backwards that reduce by it."""
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,7 @@ from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.ranks.group_name import SHARED_NAME, name_in_graphs
+from compiled_ddp.ranks.group_name import SHARED_NAME, NameInGraphs
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.reserved_section import ReservedSection
 from compiled_ddp.torch_private.inductor import Rewriting
@@ -84,11 +85,11 @@ class Program:
         """Within this context the communicator has the name that is returned: [Note: one name in all graphs]"""
         communicator = self._communicator()
         assert communicator is not None, "the program of a wrapper that is gone"
-        return name_in_graphs(communicator.group, communicator.group_name, shared=self._shares_name)
+        return NameInGraphs(communicator.group, communicator.group_name, shared=self._shares_name)
 
     def compile(self, variant: Variant) -> str | None:
         """Compile a backward, unless it is; returns how the compiler has failed, if it has, now or before."""
-        if variant not in self._failures:
+        if variant not in self._failures and not self._graph().has_backward(self.rewriting(variant)):
             try:
                 self.compile_ahead(variant)
             except Exception as error:
@@ -99,9 +100,9 @@ class Program:
         """The gradients of the graph's inputs, reduced in a reserved `section` of the running backward."""
         with self.named() as group_name:
             compiled, state = self._take_inputs(section, call, saved_and_tangents, group_name)
+            graph = functools.partial(compiled, node, saved_and_tangents)
             try:
-                with section.watched(group_name, sees_values=not self._in_cuda_graphs):
-                    *gradients, riders = compiled(node, saved_and_tangents)
+                *gradients, riders = section.run(graph, group_name, sees_values=not self._in_cuda_graphs)
                 return self._hand_over(section, call, gradients, riders, state)
             except BaseException:
                 section.break_off()
@@ -120,7 +121,8 @@ class Program:
             section.note_graph(compiled, call.fingerprint)
             flat_buffers = section.lend_buffers(self._lent_buckets)
             state = section.hook_state()
-            riders = section.rider_values(call.index_of[n] for n in call.undefined & call.index_of.keys())
+            undefined = [call.index_of[n] for n in call.undefined & call.index_of.keys()] if call.undefined else []
+            riders = section.rider_values(undefined)
             saved_and_tangents += [riders, *to_fold, *state, *flat_buffers]
         except BaseException:
             section.give_up()
@@ -148,16 +150,6 @@ class Program:
         reduced = [(positions[i], gradients[i]) for i in positions if gradients[i] is not None]
         section.complete(riders, reduced, left_out)
         return tuple(gradients)
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A program, bound to the parameters that a call runs it with."""
-
-    program: Program
-    plan: BucketPlan  # over parameters
-    fingerprint: str
-    index_of: dict[int, int]  # graph input -> parameter
 
 
 def without(gradients: Sequence[Any], undefined: Set[int]) -> tuple[Any, ...]:

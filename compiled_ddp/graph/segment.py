@@ -11,9 +11,10 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.graph.bound import Binding, Bound
 from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own_outputs
 from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph
-from compiled_ddp.graph.program import Bound, Program, quoted, without
+from compiled_ddp.graph.program import Program, quoted, without
 from compiled_ddp.step.backwards import Backwards
 from compiled_ddp.step.graph_call import UntilBackward
 from compiled_ddp.users_code import warn_user
@@ -32,6 +33,9 @@ from compiled_ddp.users_code import warn_user
 # not take what one of them has reduced in part. Left out from the beginning are inputs that reach no output, and those
 # for which a Function's backward returns None, which the traced backward tells: it is never cached together with a
 # program that has them. Parameters with tensor hooks of the user's get zeros: such a hook is not called with None.
+
+
+_NOTHING = frozenset[int]()
 
 
 class Caller(Protocol):
@@ -73,25 +77,12 @@ def caller_of_this_thread() -> Caller:
 class SegmentCall:
     """One call of a segment in a forward: the graph, bound to the parameters that it was called with."""
 
-    def __init__(
-        self,
-        bound_without: Callable[[frozenset[int]], Bound],
-        left_out: frozenset[int],
-        note_undefined: Callable[[frozenset[int]], None],
-        *,
-        may_leave_out: bool,
-        node: Any,
-        backwards: Backwards,
-    ) -> None:
-        """`bound_without` binds the call's parameters but for some graph inputs, which are `left_out` at first.
-
-        `note_undefined` is told of those that the backward brings no gradient.
-        """
-        self._bound_without, self._note_undefined = bound_without, note_undefined
-        self.undefined = frozenset[int]()  # graph inputs that the running backward brings no gradient
+    def __init__(self, binding: Binding, *, may_leave_out: bool, node: Any, backwards: Backwards) -> None:
+        self._binding = binding
+        self.undefined = _NOTHING  # graph inputs that the running backward brings no gradient
         self.may_leave_out = may_leave_out
         self._is_whole = False
-        self._bind(left_out)
+        self._bind(binding.left_out)
         self.synchronise = backwards.forward.synchronises
         self.until_backward = UntilBackward(backwards)
         self._node = weakref.ref(node)
@@ -99,7 +90,7 @@ class SegmentCall:
     def reached(self, undefined: frozenset[int]) -> None:
         """The backward brings these graph inputs no gradient; all others of the call it does."""
         self.undefined = undefined
-        self._note_undefined(undefined)
+        self._binding.note_undefined(undefined)
         if not self._is_whole:
             self._bind(undefined)
 
@@ -110,7 +101,7 @@ class SegmentCall:
 
     def every_parameter(self) -> Bound:
         """What the call is bound to with all of its parameters, also those without gradient."""
-        return self._bound_without(frozenset())
+        return self._binding.whole
 
     def places_of(self, is_meant: Callable[[int], bool]) -> frozenset[int]:
         """The graph inputs of those of the call's parameters."""
@@ -120,10 +111,10 @@ class SegmentCall:
         """In the backward that begins: be bound to every parameter, whichever of them get no gradient."""
         self._is_whole = whole
         if whole:
-            self._bind(frozenset())
+            self._bind(_NOTHING)
 
     def _bind(self, left_out: frozenset[int]) -> None:
-        bound = self._bound_without(left_out)
+        bound = self._binding.without(left_out)
         self.program, self.index_of = bound.program, bound.index_of
         self.plan, self.fingerprint = bound.plan, bound.fingerprint  # over parameters
 
@@ -221,14 +212,14 @@ class Segment:
         """The backward of every call, between AOTAutograd's prologue and epilogue."""
         if torch_private.autograd.keeps_graph():
             self.graph.spare_saved_tensors()
-        undefined = self._undefined(node) if self.may_leave_out else frozenset[int]()
+        undefined = self._undefined(node) if self.may_leave_out else _NOTHING
         return self._gradients(node, saved_and_tangents, undefined)
 
     def _undefined(self, node: Any) -> frozenset[int]:
         """The inputs that the running backward brings no gradient: [Note: undefined gradients]"""
         slots = torch_private.autograd.undefined_at(node)
         if not slots or self._slots is None:
-            return frozenset()
+            return _NOTHING
         used = {number for number, slot in enumerate(self._slots) if slot not in slots}
         return frozenset(place for place, outputs in self._outputs_of.items() if used.isdisjoint(outputs))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from compiled_ddp.ranks.communicator import RankGroup
+from compiled_ddp.ranks.rank_group import RankGroup
 
 # How long ranks wait for each other's compilers, whatever the group's timeout is.
 PATIENCE_SECONDS = 2 * 3600.0

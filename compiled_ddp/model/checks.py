@@ -19,12 +19,12 @@ def check_model(module: nn.Module, wrapper: str) -> tuple[ManagedState, Contents
     if not isinstance(module, nn.Module):
         raise TypeError(f"{wrapper} wraps a torch.nn.Module, found {type(module).__name__}.")
     bare = torch_private.modules.without_compile_wrapper(module)
+    if getattr(bare, "is_compiled_ddp_wrapper", False):
+        raise ModelError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
     if isinstance(bare, nn.parallel.DistributedDataParallel):
         raise ModelError(
             f"the model is already wrapped by torch's DistributedDataParallel: pass its .module to {wrapper}."
         )
-    if getattr(bare, "is_compiled_ddp_wrapper", False):
-        raise ModelError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
     state = ManagedState(module)
     contents = state.contents()
     check_parts(state, contents)

@@ -90,10 +90,11 @@ class ModelWatch:
         self._places = trained_places(state)
         parameters = state.parameters().values()
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        self._trained = [(p, _memory(p)) for p in parameters if p.requires_grad]
-        self._tensors = [parameter for parameter, _ in self._trained]
+        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        memory: dict[_Memory, _Memory] = {}  # a model has many parameters of few shapes
+        self._memory = [memory.setdefault(of_one, of_one) for of_one in map(_memory, self._trained)]
         self._take_contents()
-        self._are_of_same_kind = torch_private.dynamo.guard_of(self._tensors)
+        self._are_of_same_kind = torch_private.dynamo.guard_of(self._trained)
 
     def look(self) -> Look:
         """Compare the model with what it was.
@@ -107,13 +108,13 @@ class ModelWatch:
         """[Note: as it was]"""
         return (
             self._are_untouched()
-            and self._are_of_same_kind(*self._tensors)
+            and self._are_of_same_kind(*self._trained)
             and not any(map(_requires_grad, self._frozen))
-            and not torch_private.tensors.any_has_optimizer_in_backward(self._tensors)
+            and not torch_private.tensors.any_has_optimizer_in_backward(self._trained)
         )
 
     def _look_closely(self) -> Look:
-        if torch_private.tensors.any_has_optimizer_in_backward(self._tensors):
+        if torch_private.tensors.any_has_optimizer_in_backward(self._trained):
             check_stepped_after_backward(self._state.trained())
         in_place = self._modules.are_in_place() and self._parameters.are_in_place()
         if not in_place:
@@ -128,7 +129,7 @@ class ModelWatch:
             return Look(changed=True)
         if not self._are_untouched():
             self._take_contents()  # another module without trained parameters: no other rank need know
-        self._are_of_same_kind = torch_private.dynamo.guard_of(self._tensors)  # as under autocast, say
+        self._are_of_same_kind = torch_private.dynamo.guard_of(self._trained)  # as under autocast, say
         return _UNCHANGED
 
     def buffers(self) -> Sequence[torch.Tensor]:
@@ -142,15 +143,15 @@ class ModelWatch:
 
     def _is_of_another_kind(self) -> bool:
         return any(parameter.requires_grad for parameter in self._frozen) or any(
-            _memory(parameter) != memory for parameter, memory in self._trained
+            map(operator.ne, map(_memory, self._trained), self._memory)
         )
 
     def _look_through(self, given: Mapping[int, object]) -> Look:
         """The model as it is but for what functional_calls under way were `given`, by id."""
         check_not_replaced([place for place in self._places if id(place.now) not in given])
-        own = {id(parameter) for parameter in (*self._frozen, *(parameter for parameter, _ in self._trained))}
+        own = {id(parameter) for parameter in (*self._frozen, *self._trained)}
         here = {id(parameter) for parameter in self._state.parameters().values()}
-        replaced = [parameter for parameter, _ in self._trained if id(parameter) not in here]
+        replaced = [parameter for parameter in self._trained if id(parameter) not in here]
         if len(replaced) == len(self._trained):
             return Look(stand_ins=StandIns.ALL, leads_back=any(map(self._leads_back, given.values())))
         added = any(id(p) not in own | given.keys() for p in self._state.trained().values())
@@ -166,15 +167,15 @@ class ModelWatch:
         if not isinstance(value, torch.Tensor):
             return False
         bare = torch_private.autograd.without_transforms(value)
-        return bare.requires_grad and (not bare.is_leaf or any(bare is parameter for parameter, _ in self._trained))
+        return bare.requires_grad and (not bare.is_leaf or any(bare is parameter for parameter in self._trained))
 
     def _lacks_any(self) -> bool:
         """Whether a trained parameter is in no place of the model any more, or is frozen."""
         now = {id(parameter) for parameter in self._state.trained().values()}
-        return any(id(parameter) not in now for parameter, _ in self._trained)
+        return any(id(parameter) not in now for parameter in self._trained)
 
     def _knows_all_trained(self) -> bool:
-        known = {id(parameter) for parameter, _ in self._trained}
+        known = {id(parameter) for parameter in self._trained}
         return all(id(parameter) in known for parameter in self._state.trained().values())
 
     def _take_contents(self) -> None:
@@ -194,5 +195,8 @@ _UNCHANGED = Look()
 _requires_grad = operator.attrgetter("requires_grad")
 
 
-def _memory(parameter: torch.Tensor) -> tuple[object, ...]:
+_Memory = tuple[object, ...]
+
+
+def _memory(parameter: torch.Tensor) -> _Memory:
     return parameter.dtype, parameter.device, parameter.shape, parameter.stride()

@@ -16,7 +16,7 @@ from compiled_ddp.compiled import compile_ddp
 from compiled_ddp.model.managed import ManagedState, is_wrapper
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.ranks.agreement import Description, agree_on_description
-from compiled_ddp.ranks.communicator import RankGroup
+from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.wrapper import DataParallelWrapper
 
 # A gradient that is zero except for rounding (of a bias in front of a normalisation) is compared with this part of the

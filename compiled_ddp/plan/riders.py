@@ -1,5 +1,6 @@
 """The riders: the float32 elements that travel with a plan's last bucket, and what each of them carries."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +53,7 @@ class Riders:
     indices: tuple[int, ...]  # the plan's gradients in order: whose `used` element stands where
     passengers: int = 0
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         return FIRST_USED + len(self.indices) + self.passengers
 

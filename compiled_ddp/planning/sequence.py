@@ -11,6 +11,7 @@ Both go through the store, as plain lists of parameter indices. From then on the
 of a backward tell every rank to change it in the same way: `admit`s what is used after all, or begins again at 1.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,9 @@ class SequencePlanner:
 
     def __init__(self, parameters: TrainedParameters, policy: BucketPolicy) -> None:
         self._parameters, self._policy = parameters, policy
+        # Often the first backward changes nothing: what the latest sequence has is not made again.
+        self._latest: ReductionSequence | None = None
+        self._plans: dict[tuple[int, ...], BucketPlan] = {}  # those of its sections by hooks, by parameters in order
 
     def propose(
         self, segments: Sequence[BucketPlan], too_small: Set[int] = frozenset(), *, reason: str = NOT_CAPTURED
@@ -124,13 +128,23 @@ class SequencePlanner:
     def _hooks(self, indices: Sequence[int], reason: str) -> list[Section]:
         if not indices:
             return []
-        return [Section(self._policy.assign(self._specs(indices), self._parameters.names), "hooks", reason)]
+        return [Section(self._plan_of(tuple(indices)), "hooks", reason)]
+
+    def _plan_of(self, indices: tuple[int, ...]) -> BucketPlan:
+        if indices not in self._plans:
+            self._plans[indices] = self._policy.assign(self._specs(indices), self._parameters.names)
+        return self._plans[indices]
 
     def _specs(self, indices: Iterable[int]) -> list[GradientSpec]:
         return [self._parameters.gradients[index] for index in indices]
 
     def _sequence(self, sections: Iterable[Section]) -> ReductionSequence:
-        return ReductionSequence(tuple(sections), self._parameters.names)
+        sequence = tuple(sections)
+        if self._latest is None or self._latest.sections != sequence:
+            self._latest = ReductionSequence(sequence, self._parameters.names)
+            used = {id(section.plan) for section in sequence}
+            self._plans = {indices: plan for indices, plan in self._plans.items() if id(plan) in used}
+        return self._latest
 
     # ---- as text, for the store --------------------------------------------------------------------------------------
 
@@ -144,6 +158,13 @@ class SequencePlanner:
         """The sequence that `encode` wrote, on any rank."""
         sections = []
         for origin, reason, buckets in json.loads(text):
-            filled = [self._specs(bucket) for bucket in buckets if bucket]
-            sections.append(Section(self._policy.place(filled, riders_apart=not buckets[-1]), origin, reason))
+            sections.append(Section(self._decoded(buckets), origin, reason))
         return self._sequence(sections)
+
+    def _decoded(self, buckets: list[list[int]]) -> BucketPlan:
+        """The plan with these buckets, of which an empty last one has the riders alone."""
+        known = self._plans.get(tuple(itertools.chain.from_iterable(buckets)))
+        if known is not None and [[*bucket.indices] for bucket in known.buckets] == buckets:
+            return known
+        filled = [self._specs(bucket) for bucket in buckets if bucket]
+        return self._policy.place(filled, riders_apart=not buckets[-1])

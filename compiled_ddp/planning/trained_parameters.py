@@ -28,7 +28,7 @@ class TrainedParameters:
 
     @functools.cached_property
     def on_cpu(self) -> bool:
-        """Whether all of them are there."""
+        """Whether all of them are there, where the host may read values without making a device wait."""
         return all(tensor.is_cpu for tensor in self.tensors)
 
     def named(self, indices: Iterable[int], most: int = 5) -> str:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from compiled_ddp.formatting import format_names
-from compiled_ddp.ranks.communicator import RankGroup
+from compiled_ddp.ranks.rank_group import RankGroup
 
 _PART = 2**20  # characters; the store breaks the connection at a value above 8 MiB, as of 60,000 parameters
 
@@ -97,9 +97,13 @@ def first_difference(
 ) -> str | None:
     """The first entry in which two descriptions differ, in words; None if they are equal.
 
-    `expected` is that of global rank `reference_rank`.
+    `expected` is that of global rank `reference_rank`. A difference in the value of the very first entry explains all
+    others.
     """
     there = f"on rank {reference_rank}"
+    head = next(iter(expected), None)
+    if head is not None and head == next(iter(found), None) and expected[head] != found[head]:
+        return _other_value(head, expected, found, there)
     missing = [name for name in expected if name not in found]
     if missing:
         return f"{_listed(missing)} missing here, found {there}. Build the same model on every rank."
@@ -108,7 +112,7 @@ def first_difference(
         return f"{_listed(extra)} found here, missing {there}. Build the same model on every rank."
     for name, value in expected.items():
         if found[name] != value:
-            return f"{name} is {_words(found[name])} here, {_words(value)} {there}. Make them equal on every rank."
+            return _other_value(name, expected, found, there)
     elsewhere = next(((name, other) for name, other in zip(found, expected, strict=True) if name != other), None)
     if elsewhere is not None:
         name, other = elsewhere
@@ -117,6 +121,10 @@ def first_difference(
             "registered in another order. Build the model in the same order on every rank."
         )
     return None
+
+
+def _other_value(name: str, expected: Mapping[str, object], found: Mapping[str, object], there: str) -> str:
+    return f"{name} is {_words(found[name])} here, {_words(expected[name])} {there}. Make them equal on every rank."
 
 
 def _words(properties: object) -> str:

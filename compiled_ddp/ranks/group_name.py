@@ -9,7 +9,6 @@ communicator's own name: it is compiled once more. So has one that CUDA graphs r
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
 
 import torch.distributed as dist
 
@@ -56,12 +55,18 @@ def forget(group: dist.ProcessGroup) -> None:
     _holder.forget(group)
 
 
-@contextlib.contextmanager
-def name_in_graphs(group: dist.ProcessGroup, own_name: str, *, shared: bool) -> Iterator[str]:
-    """The name of `group` in a graph that runs in this context: the one of all graphs if it is to be `shared`."""
-    name = _holder.hand_over(group) if shared else None
-    try:
-        yield name or own_name
-    finally:
-        if name is not None:
+class NameInGraphs(contextlib.AbstractContextManager[str]):
+    """Entered, the name of `group` in a graph that runs in this context."""
+
+    def __init__(self, group: dist.ProcessGroup, own_name: str, *, shared: bool) -> None:
+        """It is the one of all graphs if it is to be `shared`, and no other group has it now."""
+        self._group, self._own_name, self._shared = group, own_name, shared
+        self._name: str | None = None
+
+    def __enter__(self) -> str:
+        self._name = _holder.hand_over(self._group) if self._shared else None
+        return self._name or self._own_name
+
+    def __exit__(self, *_: object) -> None:
+        if self._name is not None:
             _holder.release()

@@ -5,7 +5,7 @@ import sysconfig
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -165,7 +165,8 @@ class RankProgress:
         """The flat buffers, by position, that the graph has been lent."""
         graph = self._backward.graph
         assert graph is not None
-        self._backward.graph = replace(graph, lent={buffer.data_ptr(): position for position, buffer in memory})
+        lent = {buffer.data_ptr(): position for position, buffer in memory}
+        self._backward.graph = _GraphRun(graph.first, graph.launches_before, lent)
 
     def graph_ended(self) -> None:
         self._backward.launched = self._backward.last_launched(self.launches)

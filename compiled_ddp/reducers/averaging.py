@@ -55,13 +55,10 @@ class Averaging:
         self.correction = correction
         self._weighted, self._summed = plan.reduction == "weighted", plan.reduction == "sum"
         self._share = plan.share * (weight if self._weighted else 1.0)
+        # Then this rank sends zeros, whatever its gradients are: a mean over no tokens is not a number.
+        self.has_no_weight = self._share == 0.0
         self._of_other_ranks = 1.0 - 1.0 / plan.world_size
         self._scaling = scaling
-
-    @property
-    def has_no_weight(self) -> bool:
-        """Whether this rank sends zeros, whatever its gradients are: a mean over no tokens is not a number."""
-        return self._share == 0.0
 
     def share(self, dtype: torch.dtype) -> float:
         """The factor with which a gradient of `dtype` is put into its bucket."""
@@ -103,9 +100,8 @@ class Averaging:
         return self._share / weights if weights > 0 else 0.0
 
     def correct(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Make means over all ranks those over the ranks that still have data."""
-        if self.correction != 1.0:
-            with torch.no_grad():
-                for gradient in gradients:
-                    if gradient is not None:
-                        gradient.mul_(self.correction)
+        """Make means over all ranks those over the ranks that still have data: where `correction` is not 1."""
+        with torch.no_grad():
+            for gradient in gradients:
+                if gradient is not None:
+                    gradient.mul_(self.correction)

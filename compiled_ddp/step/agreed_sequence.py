@@ -43,7 +43,7 @@ class AgreedSequence:
         self._reduction: ReductionKind | None = None  # in place of the options' own
         self._options, self._communicator, self._traced_hook = options, communicator, traced_hook
         self.among_collectives = False  # [Note: models that communicate], whether the ranks know it of this one
-        self._holds = False  # whether the next backward keeps `sequence`
+        self.must_agree = True  # whether the next backward brings `sequence` about, for which ranks wait for each other
         self.beginnings = -1  # how often a sequence has been brought about anew
         self._patience = Patience()
 
@@ -54,7 +54,7 @@ class AgreedSequence:
             policy = replace(policy, reduction=self._reduction)
         self._planner = SequencePlanner(parameters, policy)
         self.beginnings += 1
-        self._holds = self.refined = False
+        self.must_agree, self.refined = True, False
         if self.why_not_graph is not None:
             self._adopt(self._planner.propose([], reason=self.why_not_graph))
         self.unused = frozenset()
@@ -78,7 +78,7 @@ class AgreedSequence:
 
         Where `must_agree`, `plans` are of the calls it will run, but for those of the parameters `too_small`.
         """
-        if not self._holds:
+        if self.must_agree:
             self._adopt(self._agree("proposal", lambda: self._planner.propose(plans, too_small)))
         assert self.sequence is not None
         return self.sequence
@@ -135,11 +135,6 @@ class AgreedSequence:
         return plan.nbytes < self._options.smallest_graph_bytes and self.sequence.in_graphs.isdisjoint(plan.indices)
 
     @property
-    def must_agree(self) -> bool:
-        """Whether the next backward brings the sequence about, for which ranks wait for each other."""
-        return not self._holds
-
-    @property
     def graph_places(self) -> Iterator[int]:
         """The launched sections that graphs reduce."""
         for places in self.graph_sections.values():
@@ -175,10 +170,11 @@ class AgreedSequence:
         return sequence
 
     def _adopt(self, sequence: ReductionSequence) -> ReductionSequence:
-        self.buffers = SequenceBuffers(sequence.launched, self.buffers)
+        if sequence is not self.sequence:
+            self.buffers = SequenceBuffers(sequence.launched, self.buffers)
         if self._traced_hook is not None:
             self._traced_hook.adopt(sequence, lasting=self.refined)
-        self.sequence, self._holds = sequence, True
+        self.sequence, self.must_agree = sequence, False
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
         self.graph_sections = {}
         for place, section in enumerate(sequence.launched):

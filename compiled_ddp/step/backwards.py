@@ -19,6 +19,7 @@ from compiled_ddp.step.phase import Phase
 from compiled_ddp.step.reduction import Reduction, Wrapped
 from compiled_ddp.step.reserved_section import ReservedSection
 from compiled_ddp.step.under_way import UnderWay
+from compiled_ddp.torch_private.autograd import current_graph_task
 
 _DISTRIBUTED_AUTOGRAD = (
     "the backward is torch.distributed.autograd's, which leaves .grad alone: there is nothing that could be averaged. "
@@ -95,7 +96,7 @@ class Backwards:
         if torch_private.autograd.in_distributed_backward():
             warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=3)  # a hook's error becomes "python_error" there
             raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
-        if self.reduction.on_cpu and self.under_way.tasks.are_of_other_threads():
+        if self.reduction.parameters.on_cpu and self.under_way.tasks.are_of_other_threads():
             raise RuntimeError(
                 "two threads run backwards of one wrapper at the same time, whose gradients would be mixed up: let "
                 "one wait for the other, or give each thread a wrapper of its own."
@@ -111,7 +112,7 @@ class Backwards:
         return not accumulates and returns_inputs_alone(self.reduction.parameters.tensors)
 
     def _refuse_returned_sparse(self) -> None:
-        if not self.conducted.local:
+        if self.reduction.sparse.names and not self.conducted.local:
             self.reduction.sparse.refuse_returned()
 
     def output_reached(self) -> None:
@@ -155,7 +156,9 @@ class Backwards:
     def gradient_accumulated(self, index: int) -> None:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self.lock:
-            backward = self.under_way.backward_here()
+            under_way = self.under_way
+            # The one under way, where this task is known to be one of it: asked for every gradient, so without a call.
+            backward = under_way.backward if current_graph_task() in under_way.tasks.noted else None
             if backward is None and self.synchronises():
                 backward = self._enter_with(index)
             elif backward is None and self.conducted.local:

@@ -1,6 +1,7 @@
 """The beginning of a synchronised backward: what it is, which graphs run in it, and what is left to hooks."""
 
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -17,6 +18,8 @@ from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graph_reservations import GraphReservations
 from compiled_ddp.step.latest_forward import LatestForward
 from compiled_ddp.step.reduction import Reduction
+
+_may_leave_out = operator.attrgetter("may_leave_out")
 
 
 class Beginning:
@@ -79,7 +82,7 @@ class Beginning:
         agreed, options = reduction.agreed, reduction.options
         reduction.proof.begin_backward()
         newly_used: set[int] = set()
-        if returned is None:
+        if agreed.unused and returned is None:
             newly_used = {i for i in agreed.unused if i in carried.used or accumulates(i)}
         weight = carried.weight if weight is None else weight
         message = Message(forwards, weight, carried.piggyback, carried.take_flags())
@@ -96,7 +99,7 @@ class Beginning:
             delayed=options.bucket_rule is not None and options.bucket_rule.delayed,
             expected_gradients=carried.expected_gradients if expects_several else None,
             observes_order=not agreed.refined,
-            looks_at_values=reduction.on_cpu or not agreed.refined,
+            looks_at_values=reduction.parameters.on_cpu or not agreed.refined,
             newly_used=newly_used,
             some_rank_differs=some_rank_differs,
         )
@@ -123,6 +126,8 @@ class Beginning:
         """The sequence of the backward that begins, and whether some rank does not run its graphs."""
         agreed, live_calls = self._reduction.agreed, self._reduction.live_calls
         must_agree = agreed.must_agree
+        if agreed.sequence is not None and not must_agree and not (agreed.among_collectives and agreed.graph_sections):
+            return agreed.sequence, False
         calls = [call for call in live_calls() if must_agree and takes_part(call) and call.plan.indices]
         wholes = [call.every_parameter().plan for call in calls]
         large = large_enough(wholes, self._reduction.options.smallest_graph_bytes)
@@ -141,7 +146,7 @@ class Beginning:
         graphs has reduced in part.
         """
         live = self._reduction.live_calls()
-        if any(call.may_leave_out for call in live):
+        if any(map(_may_leave_out, live)):
             indices = {call: call.every_parameter().plan.indices for call in live if takes_part(call)}
             count = Counter(index for of_call in indices.values() for index in of_call)
             for call, of_call in indices.items():

@@ -72,18 +72,21 @@ class Conducted(Protocol):
         """Wait for the results of that, and drop them. `told` are the ranks that know of it through any wrapper."""
 
 
+_communicates = operator.attrgetter("communicates")
+
+
 class Conductor:
     """Knows the wrappers of this process."""
 
     def __init__(self) -> None:
-        self._references: list[weakref.ref[Conducted]] = []
+        self._references: list[weakref.ref[Conducted]] = []  # looked through some times in each step
         self._orders: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedOrder] = weakref.WeakKeyDictionary()
 
     def add(self, wrapper: Conducted) -> None:
         self._references.append(weakref.ref(wrapper, self._references.remove))
 
     def _wrappers(self) -> list[Conducted]:
-        """All that are in use: looked through some times in each step, where a WeakSet takes six calls each time."""
+        """All that are in use. A WeakSet would take six calls."""
         return [*filter(None, map(operator.call, tuple(self._references)))]
 
     def backward_reached(self, wrapper: Conducted) -> None:
@@ -101,7 +104,7 @@ class Conductor:
 
     def any_communicates(self) -> bool:
         """Whether any wrapped model has collectives of its own: backwards may run through several."""
-        return any(wrapper.communicates for wrapper in self._wrappers())
+        return any(map(_communicates, self._wrappers()))
 
     def may_wait(self, wrapper: Conducted, events: Iterable[str]) -> bool:
         """Whether `wrapper` may wait for other ranks at all these events now, in the middle of a backward."""
@@ -140,6 +143,10 @@ class Conductor:
         self, wrappers: Sequence[Conducted], send: Callable[[Conducted], None], end: Callable[[Conducted], None]
     ) -> None:
         """[Note: waiting in one order] An error of one wrapper keeps no other from its part."""
+        if len(wrappers) == 1:
+            send(wrappers[0])
+            end(wrappers[0])
+            return
         errors: dict[Conducted, BaseException] = {}
         at_once = [wrapper for wrapper in wrappers if wrapper.waits_to_send() is None]
         waiting = [wrapper for wrapper in wrappers if wrapper not in at_once]

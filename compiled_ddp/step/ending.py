@@ -10,7 +10,7 @@ from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.backward.riders import Findings, Flag
 from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.plan import Section
-from compiled_ddp.step.giving_up import giving_up_after_any_exception
+from compiled_ddp.step.giving_up import GivingUpAfterAnyException
 from compiled_ddp.step.reduction import Reduction
 
 
@@ -39,12 +39,11 @@ class Ending:
         """All stages; returns the parameters whose users' hooks may see .grad now."""
         self._run(
             self._write_back,
-            self._average_sparse,
-            self._return_from_autograd_grad,
+            *([self._average_sparse] if self._reduction.sparse.names else []),
+            *([self._return_from_autograd_grad] if self._backward.circumstances.returned is not None else []),
             self._admit_newly_used,
             self._account,
-            self._forget_a_skip_of_all,
-            self._refine,
+            *([self._forget_a_skip_of_all, self._refine] if self._is_first else []),
             self._prove,
             self._refuse_graph_and_eager,
             self._rebuild,
@@ -53,7 +52,12 @@ class Ending:
 
     def run_broken(self) -> None:
         """Of a backward that is broken on this rank alone: what the others' stages communicate in."""
-        self._run(self._admit_newly_used, self._forget_a_skip_of_all, self._refine, self._prove_nothing, self._rebuild)
+        self._run(
+            self._admit_newly_used,
+            *([self._forget_a_skip_of_all, self._refine] if self._is_first else []),
+            self._prove_nothing,
+            self._rebuild,
+        )
         self.remove_needless_hooks()
 
     def remove_needless_hooks(self) -> None:
@@ -73,8 +77,6 @@ class Ending:
         self._reduced = self._backward.write_back()
 
     def _average_sparse(self) -> None:
-        if not self._reduction.sparse.names:
-            return
         backward = self._backward
         contributes = backward.circumstances.returned is None
         error = self._reduction.sparse.average(backward.share, contributes=contributes)
@@ -84,8 +86,6 @@ class Ending:
 
     def _return_from_autograd_grad(self) -> None:
         """.grad is as it was, and a backward that accumulates may still come."""
-        if self._backward.circumstances.returned is None:
-            return
         reduction = self._reduction
         reduction.prove_nothing()
         if self._backward.averaging.correction != 1.0:
@@ -105,7 +105,7 @@ class Ending:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on."""
         if self._reduction.hands_out:
             self._flat_buckets = self._backward.launches.flat_gradients()
-        if not self._findings.ranks_with(Flag.NEWLY_USED):
+        if self._findings.are_quiet or not self._findings.ranks_with(Flag.NEWLY_USED):
             return
         reduction, backward = self._reduction, self._backward
         assert reduction.agreed.sequence is not None
@@ -127,19 +127,17 @@ class Ending:
         """A first backward in which no rank has used anything decides no sequence, on no rank."""
         reduction = self._reduction
         unused = self._backward.launches.riders.unused_everywhere
-        if self._is_first and not reduction.sparse.names and len(unused()) == len(reduction.parameters.names):
+        if not reduction.sparse.names and len(unused()) == len(reduction.parameters.names):
             reduction.proof.postpone()
             reduction.forget_sequence()
             self._is_over = True
 
     def _refine(self) -> None:
         """Fix the sequence after its first backward, and reduce again what graphs and eager code have both used."""
-        if not self._is_first:
-            return
         reduction, backward = self._reduction, self._backward
         # What is set apart must be announced in the very backward that uses it: elsewhere riders are read too late.
         # A communication hook gets every bucket in every backward, as under DDP: it may keep memory by index.
-        sets_apart = reduction.on_cpu and reduction.ddp_hook is None
+        sets_apart = reduction.parameters.on_cpu and reduction.ddp_hook is None
         unused = backward.launches.riders.unused_everywhere() if sets_apart else set()
         sequence = reduction.agreed.refine(backward.observations, unused)
         again = [section for section in sequence.sections if section.reduces_again]
@@ -151,21 +149,26 @@ class Ending:
                 reduction.fallback.report(section.reason, reduction.parameters.named(section.plan.indices))
 
     def _prove(self) -> None:
-        reduction, backward, by_hooks = self._reduction, self._backward, frozenset(self._reduced)
-        averaged = by_hooks | backward.of_graphs.indices
-        backward.averaging.correct(reduction.parameters.tensors[index].grad for index in averaged)
-        reduction.proof.conclude(lambda index: backward.outcome(index, by_hooks))
+        reduction, backward = self._reduction, self._backward
+        averaged = self._reduced | backward.of_graphs.indices
+        if backward.averaging.correction != 1.0:
+            backward.averaging.correct(reduction.parameters.tensors[index].grad for index in averaged)
+        if reduction.proof.verifies:
+            by_hooks = frozenset(self._reduced)
+            reduction.proof.conclude(lambda index: backward.outcome(index, by_hooks))
         if self._is_first:
-            self._reduced |= backward.of_graphs.indices
+            self._reduced = averaged
 
     def _prove_nothing(self) -> None:
         self._reduction.proof.postpone()
 
     def _refuse_graph_and_eager(self) -> None:
         """A gradient from outside of its graph has not been reduced, and the sequence does not know it."""
+        found = self._backward.observations.graph_and_eager
+        if not found:
+            return
         reduction = self._reduction
-        known = {index for s in reduction.agreed.by_hooks if s.reduces_again for index in s.plan.indices}
-        not_reduced = self._backward.observations.graph_and_eager - known
+        not_reduced = found.difference(*(s.plan.indices for s in reduction.agreed.by_hooks if s.reduces_again))
         if not_reduced:
             reduction.carried.note_lost()  # other ranks may have stepped, and are told in the next backward
             raise RuntimeError(
@@ -189,7 +192,7 @@ class Ending:
             message=self._backward.message.of_the_same_step(),
             circumstances=circumstances,
         )
-        with giving_up_after_any_exception(reduction.communicator):
+        with GivingUpAfterAnyException(reduction.communicator):
             also.launcher.launch_rest()
             also.launches.wait()
         reduced = also.write_back()

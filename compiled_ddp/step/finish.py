@@ -13,7 +13,7 @@ from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.checks.same_step import StepCheck
 from compiled_ddp.step.ending import Ending
 from compiled_ddp.step.errors_elsewhere import broke_off_elsewhere, hook_failed_elsewhere, lost_elsewhere
-from compiled_ddp.step.giving_up import giving_up_after_any_exception, giving_up_after_surprises
+from compiled_ddp.step.giving_up import GivingUpAfterAnyException, GivingUpAfterSurprises
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.under_way import UnderWay
 
@@ -40,14 +40,14 @@ class Finish:
             raise
         self._under_way.end()
         reduction.models_collectives.end()
-        if not not_reduced:
+        if not not_reduced and not findings.are_quiet:
             try:
                 self._heed(findings)
             except RuntimeError:
                 backward.restore_gradients()
                 raise
         ending = Ending(reduction, backward, findings, not_reduced)
-        with giving_up_after_surprises(reduction.communicator):
+        with GivingUpAfterSurprises(reduction.communicator):
             reduced = ending.run()
         reduction.communicator.progress.backward_ended()
         reduction.hooks.run_users(reduced)
@@ -65,7 +65,7 @@ class Finish:
         findings = self._read_riders(backward)
         self._under_way.end()
         try:
-            with giving_up_after_surprises(reduction.communicator):
+            with GivingUpAfterSurprises(reduction.communicator):
                 if (rest_was_launched and self._reader.was_at_once) or self._is_dropped(findings):
                     reduction.prove_nothing()
                 else:
@@ -84,7 +84,7 @@ class Finish:
         Returns the error that this raises on all of them, so that none steps with the mean that is dropped here.
         """
         reduction = self._reduction
-        with giving_up_after_any_exception(reduction.communicator):
+        with GivingUpAfterAnyException(reduction.communicator):
             backward.launches.wait()
             backward.settle_hook_state()
         self._report_different_steps(findings)
@@ -104,6 +104,8 @@ class Finish:
         reduction.carried.take_sums(riders, len(reduction.options.piggyback))
         findings = self._reader.read(riders, at_once=not reduction.agreed.refined)
         self._forwards.settle(backwards=findings.backwards, forgiven=findings.forgiven)
+        if findings.are_quiet:
+            return findings
         reduction.proof.heed_wish(findings.ranks_with(Flag.VERIFY) > 0)
         if findings.ranks_with(Flag.STATE_LOST) and reduction.traced_hook is not None:
             reduction.traced_hook.begin_anew()

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Iterable, Sequence, Set
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -31,11 +31,11 @@ class GradientHooks:
         self._parameters = parameters
         # A parameter must not keep the listener alive: the collector does not see through autograd's hooks.
         self._listener = weakref.ref(listener)
-        self._handles: dict[int, Any] = {}  # by parameter
+        self._ids: dict[int, int] = {}  # of our hooks, by parameter: what their handles would remove them by
         self._deferred: set[int] = set()  # the parameters on which users' hooks were found
         # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
         by_weak = [weakref.ref(parameter) for parameter in parameters]
-        weakref.finalize(self, _remove_all, self._handles, by_weak).atexit = False
+        weakref.finalize(self, _remove_all, self._ids, by_weak).atexit = False
 
     def on(self, parameters: Sequence[torch.nn.Parameter]) -> "GradientHooks":
         """Hooks on other parameters, for the same listener."""
@@ -46,37 +46,37 @@ class GradientHooks:
     @property
     def everywhere(self) -> bool:
         """Whether every parameter is watched."""
-        return len(self._handles) == len(self._parameters)
+        return len(self._ids) == len(self._parameters)
 
     def install(self) -> None:
         """Watch every parameter, and hold back the users' hooks on them; a no-op where every one is watched."""
         if self.everywhere:
             return
         for index, parameter in enumerate(self._parameters):
-            if index in self._handles:
+            if index in self._ids:
                 continue
             hook = functools.partial(_gradient_accumulated, self._listener, index)
             if parameter.requires_grad:
-                self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)
+                self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
             else:
                 parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
-                self._handles[index] = parameter.register_post_accumulate_grad_hook(hook)
+                self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
                 parameter.requires_grad_(False)
         self.defer_users()
 
     def remove(self, keep: Set[int] = frozenset()) -> None:
         """Watch only the parameters in `keep`."""
-        for index in self._handles.keys() - keep:
-            _remove(self._handles.pop(index), self._parameters[index])
+        for index in self._ids.keys() - keep:
+            _remove(self._ids.pop(index), self._parameters[index])
 
     def defer_users(self) -> None:
         """Let the users' hooks on watched parameters wait for `run_users` where the gradient is still to be reduced."""
-        watched = list(self._handles)
-        for place in torch_private.tensors.with_several_hooks([self._parameters[index] for index in watched]):
+        watched = list(self._ids)
+        for place in torch_private.tensors.with_several_hooks(map(self._parameters.__getitem__, watched)):
             index = watched[place]
             comes = functools.partial(_users_hook_comes, self._listener, index)
             waits = functools.partial(_is_reduced_by_hooks, self._listener, index)
-            deferred_hooks.defer(self._parameters[index], self._handles[index].id, comes, waits)
+            deferred_hooks.defer(self._parameters[index], self._ids[index], comes, waits)
             self._deferred.add(index)
 
     def run_users(self, indices: Iterable[int]) -> None:
@@ -85,23 +85,31 @@ class GradientHooks:
             deferred_hooks.run_deferred(self._parameters[index])
 
 
-def _remove_all(handles: dict[int, Any], parameters: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
-    for index, handle in handles.items():
+def _remove_all(ids: dict[int, int], parameters: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
+    for index, own_id in ids.items():
         parameter = parameters[index]()
         if parameter is not None:
-            _remove(handle, parameter)
+            _remove(own_id, parameter)
 
 
-def _remove(handle: Any, parameter: torch.nn.Parameter) -> None:
-    handle.remove()
+def _remove(own_id: int, parameter: torch.nn.Parameter) -> None:
+    torch_private.tensors.post_accumulate_hooks(parameter).pop(own_id, None)
     deferred_hooks.restore(parameter)
 
 
-@torch_private.dynamo.untraced
 def _gradient_accumulated(listener: weakref.ref[Listener], index: int, _: torch.Tensor) -> None:
     alive = listener()
-    if alive is not None:
-        alive.gradient_accumulated(index)
+    if alive is None:
+        return
+    if torch_private.dynamo.of_this_thread() is None:
+        alive.gradient_accumulated(index)  # `_untraced` takes a call more, which would be one for each gradient
+    else:
+        _untraced(alive, index)
+
+
+@torch_private.dynamo.untraced
+def _untraced(listener: Listener, index: int) -> None:
+    listener.gradient_accumulated(index)
 
 
 def _users_hook_comes(listener: weakref.ref[Listener], index: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward.folded_gradients import any_has_gradient
+from compiled_ddp.backward.existing_gradients import any_has_gradient
 from compiled_ddp.backward.riders import Flag
 from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.step.conductor import Conducted, conductor

@@ -1,20 +1,30 @@
-"""Around one run of a graph that launches its buckets by itself: names for the profiler, a report of a failed wait."""
+"""One run of a graph that launches its buckets by itself: names for the profiler, a report of a failed wait."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeVar
 
 from compiled_ddp import torch_private
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import LaunchObserver, profiled
 from compiled_ddp.ranks.progress import failed_in_collective
 
+T = TypeVar("T")
 
-@contextlib.contextmanager
-def watched_graph(communicator: Communicator, group_name: str) -> Iterator[None]:
-    """Watch the graph that `communicator.progress` has been told of, and which calls the group `group_name`."""
+
+def run_graph(
+    graph: Callable[[], T],
+    communicator: Communicator,
+    group_name: str,
+    watching: contextlib.AbstractContextManager[object],
+) -> T:
+    """What `graph` returns, of which `communicator.progress` has been told, and which calls the group `group_name`.
+
+    It runs in the context `watching`. A collective in it that fails is raised with a report of where every rank stands.
+    """
     try:
-        with _named_in_profiles(communicator, group_name):
-            yield
+        with _named_in_profiles(communicator, group_name), watching:
+            return graph()
     except RuntimeError as error:
         if not failed_in_collective(error):
             raise

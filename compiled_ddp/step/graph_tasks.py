@@ -35,8 +35,9 @@ class OpenTasks:
 
     def note(self, at_end: Callable[[int], None]) -> None:
         """Note the task that this thread runs; `at_end` is called with it when it has ended without an exception."""
-        for ended in [task for task, end in self.noted.items() if end() is None]:
-            self.close(ended)  # an exception has ended it
+        if self.noted:
+            for ended in [task for task, end in self.noted.items() if end() is None]:
+                self.close(ended)  # an exception has ended it
         task = torch_private.autograd.current_graph_task()
         end = functools.partial(at_end, task)
         self.noted[task], self._threads[task] = weakref.ref(end), threading.get_ident()
@@ -44,10 +45,15 @@ class OpenTasks:
 
     def are_running(self, *, but: int | None = None) -> bool:
         """Whether autograd still runs one of them, other than `but`."""
-        return any(end() is not None for task, end in list(self.noted.items()) if task != but)
+        others = {**self.noted}  # other threads note some meanwhile
+        if but is not None:
+            others.pop(but, None)
+        return bool(others) and any(end() is not None for end in others.values())
 
     def are_of_other_threads(self) -> bool:
         """Whether some run, and all of these have been noted by other threads."""
+        if not self.noted:
+            return False
         threads = {self._threads[task] for task, end in self.noted.items() if end() is not None}
         return bool(threads) and threading.get_ident() not in threads
 

@@ -138,14 +138,10 @@ class Reduction:
     def defer_users(self) -> None:
         """Let the users' hooks on parameters wait for what is reduced."""
         self.hooks.defer_users()
-        self.sparse.defer_users()
+        if self.sparse.names:
+            self.sparse.defer_users()
 
     # ---- questions ---------------------------------------------------------------------------------------------------
-
-    @property
-    def on_cpu(self) -> bool:
-        """Whether the host may read what it reduces without making a device wait."""
-        return self.parameters.on_cpu
 
     def will_accumulate(self, index: int) -> bool:
         """Whether the running backward will bring this parameter a gradient."""
@@ -211,5 +207,6 @@ class Reduction:
     @property
     def _correction(self) -> float:
         """What a mean over all ranks is multiplied by: some may have joined. A hook of torch's kind divides itself."""
-        corrects = self.options.planned_reduction == "mean" and self.ddp_hook is None
-        return self.uneven.factor if self.uneven is not None and corrects else 1.0
+        if self.uneven is None or self.uneven.factor == 1.0 or self.ddp_hook is not None:
+            return 1.0
+        return self.uneven.factor if self.options.planned_reduction == "mean" else 1.0

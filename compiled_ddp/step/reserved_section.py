@@ -1,7 +1,7 @@
 """A section of the backward under way, reserved for a captured graph that is about to run."""
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import TypeVar
 
 import torch
 
@@ -9,8 +9,10 @@ from compiled_ddp import torch_private
 from compiled_ddp.backward.riders import Flag, ranks_using, write_riders
 from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.plan import BucketPlan
-from compiled_ddp.step.graph_run import watched_graph
+from compiled_ddp.step.graph_run import run_graph
 from compiled_ddp.step.reduction import Reduction
+
+T = TypeVar("T")
 
 
 class ReservedSection:
@@ -47,7 +49,7 @@ class ReservedSection:
 
         Nor have they, where they count as unused, got one in an earlier local backward.
         """
-        self._unused = set(without_gradient) - self._backward.usage.before
+        self._unused = set(without_gradient).difference(self._backward.usage.before)
         riders = self._plan.riders
         values = torch.empty(riders.numel, dtype=torch.float32, device=self._plan.buckets[-1].device)
         return write_riders(values, riders, self._backward.message, self._unused)
@@ -66,15 +68,13 @@ class ReservedSection:
 
     # ---- while it runs -----------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def watched(self, group_name: str, *, sees_values: bool) -> Iterator[None]:
-        """The graph, which calls the process group `group_name`, runs in this context.
+    def run(self, graph: Callable[[], T], group_name: str, *, sees_values: bool) -> T:
+        """What the graph returns, which calls the process group `group_name`.
 
         Without `sees_values` nothing can be computed from what it launches: it runs as a CUDA graph.
         """
         watching = self._reduction.proof.watching(self._plan, group_name, sees_values=sees_values)
-        with watched_graph(self._reduction.communicator, group_name), watching:
-            yield
+        return run_graph(graph, self._reduction.communicator, group_name, watching)
 
     # ---- after it has run --------------------------------------------------------------------------------------------
 

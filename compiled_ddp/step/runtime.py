@@ -43,7 +43,7 @@ class Runtime:
         if not self.reduction.options.keep_buffers:
             self.reduction.agreed.buffers.let_go()
         if synchronise and counted:
-            self._forward.count.begin(after_exception=bool(conductor.broken_off()))
+            self._forward.count.begin(after_exception=conductor.broken_off)
         self.communicator.progress.forward_began(self._forward.count.value)
 
     def begin_reentrant_forward(self, *, synchronise: bool) -> None:

@@ -3,7 +3,6 @@
 import threading
 import time
 
-from compiled_ddp import torch_private
 from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graph_tasks import OpenTasks
@@ -80,10 +79,6 @@ class UnderWay:
             time.sleep(0.001)
 
     # ---- questions ---------------------------------------------------------------------------------------------------
-
-    def backward_here(self) -> SynchronisedBackward | None:
-        """The one under way, where the task of autograd that this thread runs is known to be one of it."""
-        return self.backward if torch_private.autograd.current_graph_task() in self.tasks.noted else None
 
     def has_begun(self) -> bool:
         """Whether a backward has reached this wrapper that has not ended."""

@@ -37,6 +37,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._C`: `_get_mkldnn_enabled`, `_set_mkldnn_enabled` | capturing recurrent layers |
 | `torch._dynamo.config` | capturing a model as it is |
 | `torch._dynamo.optimize`, `torch._dynamo.trace_rules.check` | captures that several wrappers share |
+| `torch._dynamo.eval_frame.OptimizeContext.callback` | how Python is set up while Dynamo captures |
 | `torch._dynamo.exc.RestartAnalysis`, `torch._dynamo.exc.SkipFrame` | what a backend hands on to Dynamo |
 | the warning `torch._dynamo hit config.…` of the logger `torch._dynamo.convert_frame` | naming a recompile limit |
 | `torch._ops.HigherOrderOperator`, `AccumulateGrad.variable` | which inputs reach which outputs of a captured graph |
@@ -63,6 +64,8 @@ with what torch gives: an argument that it does not know is passed on.
 | `Tensor._version` | whether somebody has changed a gradient in place |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
 | `torch._C._dynamo.eval_frame.get_eval_frame_callback` | whether Dynamo looks at what runs here |
+| `torch._dynamo.eval_frame.innermost_fn` | calling a compiled forward where Dynamo is off |
+| `torch.distributed.distributed_c10d.AllreduceOptions` | an all-reduce without the checks of what users pass |
 | `torch._C._dynamo.guards.TensorGuards` | whether parameters are of the kind that they were |
 | `torch._dynamo.trace_rules.add` | keeping this package out of all traces |
 | `torch._dynamo.config.trace_autograd_ops` | refusing a backward that Dynamo would drop |
@@ -74,6 +77,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._C`: `DispatchKey.ZeroTensor`, `DispatchKeySet`, `_dispatch_keyset_full_after` | tracing forward mode |
 | `torch._dynamo.symbolic_convert` | tests: what Dynamo traces |
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
+| `Node._replace_input_with`, `Node._update_args_kwargs` | tests: what passes do to nodes |
 
 Where versions differ: gloo's constructor has an argument more from 2.14 on, `compile_fx_inner` from 2.12 on. Inductor
 takes several custom passes from 2.13 on, and passes that are told of inference from 2.12 on. In 2.11 `_backward_impl`

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
+from torch.fx import GraphModule
 
 from compiled_ddp.torch_private.dynamo import COMPILED_AUTOGRAD, untraced
 from compiled_ddp.torch_private.inductor import gradient_output_positions
@@ -143,7 +144,11 @@ class TracedBackward:
         self._compiler: Callable[..., Any] = with_compiler.bw_compiler
         self._without_autocast: bool = cells["disable_amp"]
         self._traced = traced
-        self._graph_module = copy.deepcopy(traced.bw_module)  # which loses its meta data when it is cached
+        graph_module: Any = traced.bw_module
+        self._graph_module: GraphModule = graph_module
+        # Which AOTAutograd takes away when it caches the function (torch 2.13). The graph itself stays as it is.
+        self._meta = dict(graph_module.meta)
+        self._meta_of_nodes = [dict(node.meta) for node in graph_module.graph.nodes]
         self.inputs = len(traced.placeholder_list)
 
     def compile(self) -> BackwardImplementation:
@@ -158,14 +163,22 @@ class TracedBackward:
             if self._without_autocast:
                 stack.enter_context(without_autocast())
             stack.enter_context(torch.no_grad())
-            compiled = self._compiler(copy.deepcopy(self._graph_module), traced.placeholder_list)
+            compiled = self._compiler(self._copy(), traced.placeholder_list)
         return self._implementation(compiled)
 
     def uncompiled(self) -> BackwardImplementation:
         """The graph itself, run operator by operator."""
         from functorch.compile import make_boxed_func
 
-        return self._implementation(make_boxed_func(copy.deepcopy(self._graph_module)))
+        return self._implementation(make_boxed_func(self._copy()))
+
+    def _copy(self) -> GraphModule:
+        """The graph as it was traced, for a compiler to consume."""
+        copied = copy.deepcopy(self._graph_module)
+        copied.meta = copy.deepcopy(self._meta)
+        for node, meta in zip(copied.graph.nodes, self._meta_of_nodes, strict=True):
+            node.meta = dict(meta)
+        return copied
 
     def spare_saved_tensors(self) -> None:
         """What is compiled from now on leaves saved tensors as they are."""

@@ -12,9 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def evaluating_node() -> Any | None:
-    """The autograd node that this thread is evaluating; inside a reentrant backward's callback, its outer node."""
-    return torch._C._current_autograd_node()
+# The autograd node that this thread is evaluating, if any; inside a reentrant backward's callback, its outer node.
+evaluating_node: Callable[[], Any | None] = torch._C._current_autograd_node
 
 
 def backward_will_execute(node: Any) -> bool:
@@ -37,7 +36,9 @@ def fate_of_gradient(parameter: torch.Tensor) -> Literal["accumulated", "returne
     """
     if not parameter.requires_grad:
         return "none"
-    accumulator = torch.autograd.graph.get_gradient_edge(parameter).node
+    with torch.enable_grad():
+        view: Any = parameter.view_as(parameter)  # as `torch.autograd.graph.get_gradient_edge` does, in half the time
+    accumulator = view.grad_fn.next_functions[0][0]
     try:
         return "accumulated" if torch._C._will_engine_execute_node(accumulator) else "none"
     except RuntimeError as error:

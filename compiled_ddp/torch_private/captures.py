@@ -30,12 +30,20 @@ class Capture:
         *,
         fullgraph: bool,
         dynamic: bool | None,
+        compiling: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
-        """`fullgraph` and `dynamic` as in torch.compile."""
+        """`fullgraph` and `dynamic` as in torch.compile.
+
+        `compiling` decorates what Dynamo calls wherever it has no code yet: capturing, and compiling by `backend`.
+        """
         # From torch 2.13 on, graphs of other ways through the same code do not count for Dynamo's recompile limit.
         knows_isolation = "isolate_recompiles" in inspect.signature(torch.compile).parameters
         apart: dict[str, Any] = {"isolate_recompiles": True} if knows_isolation else {}
-        self._context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **apart)
+        context: Any = torch._dynamo.optimize(backend=backend, nopython=fullgraph, dynamic=dynamic, **apart)
+        if isinstance(context, torch._dynamo.eval_frame.OptimizeContext):  # and Dynamo is not switched off
+            callback: Any = context.callback  # what is put around it has its attributes, by which Dynamo knows backends
+            context.callback = compiling(callback)
+        self._context: Any = context
         self._entry: Callable[..., Any] = self._context(_entry_function())
 
     def of(self, module: torch.nn.Module) -> Callable[..., Any]:

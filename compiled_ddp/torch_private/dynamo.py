@@ -16,11 +16,14 @@ _WHY_UNTRACED = (
     "makes graphs of the model by itself (compile_ddp(model, fullgraph=True) if they are to be one)"
 )
 
+# What `torch.compiler.disable` has made of a function, that function: for who is called where Dynamo is off already.
+without_disable: Callable[[Callable[..., Any]], Callable[..., Any]] = torch._dynamo.eval_frame.innermost_fn
+
 P = ParamSpec("P")
 
 T = TypeVar("T")
 
-_dynamo_of_this_thread = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None where it does not trace
+of_this_thread = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None where Dynamo does not trace
 
 
 def leave_out_of_traces(*packages: str) -> None:
@@ -43,7 +46,7 @@ def untraced(
 
     @functools.wraps(switched_off)  # with the marks by which Dynamo, where it traces a call, knows what is disabled
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _dynamo_of_this_thread() is None:
+        if of_this_thread() is None:
             return function(*args, **kwargs)  # in a quarter of a microsecond more, where switching takes 1.3
         if tell is not None:
             tell()
@@ -63,7 +66,7 @@ def untraced_forward(forward: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(without_dynamo)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if _dynamo_of_this_thread() is None:
+        if of_this_thread() is None:
             return forward(*args, **kwargs)
         if torch._dynamo.config.trace_autograd_ops and torch.is_grad_enabled():
             raise RuntimeError(

@@ -56,6 +56,33 @@ def noting_traced_code() -> Iterator[list[types.CodeType]]:
 
 
 @contextlib.contextmanager
+def noting_edits() -> Iterator[list[int]]:
+    """Yields a list: for each change of a graph's node in here, of how many inputs it has, all of which that reads."""
+    edits: list[int] = []
+
+    def noted(edit: Callable[..., Any]) -> Callable[..., Any]:
+        def note_and_edit(node: torch.fx.Node, *args: Any) -> Any:
+            result = edit(node, *args)
+            edits.append(len(node.all_input_nodes))
+            return result
+
+        return note_and_edit
+
+    with contextlib.ExitStack() as stack:
+        for name in ("_replace_input_with", "_update_args_kwargs"):
+            patch = unittest.mock.patch.object(torch.fx.Node, name, noted(getattr(torch.fx.Node, name)))
+            stack.enter_context(patch)
+        yield edits
+
+
+def forget_fake_results() -> None:
+    """Fake tensors keep the results of operators, for the process; from here on they find none."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    FakeTensorMode.cache_clear()
+
+
+@contextlib.contextmanager
 def compiled_autograd(backend: str) -> Iterator[None]:
     """Backwards in here are traced as a whole, and compiled by `backend`."""
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
@@ -119,3 +146,10 @@ def peak_bytes(run: Callable[[], object]) -> int:
     events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = itertools.accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
     return max(live, default=0)
+
+
+def register_without_names(container: type, flatten: Callable[[Any], Any], build: Callable[[Any, Any], Any]) -> None:
+    """Let trees have this kind of container, which does not name its leaves."""
+    from torch.utils import _pytree
+
+    _pytree.register_pytree_node(container, flatten, build)

@@ -1,6 +1,7 @@
 """Process groups, their stores and their collectives."""
 
 import contextlib
+import functools
 import unittest.mock
 import weakref
 from collections.abc import Callable, Sequence
@@ -41,9 +42,18 @@ def _with_concurrent_gloo() -> contextlib.AbstractContextManager[object]:
 
 
 def new_group_named(
-    name: str, ranks: Sequence[int], *, parent: dist.ProcessGroup, timeout: timedelta
+    name: str,
+    ranks: Sequence[int],
+    parent: dist.ProcessGroup,
+    *,
+    timeout: timedelta,
+    occasion: str = "",
+    is_models: bool = False,
 ) -> tuple[dist.ProcessGroup, str]:
     """Make a process group of the global `ranks`, with `parent`'s backend, under a name of our choice.
+
+    When the one of this name has been destroyed, it can be made again, on another `occasion`. `is_models` is for
+    collectives that `collectives_of_others` counts.
 
     Only its members call this. torch's own `new_group` counts names up, and the name is part of a compiled graph and
     so of its cache key; its local variant hashes in the number of groups that a rank happens to know.
@@ -58,7 +68,7 @@ def new_group_named(
             list(ranks).index(dist.get_rank()),
             list(ranks),
             backend,
-            default_store(),
+            dist.PrefixStore(occasion, default_store()),
             group_name,
             timeout=timeout,
             device_id=distributed_c10d._get_default_group().bound_device_id,
@@ -67,7 +77,8 @@ def new_group_named(
     distributed_c10d._world.pg_group_ranks[group] = {
         global_rank: group_rank for group_rank, global_rank in enumerate(ranks)
     }
-    _our_groups.add(group)
+    if not is_models:
+        _our_groups.add(group)
     return group, group_name
 
 
@@ -124,6 +135,19 @@ def with_own_connection(store: dist.Store) -> dist.Store:
     """The same store for use in another thread, where blocking calls on `store` do not hold it up."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     return clone
+
+
+def start_sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
+    """`dist.all_reduce(tensor, group=group, async_op=True)` without the checks of what a user may pass."""
+    work: dist.Work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], _sum())
+    return work
+
+
+@functools.cache
+def _sum() -> Any:
+    options = distributed_c10d.AllreduceOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp(dist.ReduceOp.SUM), True
+    return options
 
 
 def collectives_launched(group: dist.ProcessGroup) -> int:

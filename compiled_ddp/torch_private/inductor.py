@@ -24,7 +24,8 @@ def _source_hash() -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
 
 
-# Rewrites a backward graph in place, given its (fake) inputs; returns them with those it appended.
+# Rewrites a backward graph in place, given its (fake) inputs; returns them with those it appended. The module's code is
+# not made anew.
 RewriteBackward = Callable[[GraphModule, Sequence[Any]], Sequence[Any]]
 
 
@@ -45,7 +46,6 @@ def rewriting_by(run: Callable[..., None], identity: str) -> Rewriting:
 
     def rewrite(backward: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
         run(backward.graph, output_positions=gradient_output_positions(backward.graph))
-        backward.recompile()
         placeholders = backward.graph.find_nodes(op="placeholder")
         return [*inputs, *(node.meta["val"] for node in placeholders[len(inputs) :])]
 
@@ -98,7 +98,6 @@ def rewriting_step(run: Callable[[torch.fx.Graph], object], identity: str) -> Re
 
     def rewrite(step: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
         run(step.graph)
-        step.recompile()
         return inputs
 
     return Rewriting(identity, rewrite)
@@ -166,7 +165,7 @@ def _compile_aot_eager(
     ) -> Callable[..., Any]:
         rewrite = rewriting().rewrite
         if rewrite is not None:
-            inputs = rewrite(backward, inputs)
+            inputs = rewrite(backward, inputs)  # boxed_nop recompiles
         return boxed_nop(backward, list(inputs), *args, **kwargs)
 
     compiler = aot_autograd(
@@ -213,6 +212,7 @@ def _compile_inductor(
         now = rewriting() if whole or kwargs.get("is_backward") else Rewriting()
         if now.rewrite is not None:
             inputs = now.rewrite(inner, inputs)
+            inner.recompile()
         with config.patch(identified(now.identity) | (reducing if now.rewrite is not None else {})):
             return compile_fx_inner(inner, inputs, *args, **kwargs)
 

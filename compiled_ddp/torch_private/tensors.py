@@ -5,6 +5,7 @@ import functools
 import itertools
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -61,10 +62,25 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.
     return {} if hooks is None else hooks
 
 
-def with_several_hooks(parameters: Sequence[torch.Tensor]) -> list[int]:
+def with_several_hooks(parameters: Iterable[torch.Tensor]) -> list[int]:
     """The places of those with more than one post-accumulate hook."""
-    hooks: list[Any] = [parameter._post_accumulate_grad_hooks for parameter in parameters]  # asked in every step
-    return [place for place, of_one in enumerate(hooks) if of_one is not None and len(of_one) > 1]
+    hooks = [of_one or () for of_one in map(_post_accumulate_hooks_of, parameters)]
+    if max(map(len, hooks), default=0) < 2:  # asked in every step
+        return []
+    return [place for place, of_one in enumerate(hooks) if len(of_one) > 1]
+
+
+_post_accumulate_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")
+
+
+def are_strided(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether all of them are of this dtype, on this device, and neither sparse nor of another layout than strided."""
+    return {*map(_layout_of, tensors)} <= {torch.strided} and (
+        {*map(_dtype_of, tensors)} <= {dtype} and {*map(_device_of, tensors)} <= {device}
+    )
+
+
+_layout_of, _dtype_of, _device_of = map(operator.attrgetter, ("layout", "dtype", "device"))
 
 
 def copy_all(into: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
@@ -98,3 +114,32 @@ def place_of(generator: torch.Generator) -> int:
     """Of the generator itself, in memory: what it is known by where operators see it as another object."""
     place: int = generator._cdata  # type: ignore[attr-defined]
     return place
+
+
+class GeneratorReference:
+    """A generator that is not kept; on torch 2.11, which has no weak references to it, it is kept, and counted."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._kept: torch.Generator | None = None
+        try:
+            self._reference: Callable[[], torch.Generator | None] = weakref.ref(generator)
+        except TypeError:
+            self._kept = generator
+            self._reference = self._find_kept
+
+    def _find_kept(self) -> torch.Generator | None:
+        return self._kept
+
+    def __call__(self) -> torch.Generator | None:
+        """The generator, unless it has gone."""
+        return self._reference()
+
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Whether anybody else has it."""
+        if self._kept is None:
+            return self._reference() is not None
+        return sys.getrefcount(self._kept) > _COUNTED_HERE
+
+
+_COUNTED_HERE = 2  # by the object, and as the argument of what counts

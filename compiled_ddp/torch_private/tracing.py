@@ -69,6 +69,16 @@ def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if traced is None else traced.proxy.node
 
 
+def label_launch(awaited: torch.Tensor, key: str, value: object) -> None:
+    """Write `value` into the meta of the collective whose result, or a view of it, this traced tensor is."""
+    node = node_of(awaited)
+    while node is not None and node.target is not torch.ops._c10d_functional.wait_tensor.default:
+        (node,) = node.all_input_nodes
+    assert node is not None, "not the result of a collective"
+    (launch,) = node.all_input_nodes
+    launch.meta["custom"] = launch.meta.get("custom", {}) | {key: value}
+
+
 @contextlib.contextmanager
 def outside_of_traces() -> Iterator[None]:
     """In here operators run at once, on tensors with values, whatever is traced or transformed around."""

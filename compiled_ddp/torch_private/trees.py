@@ -17,5 +17,8 @@ def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Each leaf with its path, as "['head']['weight']"."""
-    return [(_pytree.keystr(path), leaf) for path, leaf in _pytree.tree_flatten_with_path(tree)[0]]
+    """Each leaf with its path, as "['head']['weight']"; with its number where a container has not told its keys."""
+    try:
+        return [(_pytree.keystr(path), leaf) for path, leaf in _pytree.tree_flatten_with_path(tree)[0]]
+    except ValueError:
+        return [(f"[leaf {number}]", leaf) for number, leaf in enumerate(_pytree.tree_leaves(tree))]

@@ -21,7 +21,6 @@ from compiled_ddp.errors import NotPicklableError
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.model.nested_tensors import tensors_in
 from compiled_ddp.model.owners import is_owned
-from compiled_ddp.model.state_keys import bare_keys_in_state
 from compiled_ddp.options import Options
 from compiled_ddp.step.gradient_hooks import GradientHooks
 from compiled_ddp.step.runtime import Runtime
@@ -94,6 +93,10 @@ class Copyable(HasParts, Joinable):
         """Be constructed, on the default group."""
         raise NotImplementedError
 
+    def _name_state(self) -> None:
+        """Decide the keys of state dicts."""
+        raise NotImplementedError
+
     def _become_copy(self) -> None:
         """Begin as a copy, with the module and the settings that are there."""
         Joinable.__init__(self)
@@ -144,7 +147,7 @@ class Copyable(HasParts, Joinable):
             nn.Module.__init__(self)
             self.module = state["module"]
             self._settings = Settings(state["options"], state["ddp_arguments"], on_default_group=True)
-            bare_keys_in_state(self)
+            self._name_state()
             self._become_copy()
         else:
             self._wrap(state["module"], state["options"], state["ddp_arguments"])

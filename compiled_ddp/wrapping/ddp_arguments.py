@@ -3,6 +3,7 @@
 Those of torch 2.13 (torch/nn/parallel/distributed.py). What the wrappers take themselves stands in their signatures.
 """
 
+import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_ddp.errors import WrongKindError
+from compiled_ddp.options import CompilerKeywords
 
 Device = int | str | torch.device
 
@@ -40,15 +42,24 @@ class DDPArguments(DDPKeywords, total=False):
 
 def check_ddp_arguments(arguments: DDPArguments, module: nn.Module, wrapper: str) -> None:
     """Raise TypeError or ValueError, with what to do, for what `wrapper` cannot take or has no name for."""
-    unknown = sorted(arguments.keys() - DDPArguments.__annotations__.keys())
-    if unknown:
-        raise TypeError(f"{wrapper} got an unexpected keyword argument {unknown[0]!r}.")
+    refuse_unknown(arguments, wrapper)
     if arguments.get("mixed_precision") is not None:
         raise ValueError(
             "mixed_precision is not supported: run the forward under torch.autocast, or convert the model to a lower "
             "precision before wrapping it."
         )
     _check_delayed(arguments, module)
+
+
+def refuse_unknown(arguments: Iterable[str], function: str) -> None:
+    """Raise TypeError for a keyword that is no argument of DDP, with the one that may have been meant."""
+    known = DDPArguments.__annotations__.keys() | CompilerKeywords.__annotations__.keys() | {"process_group"}
+    for name in sorted({*arguments} - DDPArguments.__annotations__.keys()):
+        if name in known:
+            hint = " It is compile_ddp's: hooks compile nothing."
+        else:
+            hint = "".join(f" Did you mean {meant!r}?" for meant in difflib.get_close_matches(name, known, n=1))
+        raise TypeError(f"{function} got an unexpected keyword argument {name!r}.{hint}")
 
 
 def _check_delayed(arguments: DDPArguments, module: nn.Module) -> None:

@@ -64,11 +64,15 @@ class Forwards:
             self._runtime.begin_reentrant_forward(synchronise=self._switches.synchronises)
         # Also if the module raises: as on other ranks.
         put_off = self._switches.buffers_are_stale and self._uneven.is_training  # see `begin`
-        self._switches.refresh_buffers(put_off or (with_gradients and self._switches.synchronises))
+        synchronises = self._switches.synchronises
+        self._switches.refresh_buffers(put_off or (with_gradients and synchronises))
         # Where a transform or a functional_call is under way, no graph would fit, captured or to be.
         fits = not transformed and look.stand_ins is StandIns.NOTHING
         may_count = with_gradients and not recomputing and not transformed
         outputs = self._run_between(self._run_module if fits else self._run_eagerly, args, kwargs, may_count=may_count)
+        if with_gradients and self._switches.synchronises is not synchronises:
+            # Turned by the module itself, as Lightning does where a training step calls backward.
+            self._switches.refresh_buffers(put_off or self._switches.synchronises)
         if with_gradients and not transformed:  # autograd cannot be asked about what runs inside of a transform
             self._runtime.watch(tensors_in(outputs))
         return outputs

@@ -10,7 +10,7 @@ from test_grad import assert_same, parameters, rows
 from torch import Tensor
 
 from compiled_ddp import functional as ddp
-from compiled_ddp.functional.session import calling_loss
+from compiled_ddp.functional.session import LossCall, calling_loss
 from ranks import RankPool
 
 Tree = dict[str, Tensor]
@@ -63,7 +63,7 @@ def _equals_one_process(rank: int, world_size: int, ways: list[str]) -> None:
     every = torch.stack([rows(r) for r in range(world_size)])
     alone = torch.distributed.new_subgroups(1)[0]
     for f, of_all in ALONE.items():
-        with calling_loss(alone):
+        with calling_loss(LossCall(alone, "alone")):
             expected, value = torch.func.grad_and_value(of_all)(parameters(), every)
         for way in ways:
             gradient = ddp.grad_and_value(f, reduce_value=True)

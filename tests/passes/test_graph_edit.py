@@ -6,11 +6,13 @@ from torch import Tensor
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compiled_ddp import torch_private
 from compiled_ddp.passes.graph_edit import (
     add_placeholders,
     emit,
     fake_mode_of,
     output_values,
+    replace_nodes,
     set_output_values,
 )
 
@@ -95,3 +97,18 @@ def test_outputs_are_read_and_replaced_by_position(hand_built: Graph) -> None:
 def test_list_of_outputs_is_a_copy(hand_built: Graph) -> None:
     output_values(hand_built).clear()
     assert len(output_values(hand_built)) == 2
+
+
+def test_nodes_are_replaced_wherever_they_are_read_and_the_outputs_at_once(hand_built: Graph) -> None:
+    x, y, add, output = hand_built.nodes
+    with hand_built.inserting_before(output):
+        product = emit(hand_built, aten.mul.Tensor, add, add)
+    set_output_values(hand_built, [add, None, x, add, product])
+    output.meta["desc"] = "what the positions mean"
+    with torch_private.for_tests.noting_edits() as edits:
+        replace_nodes(hand_built, {add: y, product: x})
+    hand_built.lint()
+    assert product.args == (y, y)
+    assert output_values(hand_built) == [y, None, x, y, x]
+    assert output.meta == {"desc": "what the positions mean"}
+    assert len(edits) == 2, "of the product, and of the outputs"

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_ddp.passes.linear_ops import LINEAR_OPS, linear_in
-from compiled_ddp.passes.prove_linearity import LinearityProof, _meets_other_ranks, prove_linearity
+from compiled_ddp.passes.ops import meets_other_ranks
+from compiled_ddp.passes.prove_linearity import LinearityProof, prove_linearity
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -462,13 +463,13 @@ def test_a_collective_of_what_no_tangent_enters_leaves_the_proof_whole() -> None
     assert built.prove(built.call(aten.mul.Tensor, tangent, launch)).proven
 
 
-def test_no_op_of_the_allow_list_meets_other_ranks() -> None:
+def test_no_op_of_the_allow_listmeets_other_ranks() -> None:
     assert not [name for name in LINEAR_OPS if "c10d" in name]
     graph = torch.fx.Graph()
     for name in LINEAR_OPS:
         namespace, packet, overload = name.split(".")
         op = getattr(getattr(getattr(torch.ops, namespace), packet, None), overload, None)
-        assert op is None or not _meets_other_ranks(graph.call_function(op, ()))
+        assert op is None or not meets_other_ranks(graph.call_function(op, ()))
 
 
 # ---- real models -----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from compiled_ddp import EagerDDP, compile_ddp
+from compiled_ddp import EagerDDP, compile_ddp, torch_private
 from compiled_ddp.plan import FIRST_USED
 from ranks import RankPool
 
@@ -103,13 +103,13 @@ def _unused_costs_nothing(rank: int, wrapper: str) -> tuple[int, int, str]:
         assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank, step), (1,)))  # noqa: B023
     launched = []
 
-    def count(flat: Tensor, **kwargs: object) -> object:
+    def count(group: dist.ProcessGroup, flat: Tensor) -> dist.Work:
         launched.append(flat.numel() * flat.element_size())
-        return all_reduce(flat, **kwargs)
+        return start_sum(group, flat)
 
-    all_reduce = dist.all_reduce
+    start_sum = torch_private.groups.start_sum
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", count)
+        patch.setattr(torch_private.groups, "start_sum", count)
         ddp(row_batch(rank), (1,)).backward()
     return sum(launched), ddp.plan.nbytes, str(ddp.explain())
 

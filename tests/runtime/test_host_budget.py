@@ -1,6 +1,7 @@
 """The host budget: what a warm step in which nothing special happens costs the host, in calls, which are no matter of
 a clock or of the machine. The limits are what was counted; whoever needs more says so here."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from models import wrappers
 from torch import nn
 
 import compiled_ddp
-from compiled_ddp import torch_private
+from compiled_ddp import compile_ddp, torch_private
 from ranks import RankPool
 
 OURS = str(Path(compiled_ddp.__file__).parent)
@@ -96,14 +97,17 @@ def _assert_within(limits: tuple[float, float, float], found: tuple[float, float
     assert found[0] > 0, "nothing was counted"
 
 
-@pytest.mark.parametrize(("wrapper", "limit"), {"EagerDDP": 80, "compile_ddp": 103}.items())
+FORWARD_CALLS = {"EagerDDP": 64, "compile_ddp": 88 if torch.__version__ < "2.12" else 87}
+
+
+@pytest.mark.parametrize(("wrapper", "limit"), FORWARD_CALLS.items())
 def test_a_forward_costs_as_many_calls_whatever_the_models_size(ranks2: RankPool, wrapper: str, limit: int) -> None:
     _assert_within((limit, 0, 0), _rates(ranks2, wrapper, lambda cost: cost.forward))
 
 
 # Of the step itself, of each gradient, of each bucket.
-CALLS = {"EagerDDP": (250, 6, 63), "compile_ddp": (378, 0, 14)}
-OPERATORS = {"EagerDDP": (9, 2, 3), "compile_ddp": (9, 2, 4.1)}
+CALLS = {"EagerDDP": (170, 4, 47), "compile_ddp": (277, 0, 6)}
+OPERATORS = {"EagerDDP": (7, 2, 3), "compile_ddp": (8, 2, 4.1)}
 
 
 @pytest.mark.parametrize("wrapper", CALLS)
@@ -117,24 +121,57 @@ def test_a_backward_costs_few_operators(ranks2: RankPool, wrapper: str) -> None:
     _assert_within(OPERATORS[wrapper], _rates(ranks2, wrapper, lambda cost: cost.operators))
 
 
-# ---- the first forward -----------------------------------------------------------------------------------------------
+# ---- the first step --------------------------------------------------------------------------------------------------
 
 
-def _calls_to_compile(_: int, layers: int) -> tuple[int, int]:
-    """All Python calls of the first forward under plain torch.compile and under compile_ddp."""
+@dataclass(frozen=True)
+class FirstStep:
+    """All Python calls of it, torch's included."""
 
-    def first_forward(wrap: Callable[[nn.Module], Any], layers: int) -> int:
+    forward: int
+    backward: int
+
+
+def _first_steps(_: int, layers: int, backend: str) -> tuple[FirstStep, FirstStep]:
+    """Under plain torch.compile and under compile_ddp."""
+
+    def first_step(wrap: Callable[[nn.Module], Any], layers: int) -> FirstStep:
         torch.compiler.reset()
         module = wrap(nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))))
-        return calls_in(lambda: module(torch.ones(3, 4)))
+        losses: list[torch.Tensor] = []
+        with tempfile.TemporaryDirectory() as nothing_cached, pytest.MonkeyPatch.context() as environment:
+            environment.setenv("TORCHINDUCTOR_CACHE_DIR", nothing_cached)
+            forward = calls_in(lambda: losses.append(module(torch.ones(3, 4)).sum()))
+            return FirstStep(forward, calls_in(losses[0].backward))
 
-    both = (lambda model: torch.compile(model, backend="aot_eager")), wrappers(["compile_ddp"])["compile_ddp"]
+    both = (
+        lambda model: torch.compile(model, backend=backend),
+        lambda model: compile_ddp(model, backend=backend),
+    )
     for wrap in both:
-        first_forward(wrap, 1)  # what is imported once
-    plain, ours = (first_forward(wrap, layers) for wrap in both)
+        first_step(wrap, 1)  # what is imported once
+    plain, ours = (first_step(wrap, layers) for wrap in both)
+    assert plain.forward > 10**5 and plain.backward > 10**4, "nothing was compiled"
     return plain, ours
 
 
-def test_a_first_forward_compiles_with_hardly_more_calls_than_under_plain_torch_compile(ranks2: RankPool) -> None:
-    for plain, ours in ranks2.run(_calls_to_compile, 10):
-        assert plain > 10**5 and ours <= 1.1 * plain, f"{ours} calls, plain torch.compile has {plain}"
+def test_a_first_step_compiles_with_hardly_more_calls_than_under_plain_torch_compile(ranks2: RankPool) -> None:
+    for plain, ours in ranks2.run(_first_steps, 20, "aot_eager"):
+        assert ours.forward <= 1.05 * plain.forward, f"forward: {ours}, plain torch.compile has {plain}"
+        whole = plain.forward + plain.backward
+        assert ours.forward + ours.backward <= 1.1 * whole, f"{ours}, plain torch.compile has {plain}"
+
+
+def test_a_gradient_costs_the_first_backward_few_calls_more_than_under_plain_torch_compile(ranks2: RankPool) -> None:
+    few, many = (ranks2.run(_first_steps, layers, "aot_eager")[0] for layers in (10, 20))
+    plain, ours = ((many[who].backward - few[who].backward) / 20 for who in (0, 1))
+    assert ours - plain <= 890, f"{ours:g}, plain torch.compile has {plain:g}"
+
+
+@pytest.mark.inductor
+def test_a_first_step_through_inductor_compiles_with_few_calls_more(ranks2: RankPool) -> None:
+    """Inductor looks at the view of each gradient as at any other operator: 17 % of layers as small as these."""
+    for plain, ours in ranks2.run(_first_steps, 10, "inductor", timeout_seconds=400, collective_timeout_seconds=120):
+        assert ours.forward <= 1.05 * plain.forward, f"forward: {ours}, plain torch.compile has {plain}"
+        whole = plain.forward + plain.backward
+        assert ours.forward + ours.backward <= 1.18 * whole, f"{ours}, plain torch.compile has {plain}"

@@ -11,14 +11,16 @@ from models import Mlp, row_batch, wrappers
 from compiled_ddp import EagerDDP
 from compiled_ddp.graph.warmup import warm_up
 from compiled_ddp.ranks.agreement import Description, agree_on_description
-from compiled_ddp.ranks.communicator import Communicator, RankGroup
+from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.ranks.rank_group import RankGroup
 from ranks import RankPool
 
 
 def _ended_store() -> dist.Store:
     """One whose host is gone."""
-    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=3))
-    return dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=3))
+    soon = timedelta(seconds=15)  # on a loaded machine 3 were too few to connect
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=soon)
+    return dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=soon)
 
 
 def _publish(ranks: RankGroup) -> None:

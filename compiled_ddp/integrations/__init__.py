@@ -1,0 +1,1 @@
+"""The wrappers as other libraries expect them."""

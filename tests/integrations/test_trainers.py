@@ -1,0 +1,57 @@
+"""Unmodified trainers, in which `replace_ddp` puts our class in the place of torch's: docs/trainers.md.
+
+They need the real packages, which `make trainers` installs in an environment of its own.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchrun import free_port
+
+from ranks import RANK_ENVIRONMENT
+
+LOOPS = Path(__file__).parent / "loops"
+# Autocast rounds elsewhere in a compiled graph, and so does what Dynamo captures of a step that calls backward itself.
+ROUNDED = {
+    "transformers": {"bf16"},
+    "lightning": {"manual, 32-true", "manual, bf16-mixed"},
+    "accelerate": set[str](),
+}
+
+
+def _run(trainer: str, folder: Path) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(free_port()), str(LOOPS / f"with_{trainer}.py"), str(folder)]
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, **RANK_ENVIRONMENT, "HF_HUB_OFFLINE": "1"},
+    )
+    assert ended.returncode == 0, ended.stderr[-8000:]
+    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"case"')]
+
+
+@pytest.mark.parametrize("trainer", ROUNDED)
+def test_unmodified_trainers_get_what_torchs_ddp_gives(trainer: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(trainer) is None:
+        pytest.skip("`make trainers` installs it")
+    found = _run(trainer, tmp_path)
+    assert {line["backend"] for line in found} == {"aot_eager", "hooks"}
+    assert len(found) >= 4
+    for line in found:
+        hooks = line["backend"] == "hooks"
+        ours = "EagerDistributedDataParallel" if hooks else "DistributedDataParallel"
+        assert (line["torchs"], line["ours"]) == ("DistributedDataParallel", f"compiled_ddp.integrations.torch.{ours}")
+        if hooks or line["case"] not in ROUNDED[trainer]:
+            assert line["same"], line
+        else:
+            assert line["apart"] < 1e-3, line

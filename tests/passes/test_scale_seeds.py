@@ -1,0 +1,112 @@
+"""The mean of a step's reductions moves to the seed of their derivative where nothing else changes."""
+
+import operator
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from compiled_ddp.passes.ops import sum_over_ranks
+from compiled_ddp.passes.scale_seeds import scale_seeds
+
+aten = torch.ops.aten
+FLOAT = torch.empty((), dtype=torch.float32, device="meta")
+X = torch.tensor([1.0, -2.0, 3.0])
+
+
+def call(graph: Graph, target: Callable[..., object], *args: object, name: str | None = None) -> Node:
+    node = graph.create_node("call_function", target, args, name=name)
+    node.meta["val"] = FLOAT
+    return node
+
+
+def step(
+    *,
+    factors: tuple[float, float] = (0.5, 0.5),
+    between: Callable[[Graph, Node], Node] | None = None,
+    returns: str = "",
+    rides: str = "loss",
+) -> Graph:
+    """The gradients of sum(x * x) by x and by 3 x, each times a factor, summed over ranks beside what `rides`."""
+    graph = Graph()
+    x, leading = graph.placeholder("x"), graph.placeholder("leading")
+    x.meta["val"] = leading.meta["val"] = FLOAT
+    values = {"loss": call(graph, aten.sum.default, call(graph, aten.mul.Tensor, x, x))}
+    values["seed"] = call(graph, aten.ones_like.default, values["loss"], name="seed")
+    cotangent = between(graph, values["seed"]) if between else values["seed"]
+    values["gradient"] = call(graph, aten.mul.Tensor, cotangent, x, name="gradient")
+    other = call(graph, aten.mul.Tensor, values["gradient"], 3.0, name="other")
+    scaled = [
+        call(graph, aten.mul.Tensor, gradient, factor)
+        for gradient, factor in zip((values["gradient"], other), factors, strict=True)
+    ]
+    sums = graph.call_function(sum_over_ranks, (scaled, [values[rides]], leading, [1, 0], [0.0], 2, "g"))
+    results = [call(graph, operator.getitem, sums, index) for index in range(3)]
+    graph.output((*results, *([values[returns]] if returns else [])))
+    return graph
+
+
+def run(graph: Graph) -> tuple[torch.Tensor, ...]:
+    """What is given to the reduction, as if there were one rank; and what else is returned."""
+    graph.lint()
+    for node in graph.find_nodes(op="call_function", target=sum_over_ranks):
+        node.target = lambda gradients, passengers, *_: [*gradients, *passengers]
+    found: tuple[torch.Tensor, ...] = GraphModule({}, graph)(X, torch.zeros(5))
+    return found
+
+
+def multiplied(graph: Graph) -> list[str]:
+    """What is multiplied by a half, in order."""
+    halves = [node for node in graph.nodes if node.target is aten.mul.Tensor and node.args[1] == 0.5]
+    return [str(node.args[0]) for node in halves]
+
+
+def test_factor_moves_to_the_seed_and_nothing_else_changes() -> None:
+    graph = step(returns="loss")
+    scale_seeds(graph)
+    assert multiplied(graph) == ["seed"]
+    expected = (0.5 * X, 1.5 * X, (X * X).sum(), (X * X).sum())
+    for found, value in zip(run(graph), expected, strict=True):
+        assert torch.equal(found, value)
+
+
+def clamped(graph: Graph, seed: Node) -> Node:
+    return call(graph, aten.clamp.default, seed, -1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"between": clamped}, {"returns": "seed"}, {"returns": "gradient"}, {"rides": "gradient"}],
+    ids=["not linear", "the seed is returned", "a local gradient is returned", "a local gradient rides along"],
+)
+def test_without_a_proof_each_gradient_is_multiplied_where_it_is_produced(options: dict[str, object]) -> None:
+    expected = run(step(**options))  # type: ignore[arg-type]
+    graph = step(**options)  # type: ignore[arg-type]
+    scale_seeds(graph)
+    assert multiplied(graph) == ["gradient", "other"]
+    for node in graph.nodes:
+        if node.target is aten.mul.Tensor and node.args[1] == 0.5:
+            assert node.prev is node.args[0]
+    for found, value in zip(run(graph), expected, strict=True):
+        assert torch.equal(found, value)
+
+
+@pytest.mark.parametrize("factors", [(0.5, 0.25), (0.5, 3)])
+def test_gradients_of_several_factors_stay_as_they_are(factors: tuple[float, float]) -> None:
+    graph = step(factors=factors)
+    before = str(graph)
+    scale_seeds(graph)
+    assert str(graph) == before
+
+
+def test_factor_stays_behind_what_writes_to_the_gradient() -> None:
+    """As a trace holds it where a view of a leaf was written to in the loss."""
+    graph = step(returns="seed")  # so that the seed stays as it is
+    gradient = next(node for node in graph.nodes if node.name == "gradient")
+    with graph.inserting_after(gradient):
+        call(graph, aten.mul_.Tensor, gradient, 2.0)
+    scale_seeds(graph)
+    assert multiplied(graph) == ["other", "gradient"]
+    found = run(graph)
+    assert torch.equal(found[0], X) and torch.equal(found[1], 3 * X)

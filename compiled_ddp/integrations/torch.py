@@ -121,11 +121,21 @@ class DistributedDataParallel(TorchDDP, CompiledDDP):
     """`compile_ddp(module)` that is a torch.nn.parallel.DistributedDataParallel.
 
     Takes the arguments of torch's class, in their places and with its defaults, and those of `compile_ddp` by keyword.
+    With `backend="hooks"` it is an `EagerDistributedDataParallel`, as within `compiled_ddp.replace_ddp`.
     `state_dict()` has torch's keys, each with `module.` before it: checkpoints of torch's class load here, and those of
     this one there, with torch.distributed.checkpoint too. Raises what `compile_ddp` raises.
     """
 
     _keywords, _construct = CompilerKeywords, CompiledDDP.__init__
+
+    def __new__(cls, *args: Any, backend: str = "inductor", **others: Any) -> Any:
+        if backend != "hooks":
+            return super().__new__(cls)
+        if cls is not DistributedDataParallel:
+            raise TypeError(
+                f'{cls.__name__} compiles: derive it from EagerDistributedDataParallel for backend="hooks".'
+            )
+        return EagerDistributedDataParallel(*args, **others)  # no instance of this class: its constructor is not called
 
 
 class EagerDistributedDataParallel(TorchDDP, EagerDDP):

@@ -239,8 +239,8 @@ def _stays_away(rank: int, way: str) -> str:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_rank_that_stays_away_from_a_loss_is_named_after_the_timeout(ranks2: RankPool, way: str) -> None:
     message, late = ranks2.run(_stays_away, way, collective_timeout_seconds=3)
-    # Which wait ran out depends on the machine's load: where a rank came late to an earlier step, the ranks compare their
-    # calls again before they launch.
+    # Which wait ran out depends on the machine's load: where a rank came late to an earlier step, the ranks compare
+    # their calls again before they launch.
     launched = "Timed out" in message and "rank 1 is behind" in message
     compared = "rank 0 waited 3 s for rank 1 (" in message
     assert launched or compared, message

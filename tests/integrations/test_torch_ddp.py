@@ -86,6 +86,24 @@ def test_trains_and_saves_as_torchs(ranks2: RankPool, kind: str) -> None:
     ranks2.run(_like_torchs, kind)
 
 
+def _by_argument(rank: int) -> None:
+    ddp = DistributedDataParallel(seeded(), None, backend="hooks", bucket_cap_mb=1)
+    assert type(ddp) is EagerDistributedDataParallel
+    assert_step(ddp, loss(rank))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'fullgraph'\. It is compile_ddp's"):
+        DistributedDataParallel(seeded(), backend="hooks", fullgraph=True)
+    with pytest.raises(TypeError, match="Mine compiles: derive it from EagerDistributedDataParallel"):
+        Mine(seeded(), backend="hooks")
+
+
+class Mine(DistributedDataParallel):
+    pass
+
+
+def test_an_argument_picks_hooks(ranks2: RankPool) -> None:
+    ranks2.run(_by_argument)
+
+
 def _checkpoints(rank: int, kind: str, folder: str) -> None:
     """torch.distributed.checkpoint, optimizer included, to and from torch's class; and the rest of the training."""
     torchs_model, made = TorchDDP(seeded()), WRAPPERS[kind](seeded())

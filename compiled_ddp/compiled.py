@@ -1,7 +1,6 @@
 """compile_ddp: averaging gradients inside the compiled backward graph."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -12,14 +11,15 @@ from compiled_ddp import torch_private
 from compiled_ddp.graph.backend import entry_of
 from compiled_ddp.graph.bindings import Bindings
 from compiled_ddp.graph.calls import SegmentCalls
-from compiled_ddp.graph.program import VARIANTS, Program
+from compiled_ddp.graph.choice import Choice
+from compiled_ddp.graph.program import Program
 from compiled_ddp.graph.segment import Calling, Segment, SegmentCall
-from compiled_ddp.graph.warmup import Compiled, state_kept, timed, warm_up
 from compiled_ddp.options import CompilerKeywords, Options, part_options, takes_options
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.users_code import warn_user
 from compiled_ddp.wrapper import DataParallelWrapper
 from compiled_ddp.wrapping.ddp_arguments import DDPArguments, DDPKeywords, Device
+from compiled_ddp.wrapping.warm_ups import WarmUps
 
 # Graphs would come in the order of the threads, another one in every step.
 _SEVERAL_DEVICES = "the model is on several devices, whose backwards autograd runs in threads of their own"
@@ -84,6 +84,8 @@ def compile_ddp(
         smallest_graph_mb: hooks reduce a graph with fewer MiB of gradients, where it is one of several that a backward
             runs: an all-reduce of its own costs more than overlap brings, and with hooks such graphs share buckets. 0
             lets every graph reduce its own.
+        warmup_chooses: let `warmup()` time the compiled model beside the model as it is, and run it as it is, with
+            hooks as under EagerDDP, where that is faster. Without effect with `strict` and with "aot_eager".
         backend: "inductor", or "aot_eager" for the same passes without code generation (debugging, fast tests).
         fullgraph: as in torch.compile.
         dynamic: as in torch.compile.
@@ -118,7 +120,7 @@ class CompiledDDP(DataParallelWrapper):
         self._calls = SegmentCalls()
         self._known_limits, self._given_up = 0, list[str]()  # what Dynamo captures no more
         self._fallen_back: set[str] = set()  # why
-        self._warmups = 0
+        self._choice = Choice()
         super().__init__(torch_private.modules.without_compile_wrapper(module), process_group, options, ddp_arguments)
         try:
             self._prepare_to_compile(self._settings.options)
@@ -158,6 +160,14 @@ class CompiledDDP(DataParallelWrapper):
         )
         # In a tuple, so that it is no submodule: the model has one place in this wrapper, `module`.
         self._compiled: tuple[Callable[..., Any]] = (compiled,)
+        self._warm_ups = WarmUps(
+            self._managed,
+            self._settings,
+            self._runtime,
+            self._choice,
+            calls=self._calls,
+            run_compiled=self._run_compiled,
+        )
 
     def _index_parameters(self) -> None:
         self._index_of_parameter.clear()
@@ -173,16 +183,17 @@ class CompiledDDP(DataParallelWrapper):
             return "COMPILED_DDP_MODE=hooks"
         if len(self._managed.devices()) > 1:
             return _SEVERAL_DEVICES
-        return None
+        return self._choice.why_not_graph
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
-        outputs = self._run_compiled(*args, **kwargs)
+        self._calls.begin_forward()
+        run = self.module if self._choice.runs_eagerly else self._run_compiled
+        outputs = run(*args, **kwargs)
         if torch.is_grad_enabled():
             self._runtime.end_forward(self._calls.take_forward())
         return outputs
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls.begin_forward()
         (compiled,) = self._compiled
         limits = torch_private.captures.recompile_limits()
         known = len(limits.notes)
@@ -210,38 +221,20 @@ class CompiledDDP(DataParallelWrapper):
         self._runtime.finish_broken_backward()
         if self._watched_model.look().changed and torch.is_grad_enabled():
             self._watched_model.take_changes()
-        self._warmups += 1
-        ranks = self._runtime.communicator.ranks
-        args, kwargs = self._settings.placed(args, kwargs)
-        with state_kept(self.module):
-            warm_up(ranks, self._warmups, self._compile_ahead(args, kwargs))
+        before = self._choice.runs_eagerly
+        self._warm_ups.run(*self._settings.placed(args, kwargs), training=self.training)
+        if self._choice.runs_eagerly is not before:
+            self._runtime.reduction.agreed.leave_to_hooks(self._why_not_graph())
+            self._runtime.reduction.forget_sequence()
+            self._index_parameters()
 
-    def _compile_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Compiled]:
-        """Run the module, outside of any step, and compile the backwards of what it calls."""
-        live, self._calls = self._calls, SegmentCalls()
-
-        def run_forward() -> bool:
-            self._run_compiled(*args, **kwargs)  # its graph goes with its outputs: no backward will ever reach it
-            return True
-
-        try:
-            yield from timed("the forward", run_forward)
-            called = self._calls.segments
-        finally:
-            self._calls = live
-        reducing = {segment: program for segment, program in called.items() if program is not None}
-        for number, (segment, program) in enumerate(reducing.items(), start=1):
-            graph = f"graph {number} of {len(reducing)} ({len(program.plan.indices)} gradients)"
-            yield from timed(f"{graph}, local backward", segment.compile_local_ahead)
-            for variant in VARIANTS:
-                yield from timed(f"{graph}, {variant} backward", functools.partial(program.compile_ahead, variant))
-        for segment in called.keys() - reducing.keys():
-            yield from timed("backward of a graph without trained parameters", segment.compile_local_ahead)
+    def _chosen(self) -> str:
+        return str(self._choice)
 
     # ---- told by segments --------------------------------------------------------------------------------------------
 
     def segment_captured(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
-        if not self._runs_graphs:
+        if not self._runs_graphs or self._calls.stay_local:
             return None
         program = self._bindings.program(segment, inputs)
         smallest = self._settings.options.smallest_graph_bytes
@@ -253,7 +246,8 @@ class CompiledDDP(DataParallelWrapper):
         self._fall_back(f"a graph of the model runs uncompiled, as {self._settings.options.backend} failed: {failure}")
 
     def segment_called(self, segment: Segment, inputs: Sequence[Any], node: Any) -> None:
-        call = self._bindings.call(segment, inputs, node) if self._runs_graphs else None
+        reduces = self._runs_graphs and not self._calls.stay_local
+        call = self._bindings.call(segment, inputs, node) if reduces else None
         self._calls.note(segment, call)
         if call is not None:
             torch_private.autograd.attach(node, call)

@@ -48,6 +48,7 @@ class CompilerKeywords(OptionKeywords, total=False):
 
     strict: bool
     smallest_graph_mb: float
+    warmup_chooses: bool
     backend: str
     fullgraph: bool
     dynamic: bool | None
@@ -115,6 +116,7 @@ class CompilerOptions:
 
     strict: bool = False
     smallest_graph_mb: float = 0.5  # what it does: compiled_ddp/planning/small_graphs.py
+    warmup_chooses: bool = True
     backend: str = "inductor"
     fullgraph: bool = False
     dynamic: bool | None = None
@@ -238,7 +240,7 @@ class Options(CompilerOptions, BucketOptions):
 
 _SWITCHES = (
     *("broadcast_buffers", "init_sync", "static_graph", "gradient_as_bucket_view", "keep_buffers"),
-    *("strict", "fullgraph"),
+    *("strict", "fullgraph", "warmup_chooses"),
 )
 
 

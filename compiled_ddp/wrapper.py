@@ -147,11 +147,13 @@ class DataParallelWrapper(
                 ddp(x, y).backward()
 
         Runs the forward once and compiles every backward variant of the graphs that it calls (with and without
-        communication, with and without gradients to fold in). It starts no collective of its own and leaves
-        parameters, gradients, buffers and the random state of CPU and CUDA as they were; what else the model's forward
-        changes stays changed. Call it as the steps will run, under autocast for example, in the mode (train or eval),
-        and again for other shapes. Rank 0 logs a line for each compilation, with its seconds, to the logger
-        `compiled_ddp.graph.warmup`, or to stderr where logging has not been set up.
+        communication, with and without gradients to fold in). Then, in training mode, it times some passes of forward
+        and backward, compiled and as the model is, and chooses the faster way for all ranks: `explain()` tells which,
+        `warmup_chooses=False` keeps graphs. It starts no collective of its own and leaves parameters, gradients,
+        buffers and the random state of CPU and CUDA as they were; what else the model's forward changes stays changed.
+        Call it as the steps will run, under autocast for example, in the mode (train or eval), and again for other
+        shapes: each call adds to what the choice is made by. Rank 0 logs a line for each compilation, with its seconds,
+        to the logger `compiled_ddp.graph.warmup`, or to stderr where logging has not been set up.
 
         At its end the ranks wait for each other in the store, for up to two hours, so a slow compiler delays here and
         not in a collective. Under `EagerDDP` there is nothing to compile, and it returns at once.
@@ -223,7 +225,12 @@ class DataParallelWrapper(
             str(self._runtime.reduction.proof),
             self._runtime.reduction.sparse.names,
             tuple(self._managed.left_alone()),
+            self._chosen(),
         )
+
+    def _chosen(self) -> str:
+        """What a warm-up has chosen; empty where none has."""
+        return ""
 
     @torch_private.dynamo.untraced
     def stats(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The calls of captured graphs that one wrapper has made."""
 
+import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from compiled_ddp.graph.program import Program
 from compiled_ddp.graph.segment import Segment, SegmentCall
@@ -14,6 +15,18 @@ class SegmentCalls:
         self._made: list[weakref.ref[SegmentCall]] = []
         self._of_forward: list[SegmentCall] = []
         self._segments: dict[Segment, Program | None] = {}
+        self.stay_local = False  # whether graphs are called of which the wrapper reduces nothing
+
+    @contextlib.contextmanager
+    def apart(self, *, stay_local: bool) -> Iterator[None]:
+        """Within this context a forward is run outside of any step: its calls are forgotten at the end."""
+        before = self._made, self._of_forward, self._segments, self.stay_local
+        self._made, self.stay_local = [], stay_local
+        self.begin_forward()
+        try:
+            yield
+        finally:
+            self._made, self._of_forward, self._segments, self.stay_local = before
 
     def begin_forward(self) -> None:
         """The calls that follow belong to another forward."""

@@ -32,7 +32,7 @@ USES: dict[str, Callable[[RankGroup], object]] = {
     "publish": _publish,
     "read": lambda ranks: ranks.read("key", writer=0, purpose="to answer"),
     "agreement": lambda ranks: agree_on_description(ranks, dict, failure="nothing was agreed on"),
-    "warm-up": lambda ranks: warm_up(ranks, 1, ()),
+    "warm-up": lambda ranks: warm_up(ranks, 1, (), measure=lambda: None),
 }
 
 

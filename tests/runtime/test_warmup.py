@@ -47,9 +47,8 @@ def _total(outputs: dict[str, Any]) -> Tensor:
 
 def _steps_after_warmup(rank: int, backend: str, dynamic: bool | None) -> list[int]:
     """Compilations after the warm-up, and after each of the steps: plain, local and folding."""
-    ddp = compile_ddp(
-        Several(), backend=backend, dynamic=dynamic, bucket_cap_mb=0.0001, first_bucket_mb=0.0001, smallest_graph_mb=0
-    )
+    sizes = {"bucket_cap_mb": 0.0001, "first_bucket_mb": 0.0001, "smallest_graph_mb": 0}
+    ddp = compile_ddp(Several(), backend=backend, dynamic=dynamic, warmup_chooses=False, **sizes)
     ddp.warmup(row_batch(rank), twice=True)
     compilations = [torch_private.for_tests.compilations()]
     for step in range(2):

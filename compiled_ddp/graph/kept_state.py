@@ -1,0 +1,32 @@
+"""What a warm-up's forwards and backwards change, and put back."""
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def state_kept(module: nn.Module) -> Iterator[None]:
+    """Put `module`'s buffers and the random state of the CPU and of every CUDA device back at the end."""
+    saved = [
+        (owner._buffers, name, buffer, buffer.clone())
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    with random_state_kept():
+        try:
+            yield
+        finally:
+            for siblings, name, buffer, before in saved:
+                if siblings.get(name) is not buffer:
+                    siblings[name] = buffer
+                # Of .data, which has a version counter of its own: an open graph may have saved the buffer.
+                buffer.data.copy_(before)
+
+
+def random_state_kept() -> contextlib.AbstractContextManager[None]:
+    """Put the random state of the CPU and of every CUDA device in use back at the end."""
+    return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())

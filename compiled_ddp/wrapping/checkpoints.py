@@ -19,7 +19,8 @@ class Checkpointed(HasParts):
         which would put other parameters in the place of those that are reduced.
         """
         self._check_loadable(state_dict, assign=assign)
-        return self.module.load_state_dict(bare_state(state_dict, list(self.module.state_dict())), strict=strict)
+        bare = torch_private.modules.without_compile_wrapper(self.module)
+        return bare.load_state_dict(bare_state(state_dict, list(bare.state_dict())), strict=strict)
 
     @torch_private.dynamo.untraced
     def state_dict_for_ddp(self) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from compiled_ddp.wrapping.forwards import Forwards
 from compiled_ddp.wrapping.joining import TakesUnevenInputs
 from compiled_ddp.wrapping.lifecycle import Lifecycle
 from compiled_ddp.wrapping.local_methods import LocalMethods
+from compiled_ddp.wrapping.names import BareNames
 from compiled_ddp.wrapping.sent_numbers import SendsNumbers
 from compiled_ddp.wrapping.settings import Settings
 from compiled_ddp.wrapping.setup import Setup
@@ -43,7 +44,15 @@ from compiled_ddp.wrapping.watched_model import WatchedModel
 
 
 class DataParallelWrapper(
-    Checkpointed, DDPAttributes, SkipsSteps, TakesUnevenInputs, SendsNumbers, TakesCommHooks, Copyable, Closable
+    Checkpointed,
+    BareNames,
+    DDPAttributes,
+    SkipsSteps,
+    TakesUnevenInputs,
+    SendsNumbers,
+    TakesCommHooks,
+    Copyable,
+    Closable,
 ):
     """A module whose gradients are averaged over ranks. Base of `CompiledDDP` and `EagerDDP`."""
 

@@ -81,6 +81,13 @@ class TorchDDP(DataParallelWrapper, _Torchs):
         given = {name: value for name, value in locals().items() if name in _BY_POSITION} | others
         self._construct(module, process_group, *part_options(given, self._keywords))
 
+    # All names have `module.`, as torch's: [Note: one set of names].
+    named_modules, named_children, children = nn.Module.named_modules, nn.Module.named_children, nn.Module.children
+    get_submodule, get_buffer, __setattr__ = nn.Module.get_submodule, nn.Module.get_buffer, nn.Module.__setattr__
+
+    def _names_behind(self) -> list[str]:
+        return []
+
     def _name_state(self) -> None:
         self.register_load_state_dict_pre_hook(accept_wrapped_keys)  # type: ignore[no-untyped-call]
 
@@ -88,6 +95,10 @@ class TorchDDP(DataParallelWrapper, _Torchs):
         """As torch's class, from what it, this one or the bare module has saved. Refuses `assign=True`."""
         self._check_loadable(state_dict, assign=assign)
         return nn.Module.load_state_dict(self, state_dict, strict=strict)
+
+    def state_dict_for_ddp(self) -> dict[str, Any]:
+        """`state_dict()`, which has torch's keys."""
+        return self.state_dict()
 
     @property
     def reducer(self) -> StandInReducer:

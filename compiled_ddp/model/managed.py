@@ -106,7 +106,7 @@ class ManagedState:
         """All modules but those inside of such wrappers, by name."""
         wrapper: str | None = None  # whose parts come right behind it
         for name, part in self.module.named_modules():
-            if wrapper is None or not name.startswith(f"{wrapper}."):
+            if wrapper is None or not f"{name}.".startswith(f"{wrapper}."):  # its module may have its name
                 wrapper = name if self._is_inside(part) else None
                 yield name, part
 

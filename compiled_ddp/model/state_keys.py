@@ -21,14 +21,18 @@ def bare_keys_in_state(wrapper: nn.Module) -> None:
 
 @torch_private.dynamo.untraced
 def strip_own_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
-    """Take "module." off the wrapper's own keys in `state`: a post-hook of its state_dict()."""
-    own = f"{prefix}module."
+    """Take "module." off the wrapper's own keys in `state`, and torch.compile's prefix: a post-hook of state_dict()."""
+    module = wrapper.module
+    assert isinstance(module, nn.Module)
+    own = f"{prefix}module." + "_orig_mod." * len(torch_private.modules.compile_wrappers(module))
     # First all out, then all in: a bare key may begin with "module." itself.
     moved = {prefix + key[len(own) :]: state.pop(key) for key in list(state) if key.startswith(own)}
     state.update(moved)
     versions = getattr(state, "_metadata", None)
     if versions is not None:
         own_versions = [key for key in versions if f"{key}.".startswith(own)]
+        for around in [key for key in versions if f"{prefix}module." <= f"{key}." < own and own.startswith(f"{key}.")]:
+            del versions[around]
         versions.update({f"{prefix}{key[len(own) :]}".rstrip("."): versions.pop(key) for key in own_versions})
 
 
@@ -42,6 +46,16 @@ def accept_wrapped_keys(wrapper: nn.Module, state: dict[str, Any], prefix: str, 
         state[f"{prefix}module.{key}"] = value
 
 
+def with_ddps_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The bare model's `state` as torch's DistributedDataParallel of it has it, the versions of modules too."""
+    prefixed = OrderedDict((f"module.{key}", value) for key, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        renamed = {f"module.{key}".rstrip("."): version for key, version in versions.items()}
+        prefixed._metadata = OrderedDict({"": {"version": 1}, **renamed})  # type: ignore[attr-defined]
+    return prefixed
+
+
 def bare_state(saved: Mapping[str, Any], bare_keys: Sequence[str]) -> dict[str, Any]:
     """`saved` under the names of `bare_keys`, whatever wrappers it was saved from; other keys as they are.
 
@@ -50,7 +64,7 @@ def bare_state(saved: Mapping[str, Any], bare_keys: Sequence[str]) -> dict[str, 
     that is not ambiguous. The versions of modules (`state_dict()._metadata`) are renamed alike.
     """
     known = set(bare_keys)
-    prefix = max(_wrapper_prefixes(saved), key=lambda prefix: sum(key[len(prefix) :] in known for key in saved))
+    prefix = wrapper_prefix(saved, known)
     through: dict[str, list[str]] = {}
     for key in bare_keys:
         through.setdefault(_without_wrappers(key), []).append(key)
@@ -66,6 +80,11 @@ def bare_state(saved: Mapping[str, Any], bare_keys: Sequence[str]) -> dict[str, 
         renamed = {f"{key}.".removeprefix(prefix).rstrip("."): version for key, version in versions.items()}
         state._metadata = OrderedDict(renamed)  # type: ignore[attr-defined]
     return state
+
+
+def wrapper_prefix(names: Collection[str], bare_names: Collection[str]) -> str:
+    """What wrappers have put before all `names`, as far as more of them are among `bare_names` without it."""
+    return max(_wrapper_prefixes(names), key=lambda prefix: sum(name[len(prefix) :] in bare_names for name in names))
 
 
 def _wrapper_prefixes(keys: Collection[str]) -> list[str]:

@@ -60,6 +60,8 @@ with what torch gives: an argument that it does not know is passed on.
 | `Tensor._in_backward_optimizers` | refusing optimizers that step in the backward |
 | `torch.nn.parallel.DistributedDataParallel._active_ddp_module` | refusing it around a wrapper |
 | `torch.nn.utils.stateless._functional_call` | parameters that others stand in for during a call |
+| `torch.nn.utils.stateless._untie_named_tensors_map`, `torch.nn.utils._named_member_accessor` | their names |
+| `_fqn_modifiers` of a module | names in torch.distributed.checkpoint |
 | `torch._C._functorch`, `torch._C._are_functorch_transforms_active` | a forward inside of torch.func's transforms |
 | `Tensor._version` | whether somebody has changed a gradient in place |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
@@ -89,6 +91,7 @@ from compiled_ddp.torch_private import (
     aot,
     autograd,
     captures,
+    checkpoints,
     compiler_options,
     dynamo,
     for_tests,
@@ -106,6 +109,7 @@ __all__ = [
     "aot",
     "autograd",
     "captures",
+    "checkpoints",
     "compiler_options",
     "dynamo",
     "for_tests",

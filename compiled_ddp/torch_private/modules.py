@@ -2,13 +2,13 @@
 
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.utils import _to_kwargs
-from torch.nn.utils import stateless
+from torch.nn.utils import _named_member_accessor, stateless
 
 
 def moved(
@@ -31,6 +31,15 @@ def without_compile_wrapper(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
+def compile_wrappers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """What torch.compile has put around a module, from the outside in; nothing for any other module."""
+    found: list[torch.nn.Module] = []
+    while isinstance(module, torch._dynamo.OptimizedModule):
+        found.append(module)
+        module = module._orig_mod
+    return found
+
+
 def without_compile_prefixes(name: str) -> str:
     """The name of a parameter or buffer without what torch.compile(module) adds to it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
@@ -41,13 +50,35 @@ def given_by_functional_calls() -> list[object]:
 
     Each holds what it was given in a local variable of its frame.
     """
-    given: list[object] = []
+    return [
+        value
+        for frame in _callers()
+        if frame.f_code is stateless._functional_call.__code__
+        for value in frame.f_locals["parameters_and_buffers"].values()
+    ]
+
+
+def names_to_replace() -> Collection[str]:
+    """The names that a `torch.func.functional_call` was given, where it asks the module for its names; else nothing."""
+    for frame in _callers():
+        if frame.f_code is stateless._untie_named_tensors_map.__code__:
+            return tuple(frame.f_locals["parameters_and_buffers"])
+        if frame.f_code is _named_member_accessor.NamedMemberAccessor.check_keys.__code__:
+            return tuple(frame.f_locals["keys"])
+    return ()
+
+
+def is_replacing() -> bool:
+    """Whether a `torch.func.functional_call` puts a tensor into its module, or puts the module's own one back."""
+    return any(frame.f_code is _named_member_accessor.swap_tensor.__code__ for frame in _callers())
+
+
+def _callers() -> Iterator[types.FrameType]:
+    """The frames of this thread, from the innermost on."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is stateless._functional_call.__code__:
-            given += frame.f_locals["parameters_and_buffers"].values()
+        yield frame
         frame = frame.f_back
-    return given
 
 
 def running_ddp() -> torch.nn.parallel.DistributedDataParallel | None:

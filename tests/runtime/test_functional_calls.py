@@ -63,14 +63,16 @@ def by_hand(module: nn.Module, given: dict[str, Tensor], x: Tensor) -> tuple[Ten
 
 
 def assert_local(ddp: Any, given: dict[str, Tensor], x: Tensor) -> None:
-    """Gradients flow to what is given; the wrapper's own are the very tensors that they were."""
+    """Gradients flow to what is given, by bare names or DDP's; the wrapper's own are what they were."""
     before = [(p.grad, None if p.grad is None else p.grad.clone()) for p in ddp.parameters()]
     expected, gradients = by_hand(ddp.module, given, x)
-    output = functional_call(ddp, given, (x,))
-    torch.testing.assert_close(output.detach(), expected)
-    output.square().sum().backward()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(given[f"module.{name}"].grad, gradient, msg=name)
+    for prefix in ("", "module."):
+        named = {prefix + name: value for name, value in under_bare_names(given).items()}
+        output = functional_call(ddp, named, (x,))
+        torch.testing.assert_close(output.detach(), expected)
+        output.square().sum().backward()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(named[prefix + name].grad, gradient, msg=name)
     for parameter, (kept, value) in zip(ddp.parameters(), before, strict=True):
         assert parameter.grad is kept and (kept is None or torch.equal(kept, value))
 
@@ -237,7 +239,7 @@ def _frozen(rank: int, wrapper: str) -> None:
         ddp.module.scale.grad = torch.zeros(3)
         assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-5)
         ddp.module.scale.grad = None
-        torch.testing.assert_close(given["module.scale"].grad, theirs["scale"].grad)
+        torch.testing.assert_close(given["scale"].grad, theirs["scale"].grad)
     assert_step(ddp, lambda module: loss_of(module, x), unused=["scale"])
 
 
@@ -398,8 +400,9 @@ def _transformed(rank: int, wrapper: str) -> None:
                 expected = transform(
                     copy.deepcopy(ddp.module), "", {n: v.detach().clone() for n, v in given.items()}, x
                 )
-                found = transform(ddp, "module.", given, x)
-                torch.testing.assert_close(found, expected, msg=lambda m, name=name: f"{name}: {m}")
+                for prefix in ("module.", ""):
+                    found = transform(ddp, prefix, given, x)
+                    torch.testing.assert_close(found, expected, msg=lambda m, name=name: f"{name}: {m}")
         assert not any(p.grad is not None for p in ddp.parameters())
         for _ in range(2):
             assert_trains(ddp, rank)
@@ -413,7 +416,7 @@ def test_transforms_look_through_a_wrapper_on_one_rank_alone(ranks2: RankPool, w
 
 def penalised(module: nn.Module, prefix: str, x: Tensor) -> Tensor:
     """The gradient's norm, whose own gradient reaches the parameters outside of the transform."""
-    own = {name.removeprefix(prefix): parameter for name, parameter in module.named_parameters()}
+    own = {name.removeprefix("module."): parameter for name, parameter in module.named_parameters()}
     gradients = grad(lambda p: _loss_with(module, prefix, p, x))(own)
     return sum(gradient.square().sum() for gradient in gradients.values())
 

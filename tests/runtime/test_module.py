@@ -96,17 +96,11 @@ def _attributes(rank: int, wrapper: str) -> None:
     ddp._set_static_graph()
     with pytest.raises(AttributeError, match="nothing_of_that_name"):
         _ = ddp.nothing_of_that_name
-    for own, theirs in (
-        (ddp.named_parameters(), torch_ddp.named_parameters()),
-        (ddp.named_buffers(), torch_ddp.named_buffers()),
-        (ddp.named_modules(), torch_ddp.named_modules()),
-    ):
-        assert [name for name, _ in own] == [name for name, _ in theirs]
     assert all(one is other for one, other in zip(ddp.parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
-def test_attributes_and_parameter_names_are_those_that_a_user_of_ddp_expects(ranks2: RankPool, wrapper: str) -> None:
+def test_attributes_are_those_that_a_user_of_ddp_expects(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_attributes, wrapper)
 
 

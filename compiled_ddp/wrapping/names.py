@@ -1,0 +1,117 @@
+"""Names of parameters, buffers and submodules: those of the bare model, as in its state dicts.
+
+[Note: one set of names] An entry of named_parameters() is looked up in a state dict (averages of parameters,
+torch.distributed.checkpoint), a module's name with a parameter's behind it in named_parameters() (groups for weight
+decay), and a name is followed to what it names (get_submodule and setattr, `torch.func.functional_call`). So either
+all of them have `module.`, as torch's DistributedDataParallel, or none has, also where the wrapper is part of a larger
+module. Here none has; names with `module.` are understood too.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_ddp import torch_private
+from compiled_ddp.model.state_keys import wrapper_prefix
+from compiled_ddp.wrapping.parts import HasParts
+
+_MEMBERS = (torch.Tensor, nn.Module, type(None))
+
+
+class BareNames(torch_private.checkpoints.LookedThrough, HasParts):
+    """The part of a wrapper that is about them."""
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules with the names that they have in the bare model; the wrapper and that model share one."""
+        if not remove_duplicate and self._is_called_by_ddps_names(prefix):
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            return
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        compiled = torch_private.modules.compile_wrappers(self.module)
+        for part in (self, *compiled):
+            if remove_duplicate:
+                memo.add(part)
+            yield prefix, part
+        yield from self._bare().named_modules(memo, prefix, remove_duplicate)
+        for name, part in super().named_children():
+            if part is not self.module:  # the user's own, besides
+                yield from part.named_modules(memo, f"{prefix}.{name}".removeprefix("."), remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The bare model as `module`, and what the user has added to the wrapper."""
+        for name, child in super().named_children():
+            yield name, self._bare() if child is self.module else child
+
+    def children(self) -> Iterator[nn.Module]:
+        """The module, with what torch.compile has put around it, and what the user has added to the wrapper."""
+        children = super().named_children()
+        return (child for _, child in children)
+
+    def get_submodule(self, target: str) -> nn.Module:
+        """The submodule of that name in the bare model, or of DDP's name for it, with `module.`."""
+        if target.partition(".")[0] in self._bare()._modules:
+            try:
+                return self._bare().get_submodule(target)
+            except AttributeError:
+                if not target.startswith("module."):
+                    raise
+        return super().get_submodule(target)
+
+    def get_buffer(self, target: str) -> torch.Tensor:
+        """The buffer of that name in the bare model, or of DDP's name for it, with `module.`."""
+        return self._bare().get_buffer(target) if target in self._bare()._buffers else super().get_buffer(target)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """On the model what the model has by this name, of parameters, buffers and submodules, and the wrapper not."""
+        if isinstance(value, _MEMBERS):
+            members = self._members_behind(name)
+            if members is not None and torch_private.modules.is_replacing():
+                members[name] = value  # any tensor in a parameter's place, as in other modules
+                return
+            if members is not None:
+                setattr(self._bare(), name, value)
+                return
+        super().__setattr__(name, value)
+
+    def _members_behind(self, name: str) -> dict[str, Any] | None:
+        """The members of the model that `name` is one of, unless the wrapper has that name itself."""
+        own = vars(self)
+        kinds = ("_parameters", "_buffers", "_modules")
+        if "module" not in own.get("_modules", ()) or name in own or hasattr(type(self), name):
+            return None
+        if any(name in own[kind] for kind in kinds):
+            return None
+        return next((members for kind in kinds if name in (members := getattr(self._bare(), kind))), None)
+
+    def _names_behind(self) -> list[str]:
+        bare = self._bare()
+        return [*bare._modules, *bare._parameters, *bare._buffers]
+
+    def _bare(self) -> nn.Module:
+        return torch_private.modules.without_compile_wrapper(self.module)
+
+    def _is_called_by_ddps_names(self, prefix: str) -> bool:
+        """Whether a functional_call asks for all names, for those that it was given, and these have `module.`.
+
+        Raises ValueError where the model has a submodule of that name, and its names are meant: the functional_call
+        would take them for DDP's.
+        """
+        start = f"{prefix}." if prefix else ""
+        given = [name[len(start) :] for name in torch_private.modules.names_to_replace() if name.startswith(start)]
+        if not any(name.startswith("module.") for name in given):
+            return False
+        bare = self._bare()
+        known = {name for names in (bare.named_parameters, bare.named_buffers) for name, _ in names()}
+        if "module" not in bare._modules or wrapper_prefix(given, known):
+            return True
+        raise ValueError(
+            f"the {type(bare).__name__} has a submodule called 'module', so that a functional_call of its "
+            f"{type(self).__name__} would take {next(name for name in given if name.startswith('module.'))!r} for "
+            "another: put 'module.' before all names, or call it on .module."
+        )

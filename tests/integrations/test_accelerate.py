@@ -27,6 +27,8 @@ from accelerate.utils import (
 
 from compiled_ddp.integrations.accelerate import Accelerator
 
+pytestmark = pytest.mark.slow  # the ranks import it first
+
 
 def _in_job(rank: int, world_size: int, port: int, test: Callable[..., None], *args: Any) -> None:
     """`test(*args)` in a process that torchrun has started, and that has had no Accelerator so far."""

@@ -22,6 +22,8 @@ from accelerate.state import AcceleratorState, GradientState
 from compiled_ddp.integrations.accelerate import Accelerator
 from compiled_ddp.integrations.transformers import CompiledDDPMixin, Trainer
 
+pytestmark = pytest.mark.slow  # the ranks import it first
+
 
 class Texts(torch.utils.data.Dataset):
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """A wrapper in the place of torch's DistributedDataParallel, for code that constructs that by itself."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel as TorchsOwn
@@ -9,6 +9,16 @@ from torch.nn.parallel import DistributedDataParallel as TorchsOwn
 from compiled_ddp.integrations.torch import DistributedDataParallel, EagerDistributedDataParallel
 from compiled_ddp.options import CompilerKeywords, OptionKeywords, part_options
 from compiled_ddp.wrapping.ddp_arguments import refuse_unknown
+
+
+def check_replacement(taker: str, backend: str, options: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError for what is no option of `replace_ddp` with this backend; `taker` was given it."""
+    keywords: type[OptionKeywords] = OptionKeywords
+    if backend != "hooks":
+        options, keywords = {"backend": backend, **options}, CompilerKeywords
+    known, others = part_options(options, keywords)
+    known.check()
+    refuse_unknown(others, taker)
 
 
 @contextlib.contextmanager
@@ -24,13 +34,10 @@ def replace_ddp(*, backend: str = "inductor", **options: Any) -> Iterator[None]:
 
     Raises TypeError or ValueError for what is no option of these.
     """
+    check_replacement("replace_ddp", backend, options)
     replacement: Any = EagerDistributedDataParallel
-    keywords: type[OptionKeywords] = OptionKeywords
     if backend != "hooks":
-        replacement, options, keywords = DistributedDataParallel, {"backend": backend, **options}, CompilerKeywords
-    known, others = part_options(options, keywords)
-    known.check()
-    refuse_unknown(others, "replace_ddp")
+        replacement, options = DistributedDataParallel, {"backend": backend, **options}
     torchs: Any = TorchsOwn
     before = torchs.__init__
 

@@ -1,4 +1,4 @@
-"""Unmodified trainers, in which `replace_ddp` puts our class in the place of torch's: docs/trainers.md.
+"""Trainers with our class in the place of torch's, by `replace_ddp` and by their adapter: docs/trainers.md.
 
 They need the real packages, which `make trainers` installs in an environment of its own.
 """
@@ -17,12 +17,15 @@ from torchrun import free_port
 from ranks import RANK_ENVIRONMENT
 
 LOOPS = Path(__file__).parent / "loops"
+TRAINERS = ("accelerate", "transformers", "lightning", "ignite")
 # Autocast rounds elsewhere in a compiled graph, and so does what Dynamo captures of a step that calls backward itself.
 ROUNDED = {
-    "transformers": {"bf16"},
-    "lightning": {"manual, 32-true", "manual, bf16-mixed"},
-    "accelerate": set[str](),
+    ("transformers", "replaced", "bf16"),
+    ("transformers", "adapter", "bf16"),
+    ("lightning", "replaced", "manual, 32-true"),
+    ("lightning", "replaced", "manual, bf16-mixed"),
 }
+WAYS = {(way, backend) for way in ("replaced", "adapter") for backend in ("aot_eager", "hooks")}
 
 
 def _run(trainer: str, folder: Path) -> list[dict[str, Any]]:
@@ -40,18 +43,19 @@ def _run(trainer: str, folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"case"')]
 
 
-@pytest.mark.parametrize("trainer", ROUNDED)
-def test_unmodified_trainers_get_what_torchs_ddp_gives(trainer: str, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_trainers_get_what_torchs_ddp_gives(trainer: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(trainer) is None:
         pytest.skip("`make trainers` installs it")
     found = _run(trainer, tmp_path)
-    assert {line["backend"] for line in found} == {"aot_eager", "hooks"}
-    assert len(found) >= 4
+    assert {(line["way"], line["backend"]) for line in found} == WAYS
+    assert len({(line["case"], line["way"], line["backend"]) for line in found}) == len(found) >= 4
     for line in found:
         hooks = line["backend"] == "hooks"
         ours = "EagerDistributedDataParallel" if hooks else "DistributedDataParallel"
         assert (line["torchs"], line["ours"]) == ("DistributedDataParallel", f"compiled_ddp.integrations.torch.{ours}")
-        if hooks or line["case"] not in ROUNDED[trainer]:
+        if hooks or (trainer, line["way"], line["case"]) not in ROUNDED:
             assert line["same"], line
         else:
             assert line["apart"] < 1e-3, line

@@ -1,4 +1,4 @@
-"""A loop under torch's DistributedDataParallel and under ours in its place: a JSON line a case, of rank 0."""
+"""A loop under torch's DistributedDataParallel, ours in its place, and an adapter: a JSON line each, of rank 0."""
 
 import contextlib
 import json
@@ -25,20 +25,22 @@ class Outcome:
     tensors: dict[str, Tensor]
 
 
-def compare(case: str, loop: Callable[[], Outcome]) -> None:
-    """Run `loop` once under torch's class, and once under each of ours."""
+def compare(case: str, loop: Callable[[], Outcome], adapted: Callable[[str], Outcome]) -> None:
+    """Run `loop` once under torch's class, and for each backend under ours and as `adapted(backend)`."""
     expected = loop()
     for backend in BACKENDS:
         with compiled_ddp.replace_ddp(backend=backend):
             found = loop()
-        report(case, backend, expected, found)
+        report(case, "replaced", backend, expected, found)
+        report(case, "adapter", backend, expected, adapted(backend))
 
 
-def report(case: str, backend: str, expected: Outcome, found: Outcome) -> None:
+def report(case: str, way: str, backend: str, expected: Outcome, found: Outcome) -> None:
     assert expected.tensors.keys() == found.tensors.keys(), (expected.tensors.keys(), found.tensors.keys())
     pairs = [(expected.tensors[name].double(), found.tensors[name].double()) for name in expected.tensors]
     line = {
         "case": case,
+        "way": way,
         "backend": backend,
         "torchs": expected.wrapper.__name__,
         "ours": f"{found.wrapper.__module__}.{found.wrapper.__name__}",

@@ -1,6 +1,8 @@
 """An ordinary loop of Accelerate: accumulation, clipping, a scheduler, BatchNorm, a checkpoint, no_sync by hand."""
 
+import functools
 import sys
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
@@ -9,11 +11,13 @@ from accelerate.utils import set_seed
 from both_ways import Outcome, compare, copies, group_at_end
 from torch import nn
 
+from compiled_ddp.integrations import accelerate as ours
 
-def loop(precision: str, folder: str) -> Outcome:
+
+def loop(precision: str, folder: str, make: Callable[..., Accelerator] = Accelerator) -> Outcome:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+    accelerator = make(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
     set_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -49,4 +53,5 @@ def loop(precision: str, folder: str) -> Outcome:
 
 with group_at_end():
     for precision in ("no", "bf16"):
-        compare(precision, lambda precision=precision: loop(precision, sys.argv[1]))
+        run = functools.partial(loop, precision, sys.argv[1])
+        compare(precision, run, lambda backend, run=run: run(functools.partial(ours.Accelerator, backend=backend)))

@@ -1,5 +1,6 @@
 """Lightning's Trainer with strategy="ddp": automatic and manual optimisation, BatchNorm, clipping, validation."""
 
+import functools
 import sys
 from typing import Any
 
@@ -7,6 +8,8 @@ import lightning
 import torch
 from both_ways import Outcome, compare, copies, group_at_end
 from torch import Tensor, nn
+
+from compiled_ddp.integrations.lightning import CompiledDDPStrategy
 
 
 class Classifier(lightning.LightningModule):
@@ -34,14 +37,14 @@ class Classifier(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def loop(folder: str, precision: Any, *, manual: bool) -> Outcome:
+def loop(folder: str, precision: Any, *, manual: bool, strategy: Any = "ddp") -> Outcome:
     lightning.seed_everything(0, verbose=False)
     data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 4))
     model = Classifier(manual=manual)
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=2,
-        strategy="ddp",
+        strategy=strategy,
         max_epochs=2,
         precision=precision,
         logger=False,
@@ -72,5 +75,9 @@ lightning.pytorch.strategies.DDPStrategy._setup_model = _noting
 with group_at_end():
     for manual in (False, True):
         for precision in ("32-true", "bf16-mixed"):
-            kind = "manual" if manual else "automatic"
-            compare(f"{kind}, {precision}", lambda p=precision, m=manual: loop(sys.argv[1], p, manual=m))
+            run = functools.partial(loop, sys.argv[1], precision, manual=manual)
+            compare(
+                f"{'manual' if manual else 'automatic'}, {precision}",
+                run,
+                lambda backend, run=run: run(strategy=CompiledDDPStrategy(backend=backend)),
+            )

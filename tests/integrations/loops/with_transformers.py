@@ -1,6 +1,8 @@
 """transformers' Trainer: accumulation, clipping, a scheduler, checkpoints, a resume from torch's, evaluation."""
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 import compiled_ddp
+from compiled_ddp.integrations import transformers as ours
 
 
 class Texts(torch.utils.data.Dataset):
@@ -20,10 +23,12 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": tokens, "labels": tokens}
 
 
-def loop(folder: str, *, resume: str | None = None, **arguments: Any) -> Outcome:
+def loop(
+    folder: str, *, resume: str | None = None, make: Callable[..., Trainer] = Trainer, **arguments: Any
+) -> Outcome:
     set_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2))
-    trainer = Trainer(
+    trainer = make(
         model,
         TrainingArguments(
             folder,
@@ -48,12 +53,29 @@ def loop(folder: str, *, resume: str | None = None, **arguments: Any) -> Outcome
     return Outcome(type(trainer.model_wrapped), losses, copies(model.state_dict()))
 
 
+def adapter(backend: str) -> Callable[..., Trainer]:
+    return functools.partial(ours.Trainer, ddp_options={"backend": backend})
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": True},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "checkpointed": {"gradient_checkpointing": True},
+}
+
 with group_at_end():
-    cases: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": True}, "smoothed": {"label_smoothing_factor": 0.1}}
-    for case, arguments in cases.items():
-        compare(case, lambda case=case, arguments=arguments: loop(f"{sys.argv[1]}/{case}", **arguments))
-    uninterrupted = loop(f"{sys.argv[1]}/torchs")
+    folder = sys.argv[1]
+    for case, arguments in CASES.items():
+        run = functools.partial(loop, f"{folder}/{case}", **arguments)
+        compare(case, run, lambda backend, run=run: run(make=adapter(backend)))
+    uninterrupted = loop(f"{folder}/torchs")
     for backend in BACKENDS:
+        resume = functools.partial(loop, f"{folder}/{backend}", resume=f"{folder}/torchs/checkpoint-4")
         with compiled_ddp.replace_ddp(backend=backend):
-            resumed = loop(f"{sys.argv[1]}/{backend}", resume=f"{sys.argv[1]}/torchs/checkpoint-4")
-        report("resumed from torch's checkpoint", backend, uninterrupted, resumed)
+            resumed = resume()
+        report("resumed from torch's checkpoint", "replaced", backend, uninterrupted, resumed)
+        report("resumed from torch's checkpoint", "adapter", backend, uninterrupted, resume(make=adapter(backend)))
+        made = loop(f"{folder}/ours/{backend}", make=adapter(backend))
+        torchs = loop(f"{folder}/back/{backend}", resume=f"{folder}/ours/{backend}/checkpoint-4")
+        report("torch's resumed from ours", "adapter", backend, torchs, made)

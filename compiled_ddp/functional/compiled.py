@@ -23,6 +23,7 @@ from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
 from compiled_ddp.functional.transforms import Gradient
 from compiled_ddp.functional.unit import Launch, Unit, break_off
 from compiled_ddp.graph.compiling import compiling
+from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
 from compiled_ddp.plan import Bucket, BucketPlan
@@ -36,6 +37,7 @@ _log = logging.getLogger(__name__)
 Backend = Literal["inductor", "aot_eager"]
 
 
+@suggests_keywords
 def compile(
     step: Callable[..., Any],
     *,

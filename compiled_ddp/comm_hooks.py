@@ -18,10 +18,11 @@ In the spirit of torch.distributed.algorithms.ddp_comm_hooks, whose hooks work o
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.passes.ops import all_gather, all_reduce, wait_tensor
 
 
@@ -84,6 +85,15 @@ class StatefulHook(ABC):
         """The mean over ranks, followed by the new state, of the shapes and dtypes that it was given in."""
 
 
+Hook = TypeVar("Hook", bound=type)
+
+
+def _suggests_fields(hook: Hook) -> Hook:
+    """A hook's class, whose TypeError for an unknown argument suggests one."""
+    hook.__init__ = suggests_keywords(hook.__init__)  # type: ignore[misc]
+    return hook
+
+
 CommHook = Callable[..., Any]  # (gradients, ranks) -> mean, or a `StatefulHook`
 
 
@@ -126,6 +136,7 @@ def _unit_columns(matrix: torch.Tensor) -> torch.Tensor:
     return matrix / torch.where(largest == 0, torch.ones_like(largest), largest)
 
 
+@_suggests_fields
 @dataclass(frozen=True)
 class TopK(StatefulHook):
     """Send the `fraction` of a bucket's gradients that is largest in magnitude, and keep the rest for the next step.
@@ -155,6 +166,7 @@ class TopK(StatefulHook):
         return rounded, rest + (mean - rounded)
 
 
+@_suggests_fields
 @dataclass(frozen=True)
 class PowerSGD(StatefulHook):
     """Send a bucket as a matrix of low `rank`: about 2 rank sqrt(numel) elements instead of numel.

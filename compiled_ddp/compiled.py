@@ -14,6 +14,7 @@ from compiled_ddp.graph.calls import SegmentCalls
 from compiled_ddp.graph.choice import Choice
 from compiled_ddp.graph.program import Program
 from compiled_ddp.graph.segment import Calling, Segment, SegmentCall
+from compiled_ddp.graph.telling import Teller
 from compiled_ddp.options import CompilerKeywords, Options, part_options, takes_options
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.users_code import warn_user
@@ -148,8 +149,10 @@ class CompiledDDP(DataParallelWrapper):
 
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}
+        self.teller = Teller(self._runtime, type(self.module).__name__)
         policy = options.bucket_policy(self._runtime.communicator.world_size)
-        self._bindings = Bindings(self._runtime, self._managed, policy, self._index_of_parameter, naive=options.naive)
+        index_of, naive = self._index_of_parameter, options.naive
+        self._bindings = Bindings(self._runtime, self._managed, policy, index_of, self.teller, naive=naive)
         self._index_parameters()
         compiled = entry_of(
             torch_private.captures.without_own_compilation(self.module),
@@ -165,6 +168,7 @@ class CompiledDDP(DataParallelWrapper):
             self._settings,
             self._runtime,
             self._choice,
+            self.teller,
             calls=self._calls,
             run_compiled=self._run_compiled,
         )

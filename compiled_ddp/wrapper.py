@@ -162,7 +162,8 @@ class DataParallelWrapper(
         buffers and the random state of CPU and CUDA as they were; what else the model's forward changes stays changed.
         Call it as the steps will run, under autocast for example, in the mode (train or eval), and again for other
         shapes: each call adds to what the choice is made by. Rank 0 logs a line for each compilation, with its seconds,
-        to the logger `compiled_ddp.graph.warmup`, or to stderr where logging has not been set up.
+        to the logger `compiled_ddp.graph.warmup`, or to stderr where logging has not been set up (docs/api.md, "What is
+        told").
 
         At its end the ranks wait for each other in the store, for up to two hours, so a slow compiler delays here and
         not in a collective. Under `EagerDDP` there is nothing to compile, and it returns at once.

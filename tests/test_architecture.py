@@ -27,6 +27,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # The rooms of the package, from the ground up: each may import those below it, and itself.
 LAYERS = (
+    ("keywords", "telling"),
     ("collector", "errors", "formatting", "frames", "torch_private", "users_code"),
     ("plan",),
     ("passes",),

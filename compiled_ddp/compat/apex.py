@@ -9,6 +9,7 @@ from torch import nn
 from compiled_ddp.compat.adapter import ApexAdapter
 from compiled_ddp.compat.arguments import ApexArguments, listed
 from compiled_ddp.compat.reducer import Reducer
+from compiled_ddp.keywords import suggests_keywords
 
 __all__ = ["DistributedDataParallel", "Reducer"]
 
@@ -47,6 +48,7 @@ class DistributedDataParallel(ApexAdapter):
         TypeError, ValueError: an argument is refused; on every rank.
     """
 
+    @suggests_keywords
     def __init__(
         self,
         module: nn.Module,

@@ -12,6 +12,7 @@ from torch import nn
 from compiled_ddp.compat.adapter import ApexAdapter
 from compiled_ddp.compat.arguments import ApexArguments, listed
 from compiled_ddp.compat.reducer import Reducer
+from compiled_ddp.keywords import suggests_keywords
 
 __all__ = ["DistributedDataParallel", "Reducer"]
 
@@ -38,6 +39,7 @@ class DistributedDataParallel(ApexAdapter):
         allreduce_buffers: as in `compiled_ddp.compat.apex`.
     """
 
+    @suggests_keywords
     def __init__(
         self,
         module: nn.Module,

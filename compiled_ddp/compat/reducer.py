@@ -11,6 +11,7 @@ from torch import nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
+from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.plan import BucketPlan, GradientSpec, Section
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.ranks.agreement import Description, agree_on_description
@@ -35,6 +36,7 @@ class Reducer:
         RuntimeError: torch.distributed is not initialised, or ranks differ in what there is to average.
     """
 
+    @suggests_keywords
     def __init__(
         self, module_or_grads_list: nn.Module | Iterable[object], *, process_group: dist.ProcessGroup | None = None
     ) -> None:

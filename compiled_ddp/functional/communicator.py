@@ -12,6 +12,7 @@ from compiled_ddp.functional.launch_order import ReductionOrder
 from compiled_ddp.functional.proof import Evidence, Proof
 from compiled_ddp.functional.turn_riders import Departures, Turn, TurnReader, new_leading, write_turn
 from compiled_ddp.functional.wanted import Agreed, Wanted
+from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.ranks import communicator as ranks
 from compiled_ddp.ranks.rank_group import RankGroup
 
@@ -29,6 +30,7 @@ class Communicator:
     want. The others may be in a graph that launches more before they look; so it sends zeros until none is.
     """
 
+    @suggests_keywords
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
         """Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not in it."""
         self.agreements = Agreements.of(process_group)

@@ -2,14 +2,17 @@
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.agreements import Agreements
+from compiled_ddp.functional.another_kind import why_another
 from compiled_ddp.functional.closed_over import closed_over, generators_shared, reached
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.flat_buffers import FlatBuffers, empty
@@ -20,15 +23,21 @@ from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
 from compiled_ddp.functional.transforms import Gradient
 from compiled_ddp.functional.unit import Launch, Unit, break_off
 from compiled_ddp.graph.compiling import compiling
+from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
 from compiled_ddp.plan import Bucket, BucketPlan
+from compiled_ddp.telling import log
+from compiled_ddp.telling.slow_work import SlowWork
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
+
+_log = logging.getLogger(__name__)
 
 Backend = Literal["inductor", "aot_eager"]
 
 
+@suggests_keywords
 def compile(
     step: Callable[..., Any],
     *,
@@ -64,6 +73,7 @@ def compile(
         raise ValueError(f'backend must be "inductor" or "aot_eager", found {backend!r}.')
     if not fullgraph or dynamic:
         raise ValueError("a functional step is one graph of fixed shapes: leave out fullgraph=False and dynamic=True.")
+    log.check_switch()
     given = torch_private.compiler_options.inductor_options(mode, options, dynamic)
     donated = (donate,) if isinstance(donate, str | int) else tuple(donate)
     compiled = CompiledStep(step, backend, given, donated)
@@ -142,7 +152,7 @@ class CompiledStep:
         donated: Sequence[str | int],
     ) -> None:
         self._step, self._backend, self._options, self._donated = step, backend, options, donated
-        self._compiled: dict[Hashable, _Runnable] = {}
+        self._compiled: dict[tuple[Any, ...], _Runnable] = {}
         self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
         self._has_told = False
@@ -160,7 +170,7 @@ class CompiledStep:
             key = (structure, tuple(map(Leaf.of, leaves)), generators_shared(leaves, closed), closed, _ambient(tensors))
             is_new = key not in self._compiled
         if is_new:
-            self._compiled[key] = self._compile(args, kwargs)
+            self._compiled[key] = self._compile(args, kwargs, why=why_another(self._compiled, key))
         runnable = self._compiled[key]
         self._latest = runnable.communicators
         return runnable(leaves)
@@ -174,9 +184,11 @@ class CompiledStep:
             )
 
     @compiling
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Runnable:
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, why: str) -> _Runnable:
         session = Session()
-        with self._telling(session), tracing(session):
+        work = functools.partial(SlowWork, _log, what=f"step {_name_of(self._step)}", why=lambda: why)
+        work = functools.partial(work, is_told=lambda: self._is_on_rank_zero(session))
+        with self._telling(session), tracing(session), work(("tracing", "traced")):
             traced = trace(self._step, args, kwargs, self._donated, session)
             graph = traced.graph_module.graph
             prepare_step(graph)
@@ -184,7 +196,7 @@ class CompiledStep:
             launches = session.launches_in(graph)
         unit = Unit(launches) if session.runs else None
         agreed = unit.take_turn(orders) if unit is not None else []
-        with self._telling(session, unit):
+        with self._telling(session, unit), work(("compiling", "compiled")):
             plans = tuple(
                 (one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)
             )
@@ -218,6 +230,13 @@ class CompiledStep:
             if agreements is not None:
                 break_off(communicators, agreements, _name_of(self._step), error)
             raise
+
+    def _is_on_rank_zero(self, session: Session) -> bool:
+        """Of the ranks that it reduces over, or of all ranks where those are not known yet."""
+        communicators, _ = self._whom_to_tell(session.called)
+        if communicators:
+            return communicators[0].rank == 0
+        return not dist.is_initialized() or dist.get_rank() == 0
 
     def _whom_to_tell(self, called: Sequence[Communicator]) -> tuple[tuple[Communicator, ...], Agreements | None]:
         """What other ranks launch on as they run this step, as far as it is known here, and what they agree by."""

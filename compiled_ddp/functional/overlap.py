@@ -6,11 +6,13 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from compiled_ddp.functional.operator import plan_of, spec_of
+from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import find_sums
 from compiled_ddp.plan import BucketPlan
 
 
+@suggests_keywords
 def overlap(graph_module: GraphModule, *, in_place: bool = False) -> GraphModule:
     """`graph_module` with an all-reduce for each bucket in place of each reduction, rewritten in place and returned.
 

@@ -14,6 +14,7 @@ from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.differentiated import named_tensors, refuse_sparse
 from compiled_ddp.functional.reduction import GradientReduction, Kind, Options
 from compiled_ddp.functional.session import LossCall, calling_loss
+from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
 
@@ -26,6 +27,7 @@ _WHY_UNTRACED = (
 )
 
 
+@suggests_keywords
 def grad(
     f: Callable[..., Any],
     argnums: Argnums = 0,
@@ -62,6 +64,7 @@ def grad(
     return untraced(gradient_of, tell=differentiate.tell_of_compilation, why=_WHY_UNTRACED)
 
 
+@suggests_keywords
 def grad_and_value(
     f: Callable[..., Any],
     argnums: Argnums = 0,

@@ -59,9 +59,21 @@ def entry_of(
     if key not in _captures:
         compile_graph = functools.partial(_compile_graph, backend=backend, compiler_options=dict(compiler_options))
         _captures[key] = torch_private.captures.Capture(
-            compile_graph, fullgraph=fullgraph, dynamic=dynamic, compiling=compiling
+            compile_graph, fullgraph=fullgraph, dynamic=dynamic, compiling=_capturing
         )
     return _captures[key].of(module)
+
+
+def _capturing(callback: Callable[..., Any]) -> Callable[..., Any]:
+    """What Dynamo calls where it has no code yet, set up for compilers and told of where it takes long."""
+    set_up = compiling(callback)
+
+    @functools.wraps(set_up)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with caller_of_this_thread().teller.capturing():
+            return set_up(*args, **kwargs)
+
+    return call
 
 
 def _compile_graph(

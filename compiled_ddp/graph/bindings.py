@@ -8,6 +8,7 @@ from compiled_ddp.graph.bound import Binding, Bound
 from compiled_ddp.graph.compiled_graph import CompiledGraph
 from compiled_ddp.graph.program import Program
 from compiled_ddp.graph.segment import Segment, SegmentCall
+from compiled_ddp.graph.telling import Teller
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.plan import GradientSpec
 from compiled_ddp.planning.assignment import BucketPolicy
@@ -26,10 +27,12 @@ class Bindings:
         own: ManagedState,
         policy: BucketPolicy,
         index_of_parameter: Mapping[int, int],
+        teller: Teller,
         *,
         naive: bool,
     ) -> None:
         """`index_of_parameter` maps id(parameter) to its index, and follows the model."""
+        self._teller = teller
         self._runtime, self._managed, self._policy, self._naive = runtime, own, policy, naive
         self._index_of_parameter = index_of_parameter
         self._known: weakref.WeakKeyDictionary[Segment, _Known] = weakref.WeakKeyDictionary()
@@ -121,6 +124,7 @@ class Bindings:
             backend=segment.backend,
             compiler_options=segment.compiler_options,
             graph=graph,
+            teller=self._teller,
         )
 
     def _refuse_replaced(self, inputs: Sequence[Any]) -> None:

@@ -4,17 +4,25 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph.compiling import compiling
+from compiled_ddp.graph.telling import CapturedFor, Teller
 from compiled_ddp.torch_private.aot import BackwardImplementation, TracedBackward
 from compiled_ddp.torch_private.inductor import Rewriting
 
 LOCAL = Rewriting()  # the backward as plain torch.compile has it, whose cache entry it shares
+
+
+class HasTeller(Protocol):
+    """Of a wrapper, that needs a backward."""
+
+    @property
+    def teller(self) -> Teller: ...
 
 
 class CompilerFailed(Exception):
@@ -39,13 +47,17 @@ class CompiledGraph:
         *,
         backend: str,
         options: dict[str, Any],
+        teller: Teller,
         first: Rewriting = LOCAL,
     ) -> None:
         """`first` is the backward that AOTAutograd compiles and caches by itself. `graph_module` is consumed.
 
+        `teller` is that of the wrapper for which Dynamo has captured the graph.
+
         Raises CompilerFailed.
         """
-        self._backend, self._options = backend, options
+        self._compiler: dict[str, Any] = {"backend": backend, "options": options}
+        self._captured_for = CapturedFor(teller)
         self._first = self._rewriting = first
         self._kept = torch_private.dynamo.copy_captured(graph_module)
         self._fake_inputs = torch_private.dynamo.captured_inputs(graph_module)
@@ -57,7 +69,8 @@ class CompiledGraph:
         self._inputs_when_traced_again: int | None = None
         self._spares_saved_tensors = False  # from the first backward with retain_graph on
         try:
-            compiled = self._compile(graph_module, example_inputs, cached=True)
+            with self._captured_for.compiling_forward():
+                compiled = self._compile(graph_module, example_inputs, cached=True)
         except Exception as error:
             if torch_private.dynamo.asks_for_another_capture(error):
                 raise
@@ -72,8 +85,7 @@ class CompiledGraph:
         return torch_private.inductor.compile_captured(
             graph_module,
             inputs,
-            backend=self._backend,
-            options=self._options,
+            **self._compiler,
             rewriting=lambda: self._rewriting,
             cached=cached,
         )
@@ -82,12 +94,18 @@ class CompiledGraph:
         """Whether the backward after `rewriting` has been compiled."""
         return rewriting.identity in self._backwards
 
-    def backward(self, rewriting: Rewriting) -> tuple[BackwardImplementation, bool]:
-        """The backward after `rewriting`, compiled, and whether it has been compiled just now."""
+    def backward(self, rewriting: Rewriting, needed_by: HasTeller | None) -> tuple[BackwardImplementation, bool]:
+        """The backward after `rewriting`, compiled, and whether it has been compiled just now.
+
+        Whoever needs it has the teller; None is for that of the wrapper for which the graph was captured.
+        """
         compiled = self._backwards.get(rewriting.identity)
         if compiled is not None:
             return compiled, False
-        with self._lock:
+        teller = None if needed_by is None else needed_by.teller
+        again = self._spares_saved_tensors
+        work = self._captured_for.compiling_backward(rewriting.name, teller, spares_saved_tensors=again)
+        with self._lock, work:
             is_first = rewriting.identity == self._first.identity and not self._spares_saved_tensors
             compiled, is_new = self._compile_first() if is_first else (self._compile_another(rewriting), True)
             self._backwards[rewriting.identity] = compiled

@@ -11,6 +11,7 @@ import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph.compiled_graph import CompiledGraph
+from compiled_ddp.graph.telling import Teller
 from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan
@@ -42,12 +43,14 @@ class Program:
         backend: str,
         compiler_options: dict[str, Any],
         graph: Callable[[], CompiledGraph],
+        teller: Teller,
     ) -> None:
         """`plan` is over the graph's inputs; `hooks` reduce its buckets, one for each or none.
 
-        `graph` is asked when a backward is needed, as the first one of a graph is known before that is compiled.
+        `teller` tells of what compilers do for it. `graph` is asked when a backward is needed, as the first one of a
+        graph is known before that is compiled.
         """
-        self.plan = plan
+        self.plan, self.teller = plan, teller
         self._graph = graph
         self._in_cuda_graphs = backend == "inductor" and any(
             torch_private.compiler_options.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
@@ -72,13 +75,13 @@ class Program:
         if key not in self._rewritings:
             fold, name = variant == "folding", key[1]
             pipeline = replace(self._pipeline, fold=fold, group_name=name)
-            self._rewritings[key] = torch_private.inductor.rewriting_by(pipeline.run, pipeline.cache_identity)
+            self._rewritings[key] = torch_private.inductor.rewriting_by(pipeline.run, pipeline.cache_identity, variant)
         return self._rewritings[key]
 
     def compile_ahead(self, variant: Variant) -> bool:
         """Compile a backward before it is needed; returns False if it was compiled already."""
         with self.named():  # Inductor looks for the group
-            _, is_new = self._graph().backward(self.rewriting(variant))
+            _, is_new = self._graph().backward(self.rewriting(variant), self)
         return is_new
 
     def named(self) -> contextlib.AbstractContextManager[str]:
@@ -117,7 +120,7 @@ class Program:
             graph.check_fits(saved_and_tangents)
             to_fold = section.gradients_to_fold()
             variant: Variant = "folding" if to_fold else "synchronised"
-            compiled, _ = graph.backward(self.rewriting(variant, group_name))
+            compiled, _ = graph.backward(self.rewriting(variant, group_name), self)
             section.note_graph(compiled, call.fingerprint)
             flat_buffers = section.lend_buffers(self._lent_buckets)
             state = section.hook_state()

@@ -13,8 +13,9 @@ from torch.fx import GraphModule
 from compiled_ddp import torch_private
 from compiled_ddp.graph.bound import Binding, Bound
 from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own_outputs
-from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph
+from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph, HasTeller
 from compiled_ddp.graph.program import Program, quoted, without
+from compiled_ddp.graph.telling import Teller
 from compiled_ddp.step.backwards import Backwards
 from compiled_ddp.step.graph_call import UntilBackward
 from compiled_ddp.users_code import warn_user
@@ -40,6 +41,10 @@ _NOTHING = frozenset[int]()
 
 class Caller(Protocol):
     """A wrapper that runs its module."""
+
+    @property
+    def teller(self) -> Teller:
+        """Tells of compilers that take long."""
 
     def segment_captured(self, segment: "Segment", inputs: Sequence[Any]) -> Program | None:
         """The caller's program in a segment that is about to be compiled."""
@@ -86,6 +91,10 @@ class SegmentCall:
         self.synchronise = backwards.forward.synchronises
         self.until_backward = UntilBackward(backwards)
         self._node = weakref.ref(node)
+
+    @property
+    def teller(self) -> Teller:
+        return self.program.teller
 
     def reached(self, undefined: frozenset[int]) -> None:
         """The backward brings these graph inputs no gradient; all others of the call it does."""
@@ -165,13 +174,15 @@ class Segment:
         self.may_leave_out = bool(self._outputs_of)  # whether there are inputs that some backwards bring no gradient
         self._slots: list[int | None] | None = None  # of the outputs, among what comes to a call's node
         self._uncompiled: torch_private.aot.BackwardImplementation | None = None  # in place of the local one
-        first = caller_of_this_thread().segment_captured(self, example_inputs)
+        caller = caller_of_this_thread()
+        first = caller.segment_captured(self, example_inputs)
         with contextlib.nullcontext() if first is None else first.named():
             self.graph = CompiledGraph(
                 graph_module,
                 example_inputs,
                 backend=backend,
                 options=compiler_options,
+                teller=caller.teller,
                 first=LOCAL if first is None else first.rewriting("synchronised"),
             )
         if self.graph.function is not None:  # None without gradients: an inference graph has no backward
@@ -195,14 +206,14 @@ class Segment:
                 caller_of_this_thread().segment_called(self, inputs, node)
         return outputs
 
-    def compile_local_ahead(self) -> bool:
+    def compile_local_ahead(self, needed_by: HasTeller) -> bool:
         """Compile the local backward before it is needed; returns False if it was compiled already."""
-        return self._local_backward()[1]
+        return self._local_backward(needed_by)[1]
 
-    def _local_backward(self) -> tuple[torch_private.aot.BackwardImplementation, bool]:
+    def _local_backward(self, needed_by: HasTeller | None) -> tuple[torch_private.aot.BackwardImplementation, bool]:
         if self._uncompiled is None:
             try:
-                return self.graph.backward(LOCAL)
+                return self.graph.backward(LOCAL, needed_by)
             except Exception as error:
                 warn_user(f"the backward of a graph runs operator by operator, as its compiler failed: {quoted(error)}")
             self._uncompiled = self.graph.uncompiled_backward()
@@ -235,7 +246,7 @@ class Segment:
                 section = backwards.reserve(call)
                 if section is not None:
                     return call.program.run(section, call, node, saved_and_tangents)
-        backward, _ = self._local_backward()
+        backward, _ = self._local_backward(call)
         self.graph.check_fits(saved_and_tangents)
         gradients = backward(node, saved_and_tangents)
         return without(gradients, undefined) if undefined else gradients

@@ -1,6 +1,5 @@
 """Compiling before the first step, with all ranks, so that no collective waits on a compiler."""
 
-import contextlib
 import json
 import logging
 import time
@@ -9,6 +8,8 @@ from dataclasses import dataclass
 
 from compiled_ddp.graph.choice import PassTimes
 from compiled_ddp.ranks.rank_group import RankGroup
+from compiled_ddp.telling import log
+from compiled_ddp.telling.slow_work import SlowWork
 
 # How long ranks wait for each other's compilers, whatever the group's timeout is.
 PATIENCE_SECONDS = 2 * 3600.0
@@ -50,36 +51,21 @@ def warm_up(
     ranks.publish(here, json.dumps({"measured": measured}))
     patience = PATIENCE_SECONDS / ranks.timeout.total_seconds()
     of_ranks: list[PassTimes | None] = []
-    for writer, rank in enumerate(ranks.ranks):
-        found = json.loads(
-            ranks.read(f"warmup/{ordinal}/{writer}", writer=writer, purpose="to end its warm-up", patience=patience)
-        )
-        if "failure" in found:
-            raise RuntimeError(
-                f"warmup() failed on rank {rank}: {found['failure']}. Nothing was reduced and no parameter changed; "
-                "mend it there and call warmup() again on every rank, or go without."
+    with SlowWork(_log, ("waiting", "waited"), what="for other ranks' warm-up", is_told=lambda: ranks.rank == 0):
+        for writer, rank in enumerate(ranks.ranks):
+            found = json.loads(
+                ranks.read(f"warmup/{ordinal}/{writer}", writer=writer, purpose="to end its warm-up", patience=patience)
             )
-        of_ranks.append(found["measured"] and PassTimes(*found["measured"]))
+            if "failure" in found:
+                raise RuntimeError(
+                    f"warmup() failed on rank {rank}: {found['failure']}. Nothing was reduced and no parameter "
+                    "changed; mend it there and call warmup() again on every rank, or go without."
+                )
+            of_ranks.append(found["measured"] and PassTimes(*found["measured"]))
     return of_ranks
 
 
 def tell(ranks: RankGroup, what: str) -> None:
     """Log a line of a warm-up's progress, on rank 0."""
     if ranks.rank == 0:
-        _log.info("%s", what)
-
-
-@contextlib.contextmanager
-def progress_on_stderr() -> Iterator[None]:
-    """Show progress, unless the application has set up logging and so decides itself."""
-    if _log.hasHandlers():
-        yield
-        return
-    handler, level = logging.StreamHandler(), _log.level
-    _log.addHandler(handler)
-    _log.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        _log.removeHandler(handler)
-        _log.setLevel(level)
+        log.tell(_log, what)

@@ -13,6 +13,7 @@ from torch import nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.compiled import compile_ddp
+from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.model.managed import ManagedState, is_wrapper
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.ranks.agreement import Description, agree_on_description
@@ -63,6 +64,7 @@ class ParityReport:
         return f"{table}\nLargest relative difference {self.largest:.2e} ({over})."
 
 
+@suggests_keywords
 @torch_private.dynamo.untraced
 def verify_parity(
     model: nn.Module,

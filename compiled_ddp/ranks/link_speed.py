@@ -1,5 +1,6 @@
 """The size of a bucket where the user gives none: by the speed of the link, measured when the model is wrapped."""
 
+import logging
 import math
 import time
 
@@ -7,6 +8,7 @@ import torch
 
 from compiled_ddp.planning.assignment import MEBIBYTE
 from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.telling.slow_work import SlowWork
 
 # A slow link should start early, so its buckets are small. On a fast one the work that each bucket makes beside its
 # transfer counts. Few and coarse steps, because the size is part of a compiled graph's cache key and should not change
@@ -17,7 +19,10 @@ BUCKET_CAPS_MB = (
     (math.inf, 25.0),
 )
 
+_log = logging.getLogger(__name__)
+
 _PIECES, _PIECE_BYTES, _ROUNDS = 4, MEBIBYTE, 3
+_WHAT = f"how fast ranks reduce {_ROUNDS} times {_PIECES} MiB (needless where bucket_cap_mb is given)"
 
 
 def bucket_cap_for(bytes_per_second: float) -> float:
@@ -30,6 +35,13 @@ def measure_bytes_per_second(communicator: Communicator, device: torch.device) -
 
     The mean over ranks of the best of a few rounds, each of four all-reduces of 1 MiB under way at once.
     """
+    with SlowWork(_log, ("measuring", "measured"), what=_WHAT, is_told=lambda: communicator.rank == 0) as work:
+        speed = _bytes_per_second(communicator, device)
+        work.note_result(f"{speed / MEBIBYTE:.0f} MiB/s, so buckets of {bucket_cap_for(speed):.0f} MiB")
+    return speed
+
+
+def _bytes_per_second(communicator: Communicator, device: torch.device) -> float:
     pieces = [torch.zeros(_PIECE_BYTES // 4, dtype=torch.float32, device=device) for _ in range(_PIECES)]
     seconds = min(_seconds(communicator, pieces) for _ in range(_ROUNDS))
     shared = torch.tensor([seconds], dtype=torch.float64, device=device)

@@ -29,6 +29,12 @@ class Runtime:
     def parameters(self) -> TrainedParameters:
         return self.reduction.parameters
 
+    @property
+    def step(self) -> int:
+        """The number of the step that is under way: of synchronised forwards begun, or, in a local one, to be begun."""
+        begun = self._forward.count.value
+        return begun if self._forward.synchronises and begun else begun + 1
+
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def begin_forward(self, *, synchronise: bool, counted: bool) -> None:

@@ -40,6 +40,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._dynamo.eval_frame.OptimizeContext.callback` | how Python is set up while Dynamo captures |
 | `torch._dynamo.exc.RestartAnalysis`, `torch._dynamo.exc.SkipFrame` | what a backend hands on to Dynamo |
 | the warning `torch._dynamo hit config.…` of the logger `torch._dynamo.convert_frame` | naming a recompile limit |
+| `torch._dynamo.utils.get_metrics_context`, `MetricsContext._metrics` | which guard has failed, in messages |
 | `torch._ops.HigherOrderOperator`, `AccumulateGrad.variable` | which inputs reach which outputs of a captured graph |
 | `Node.meta["example_value"]`, with the autograd graph of Dynamo's fake tensors | the same |
 | `torch._dynamo.OptimizedModule`, `Module._compiled_call_impl` | models that are compiled already |

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from compiled_ddp.keywords import suggestion
+
 
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
     """Inductor's config patches for torch.compile's `mode` and `options`.
@@ -21,6 +23,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynami
     if unknown:
         raise ValueError(
             f"options has {unknown[0]!r}, which Inductor does not know; see torch._inductor.list_options()."
+            f"{suggestion(unknown[0], known)}"
         )
     return patches
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import re
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -106,6 +107,26 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 def asks_for_another_capture(error: BaseException) -> bool:
     """Whether Dynamo is to act on what a backend has raised, as nothing has failed."""
     return isinstance(error, torch._dynamo.exc.RestartAnalysis | torch._dynamo.exc.SkipFrame)
+
+
+_NUMBER_OF_CAPTURE = re.compile(r"^\d+/\d+: ")
+
+
+def why_captured_again() -> Callable[[], str]:
+    """Asked where Dynamo captures, tells later, in any thread, which guard of what it has captured before fails.
+
+    "" where it has captured nothing before, or does not know that yet; else the first of them in Dynamo's words.
+    """
+    context = torch._dynamo.utils.get_metrics_context()
+
+    def ask() -> str:
+        reason = context._metrics.get("recompile_reason") if context.in_progress() else None
+        if reason is None:
+            return ""
+        first = str(reason).partition("\n")[0]
+        return _NUMBER_OF_CAPTURE.sub("", first).strip()
+
+    return ask
 
 
 def name_of_higher_order(operator: object) -> str:

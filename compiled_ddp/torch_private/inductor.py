@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from compiled_ddp.telling.slow_work import part_of_slow_work
 from compiled_ddp.torch_private import packing
 from compiled_ddp.torch_private.dynamo import captured_inputs
 
@@ -39,17 +40,18 @@ class Rewriting:
 
     identity: str = ""
     rewrite: RewriteBackward | None = None
+    name: str = "local"  # in messages
 
 
-def rewriting_by(run: Callable[..., None], identity: str) -> Rewriting:
-    """By `run(graph, output_positions=...)`, which may append inputs; `identity` is as in `Rewriting`."""
+def rewriting_by(run: Callable[..., None], identity: str, name: str) -> Rewriting:
+    """By `run(graph, output_positions=...)`, which may append inputs; the others are as in `Rewriting`."""
 
     def rewrite(backward: GraphModule, inputs: Sequence[Any]) -> Sequence[Any]:
         run(backward.graph, output_positions=gradient_output_positions(backward.graph))
         placeholders = backward.graph.find_nodes(op="placeholder")
         return [*inputs, *(node.meta["val"] for node in placeholders[len(inputs) :])]
 
-    return Rewriting(identity, rewrite)
+    return Rewriting(identity, rewrite, name)
 
 
 def gradient_output_positions(backward: torch.fx.Graph) -> dict[int, int]:
@@ -163,10 +165,11 @@ def _compile_aot_eager(
     def compile_rewritten(
         backward: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any
     ) -> Callable[..., Any]:
-        rewrite = rewriting().rewrite
-        if rewrite is not None:
-            inputs = rewrite(backward, inputs)  # boxed_nop recompiles
-        return boxed_nop(backward, list(inputs), *args, **kwargs)
+        now = rewriting()
+        with contextlib.nullcontext() if whole else part_of_slow_work(f"backward ({now.name})"):
+            if now.rewrite is not None:
+                inputs = now.rewrite(backward, inputs)  # boxed_nop recompiles
+            return boxed_nop(backward, list(inputs), *args, **kwargs)
 
     compiler = aot_autograd(
         fw_compiler=boxed_nop,
@@ -209,12 +212,14 @@ def _compile_inductor(
     reducing = _OVERLAP | ({_COMPARES_GRAPHS: False} if compares_graphs else {})
 
     def compile_inner(inner: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        now = rewriting() if whole or kwargs.get("is_backward") else Rewriting()
-        if now.rewrite is not None:
-            inputs = now.rewrite(inner, inputs)
-            inner.recompile()
-        with config.patch(identified(now.identity) | (reducing if now.rewrite is not None else {})):
-            return compile_fx_inner(inner, inputs, *args, **kwargs)
+        is_backward = bool(kwargs.get("is_backward"))
+        now = rewriting() if whole or is_backward else Rewriting()
+        with part_of_slow_work(f"backward ({now.name})") if is_backward else contextlib.nullcontext():
+            if now.rewrite is not None:
+                inputs = now.rewrite(inner, inputs)
+                inner.recompile()
+            with config.patch(identified(now.identity) | (reducing if now.rewrite is not None else {})):
+                return compile_fx_inner(inner, inputs, *args, **kwargs)
 
     packing.register_pack_lowering()
     first = rewriting().identity

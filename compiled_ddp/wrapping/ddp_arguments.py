@@ -3,7 +3,6 @@
 Those of torch 2.13 (torch/nn/parallel/distributed.py). What the wrappers take themselves stands in their signatures.
 """
 
-import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypedDict
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_ddp.errors import WrongKindError
+from compiled_ddp.keywords import suggestion
 from compiled_ddp.options import CompilerKeywords
 
 Device = int | str | torch.device
@@ -58,7 +58,7 @@ def refuse_unknown(arguments: Iterable[str], function: str) -> None:
         if name in known:
             hint = " It is compile_ddp's: hooks compile nothing."
         else:
-            hint = "".join(f" Did you mean {meant!r}?" for meant in difflib.get_close_matches(name, known, n=1))
+            hint = suggestion(name, known)
         raise TypeError(f"{function} got an unexpected keyword argument {name!r}.{hint}")
 
 

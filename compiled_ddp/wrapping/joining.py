@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
 
+from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.step.join import JoinContext, UnevenInputs, WrapperJoinHook
 from compiled_ddp.wrapping.forwards import Forwards
 from compiled_ddp.wrapping.parts import HasParts
@@ -18,6 +19,7 @@ class TakesUnevenInputs(HasParts, Joinable):
     _uneven: UnevenInputs
     _forwards: Forwards
 
+    @suggests_keywords
     def join(
         self,
         divide_by_initial_world_size: bool = True,

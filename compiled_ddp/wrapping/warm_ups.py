@@ -11,7 +11,8 @@ from compiled_ddp.graph.calls import SegmentCalls
 from compiled_ddp.graph.choice import Choice, Pass, PassTimes, time_both
 from compiled_ddp.graph.kept_state import state_kept
 from compiled_ddp.graph.program import VARIANTS
-from compiled_ddp.graph.warmup import Compiled, progress_on_stderr, tell, timed, warm_up
+from compiled_ddp.graph.telling import Teller
+from compiled_ddp.graph.warmup import Compiled, tell, timed, warm_up
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.users_code import warn_user
@@ -27,11 +28,13 @@ class WarmUps:
         settings: Settings,
         runtime: Runtime,
         choice: Choice,
+        teller: Teller,
         *,
         calls: SegmentCalls,
         run_compiled: Callable[..., Any],
     ) -> None:
         """`calls` are those that `run_compiled` makes; `choice` is what is to be decided."""
+        self.teller = teller
         self._managed, self._settings, self._runtime, self._choice = managed, settings, runtime, choice
         self._calls, self._run_compiled = calls, run_compiled
         self._count = 0
@@ -42,7 +45,7 @@ class WarmUps:
         ranks = self._runtime.communicator.ranks
         chooses = training and self._may_choose()
         measure = functools.partial(self._time_both, args, kwargs) if chooses else lambda: None
-        with state_kept(self._managed.module), progress_on_stderr():
+        with state_kept(self._managed.module), self.teller.warming_up():
             of_ranks = warm_up(ranks, self._count, self._compile_ahead(args, kwargs), measure=measure)
             self._choice.note(of_ranks)
             if None not in of_ranks:
@@ -61,11 +64,12 @@ class WarmUps:
         reducing = {segment: program for segment, program in called.items() if program is not None}
         for number, (segment, program) in enumerate(reducing.items(), start=1):
             graph = f"graph {number} of {len(reducing)} ({len(program.plan.indices)} gradients)"
-            yield from timed(f"{graph}, local backward", segment.compile_local_ahead)
+            yield from timed(f"{graph}, local backward", functools.partial(segment.compile_local_ahead, self))
             for variant in VARIANTS:
                 yield from timed(f"{graph}, {variant} backward", functools.partial(program.compile_ahead, variant))
         for segment in called.keys() - reducing.keys():
-            yield from timed("backward of a graph without trained parameters", segment.compile_local_ahead)
+            compile_backward = functools.partial(segment.compile_local_ahead, self)
+            yield from timed("backward of a graph without trained parameters", compile_backward)
 
     def _may_choose(self) -> bool:
         """Whether the compiled model may be given up, and another backward than a step's be run now."""

@@ -1,0 +1,1 @@
+"""What the package tells while it works: one logger, and work that takes long."""

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import chart, table
-from benchmarks.result import Comparison, VariantResult
+from compiled_ddp.comparison import chart, table
+from compiled_ddp.comparison.derived import Row, derive
+from compiled_ddp.comparison.result import Comparison, VariantResult
 
 
 def result(name: str, floor: str, rounds: list[list[list[float]]], communicates: bool = True) -> VariantResult:
@@ -30,9 +31,9 @@ TORCH_DDP = steady("torch DDP", "eager", [10, 60, 2])
 FASTER = steady("faster", "compiled", [8, 40, 2])
 
 
-def rows(of: Comparison) -> dict[str, table.Row]:
-    derived = table.derive(of)
-    return {row.name: row for row in [*derived.variants, derived.communication, *derived.limits]}
+def rows(of: Comparison) -> dict[str, Row]:
+    numbers = derive(of)
+    return {row.name: row for row in [*numbers.variants, numbers.communication, *numbers.limits]}
 
 
 def test_a_step_is_that_of_the_slowest_rank_and_its_phases_are_of_the_same_rank() -> None:

@@ -44,6 +44,7 @@ LAYERS = (
     ("functional", "wrapper"),
     ("compiled", "eager"),
     ("comparison", "compat", "integrations", "parity"),
+    ("public",),
     ("__init__", "__main__"),
 )
 FLOORS = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms}

@@ -27,7 +27,7 @@ def _run_file(source: Path) -> ModuleType:
     path = source.resolve()
     if not path.is_file():
         raise ValueError(
-            f"there is no file {source} (seen from {Path.cwd()}): name a Python file and a function in it."
+            f"there is no file {source} (seen from {Path.cwd()}): name a Python file, as in train.py:make."
         )
     sys.path.insert(0, str(path.parent))
     specification = importlib.util.spec_from_file_location(path.stem, path)

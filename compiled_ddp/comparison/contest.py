@@ -50,8 +50,7 @@ class Contest:
     def __init__(self, order: Order, folder: Path) -> None:
         self._order, self._folder = order, folder
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store may hold what an earlier one left
-        self._prefix = f"compiled_ddp.compare/{attempt}"
+        self._prefix = folder.name  # the store may hold what a comparison before a restart has left
         self._failures = Failures(f"{self._prefix}/failures")
         self._running: dict[str, RemoteContender] = {}
 
@@ -186,7 +185,7 @@ class Contest:
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A new folder of the ranks of this machine, removed in the end. Every rank is in it."""
+    """A new folder of the ranks of this machine, removed in the end; its name is the same on all machines."""
     name, *_ = agreed(uuid4().hex, dist.get_world_size())
     folder = Path(tempfile.gettempdir()) / f"compiled-ddp-compare-{name}"
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -65,7 +65,8 @@ def _order(options: argparse.Namespace) -> Order:
 
 def _report(options: argparse.Namespace, comparison: Comparison, command: list[str]) -> None:
     advice = advise(comparison)
-    sys.stdout.write(f"\n{table.render(comparison, left_out=LEFT_OUT)}\n\n{_in_words(advice)}\n")
+    left_out = [*LEFT_OUT, *table.fields_without_values(comparison)]
+    sys.stdout.write(f"\n{table.render(comparison, left_out=left_out)}\n\n{_in_words(advice)}\n")
     samples = options.json or Path(f"compare-{comparison.workload}.json")
     picture = options.png or Path(f"compare-{comparison.workload}.png")
     script = Path(options.target.rpartition(":")[0]).resolve()

@@ -71,9 +71,15 @@ def render(comparison: Comparison, tablefmt: str = "simple", *, left_out: Sequen
         f"{len(comparison.bucket_bytes)} buckets, {comparison.world_size} ranks on {comparison.device}, "
         f"link {comparison.link}, {len(comparison.communication_samples)} rounds"
     )
-    notes = [f"{name}: {formula}, from the compiled floor" for name, formula in LIMITS.items()]
+    notes = [f"{row.name}: {LIMITS[row.name]}, from the compiled floor" for row in table.limits]
     notes += [f"{row.name} failed: {row.error}" for row in table.variants if row.error is not None]
-    return "\n\n".join([title, body, "\n".join(notes)])
+    return "\n\n".join(filter(None, [title, body, "\n".join(notes)]))
+
+
+def fields_without_values(comparison: Comparison) -> list[str]:
+    """Those of COLUMNS in which no variant has anything to show."""
+    rows = derive(comparison).variants
+    return [field for field in COLUMNS if all(getattr(row, field) is None for row in rows)]
 
 
 def overview(comparisons: Sequence[Comparison], tablefmt: str = "simple") -> str:

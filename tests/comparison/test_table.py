@@ -101,6 +101,14 @@ def test_short_steps_have_a_decimal_more() -> None:
     assert line.split()[2:6] == ["0.12", "1.00", "0.25", "1.37"]
 
 
+def test_columns_without_a_value_can_be_left_out() -> None:
+    alone = comparison(steady("torch DDP", "eager", [10, 60, 2]))
+    left_out = table.fields_without_values(alone)
+    assert left_out[:3] == ["ratio_to_limit", "exposed_ms", "overlap"] and "step_ms" not in left_out
+    text = table.render(alone, left_out=left_out)
+    assert "exposed" not in text and "limit 1" not in text
+
+
 def test_overview_has_the_ratio_of_each_workload_and_its_peak_where_it_was_measured() -> None:
     probed = replace(TORCH_DDP, peak_memory_bytes=3 << 20)
     small, large = comparison(TORCH_DDP, FASTER), replace(comparison(probed), workload="large")

@@ -2,14 +2,10 @@
 
 From the inside out:
 
+compiled_ddp/comparison/   what measures, derives, draws and records, on any model (`compiled-ddp compare`)
 workload.py   what is trained: a model from a module that is loaded anew per variant, its data, its optimizer
-variants.py   what is compared: how a wrapper is put around a model, and the floor its row is measured against
+variants.py   rows of this project's own, beside those that anybody can compare
 functional_module.py   a functional step in the shape of a module
-measure.py    one process per rank: warm-up, then one step of every variant per round
-parity.py     largest gradient difference to plain autograd averaged by hand
-collectives.py  collectives per step, and communication alone
-probe.py      fresh processes: first step cold and warm, peak memory
-table.py, chart.py, record.py   the numbers derived from raw samples; the picture; the recipe around them
 launch.py, link.py, worker.py   starting ranks: torch's elastic launcher, or two network namespaces and a shaped link
 models.py, data.py, tasks.py    the workloads of this project; nothing above imports them
 compare.py, train.py            the commands on whole steps

@@ -26,9 +26,9 @@ import numpy as np
 import torch
 
 from benchmarks.launch import REPOSITORY
-from benchmarks.record import recipe
-from benchmarks.table import tabulate_rows
 from benchmarks.tasks import GPT
+from compiled_ddp.comparison.record import recipe
+from compiled_ddp.comparison.table import tabulate_rows
 
 RANKS = 2
 OURS = ("torch DDP", "compile_ddp", "functional, compiled")
@@ -201,7 +201,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"JAX {version.stdout.strip()}; losses are means over ranks, compared with compile_ddp's in each step")
     options.json.parent.mkdir(parents=True, exist_ok=True)
     samples = {name: {"seconds": turns.seconds, "losses": turns.losses} for name, turns in found.items()}
-    options.json.write_text(json.dumps({"recipe": recipe(), "jax": version.stdout.strip(), "samples": samples}))
+    options.json.write_text(
+        json.dumps({"recipe": recipe(REPOSITORY), "jax": version.stdout.strip(), "samples": samples})
+    )
 
 
 if __name__ == "__main__":

@@ -16,16 +16,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import chart, table
-from benchmarks.launch import run_job
+from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, ShapedLink, link_or_loopback, parse_rate
-from benchmarks.probe import MALLOC_ENVIRONMENT
-from benchmarks.ranks import joined_rank
-from benchmarks.record import recipe
-from benchmarks.result import Comparison
 from benchmarks.tasks import WORKLOADS
 from benchmarks.variants import make_variants
 from benchmarks.worker import run
+from compiled_ddp.comparison import chart, table
+from compiled_ddp.comparison.probe import MALLOC_ENVIRONMENT
+from compiled_ddp.comparison.ranks import joined_rank
+from compiled_ddp.comparison.record import recipe
+from compiled_ddp.comparison.result import Comparison
 
 OUTPUT = Path("benchmarks/out")
 QUICK = ("gpt", "linears")
@@ -128,7 +128,7 @@ def _report(options: argparse.Namespace, comparisons: Sequence[Comparison]) -> N
     samples = options.json or OUTPUT / f"compare-{link}.json"
     picture = options.png or OUTPUT / f"compare-{link}.png"
     samples.parent.mkdir(parents=True, exist_ok=True)
-    data = {"recipe": recipe(), "comparisons": [comparison.to_json() for comparison in comparisons]}
+    data = {"recipe": recipe(REPOSITORY), "comparisons": [comparison.to_json() for comparison in comparisons]}
     samples.write_text(json.dumps(data))
     chart.draw(comparisons, picture)
     print(f"\nRaw samples and recipe: {samples}\nChart: {picture}")

@@ -8,12 +8,12 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.measure import Contender, warm_up
 from benchmarks.perf_samples import SAMPLES_PER_SECOND, Sample, consumer, sampled
-from benchmarks.ranks import Rank
 from benchmarks.threads import OTHER, ThreadTime, read_threads, time_between
-from benchmarks.variants import Variant
 from benchmarks.workload import Workload
+from compiled_ddp.comparison.measure import Contender, warm_up
+from compiled_ddp.comparison.ranks import Rank
+from compiled_ddp.comparison.variants import Variant
 
 TOP_SYMBOLS = 200
 

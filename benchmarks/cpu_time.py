@@ -16,13 +16,13 @@ from statistics import fmean, median
 from types import SimpleNamespace
 
 from benchmarks.cpu_rounds import CpuTime
-from benchmarks.launch import run_job
+from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.perf_samples import CONSUMERS, SAMPLES_PER_SECOND, why_no_perf
-from benchmarks.record import recipe
-from benchmarks.table import tabulate_rows
 from benchmarks.tasks import WORKLOADS
 from benchmarks.threads import MAIN, THREAD_GROUPS, ThreadTime
 from benchmarks.variants import make_variants
+from compiled_ddp.comparison.record import recipe
+from compiled_ddp.comparison.table import tabulate_rows
 
 VARIANTS = ("no communication, eager", "no communication, compiled", "torch DDP", "torch.compile(DDP)", "compile_ddp")
 
@@ -107,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.perf:
         print(f"\n{table(found, lines_of_samples)}")
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    data = {"recipe": recipe(), "model": options.model, "cpu_times": [asdict(cpu_time) for cpu_time in found]}
+    data = {"recipe": recipe(REPOSITORY), "model": options.model, "cpu_times": [asdict(cpu_time) for cpu_time in found]}
     options.json.write_text(json.dumps(data))
     print(f"\nRaw samples and recipe: {options.json}")
 

@@ -20,11 +20,11 @@ from types import SimpleNamespace
 import torch
 
 import compiled_ddp
-from benchmarks.measure import Contender
-from benchmarks.ranks import Rank, joined_rank
-from benchmarks.table import tabulate_rows
 from benchmarks.tasks import WORKLOADS
 from benchmarks.variants import make_variants
+from compiled_ddp.comparison.measure import Contender
+from compiled_ddp.comparison.ranks import Rank, joined_rank
+from compiled_ddp.comparison.table import tabulate_rows
 
 PACKAGE = Path(compiled_ddp.__file__).parent
 OURS = ("EagerDDP", "compile_ddp")

@@ -9,11 +9,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
-
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from benchmarks.link import ShapedLink
+from compiled_ddp.command_line.own_ranks import run_on_own_ranks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -43,30 +41,10 @@ def run_job(
             **(environment or {}),
         }
         if link is None:
-            _launch_elastic(command, ranks, settings)
+            run_on_own_ranks(ranks, command[0], *command[1:], environment=settings)
         else:
             _launch_on_link(command, ranks, settings, link)
         return json.loads(answer.read_text())
-
-
-def _launch_elastic(command: Sequence[str], ranks: int, settings: Mapping[str, str]) -> None:
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-    )
-    before = dict(os.environ)
-    os.environ.update(settings)  # the launcher hands its own environment to the ranks
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    try:
-        elastic_launch(config, command[0])(*command[1:])
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _launch_on_link(command: Sequence[str], ranks: int, settings: Mapping[str, str], link: ShapedLink) -> None:

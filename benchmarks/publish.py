@@ -10,8 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.result import Comparison
-from benchmarks.table import derive, overview, render, tabulate_rows
+from compiled_ddp.comparison.derived import derive
+from compiled_ddp.comparison.result import Comparison
+from compiled_ddp.comparison.table import overview, render, tabulate_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

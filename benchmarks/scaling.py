@@ -20,11 +20,11 @@ from types import SimpleNamespace
 from tqdm import tqdm
 
 from benchmarks import growth_chart, passes_by_size
-from benchmarks.launch import run_job
+from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.passes_by_size import SizedPasses
-from benchmarks.record import recipe
 from benchmarks.steps_by_size import SizedSteps, median_of
-from benchmarks.table import tabulate_rows
+from compiled_ddp.comparison.record import recipe
+from compiled_ddp.comparison.table import tabulate_rows
 
 RANKS = 2
 EAGER = ("torch DDP", "EagerDDP")
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"\n{table_of_passes(passes)}")
     data = {"steps": [asdict(sized) for sized in steps], "passes": [asdict(sized) for sized in passes]}
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"recipe": recipe(), **data}))
+    options.json.write_text(json.dumps({"recipe": recipe(REPOSITORY), **data}))
     growth_chart.draw(medians(steps), passes, options.png)
     print(f"\nRaw samples and recipe: {options.json}\nChart: {options.png}")
 

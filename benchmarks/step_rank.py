@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.ranks import joined_rank
 from benchmarks.tasks import GPT
 from benchmarks.variants import make_variants
 from compiled_ddp import functional as ddp
+from compiled_ddp.comparison.ranks import joined_rank
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 

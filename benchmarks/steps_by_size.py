@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.ranks import Rank
-from benchmarks.variants import Variant
 from benchmarks.workload import load_fresh
+from compiled_ddp.comparison.ranks import Rank
+from compiled_ddp.comparison.variants import Variant
 
 
 @dataclass(frozen=True)

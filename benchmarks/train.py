@@ -8,10 +8,10 @@ from typing import Any
 
 from tqdm import trange
 
-from benchmarks.measure import Contender
-from benchmarks.ranks import Rank
-from benchmarks.variants import Variant
 from benchmarks.workload import Workload
+from compiled_ddp.comparison.measure import Contender
+from compiled_ddp.comparison.ranks import Rank
+from compiled_ddp.comparison.variants import Variant
 
 
 def train(workload: Workload, variants: Sequence[Variant], *, steps: int, rank: Rank) -> dict[str, list[float]]:
@@ -85,8 +85,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from benchmarks.launch import run_job
-    from benchmarks.record import recipe
+    from benchmarks.launch import REPOSITORY, run_job
+    from compiled_ddp.comparison.record import recipe
 
     options = _parse(arguments)
     job: dict[str, Any] = {
@@ -102,7 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}: loss {curve[0]:.4f} at the first step, {curve[-1]:.4f} after {len(curve)}")
     print(f"Largest difference of the losses at one step: {difference:.2e}")
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"recipe": recipe(), "largest_difference": difference, "losses": curves}))
+    options.json.write_text(
+        json.dumps({"recipe": recipe(REPOSITORY), "largest_difference": difference, "losses": curves})
+    )
     draw(curves, options.png)
     print(f"Curves: {options.png}, losses: {options.json}")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cpu_rounds, steps_by_size
-from benchmarks.measure import compare
-from benchmarks.probe import probe
-from benchmarks.ranks import Rank, joined_rank
 from benchmarks.tasks import WORKLOADS
 from benchmarks.train import train
 from benchmarks.variants import make_variants
+from compiled_ddp.comparison.measure import compare
+from compiled_ddp.comparison.probe import probe
+from compiled_ddp.comparison.ranks import Rank, joined_rank
 
 
 def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:

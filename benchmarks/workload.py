@@ -52,3 +52,9 @@ class Workload:
         torch.manual_seed(self.seed)
         model = getattr(load_fresh(self.model_module, label), self.model_factory)()
         return model.to(device)
+
+    def loss(self, module: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        return module(*batch)
+
+    def forget_model(self) -> None:
+        """Nothing to do: `build_model` keeps nothing."""

@@ -1,29 +1,30 @@
-"""Data-parallel training in which the gradients' all-reduces are part of the compiled graph."""
+"""Data-parallel training in which the gradients' all-reduces are part of the compiled graph.
 
-import compiled_ddp.passes.ops  # noqa: F401  (defines compiled_ddp::pack and others, which cached graphs call)
-from compiled_ddp import functional, torch_private
-from compiled_ddp.compiled import CompiledDDP, compile_ddp
-from compiled_ddp.eager import EagerDDP
-from compiled_ddp.integrations.replacement import replace_ddp
-from compiled_ddp.parity.verify import ParameterDifference, ParityReport, verify_parity
-from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence, Riders
-from compiled_ddp.report.explain import Explanation
+The public names stand in `public.py`. They are imported when the first of them is asked for, as torch takes a second to
+be: a command line that prints its help, or refuses its arguments, does without.
+"""
 
-torch_private.dynamo.leave_out_of_traces("compiled_ddp", "compiled_ddp.passes")
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "Bucket",
-    "BucketPlan",
-    "CompiledDDP",
-    "EagerDDP",
-    "Explanation",
-    "ParameterDifference",
-    "ParityReport",
-    "ReductionSequence",
-    "Riders",
-    "compile_ddp",
-    "functional",
-    "replace_ddp",
-    "verify_parity",
-]
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from compiled_ddp.public import *  # noqa: F403
+else:
+    import importlib
+    import importlib.util
+
+    def __getattr__(name: str) -> object:
+        """A module of the package, a public name, or `__all__`: what is not there yet."""
+        if name.startswith("_") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")
+        public = importlib.import_module(f"{__name__}.public")
+        if name not in ("__all__", *public.__all__):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = getattr(public, name)
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

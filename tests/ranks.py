@@ -41,7 +41,7 @@ RANK_ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank itself: no helper processes that outlive a killed rank
 }
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS's frameworks do not outlive a fork
-IMPORTED_BEFORE_FORK = ["torch", "torch.distributed", "torch._inductor.compile_fx", "compiled_ddp"]
+IMPORTED_BEFORE_FORK = ["torch", "torch.distributed", "torch._inductor.compile_fx", "compiled_ddp.public"]
 STARTUP_SECONDS = 180.0
 GRACE_SECONDS = 3.0  # how long the other ranks may go on after the first one failed
 CLEAN_UP_SECONDS = 60.0

@@ -28,7 +28,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 # The rooms of the package, from the ground up: each may import those below it, and itself.
 LAYERS = (
     ("keywords", "telling"),
-    ("collector", "errors", "formatting", "frames", "torch_private", "users_code"),
+    ("collector", "command_line", "errors", "formatting", "frames", "torch_private", "users_code", "users_model"),
     ("plan",),
     ("passes",),
     ("comm_hooks", "planning"),
@@ -44,7 +44,8 @@ LAYERS = (
     ("wrapping",),
     ("functional", "wrapper"),
     ("compiled", "eager"),
-    ("compat", "integrations", "parity"),
+    ("comparison", "compat", "integrations", "parity"),
+    ("public",),
     ("__init__", "__main__"),
 )
 FLOORS = {room: floor for floor, rooms in enumerate(LAYERS) for room in rooms}

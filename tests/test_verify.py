@@ -21,9 +21,9 @@ from models import Mlp, TokenModel, assert_equal_on_all_ranks, row_batch, token_
 from torch import Tensor, nn
 
 from compiled_ddp import EagerDDP, ParityReport, compile_ddp, verify_parity
+from compiled_ddp.__main__ import main
 from compiled_ddp.backward.synchronised import SynchronisedBackward
-from compiled_ddp.parity import command_line
-from compiled_ddp.parity.command_line import main
+from compiled_ddp.command_line.target import find_function
 from compiled_ddp.parity.verify import ParameterDifference
 from compiled_ddp.wrapper import DataParallelWrapper
 from ranks import RankPool
@@ -312,4 +312,4 @@ def test_the_command_says_that_there_is_no_such_function(tmp_path: Path) -> None
     script = tmp_path / "script.py"
     script.write_text("make = None")
     with pytest.raises(ValueError, match=r"script.py has no function 'make': name one that returns \(model, batch\)"):
-        command_line._function(f"{script}:make")
+        find_function(f"{script}:make", returns="(model, batch) or these and a loss")

@@ -18,6 +18,7 @@ from compiled_ddp.model.managed import ManagedState, is_wrapper
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.rank_group import RankGroup
+from compiled_ddp.users_model import call_model, loss_in
 from compiled_ddp.wrapper import DataParallelWrapper
 
 # A gradient that is zero except for rounding (of a bias in front of a normalisation) is compared with this part of the
@@ -181,7 +182,7 @@ def _compare(
         inputs = batch(step) if callable(batch) else batch
         reference.zero_grad(set_to_none=True)
         with torch.random.fork_rng():  # so that the wrapper draws the same numbers
-            loss(_call(reference, inputs), inputs).backward()
+            loss(call_model(reference, inputs), inputs).backward()
         return {}
 
     agree_on_description(ranks, set_up, occasion="set-up", purpose=_PURPOSE, failure=_FAILURE)
@@ -191,28 +192,19 @@ def _compare(
         agree_on_description(ranks, backward_of_reference, occasion=f"step {step}", purpose=_PURPOSE, failure=_FAILURE)
         expected = _reduced_by_hand(reference, wrapper.reduction)
         wrapper.zero_grad()
-        loss(_call(wrapper, inputs), inputs).backward()
+        loss(call_model(wrapper, inputs), inputs).backward()
         found.append(_differences(wrapper.module, expected, step))
         mover.step()
     differences = [_largest(of_parameter) for of_parameter in zip(*found, strict=True)]
     return ParityReport(tuple(differences), steps, dist.get_world_size())
 
 
-def _call(model: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
-
-
 def _loss_in(output: Any, _: Any) -> torch.Tensor:
     """The loss that a model returns."""
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
-    if not isinstance(found, torch.Tensor) or found.numel() != 1:
-        raise TypeError(
-            f"the model returned {type(output).__name__}, which is no loss and has none: pass loss=, a function of "
-            "the output and the inputs."
-        )
-    return found
+    try:
+        return loss_in(output)
+    except TypeError as error:
+        raise TypeError(f"{error}: pass loss=, a function of the output and the inputs.") from None
 
 
 @torch.no_grad()

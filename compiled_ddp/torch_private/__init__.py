@@ -106,6 +106,9 @@ from compiled_ddp.torch_private import (
     versions,
 )
 
+# Here, as whatever of this package may run below compiled code imports this one.
+dynamo.leave_out_of_traces("compiled_ddp", "compiled_ddp.passes")
+
 __all__ = [
     "aot",
     "autograd",

@@ -12,8 +12,8 @@ import torch
 from benchmarks import beside_jax
 from benchmarks.beside_jax import COLUMNS, JAX, OPTIMIZER, Group, Turns
 from benchmarks.step_rank import adamw
-from benchmarks.table import tabulate_rows
 from benchmarks.tasks import GPT
+from compiled_ddp.comparison.table import tabulate_rows
 
 BATCHES = 2
 

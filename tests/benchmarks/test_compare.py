@@ -5,11 +5,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import compare
-from benchmarks.measure import Contender
-from benchmarks.ranks import Rank
 from benchmarks.tasks import LINEARS, SWITCH, WORKLOADS
 from benchmarks.variants import make_variants
 from benchmarks.workload import Workload
+from compiled_ddp.comparison.measure import Contender
+from compiled_ddp.comparison.ranks import Rank
 from ranks import RankPool
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import growth_chart, passes_by_size, scaling, steps_by_size
 from benchmarks.passes_by_size import SizedPasses, backward_of_chain
-from benchmarks.ranks import Rank
 from benchmarks.steps_by_size import SizedSteps
 from benchmarks.variants import make_variants
+from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.passes.pipeline import PASSES
 from compiled_ddp.passes.prove_linearity import prove_linearity
 from ranks import RankPool

@@ -20,6 +20,7 @@ class VariantResult:
     peak_memory_bytes: int | None = None  # the rank that needs most
     first_step_cold_s: float | None = None
     first_step_warm_s: float | None = None
+    error: str | None = None  # why it has no samples: it failed, on the rank that is named
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,10 @@ class Comparison:
     variants: list[VariantResult]
 
     def to_json(self) -> dict[str, Any]:
+        """Plain data that `from_json` reads."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Comparison":
+        """What `to_json` wrote."""
         return Comparison(**{**data, "variants": [VariantResult(**variant) for variant in data["variants"]]})

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.result import Comparison
-from benchmarks.table import LIMITS, Row, Table, derive
+from compiled_ddp.comparison.derived import LIMITS, Row, Table, derive
+from compiled_ddp.comparison.result import Comparison
 
 PARTS = {
     "forward": "#9ecae1",
@@ -13,7 +13,7 @@ PARTS = {
     "exposed communication": "#e6550d",
     "optimizer": "#bdbdbd",
 }
-LIMIT_STYLES = (("--", "#252525"), (":", "#252525"))
+LIMIT_STYLES: tuple[tuple[Any, str], ...] = (("--", "#252525"), (":", "#252525"))  # line style, colour
 
 
 def parts_ms(row: Row) -> dict[str, float]:
@@ -25,9 +25,10 @@ def parts_ms(row: Row) -> dict[str, float]:
 
 
 def _draw_panel(axes: Any, comparison: Comparison, table: Table) -> None:
-    names = [row.name for row in table.variants]
+    rows = [row for row in table.variants if row.error is None]
+    names = [row.name for row in rows]
     ends = []
-    for position, row in enumerate(table.variants):
+    for position, row in enumerate(rows):
         left = 0.0
         for part, width in parts_ms(row).items():
             hatch = "//" if part == "exposed communication" else None
@@ -53,7 +54,7 @@ def _draw_panel(axes: Any, comparison: Comparison, table: Table) -> None:
 
 
 def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """One panel per comparison, into the PNG file `path`."""
+    """One panel per comparison, into the PNG file `path`. Raises ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,13 +1,13 @@
 """Collectives per step, counted where every wrapper passes, and communication with nothing else running."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import Rank
+from compiled_ddp.comparison.ranks import Rank
 
 DEFAULT_BUCKET_BYTES = 4 << 20
 
@@ -20,7 +20,7 @@ def count_collectives(step: Callable[[], object]) -> dict[str, int]:
     """
     with torch.autograd.profiler.profile(use_kineto=False) as profile:
         step()
-    names = (event.name for event in profile.function_events)
+    names = (str(event.name) for event in profile.function_events or ())
     calls = Counter(name.removeprefix("c10d::").strip("_") for name in names if name.startswith("c10d::"))
     calls.pop("barrier", None)
     return dict(calls)
@@ -35,10 +35,12 @@ def even_buckets(total_bytes: int) -> list[int]:
 class CommunicationAlone:
     """All-reduces of the given sizes, launched at once and then waited for, on a group of their own."""
 
-    def __init__(self, bucket_bytes: list[int], rank: Rank) -> None:
+    def __init__(self, bucket_bytes: Sequence[int], rank: Rank) -> None:
         self.rank = rank
         self.group = dist.new_group()
-        self.buffers = [torch.zeros(max(1, nbytes // 4), device=rank.device) for nbytes in bucket_bytes]
+        self.buffers = [
+            torch.zeros(max(1, nbytes // 4), dtype=torch.float32, device=rank.device) for nbytes in bucket_bytes
+        ]
 
     def step(self) -> float:
         """Seconds until this rank holds every sum."""
@@ -49,3 +51,8 @@ class CommunicationAlone:
             work.wait()
         self.rank.synchronize()
         return perf_counter() - begin
+
+    def timed_step(self) -> float:
+        """As `step`, from where all ranks have come to it."""
+        self.rank.barrier()
+        return self.step()

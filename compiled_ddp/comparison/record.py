@@ -3,8 +3,10 @@
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,13 +17,17 @@ import torch
 PACKAGES = ("torch", "compiled-ddp", "numpy", "scikit-learn", "tabulate", "matplotlib")
 
 
-def recipe() -> dict[str, Any]:
-    """Everything needed to run the same thing again, as a JSON value."""
+def recipe(sources: Path, packages: Sequence[str] = PACKAGES, command: Sequence[str] | None = None) -> dict[str, Any]:
+    """Everything needed to run the same thing again, as a JSON value.
+
+    `sources` is the folder whose commit says what was run, `packages` those whose versions do; `command` is this
+    process's unless it is given.
+    """
     return {
-        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "command": shlex.join(["python", *(command or sys.orig_argv)[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "commit": _commit(sources),
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "hardware": {
             "cpu": _cpu_name(),
             "cores": os.cpu_count(),
@@ -39,8 +45,9 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str | None:
-    folder = Path(__file__).parent
+def _commit(folder: Path) -> str | None:
+    if shutil.which("git") is None:
+        return None
     answer = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=folder, capture_output=True, text=True, check=False
     )

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import chart, table
-from benchmarks.result import Comparison, VariantResult
+from compiled_ddp.comparison import chart, table
+from compiled_ddp.comparison.derived import Row, derive
+from compiled_ddp.comparison.result import Comparison, VariantResult
 
 
 def result(name: str, floor: str, rounds: list[list[list[float]]], communicates: bool = True) -> VariantResult:
@@ -30,9 +31,9 @@ TORCH_DDP = steady("torch DDP", "eager", [10, 60, 2])
 FASTER = steady("faster", "compiled", [8, 40, 2])
 
 
-def rows(of: Comparison) -> dict[str, table.Row]:
-    derived = table.derive(of)
-    return {row.name: row for row in [*derived.variants, derived.communication, *derived.limits]}
+def rows(of: Comparison) -> dict[str, Row]:
+    numbers = derive(of)
+    return {row.name: row for row in [*numbers.variants, numbers.communication, *numbers.limits]}
 
 
 def test_a_step_is_that_of_the_slowest_rank_and_its_phases_are_of_the_same_rank() -> None:
@@ -98,6 +99,14 @@ def test_short_steps_have_a_decimal_more() -> None:
     tiny = steady("torch DDP", "eager", [0.123, 1.0, 0.25])
     line = next(line for line in table.render(comparison(tiny)).splitlines() if line.startswith("torch DDP"))
     assert line.split()[2:6] == ["0.12", "1.00", "0.25", "1.37"]
+
+
+def test_columns_without_a_value_can_be_left_out() -> None:
+    alone = comparison(steady("torch DDP", "eager", [10, 60, 2]))
+    left_out = table.fields_without_values(alone)
+    assert left_out[:3] == ["ratio_to_limit", "exposed_ms", "overlap"] and "step_ms" not in left_out
+    text = table.render(alone, left_out=left_out)
+    assert "exposed" not in text and "limit 1" not in text
 
 
 def test_overview_has_the_ratio_of_each_workload_and_its_peak_where_it_was_measured() -> None:

@@ -1,22 +1,33 @@
 """Gradients against plain autograd averaged by hand: the reference that no wrapper and no compiler has touched."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.ranks import Rank
-from benchmarks.workload import Workload
+from compiled_ddp.comparison.ranks import Rank
+from compiled_ddp.comparison.workload import Workload, on_device
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The module's parameters that are trained, in its order."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def largest_of(values: Sequence[float]) -> float:
+    """The largest of these; nan if one of them is."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def _on_cpu(parameter: nn.Parameter) -> Tensor:
     """A float32 copy of the gradient; zeros where there is none."""
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if gradient.layout != torch.strided:
+        gradient = gradient.to_dense()
     return gradient.to("cpu", torch.float32, copy=True)
 
 
@@ -33,14 +44,15 @@ class Reference:
     """Initial weights, one batch of this rank, and the mean over ranks of the gradients they give."""
 
     weights: list[Tensor]
-    batch: tuple[Tensor, ...]
+    batch: Any  # on this rank's device
     gradients: list[Tensor]  # float32, on the CPU
 
     @staticmethod
     def compute(workload: Workload, rank: Rank) -> "Reference":
+        """Train the bare model on this rank's first batch."""
         model = workload.build_model("reference", rank.device)
-        batch = tuple(tensor.to(rank.device) for tensor in next(workload.batches(rank.index, rank.world_size)))
-        model(*batch).backward()
+        batch = on_device(next(workload.batches(rank.index, rank.world_size)), rank.device)
+        workload.loss(model, batch).backward()
         return Reference([parameter.detach() for parameter in trainable(model)], batch, _means(model, rank))
 
     def restore(self, module: nn.Module) -> None:
@@ -49,16 +61,17 @@ class Reference:
             for parameter, weight in zip(trainable(module), self.weights, strict=True):
                 parameter.copy_(weight)
 
-    def difference(self, module: nn.Module, rank: Rank, *, communicates: bool) -> float:
-        """Largest |gradient - reference| over the largest |reference|, on the worst rank. Clears the gradients.
+    def difference(self, workload: Workload, module: nn.Module, rank: Rank, *, communicates: bool) -> float:
+        """Largest |gradient - reference| over the largest |reference|, on the worst rank; nan if one is not a number.
 
-        Gradients of a module that does not communicate are averaged by hand: what is left is the compiler's rounding.
+        Clears the gradients. Those of a module that does not communicate are averaged by hand: what is left is the
+        compiler's rounding.
         """
         self.restore(module)
-        module(*self.batch).backward()
+        workload.loss(module, self.batch).backward()
         found = _means(module, rank) if not communicates else [_on_cpu(parameter) for parameter in trainable(module)]
         module.zero_grad(set_to_none=True)
-        largest = max(float(expected.abs().max()) for expected in self.gradients)
+        largest = largest_of([float(expected.abs().max()) for expected in self.gradients])
         differences = zip(found, self.gradients, strict=True)
-        worst = max(float((gradient - expected).abs().max()) for gradient, expected in differences)
-        return max(rank.gather(worst / largest))
+        worst = largest_of([float((gradient - expected).abs().max()) for gradient, expected in differences])
+        return largest_of(rank.gather(worst / largest if largest else worst))

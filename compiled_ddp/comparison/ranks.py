@@ -1,4 +1,4 @@
-"""One rank of a comparison: its place in the group, its device and its core, and a control group of its own."""
+"""One rank of a comparison: its place in the group, its device and its cores, and a control group of its own."""
 
 import os
 from collections.abc import Iterator
@@ -20,9 +20,11 @@ class Rank:
     control: dist.ProcessGroup
 
     def barrier(self) -> None:
+        """Wait for every rank."""
         dist.barrier(self.control)
 
     def synchronize(self) -> None:
+        """Wait for the device; on the CPU there is nothing to wait for."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -36,9 +38,27 @@ class Rank:
 def pin_to_core(local_rank: int, local_world_size: int) -> None:
     """One core and one compute thread per rank, if there are enough cores; otherwise one thread and no pin."""
     torch.set_num_threads(1)
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    cores = available_cores()
     if len(cores) >= local_world_size:
         os.sched_setaffinity(0, {cores[local_rank]})
+
+
+def share_cores(local_rank: int, local_world_size: int) -> None:
+    """An equal share of this machine's cores for each rank, and as many compute threads unless OMP_NUM_THREADS is set.
+
+    Without a core for each rank none is pinned, and each computes with one thread.
+    """
+    cores = available_cores()
+    share = len(cores) // local_world_size
+    if share:
+        os.sched_setaffinity(0, set(cores[local_rank * share : (local_rank + 1) * share]))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, share))
+
+
+def available_cores() -> list[int]:
+    """The cores that this process may use; empty where the system does not tell."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
 @contextmanager
@@ -53,6 +73,13 @@ def joined_rank(device: str) -> Iterator[Rank]:
         place = torch.device("cpu")
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        yield Rank(dist.get_rank(), dist.get_world_size(), place, dist.new_group(backend="gloo"))
+        yield Rank(dist.get_rank(), dist.get_world_size(), place, gloo_group())
     finally:
         dist.destroy_process_group()
+
+
+def gloo_group() -> dist.ProcessGroup:
+    """A new gloo group of all ranks."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group

@@ -1,0 +1,46 @@
+"""Ranks on this machine, for a command that no launcher has started."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from uuid import uuid4
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+
+def run_on_own_ranks(
+    ranks: int, entry: Callable[..., Any] | str, *arguments: Any, environment: Mapping[str, str]
+) -> dict[int, Any]:
+    """Start so many processes, and wait for them: what a function `entry` returned, by rank, or nothing of a command.
+
+    `environment` is added to that of each; torch's launcher sets RANK and the rest. Ranks meet over loopback. A rank
+    that fails ends the others, and raises here.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+    )
+    interface = {
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    }
+    with _environment({**interface, **environment}):  # the launcher hands its own to the ranks
+        returned: dict[int, Any] = elastic_launch(config, entry)(*arguments)
+    return returned
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,0 +1,92 @@
+"""Which variant to choose, and why."""
+
+import statistics
+from dataclasses import dataclass
+
+from compiled_ddp.comparison.derived import Row, derive, ratios, steps_ms
+from compiled_ddp.comparison.result import Comparison, VariantResult
+
+# The simplest first: of what cannot be told apart the first one is chosen.
+SIMPLEST_FIRST = ("torch DDP", "EagerDDP", "torch.compile(DDP)", "DDP(torch.compile)", "compile_ddp")
+LEAST_GAIN = 0.01  # of a step
+SHARE_OF_ROUNDS = 0.75  # in which the faster one has to be faster
+
+# Compilers round in another way; above this a gradient is not the mean over ranks.
+LARGEST_DIFFERENCE = 1e-2
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The name of a variant, None where none can be recommended, and the reasons, a sentence each."""
+
+    choice: str | None
+    reasons: list[str]
+
+
+def advise(comparison: Comparison) -> Advice:
+    """The fastest variant whose gradients are right; the simplest of those that cannot be told from it."""
+    rows = {row.name: row for row in derive(comparison).variants}
+    wrappers = [result for result in comparison.variants if result.communicates]
+    reasons = [f"{result.name} failed ({result.error})." for result in wrappers if result.error is not None]
+    candidates = []
+    for result in wrappers:
+        if result.error is not None:
+            continue
+        difference = result.gradient_difference
+        if difference is not None and not difference <= LARGEST_DIFFERENCE:
+            reasons.append(f"{result.name} has other gradients, by {difference:.1g} of the largest.")
+        else:
+            candidates.append(result)
+    if not candidates:
+        return Advice(None, reasons)
+    fastest = min(candidates, key=lambda result: statistics.median(steps_ms(result)))
+    tied = [result for result in candidates if not is_faster(fastest, result)]
+    choice = min(tied, key=lambda result: SIMPLEST_FIRST.index(result.name))
+    return Advice(choice.name, [*_reasons(choice, tied, candidates, rows), *reasons])
+
+
+def is_faster(one: VariantResult, other: VariantResult) -> bool:
+    """Whether the first is faster in most rounds, and by more than a hundredth in their median."""
+    paired = ratios(steps_ms(one), steps_ms(other))
+    share = sum(ratio < 1 for ratio in paired) / len(paired)
+    return share >= SHARE_OF_ROUNDS and statistics.median(paired) <= 1 - LEAST_GAIN
+
+
+def _reasons(
+    choice: VariantResult, tied: list[VariantResult], candidates: list[VariantResult], rows: dict[str, Row]
+) -> list[str]:
+    chosen = rows[choice.name]
+    text = f"A step takes {chosen.step_ms:.4g} ms"
+    if chosen.exposed_ms is not None:
+        text += f", {max(chosen.exposed_ms, 0.0):.3g} ms of it waiting for communication"
+    reasons = [f"{text}."]
+    others = [result.name for result in tied if result is not choice]
+    if others:
+        reasons.append(f"{' and '.join(others)} cannot be told from it in {len(choice.samples)} rounds; it is simpler.")
+    for other in candidates:
+        if other in tied:
+            continue
+        ratio = statistics.median(ratios(steps_ms(other), steps_ms(choice)))
+        exposed = rows[other.name].exposed_ms
+        waiting = "" if exposed is None else f", {max(exposed, 0.0):.3g} ms of it waiting"
+        reasons.append(f"{other.name} takes {ratio:.3g} times as long ({rows[other.name].step_ms:.4g} ms{waiting}).")
+    return [*reasons, *_break_even(choice, candidates, rows)]
+
+
+def _break_even(choice: VariantResult, candidates: list[VariantResult], rows: dict[str, Row]) -> list[str]:
+    """After how many steps a longer first step has paid for itself, against the fastest with a shorter one."""
+    first = rows[choice.name].first_step_cold_s
+    sooner = [
+        result
+        for result in candidates
+        if first is not None and (other := rows[result.name].first_step_cold_s) is not None and other < first
+    ]
+    if first is None or not sooner:
+        return []
+    rival = min(sooner, key=lambda result: statistics.median(steps_ms(result)))
+    gains = [b - a for a, b in zip(steps_ms(choice), steps_ms(rival), strict=True)]
+    gain_ms, cost_s = statistics.median(gains), first - (rows[rival.name].first_step_cold_s or 0.0)
+    if gain_ms <= 0:
+        return []
+    steps = 1e3 * cost_s / gain_ms
+    return [f"Its first step takes {cost_s:.3g} s longer than {rival.name}'s, which {steps:,.0f} steps pay back."]

@@ -1,0 +1,109 @@
+"""Which variant is recommended, and the reasons, from samples small enough to check by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from compiled_ddp.comparison import chart, table
+from compiled_ddp.comparison.advice import SIMPLEST_FIRST, advise, is_faster
+from compiled_ddp.comparison.arguments import DEFAULT, FLOORS, VARIANTS
+from compiled_ddp.comparison.result import Comparison, VariantResult
+from compiled_ddp.comparison.variants import WrapperOptions, make_variants
+
+
+def variant(name: str, *steps_ms: float, floor: str = "eager", **fields: object) -> VariantResult:
+    """One rank whose backward takes so long in each round."""
+    samples = [[[0.0, step / 1e3, 0.0]] for step in steps_ms]
+    return replace(VariantResult(name, floor, name not in FLOORS, samples), **fields)
+
+
+def comparison(*variants: VariantResult) -> Comparison:
+    rounds = max(len(result.samples) for result in variants)
+    return Comparison("toy", "cpu", "gloo within one machine", 1, 10, [40], [[0.004]] * rounds, [*variants])
+
+
+def test_the_fastest_is_chosen_and_the_others_are_said_to_be_slower() -> None:
+    given = advise(
+        comparison(
+            variant("no communication, eager", 10, 10, 10, 10),
+            variant("no communication, compiled", 6, 6, 6, 6, floor="compiled"),
+            variant("torch DDP", 20, 20, 20, 20),
+            variant("compile_ddp", 10, 10, 10, 10, floor="compiled"),
+        )
+    )
+    assert given.choice == "compile_ddp"
+    assert given.reasons == [
+        "A step takes 10 ms, 4 ms of it waiting for communication.",
+        "torch DDP takes 2 times as long (20 ms, 10 ms of it waiting).",
+    ]
+
+
+def test_of_what_cannot_be_told_apart_the_simplest_is_chosen() -> None:
+    noisy = variant("compile_ddp", 9, 11, 9, 11, floor="compiled")
+    given = advise(comparison(variant("torch DDP", 10, 10, 10, 10), noisy, variant("EagerDDP", 9.95, 9.95, 9.95, 9.95)))
+    assert given.choice == "torch DDP"
+    assert given.reasons[1] == "compile_ddp and EagerDDP cannot be told from it in 4 rounds; it is simpler."
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([9, 9, 9, 11], [10, 10, 10, 10], True),
+        ([9, 9, 11, 11], [10, 10, 10, 10], False),
+        ([9.95] * 4, [10] * 4, False),
+        ([1, 2, 30, 4], [2, 4, 60, 8], True),
+    ],
+)
+def test_faster_is_in_three_rounds_of_four_and_by_a_hundredth(one: list, other: list, expected: bool) -> None:
+    assert is_faster(variant("a", *one), variant("b", *other)) is expected
+
+
+def test_a_longer_first_step_is_paid_back_after_so_many_steps() -> None:
+    given = advise(
+        comparison(
+            variant("torch DDP", 20, 20, 20, 20, first_step_cold_s=1.0),
+            variant("EagerDDP", 18, 18, 18, 18, first_step_cold_s=1.5),
+            variant("compile_ddp", 10, 10, 10, 10, floor="compiled", first_step_cold_s=9.5),
+        )
+    )
+    assert given.reasons[-1] == "Its first step takes 8 s longer than EagerDDP's, which 1,000 steps pay back."
+
+
+@pytest.mark.parametrize("difference", [0.5, float("nan")])
+def test_what_has_other_gradients_is_not_recommended_however_fast(difference: float) -> None:
+    wrong = variant("compile_ddp", 1, 1, 1, 1, floor="compiled", gradient_difference=difference)
+    given = advise(comparison(variant("torch DDP", 10, 10, 10, 10, gradient_difference=1e-7), wrong))
+    assert given.choice == "torch DDP"
+    assert given.reasons[-1] == f"compile_ddp has other gradients, by {difference:.1g} of the largest."
+
+
+def test_what_failed_is_named_and_has_a_row_without_figures_and_no_bar(tmp_path: object) -> None:
+    failed = variant("torch DDP", error="rank 1: RuntimeError: no gradient")
+    found = comparison(variant("EagerDDP", 10, 10, 10, 10), failed)
+    given = advise(found)
+    assert given.choice == "EagerDDP"
+    assert given.reasons[-1] == "torch DDP failed (rank 1: RuntimeError: no gradient)."
+    lines = table.render(found).splitlines()
+    assert next(line for line in lines if line.startswith("torch DDP ")).split()[2:] == ["-"] * 15
+    assert lines[-1] == "torch DDP failed: rank 1: RuntimeError: no gradient"
+    chart.draw([found], tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_nothing_is_recommended_where_everything_failed() -> None:
+    given = advise(comparison(variant("no communication, eager", 1, 1), variant("torch DDP", error="rank 0: it broke")))
+    assert given.choice is None
+    assert given.reasons == ["torch DDP failed (rank 0: it broke)."]
+
+
+def test_a_failure_survives_json() -> None:
+    found = comparison(variant("EagerDDP", 1, 1), variant("torch DDP", error="rank 0: it broke"))
+    assert Comparison.from_json(found.to_json()) == found
+
+
+def test_the_command_line_names_the_variants_as_they_are() -> None:
+    known = make_variants(WrapperOptions())
+    assert tuple(known) == VARIANTS
+    assert set(DEFAULT) <= set(VARIANTS)
+    assert {name for name, kind in known.items() if not kind.communicates} == set(FLOORS)
+    assert set(SIMPLEST_FIRST) == set(VARIANTS) - set(FLOORS)

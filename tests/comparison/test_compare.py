@@ -1,0 +1,231 @@
+"""`compiled-ddp compare` as a user runs it: on own ranks, under torchrun, on two machines, and where it goes wrong."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torchrun
+
+from benchmarks.link import LinkUnavailable, ShapedLink
+from compiled_ddp.__main__ import main, parse
+from compiled_ddp.comparison.arguments import DEFAULT
+from ranks import RankPool
+
+# What its process is for stands in the name of the file that it is started with.
+SCRIPT = """
+import os, signal, sys
+import torch
+from torch import nn
+
+def small(rank, device):
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(device)
+    return model, nn.CrossEntropyLoss(), [(torch.randn(8, 16), torch.randint(4, (8,))) for _ in range(2)]
+
+class Unused(nn.Module):
+    steps = 0
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            self.steps += 1
+            if self.steps == 5 and "EagerDDP-1.json" in sys.argv[1]:
+                os._exit(7)  # in the second round
+        return self.used(x).square().mean()
+
+def unused():
+    return Unused(), [torch.randn(8, 16)]
+
+def returns_nothing():
+    pass
+
+def breaks_on_one_rank(rank):
+    if rank == 1:
+        raise RuntimeError("no data here")
+    return small(rank, "cpu")
+
+def differs(rank):
+    return nn.Linear(16, 4 + rank), [torch.randn(8, 16)]
+
+def kills_its_rank_once(rank, device):
+    if rank == 1 and "torch DDP" in sys.argv[1] and not os.path.exists(os.environ["KILLED"]):
+        open(os.environ["KILLED"], "w").close()
+        os.kill(os.getppid(), signal.SIGKILL)
+    return small(rank, device)
+"""
+QUICK = ["--backend", "aot_eager", "--rounds", "3", "--warmup", "1", "--timeout", "120"]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Without what would make the command take part in this test's own job."""
+    own = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    return {name: value for name, value in os.environ.items() if name not in own} | changes
+
+
+def compare(script: Path, function: str, *options: str, seconds: float = 300) -> subprocess.CompletedProcess[str]:
+    """The command on ranks of its own, from another folder than the checkout."""
+    command = [sys.executable, "-m", "compiled_ddp", "compare", f"{script.name}:{function}", *QUICK, *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=seconds, cwd=script.parent, env=environment(), check=False
+    )
+
+
+def row(output: str, name: str) -> list[str]:
+    """The cells of a variant's line, without its name."""
+    line = next(line for line in output.splitlines() if line.startswith(f"{name} "))
+    return line.removeprefix(name).split()
+
+
+@pytest.mark.slow
+def test_the_command_compares_and_advises_in_a_table_json_and_a_picture(script: Path) -> None:
+    variants = ("no communication, eager", "torch DDP", "compile_ddp")
+    done = compare(script, "small", "--variants", *variants)
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks on cpu, link gloo within one machine, 3 rounds" in done.stdout
+    for name in variants:
+        *_, peak, first_step, _, difference = row(done.stdout, name)
+        assert float(first_step) >= 0 and float(peak) > 0 and float(difference) < 1e-5
+    assert re.search(r"^Choose (torch DDP|compile_ddp)\.\n- A step takes", done.stdout, re.MULTILINE)
+    data = json.loads((script.parent / "compare-small.json").read_text())
+    assert data.keys() == {"recipe", "comparisons", "advice"}
+    (found,) = data["comparisons"]
+    assert [variant["name"] for variant in found["variants"]] == [*variants]
+    for variant in found["variants"]:
+        assert [len(ranks) for ranks in variant["samples"]] == [2, 2, 2] and variant["error"] is None
+        assert variant["first_step_cold_s"] > 0
+    assert "script.py:small" in data["recipe"]["command"]
+    assert (script.parent / "compare-small.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_variants_that_fail_have_their_errors_and_the_others_go_on(script: Path) -> None:
+    """One is refused by its wrapper, another dies on one rank in the middle of the rounds: nobody waits for it."""
+    variants = ("torch DDP", "EagerDDP", "compile_ddp")
+    done = compare(script, "unused", "--variants", *variants, "--no-probe", "--timeout", "3000")
+    assert done.returncode == 0, done.stderr
+    assert [set(row(done.stdout, name)) == {"-"} for name in variants] == [True, True, False]
+    assert re.search(r"^torch DDP failed: rank \d: RuntimeError: Expected to have finished", done.stdout, re.MULTILINE)
+    assert "EagerDDP failed: rank 1: its process ended with status 7" in done.stdout
+    assert "Choose compile_ddp." in done.stdout
+
+
+# What is wrong, and what every rank says.
+WRONG = {
+    "missing.py:small": "ValueError: there is no file missing.py",
+    "script.py:returns_nothing": "TypeError: the function returned None: return (model, batches), (model",
+    "script.py:breaks_on_one_rank": "rank 1: RuntimeError: no data here",
+    "script.py:differs": "the models of the ranks differ: rank 0 has ('weight', (4, 16)",
+}
+
+
+def _compare_wrongly(rank: int, folder: str, target: str, port: int) -> tuple[int, str]:
+    os.chdir(folder)
+    errors = io.StringIO()
+    with torchrun.environment(rank, 2, port), contextlib.redirect_stderr(errors):
+        return main(["compare", target, *QUICK]), errors.getvalue()
+
+
+@pytest.mark.parametrize("target", WRONG)
+def test_what_cannot_be_compared_is_said_on_every_rank(ranks2: RankPool, script: Path, target: str) -> None:
+    answers = ranks2.run(
+        _compare_wrongly, str(script.parent), target, torchrun.free_port(), process_group=False, timeout_seconds=100
+    )
+    for rank, (status, message) in enumerate(answers):
+        assert status == 2
+        assert f"compare, rank {rank}: {target} cannot be compared. rank " in message
+        assert WRONG[target] in message
+    assert len({message.partition("cannot be compared. ")[2] for _, message in answers}) == 1
+
+
+@pytest.fixture
+def link() -> Iterator[ShapedLink]:
+    """Two network namespaces, as two machines; removed in the end."""
+    made = ShapedLink("1gbit")
+    try:
+        made.create()
+    except LinkUnavailable as reason:
+        pytest.skip(str(reason))
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+@pytest.mark.slow
+def test_two_machines_under_torchrun_begin_anew_when_a_rank_was_killed(
+    link: ShapedLink, script: Path, tmp_path: Path
+) -> None:
+    agents, outputs = [], [tmp_path / f"machine{number}.txt" for number in range(2)]
+    try:
+        for number, output in enumerate(outputs):
+            launcher = f"--nnodes 2 --nproc-per-node 1 --max-restarts 2 --rdzv-backend c10d --rdzv-id compare \
+                --rdzv-endpoint {link.STORE_ADDRESS}:{link.STORE_PORT} --local-addr 10.213.0.{number + 1} \
+                --rdzv-conf is_host={int(number == 0)}".split()
+            command = [sys.executable, "-m", "torch.distributed.run", *launcher, "-m", "compiled_ddp"]
+            options = [*QUICK, "--variants", "torch DDP", "EagerDDP", "--no-probe"]
+            ours = environment(
+                GLOO_SOCKET_IFNAME=link.interfaces[number], OMP_NUM_THREADS="1", KILLED=str(tmp_path / "killed")
+            )
+            agents.append(
+                subprocess.Popen(
+                    link.command(number, 2, [*command, "compare", "script.py:kills_its_rank_once", *options]),
+                    stdout=output.open("w"),
+                    stderr=subprocess.STDOUT,
+                    cwd=script.parent,
+                    env=ours,
+                )
+            )
+        statuses = [agent.wait(timeout=300) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    printed = [output.read_text() for output in outputs]
+    assert statuses == [0, 0], "\n".join(printed)
+    assert (tmp_path / "killed").exists(), "a rank was killed"
+    (table,) = [text for text in printed if "Choose " in text]
+    assert "2 ranks on cpu, link gloo between 2 machines, 3 rounds" in table
+    assert set(row(table, "torch DDP")) != {"-"} and float(row(table, "EagerDDP")[-1]) < 1e-5
+
+
+# ---- the arguments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["script.py"], "SCRIPT:FUNCTION"),
+        (["s.py:f", "--rounds", "0"], "--rounds must be at least 1, found 0"),
+        (["s.py:f", "--timeout", "nan"], "--timeout must be positive, found nan"),
+        (["s.py:f", "--bucket-cap-mb", "-1"], "--bucket-cap-mb must be positive, found -1"),
+        (["s.py:f", "--variants", "no communication, eager"], "--variants needs one that communicates"),
+        (["s.py:f", "--variants", "DDP"], "invalid choice: 'DDP'"),
+    ],
+)
+def test_arguments_that_cannot_be_used_say_what_to_write(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse(["compare", *arguments])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_both_floors_and_four_wrappers_are_compared_unless_others_are_asked_for() -> None:
+    assert parse(["compare", "s.py:f"]).variants == [*DEFAULT]

@@ -1,0 +1,53 @@
+"""Without matplotlib there is no picture, and without tqdm no bar; neither is an error."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compiled_ddp.comparison.command import _picture
+from compiled_ddp.comparison.progress import with_progress
+from compiled_ddp.comparison.result import Comparison, VariantResult
+
+ALONE = VariantResult("torch DDP", "eager", True, [[[1, 1, 1]]])
+FOUND = Comparison("toy", "cpu", "loopback", 1, 10, [40], [[0.01]], [ALONE])
+
+
+def test_without_matplotlib_the_command_says_how_to_get_the_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert _picture(FOUND, tmp_path / "picture.png") == (
+        "No picture: it needs matplotlib (pip install 'compiled-ddp[compare]')."
+    )
+    assert not (tmp_path / "picture.png").exists()
+
+
+def test_with_matplotlib_the_command_says_where_the_picture_is(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "picture.png"
+    assert _picture(FOUND, path) == f"Picture: {path}"
+    assert path.stat().st_size > 10_000
+
+
+def test_without_tqdm_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert list(with_progress([1, 2], "numbers", shown=True)) == [1, 2]
+
+
+def test_with_tqdm_the_bar_is_on_one_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list(with_progress([1, 2], "numbers", shown=False)) == [1, 2]
+    assert capsys.readouterr().err == ""
+    assert list(with_progress([1, 2], "numbers", shown=True)) == [1, 2]
+    assert "numbers" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_command_needs_torch_and_tabulate_alone() -> None:
+    code = """
+import sys
+sys.modules.update(dict.fromkeys(("matplotlib", "tqdm", "psutil", "sklearn", "transformers")))
+import compiled_ddp.comparison.command, compiled_ddp.comparison.contestant
+print(any(name.partition('.')[0] == 'benchmarks' for name in sys.modules))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "False"

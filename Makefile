@@ -14,6 +14,7 @@ WORKERS ?= 2
 VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1
 VERSIONS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-versions
 TRAINERS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-trainers
+MODELS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-models
 
 # Inductor takes g++ unless $CXX names another compiler; where only clang++ is installed, name that. Make's own default
 # for CXX is no choice of the user's.
@@ -23,7 +24,7 @@ endif
 export CXX
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test versions trainers fuzz lint format types docs clean check-python check-compiler shape
+.PHONY: help bench test versions trainers models fuzz lint format types docs clean check-python check-compiler shape
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,7 +45,13 @@ trainers: check-compiler check-python ## Run Accelerate, transformers and Lightn
 	@echo "==> make trainers: python -m pytest tests/integrations, environment in $(TRAINERS_FOLDER)"
 	$(PYTHON) -m venv $(TRAINERS_FOLDER)
 	$(TRAINERS_FOLDER)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,trainers]'
-	$(TRAINERS_FOLDER)/bin/python -m pytest -p no:cacheprovider tests/integrations $(ARGS)
+	$(TRAINERS_FOLDER)/bin/python -m pytest -p no:cacheprovider tests/integrations --ignore tests/integrations/test_real_models.py $(ARGS)
+
+models: check-compiler check-python ## Train models of transformers, diffusers, peft and torch_geometric under both wrappers, in an environment of their own
+	@echo "==> make models: python -m pytest tests/integrations/test_real_models.py, environment in $(MODELS_FOLDER)"
+	$(PYTHON) -m venv $(MODELS_FOLDER)
+	$(MODELS_FOLDER)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,bench,models]'
+	$(MODELS_FOLDER)/bin/python -m pytest -p no:cacheprovider tests/integrations/test_real_models.py $(ARGS)
 
 fuzz: $(STAMP) ## Train random models and compare with autograd averaged by hand (WHAT=disturbed, models or hooks, MODELS=2000 SEED=1, ARGS="--help" for more)
 	@echo "==> make fuzz: python -m fuzz.long_run --what $(WHAT) --models $(MODELS) --seed $(SEED) $(ARGS)"

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cpu_rounds, steps_by_size
+from benchmarks import cpu_rounds, real_model_rank, steps_by_size
 from benchmarks.tasks import WORKLOADS
 from benchmarks.train import train
 from benchmarks.variants import make_variants
@@ -16,6 +16,9 @@ from compiled_ddp.comparison.ranks import Rank, joined_rank
 
 def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
     """The job's answer as a JSON value, the same on every rank."""
+    if kind == "real_model":
+        what = {name: arguments[name] for name in ("size", "backend", "only", "rounds", "warmup")}
+        return real_model_rank.measure(arguments["model"], **what, rank=rank)
     return _scaling(arguments, rank) if kind == "scaling" else _of_workload(kind, arguments, rank)
 
 
@@ -46,7 +49,7 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
                 with_perf=arguments["with_perf"],
                 rank=rank,
             )
-    raise ValueError(f"Unknown kind of job '{kind}'; expected compare, probe, train, cpu_time or scaling")
+    raise ValueError(f"Unknown kind of job '{kind}'; expected compare, probe, train, cpu_time, scaling or real_model")
 
 
 def main() -> None:

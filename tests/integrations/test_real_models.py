@@ -1,0 +1,79 @@
+"""Models of transformers, diffusers, peft and torch_geometric under both wrappers, beside autograd averaged by hand.
+
+`make models` installs the packages in an environment of its own; a model whose package is missing is skipped.
+"""
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.zoo import TINY, ZOO
+from benchmarks.zoo.by_hand import Difference, Loop, train_beside
+from compiled_ddp import EagerDDP, compile_ddp
+from ranks import RankPool
+
+# Of the largest element of a gradient: sums are taken in another order by decomposed and by generated operators.
+ROUNDING = {"aot_eager": 2e-5, "inductor": 2e-4}
+# Autograd leaves rows of a sparse gradient apart that are one row of the embedding; they are added up by hand.
+SPARSE_ROUNDING = 1e-6
+BFLOAT16_ROUNDING = 0.1
+
+THREE_STEPS = Loop(steps=3)
+ACCUMULATING = Loop(steps=3, micro_batches=2, last_is_larger=True)
+
+
+def _train(rank: int, name: str, backend: str | None, loop: Loop) -> list[Difference]:
+    torch.set_num_threads(1)
+    options: dict[str, Any] = {"bucket_cap_mb": 0.05, "first_bucket_mb": 0.01}
+    wrap = functools.partial(EagerDDP, **options)
+    if backend is not None:
+        # Dropout draws what eager code draws; a graph reduces its gradients, however few.
+        options |= {"backend": backend, "smallest_graph_mb": 0}
+        options |= {"options": {"fallback_random": True}} if backend == "inductor" else {}
+        wrap = functools.partial(compile_ddp, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of parts that hooks reduce
+        return list(train_beside(ZOO[name], TINY, wrap, loop, rank=rank))
+
+
+def _largest_difference(ranks: RankPool, name: str, backend: str | None, loop: Loop = THREE_STEPS) -> Difference:
+    model = ZOO[name]
+    if not model.is_installed:
+        pytest.skip(f"`make models` installs {model.package}")
+    found = ranks.run(_train, name, backend, loop, timeout_seconds=600.0)
+    for of_rank in found:
+        assert len(of_rank) == loop.steps * len(model.losses)
+        assert not any(difference.missing for difference in of_rank), of_rank
+    return max((difference for of_rank in found for difference in of_rank), key=lambda found: found.relative)
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("loop", [THREE_STEPS, ACCUMULATING], ids=["plain", "accumulating"])
+def test_hooks_reduce_to_the_bit_what_autograd_computes(ranks2: RankPool, name: str, loop: Loop) -> None:
+    found = _largest_difference(ranks2, name, None, loop)
+    assert found.relative <= (SPARSE_ROUNDING if ZOO[name].sparse else 0.0), found
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("loop", [THREE_STEPS, ACCUMULATING], ids=["plain", "accumulating"])
+def test_graphs_reduce_what_autograd_computes(ranks2: RankPool, name: str, loop: Loop) -> None:
+    found = _largest_difference(ranks2, name, "aot_eager", loop)
+    assert found.relative < ROUNDING["aot_eager"], found
+
+
+@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("backend", [None, "aot_eager"], ids=["hooks", "graphs"])
+def test_gradients_of_autocast_are_reduced(ranks2: RankPool, name: str, backend: str | None) -> None:
+    found = _largest_difference(ranks2, name, backend, Loop(bfloat16=True))
+    assert found.relative <= (BFLOAT16_ROUNDING if backend else SPARSE_ROUNDING if ZOO[name].sparse else 0.0), found
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", ZOO)
+def test_inductors_graphs_reduce_what_autograd_computes(ranks2: RankPool, name: str) -> None:
+    found = _largest_difference(ranks2, name, "inductor")
+    assert found.relative < ROUNDING["inductor"], found

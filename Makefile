@@ -41,11 +41,12 @@ versions: check-compiler ## Run the quick round of tests on each admitted torch 
 	@echo "==> make versions: the quick round on torch $(VERSIONS), environments in $(VERSIONS_FOLDER)"
 	PYTHON="$(PYTHON)" WORKERS="$(WORKERS)" .ci/versions "$(VERSIONS_FOLDER)" "$(VERSIONS)" $(ARGS)
 
-trainers: check-compiler check-python ## Run Accelerate, transformers and Lightning with ours in the place of torch's DDP, in an environment of their own
-	@echo "==> make trainers: python -m pytest tests/integrations, environment in $(TRAINERS_FOLDER)"
+trainers: check-compiler check-python ## Run Accelerate, transformers, Lightning and Ignite with our class, in an environment of their own
+	@echo "==> make trainers: python -m pytest tests/integrations and their pages, environment in $(TRAINERS_FOLDER)"
 	$(PYTHON) -m venv $(TRAINERS_FOLDER)
 	$(TRAINERS_FOLDER)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,trainers]'
 	$(TRAINERS_FOLDER)/bin/python -m pytest -p no:cacheprovider tests/integrations --ignore tests/integrations/test_real_models.py $(ARGS)
+	$(TRAINERS_FOLDER)/bin/python -m pytest -p no:cacheprovider tests/test_documentation.py -k "snippets_of_page and trainers"
 
 models: check-compiler check-python ## Train models of transformers, diffusers, peft and torch_geometric under both wrappers, in an environment of their own
 	@echo "==> make models: python -m pytest tests/integrations/test_real_models.py, environment in $(MODELS_FOLDER)"

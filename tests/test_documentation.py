@@ -2,13 +2,17 @@
 
 The blocks of a page run in order, in one namespace, in one process of its own that is rank 0 of 1 by its environment. A
 block opened by ```{.python notest} does not run, and an HTML comment directly above it says why. (The README may also
-write ```python notest, which MkDocs does not render.)
+write ```python notest, which MkDocs does not render.) A page that imports what the extra `trainers` brings is skipped
+where that is not installed: `make trainers` runs it.
 """
 
+import ast
+import importlib.util
 import inspect
 import os
 import re
 import textwrap
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,6 +86,21 @@ def run_snippet(page: str, block: Snippet, namespace: dict[str, object]) -> None
     exec(compile(code, page, "exec"), namespace)
 
 
+def trainers() -> set[str]:
+    """The modules that the extra `trainers` brings."""
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["trainers"]
+    return {re.split(r"[<>=]", requirement)[0].removeprefix("pytorch-") for requirement in extra}
+
+
+def trainers_imported(blocks: list[Snippet], known: set[str]) -> set[str]:
+    """Those of `known` that `blocks` import, or whose adapter they do."""
+    nodes = [node for block in blocks for node in ast.walk(ast.parse(block.code))]
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    parts = [name.removeprefix("compiled_ddp.integrations.").partition(".")[0] for name in names]
+    return known & {*parts}
+
+
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -90,6 +109,9 @@ def relative(path: Path) -> str:
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page.read_text())], ids=relative)
 def test_snippets_of_page_run(page: Path, tmp_path: Path) -> None:
     blocks = [snippet for snippet in snippets(page.read_text()) if snippet.runs]
+    missing = {name for name in trainers_imported(blocks, trainers()) if importlib.util.find_spec(name) is None}
+    if missing:
+        pytest.skip(f"`make trainers` installs {', '.join(sorted(missing))}")
     with RankPool(1) as pool:
         pool.run(run_page, str(page), blocks, str(tmp_path), process_group=False, timeout_seconds=PAGE_SECONDS)
 
@@ -235,6 +257,16 @@ $ python
         Snippet("if one:\n    three = 3", 12, True, None),
         Snippet("", 20, False, None),
     ]
+
+
+def test_trainers_that_a_page_needs_are_found() -> None:
+    assert trainers() == {"accelerate", "transformers", "lightning", "ignite"}
+    code = (
+        "import lightning.pytorch\nfrom compiled_ddp.integrations.accelerate import Accelerator\nimport torch, missing"
+    )
+    blocks = snippets(f"```python\n{code}\n```\n```python\nfrom transformers import Trainer\n```\n")
+    assert trainers_imported(blocks, trainers()) == {"accelerate", "lightning", "transformers"}
+    assert not trainers_imported(snippets("```python\nfrom compiled_ddp.integrations.torch import x\n```"), trainers())
 
 
 def test_failing_snippet_names_the_line_of_its_page(tmp_path: Path) -> None:

@@ -25,9 +25,6 @@ class CompiledDDPMixin:
     `TrainingArguments(torch_compile=True)`, and otherwise what the Accelerator raises.
     """
 
-    args: transformers.TrainingArguments
-    accelerator: Any
-
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         order = cls.__mro__
@@ -43,7 +40,8 @@ class CompiledDDPMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """As the trainer's own, with the Accelerator that prepares with `compile_ddp`."""
-        if self.args.torch_compile:
+        trainer: Any = self
+        if trainer.args.torch_compile:
             raise ValueError(
                 "TrainingArguments(torch_compile=True) would compile the model a second time: leave out torch_compile, "
                 "torch_compile_backend and torch_compile_mode. ddp_options takes torch.compile's backend, mode and "
@@ -51,7 +49,7 @@ class CompiledDDPMixin:
             )
         parent: Any = super()
         parent.create_accelerator_and_postprocess()
-        Accelerator.take_over(self.accelerator, **self.ddp_options)
+        Accelerator.take_over(trainer.accelerator, **self.ddp_options)
 
 
 class Trainer(CompiledDDPMixin, transformers.Trainer):

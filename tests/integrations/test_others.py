@@ -1,0 +1,33 @@
+"""What trainers ask for that is no adapter's: docs/trainers/others.md."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import row_batch
+from torch import Tensor, nn
+
+import compiled_ddp
+from ranks import RankPool
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(row_batch(rank, step)).square().sum()
+
+
+def _over_tokens(rank: int, kind: str) -> None:
+    """torchtitan's loop: each rank's loss is divided by the tokens of all, and no backward is under no_sync."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    tokens, ranks = 24, dist.get_world_size()
+    losses = [_loss(model, other, step) / tokens for other in range(ranks) for step in range(3)]
+    expected = torch.autograd.grad(torch.stack(losses).sum(), [*model.parameters()])
+    ddp = compiled_ddp.EagerDDP(model) if kind == "hooks" else compiled_ddp.compile_ddp(model, backend="aot_eager")
+    for step in range(3):
+        (_loss(ddp, rank, step) / tokens * ranks).backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
+
+
+@pytest.mark.parametrize("kind", ["hooks", "compiled"])
+def test_a_sum_over_tokens_by_a_mean_is_not_multiplied_by_accumulation(ranks2: RankPool, kind: str) -> None:
+    ranks2.run(_over_tokens, kind)

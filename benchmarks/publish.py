@@ -1,4 +1,4 @@
-"""Write the results of benchmarks/results/ into README.md and docs/benchmarks.md: `python -m benchmarks.publish`.
+"""Write benchmarks/results/ into README.md, docs/benchmarks.md and docs/compare.md: `python -m benchmarks.publish`.
 
 A figure is measured once and stands in its JSON; the documents are filled in from there, between their
 `<!-- results:begin -->` and `<!-- results:end -->` lines.
@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from compiled_ddp.comparison.advice import advise
+from compiled_ddp.comparison.command import table_of
 from compiled_ddp.comparison.derived import derive
 from compiled_ddp.comparison.result import Comparison
 from compiled_ddp.comparison.table import overview, render, tabulate_rows
@@ -18,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 RUNS = {"1gbit": "a 1 Gbit/s link", "loopback": "loopback"}
 _SHORT = {"1gbit": "1 Gbit/s", "loopback": "loopback"}
+COMPARED = {"mlp": "An MLP", "gpt2": "A small GPT-2 from transformers"}  # by compiled-ddp compare
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 _OF_EACH_RUN = {
@@ -86,6 +89,26 @@ def page_text(runs: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
+def read_compared() -> dict[str, dict[str, Any]]:
+    """By model, those that have been run: `compiled-ddp compare ... --json benchmarks/results/compare-MODEL.json`."""
+    paths = {name: RESULTS / f"compare-{name}.json" for name in COMPARED}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def compare_text(runs: dict[str, dict[str, Any]]) -> str:
+    """What `compiled-ddp compare` printed for each model, with its recipe and its picture."""
+    parts = []
+    for name in runs:
+        title = COMPARED[name]
+        (comparison,) = _comparisons(runs[name]).values()
+        recipe = runs[name]["recipe"]
+        versions = f"{provenance(recipe)} transformers {recipe['versions']['transformers']}."
+        advice = str(advise(comparison)).replace("\n", "\n\n", 1)  # a list begins behind an empty line
+        picture = f"![One bar per variant](images/compare-{name}.png)"
+        parts += [f"### {title}", versions, table_of(comparison, "github"), advice, picture]
+    return "\n\n".join(parts)
+
+
 def fill(document: Path, text: str) -> None:
     """Replace what stands between the document's markers."""
     before, rest = document.read_text().split(BEGIN)
@@ -102,9 +125,11 @@ def main() -> None:
     runs = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in RUNS}
     fill(ROOT / "README.md", readme_text(runs))
     fill(ROOT / "docs" / "benchmarks.md", page_text(runs))
-    for name in RUNS:
+    compared = read_compared()
+    fill(ROOT / "docs" / "compare.md", compare_text(compared))
+    for name in (*RUNS, *(f"compare-{name}" for name in compared)):
         (ROOT / "docs" / "images" / f"{name}.png").write_bytes((RESULTS / f"{name}.png").read_bytes())
-    print("Filled in README.md and docs/benchmarks.md")
+    print("Filled in README.md, docs/benchmarks.md and docs/compare.md")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ class Advice:
     choice: str | None
     reasons: list[str]
 
+    def __str__(self) -> str:
+        first = f"Choose {self.choice}." if self.choice else "None of them can be recommended."
+        return "\n".join([first, *(f"- {reason}" for reason in self.reasons)])
+
 
 def advise(comparison: Comparison) -> Advice:
     """The fastest variant whose gradients are right; the simplest of those that cannot be told from it."""

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from datetime import timedelta
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from compiled_ddp.command_line.own_ranks import run_on_own_ranks
 from compiled_ddp.comparison import chart, contest, record, table
-from compiled_ddp.comparison.advice import Advice, advise
+from compiled_ddp.comparison.advice import advise
 from compiled_ddp.comparison.contest import ComparisonFailed, Order
 from compiled_ddp.comparison.result import Comparison
 from compiled_ddp.comparison.variants import WrapperOptions
@@ -25,12 +26,12 @@ PACKAGES = ("torch", "compiled-ddp", "numpy", "transformers")
 def run(options: argparse.Namespace) -> int:
     """Compare on torchrun's ranks, or on own ones; returns the exit status."""
     if "RANK" in os.environ:
-        return _compare_on_this_rank(options, sys.orig_argv)
-    statuses = run_on_own_ranks(options.ranks, _compare_on_this_rank, options, sys.orig_argv, environment={})
+        return _compare_on_this_rank(options, sys.argv[1:])
+    statuses = run_on_own_ranks(options.ranks, _compare_on_this_rank, options, sys.argv[1:], environment={})
     return int(statuses[0])
 
 
-def _compare_on_this_rank(options: argparse.Namespace, command: list[str]) -> int:
+def _compare_on_this_rank(options: argparse.Namespace, arguments: list[str]) -> int:
     """2 where there was nothing to compare, with the reason on stderr of every rank."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * options.timeout))
     try:
@@ -40,7 +41,7 @@ def _compare_on_this_rank(options: argparse.Namespace, command: list[str]) -> in
         return 2
     else:
         if dist.get_rank() == 0:
-            _report(options, comparison, command)
+            _report(options, comparison, arguments)
         return 0
     finally:
         dist.destroy_process_group()
@@ -63,22 +64,27 @@ def _order(options: argparse.Namespace) -> Order:
     )
 
 
-def _report(options: argparse.Namespace, comparison: Comparison, command: list[str]) -> None:
+def _report(options: argparse.Namespace, comparison: Comparison, arguments: list[str]) -> None:
     advice = advise(comparison)
-    left_out = [*LEFT_OUT, *table.fields_without_values(comparison)]
-    sys.stdout.write(f"\n{table.render(comparison, left_out=left_out)}\n\n{_in_words(advice)}\n")
+    sys.stdout.write(f"\n{table_of(comparison)}\n\n{advice}\n")
     samples = options.json or Path(f"compare-{comparison.workload}.json")
     picture = options.png or Path(f"compare-{comparison.workload}.png")
     script = Path(options.target.rpartition(":")[0]).resolve()
     sources = script.parent if script.is_file() else Path.cwd()
     data = {
-        "recipe": record.recipe(sources, PACKAGES, command),
+        "recipe": record.recipe(sources, PACKAGES, shlex.join(["compiled-ddp", *arguments])),
         "comparisons": [comparison.to_json()],
         "advice": asdict(advice),
     }
     samples.parent.mkdir(parents=True, exist_ok=True)
     samples.write_text(json.dumps(data))
     sys.stdout.write(f"\nRaw samples and recipe: {samples}\n{_picture(comparison, picture)}\n")
+
+
+def table_of(comparison: Comparison, tablefmt: str = "simple") -> str:
+    """The table as the command prints it; `tablefmt` is tabulate's."""
+    left_out = [*LEFT_OUT, *table.fields_without_values(comparison)]
+    return table.render(comparison, tablefmt, left_out=left_out)
 
 
 def _picture(comparison: Comparison, path: Path) -> str:
@@ -88,8 +94,3 @@ def _picture(comparison: Comparison, path: Path) -> str:
     except ImportError:
         return "No picture: it needs matplotlib (pip install 'compiled-ddp[compare]')."
     return f"Picture: {path}"
-
-
-def _in_words(advice: Advice) -> str:
-    first = f"Choose {advice.choice}." if advice.choice else "None of them can be recommended."
-    return "\n".join([first, *(f"- {reason}" for reason in advice.reasons)])

@@ -17,14 +17,14 @@ import torch
 PACKAGES = ("torch", "compiled-ddp", "numpy", "scikit-learn", "tabulate", "matplotlib")
 
 
-def recipe(sources: Path, packages: Sequence[str] = PACKAGES, command: Sequence[str] | None = None) -> dict[str, Any]:
+def recipe(sources: Path, packages: Sequence[str] = PACKAGES, command: str | None = None) -> dict[str, Any]:
     """Everything needed to run the same thing again, as a JSON value.
 
     `sources` is the folder whose commit says what was run, `packages` those whose versions do; `command` is this
     process's unless it is given.
     """
     return {
-        "command": shlex.join(["python", *(command or sys.orig_argv)[1:]]),
+        "command": command or shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(sources),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},

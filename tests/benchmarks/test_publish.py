@@ -5,7 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.publish import BEGIN, END, RESULTS, ROOT, RUNS, fill, page_text, readme_text
+from benchmarks.publish import (
+    BEGIN,
+    END,
+    RESULTS,
+    ROOT,
+    RUNS,
+    compare_text,
+    fill,
+    page_text,
+    read_compared,
+    readme_text,
+)
 
 DOCUMENTS = {"README.md": readme_text, "docs/benchmarks.md": page_text}
 
@@ -15,6 +26,11 @@ def test_a_documents_figures_are_those_of_the_committed_results(document: str) -
     runs = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in RUNS}
     shown = (ROOT / document).read_text().split(BEGIN)[1].split(END)[0].strip()
     assert shown == DOCUMENTS[document](runs).strip()
+
+
+def test_the_figures_of_compare_are_those_of_the_committed_results() -> None:
+    shown = (ROOT / "docs" / "compare.md").read_text().split(BEGIN)[1].split(END)[0].strip()
+    assert shown == compare_text(read_compared()).strip()
 
 
 def test_filling_replaces_what_stands_between_the_markers(tmp_path: Path) -> None:

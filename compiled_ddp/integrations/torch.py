@@ -39,6 +39,9 @@ class StandInReducer:
         """Whether buckets were made anew: they are by themselves, where that is due."""
         return False
 
+    def _delay_all_reduce(self) -> None:
+        """Without effect: the first backward of a static graph has launched at its end what it put off until then."""
+
 
 class Refused:
     """An attribute of torch's class that has no meaning here."""

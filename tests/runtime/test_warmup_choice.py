@@ -8,7 +8,6 @@ import pytest
 import torch
 from models import Mlp, assert_gradients, expected_mean, row_batch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_ddp import compile_ddp, torch_private
 from compiled_ddp.graph.choice import Choice, Pass, PassTimes, time_both
@@ -95,7 +94,7 @@ def test_weights_are_cast_in_every_pass_under_autocast() -> None:
     """A step finds no cast of an earlier one's weights, so neither may what is timed."""
     model, casts = nn.Linear(5, 3), list[torch.Size]()
 
-    class CountCasts(TorchDispatchMode):
+    class CountCasts(torch_private.autograd.DispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten._to_copy.default and kwargs["dtype"] is torch.bfloat16:
                 casts.append(args[0].shape)

@@ -177,17 +177,19 @@ class CompiledDDP(DataParallelWrapper):
         self._index_of_parameter.clear()
         self._index_of_parameter |= {id(t): index for index, t in enumerate(self._runtime.parameters.tensors)}
         self._bindings.forget()
-        self._runs_graphs = self._why_not_graph() is None  # asked in every call of a graph
+        self._runs_graphs = self._why_never_graph() is None  # asked in every call of a graph
 
     def _refreshed(self) -> None:
         self._index_parameters()
 
     def _why_not_graph(self) -> str | None:
+        return self._why_never_graph() or self._choice.why_not_graph
+
+    def _why_never_graph(self) -> str | None:
+        """Why hooks reduce everything whatever a warm-up chooses: each of them compiles what might be chosen."""
         if self._setup.mode == "hooks":
             return "COMPILED_DDP_MODE=hooks"
-        if len(self._managed.devices()) > 1:
-            return _SEVERAL_DEVICES
-        return self._choice.why_not_graph
+        return _SEVERAL_DEVICES if len(self._managed.devices()) > 1 else None
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         self._calls.begin_forward()
@@ -230,7 +232,6 @@ class CompiledDDP(DataParallelWrapper):
         if self._choice.runs_eagerly is not before:
             self._runtime.reduction.agreed.leave_to_hooks(self._why_not_graph())
             self._runtime.reduction.forget_sequence()
-            self._index_parameters()
 
     def _chosen(self) -> str:
         return str(self._choice)

@@ -34,6 +34,7 @@ class Pass:
 
     def seconds(self, run: Callable[..., Any]) -> float:
         """Of calling `run`, and of its backward from every output that has one."""
+        torch.clear_autocast_cache()  # as a step finds it, whose weights have changed
         self._wait_for_devices()
         started = time.perf_counter()
         ends = [output for output in tensors_in(run(*self.arguments, **self.keywords)) if output.requires_grad]
@@ -50,7 +51,11 @@ class Pass:
 
 
 def time_both(one_pass: Pass, *, compiled: Callable[..., Any], eager: Callable[..., Any]) -> PassTimes:
-    """The medians of some passes, turn by turn, with the same random numbers in each two. What they compile counts."""
+    """The medians of some passes, turn by turn, with the same random numbers in each two.
+
+    Compiling counts where more than half of the passes do it: not what a batch costs once, but code that changes with
+    the random numbers.
+    """
     found: list[PassTimes] = []
     for _ in range(1 + _TIMED_PASSES):
         with random_state_kept():
@@ -65,15 +70,20 @@ class Choice:
 
     def __init__(self) -> None:
         self._slowest: list[PassTimes] = []  # in each warm-up that has timed both
+        self._steps = 0  # before the latest of them
         self.runs_eagerly = False
 
-    def note(self, of_ranks: Sequence[PassTimes | None]) -> None:
-        """Decide anew by what each rank has measured. A no-op where some rank has measured nothing."""
+    def note(self, of_ranks: Sequence[PassTimes | None], *, steps: int) -> None:
+        """Decide anew by what each rank has measured, after `steps` of training.
+
+        A no-op where some rank has measured nothing.
+        """
         known = [times for times in of_ranks if times is not None]
         if len(known) < len(of_ranks):
             return
         slowest = PassTimes(max(times.compiled for times in known), max(times.eager for times in known))
         self._slowest.append(slowest)
+        self._steps = steps
         total = self._total()
         self.runs_eagerly = total.compiled > MARGIN * total.eager
 
@@ -93,7 +103,8 @@ class Choice:
         chosen = "the model as it is, reduced by hooks" if self.runs_eagerly else "the compiled model"
         batches = "a batch" if count == 1 else f"{count} batches"
         compiled, eager = (1000 * seconds / count for seconds in total)
+        when = f"after {self._steps} synchronised backwards" if self._steps else "before the first step"
         return (
-            f"warmup() chose {chosen}: on the slowest rank a forward and backward of {batches} took {compiled:.1f} ms "
-            f"compiled and {eager:.1f} ms as it is, without communication."
+            f"warmup() chose {chosen}, {when}: on the slowest rank a forward and backward of {batches} took "
+            f"{compiled:.1f} ms compiled and {eager:.1f} ms as it is, without communication."
         )

@@ -24,31 +24,29 @@ COMPILED_LOSES, COMPILED_WINS = PassTimes(compiled=0.080, eager=0.020), PassTime
 def test_the_slowest_ranks_decide() -> None:
     choice = Choice()
     assert (str(choice), choice.why_not_graph) == ("", None)
-    choice.note([PassTimes(0.030, 0.001), PassTimes(0.001, 0.029)])
+    choice.note([PassTimes(0.030, 0.001), PassTimes(0.001, 0.029)], steps=0)
     assert not choice.runs_eagerly, "0.030 is within the margin of 0.029"
     assert str(choice) == (
-        "warmup() chose the compiled model: on the slowest rank a forward and backward of a batch took 30.0 ms "
-        "compiled and 29.0 ms as it is, without communication."
+        "warmup() chose the compiled model, before the first step: on the slowest rank a forward and backward of "
+        "a batch took 30.0 ms compiled and 29.0 ms as it is, without communication."
     )
 
 
 def test_every_batch_counts_and_the_decision_is_taken_anew() -> None:
     choice = Choice()
-    choice.note([COMPILED_WINS] * 2)
+    choice.note([COMPILED_WINS] * 2, steps=0)
     assert not choice.runs_eagerly
-    choice.note([COMPILED_LOSES] * 2)
+    choice.note([COMPILED_LOSES] * 2, steps=12)
     assert choice.runs_eagerly, "0.090 against 0.040"
-    assert (
-        "the model as it is, reduced by hooks: on the slowest rank a forward and backward of 2 batches took 45.0 ms"
-        in (str(choice))
-    )
-    choice.note([PassTimes(0.010, 0.060)] * 2)
+    assert "chose the model as it is, reduced by hooks, after 12 synchronised backwards: on the" in str(choice)
+    assert "of 2 batches took 45.0 ms compiled and 20.0 ms as it is" in str(choice)
+    choice.note([PassTimes(0.010, 0.060)] * 2, steps=0)
     assert not choice.runs_eagerly, "0.100 within the margin of 0.100"
 
 
 def test_where_a_rank_has_measured_nothing_nothing_is_decided() -> None:
     choice = Choice()
-    choice.note([COMPILED_LOSES, None])
+    choice.note([COMPILED_LOSES, None], steps=0)
     assert not choice.runs_eagerly
     assert str(choice) == ""
 
@@ -90,6 +88,21 @@ def test_both_are_timed_in_turn_on_the_same_random_numbers_and_no_gradient_is_le
     assert min(times) > 0
     assert model.linear.weight.grad.equal(torch.ones(3, 5))
     assert model.linear.bias.grad is None
+
+
+def test_weights_are_cast_in_every_pass_under_autocast() -> None:
+    """A step finds no cast of an earlier one's weights, so neither may what is timed."""
+    model, casts = nn.Linear(5, 3), list[torch.Size]()
+
+    class CountCasts(torch_private.autograd.DispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default and kwargs["dtype"] is torch.bfloat16:
+                casts.append(args[0].shape)
+            return func(*args, **kwargs)
+
+    with torch.autocast("cpu", torch.bfloat16), CountCasts():
+        time_both(Pass((torch.ones(4, 5),), {}, list(model.parameters())), compiled=model, eager=model)
+    assert casts.count(model.weight.shape) == 12
 
 
 # ---- what the ranks then do ------------------------------------------------------------------------------------------
@@ -138,7 +151,7 @@ def _chooses_and_changes_its_mind(rank: int) -> str:
         assert "warmup() measured that the model is faster without being compiled" in str(ddp.explain())
         ddp.warmup(row_batch(rank))
         _assert_steps(ddp, rank, "graph")
-        assert "warmup() chose the compiled model" in str(ddp.explain())
+        assert "warmup() chose the compiled model, after 3 synchronised backwards" in str(ddp.explain())
         ddp.warmup(row_batch(rank))  # while a sequence with graphs is agreed
         _assert_steps(ddp, rank, "hooks")
         for parameter in ddp.module.norm.parameters():
@@ -152,6 +165,48 @@ def _chooses_and_changes_its_mind(rank: int) -> str:
 def test_a_wrapper_follows_what_all_ranks_have_measured(ranks2: RankPool) -> None:
     here, there = ranks2.run(_chooses_and_changes_its_mind, **LIMITS)
     assert here == there
+
+
+def _compiles_for_all_shapes(rank: int) -> None:
+    ddp = compile_ddp(Mlp(), dynamic=False)
+    batch = torch.cat([row_batch(rank), row_batch(rank, 1)])
+    expected = expected_mean(ddp.module, lambda module: module(batch).sum())
+    with timed_as(COMPILED_LOSES, PassTimes(0.001, 0.900)):
+        ddp.warmup(row_batch(rank))
+        assert "chose the model as it is" in str(ddp.explain())
+        ddp.warmup(batch)
+    compilations = torch_private.for_tests.compilations()
+    ddp(batch).sum().backward()
+    assert torch_private.for_tests.compilations() == compilations
+    assert {section.origin for section in ddp.plan.sections} == {"graph"}
+    assert_gradients(ddp.module, expected, atol=1e-6)
+
+
+@pytest.mark.inductor
+def test_a_warm_up_compiles_what_it_may_choose_also_while_the_model_runs_as_it_is(ranks2: RankPool) -> None:
+    ranks2.run(_compiles_for_all_shapes, **LIMITS)
+
+
+def _changes_its_mind_while_gradients_accumulate(rank: int) -> None:
+    ddp = compile_ddp(Mlp())
+    first, second = row_batch(rank), row_batch(rank, 1)
+    expected = expected_mean(ddp.module, lambda module: module(first).sum() + module(second).square().sum())
+    with timed_as(COMPILED_LOSES, PassTimes(0.001, 0.900)):
+        for origin in ("hooks", "graph"):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(first).sum().backward()
+            local = [parameter.grad.clone() for parameter in ddp.parameters()]
+            ddp.warmup(first)
+            assert all(map(torch.equal, local, (parameter.grad for parameter in ddp.parameters())))
+            ddp(second).square().sum().backward()
+            assert {section.origin for section in ddp.plan.sections} == {origin}
+            assert_gradients(ddp.module, expected, atol=1e-6)
+
+
+@pytest.mark.inductor
+def test_local_gradients_outlast_another_choice(ranks2: RankPool) -> None:
+    ranks2.run(_changes_its_mind_while_gradients_accumulate, **LIMITS)
 
 
 def _does_not_choose(rank: int) -> None:

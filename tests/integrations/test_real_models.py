@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import Rank
 from benchmarks.real_model_rank import (
     COUNTED_STEPS,
     OURS,
@@ -25,6 +24,7 @@ from benchmarks.real_model_rank import (
 from benchmarks.zoo import TINY, ZOO
 from benchmarks.zoo.by_hand import Difference, Loop, train_beside
 from compiled_ddp import EagerDDP, compile_ddp
+from compiled_ddp.comparison.ranks import Rank
 from ranks import RankPool
 
 # Of the largest element of a gradient: sums are taken in another order by decomposed and by generated operators.

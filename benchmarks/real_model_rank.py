@@ -92,7 +92,7 @@ class Trainer:
         return time.perf_counter() - begin
 
 
-def variants(model: RealModel, backend: str) -> dict[str, Callable[[nn.Module], nn.Module]]:
+def variants(model: RealModel, backend: str, **of_compile_ddp: Any) -> dict[str, Callable[[nn.Module], nn.Module]]:
     """How each wraps a part. Ours is first: what Dynamo learns of changing sizes holds for all that come later."""
     apart = {"isolate_recompiles": True} if "isolate_recompiles" in inspect.signature(torch.compile).parameters else {}
 
@@ -103,7 +103,7 @@ def variants(model: RealModel, backend: str) -> dict[str, Callable[[nn.Module], 
         return DistributedDataParallel(module, gradient_as_bucket_view=True, find_unused_parameters=model.unused)
 
     return {
-        OURS: lambda module: compile_ddp(module, backend=backend),
+        OURS: lambda module: compile_ddp(module, backend=backend, **of_compile_ddp),
         PLAIN_COMPILED: compiled,
         "torch.compile(DDP)": lambda module: compiled(torchs(module)),
         PLAIN_EAGER: lambda module: module,
@@ -151,7 +151,8 @@ def _launched_bytes(parts: Iterable[nn.Module]) -> int:
     return sum(part.stats()["iteration"] * part.plan.nbytes for part in parts)
 
 
-def _first_steps_of_ours(trainer: Trainer, steps: int) -> tuple[Captured, Reduced]:
+def first_steps_of_ours(trainer: Trainer, steps: int) -> tuple[Captured, Reduced]:
+    """What compile_ddp's first steps capture, and what graphs and hooks launch in them."""
     in_graphs, in_all, parts = [0], [0], trainer.parts.values()
 
     def after_step() -> None:
@@ -176,7 +177,7 @@ def _first_steps_of_ours(trainer: Trainer, steps: int) -> tuple[Captured, Reduce
     )
 
 
-def _captured_by_torch_compile(model: RealModel, size: Size, backend: str, rank: Rank) -> Captured:
+def captured_by_torch_compile(model: RealModel, size: Size, backend: str, rank: Rank) -> Captured:
     """What it would capture in a process of its own; then Dynamo forgets, also which sizes change."""
     trainer = Trainer(model, size, variants(model, backend)[PLAIN_COMPILED], rank)
     captured = _first_steps(trainer, COUNTED_STEPS)
@@ -198,7 +199,7 @@ def _side_by_side(trainers: Mapping[str, Trainer], rounds: int, rank: Rank) -> d
 def measure(name: str, *, size: str, backend: str, only: Sequence[str], rounds: int, warmup: bool, rank: Rank) -> Any:
     """A `Measured` as a JSON value: of each variant ten steps alone, then `rounds` steps side by side."""
     model, reduced, failed = ZOO[name], None, dict[str, str]()
-    captured = {PLAIN_COMPILED: _captured_by_torch_compile(model, SIZES[size], backend, rank)}
+    captured = {PLAIN_COMPILED: captured_by_torch_compile(model, SIZES[size], backend, rank)}
     trainers: dict[str, Trainer] = {}
     choice = ""
     for variant, wrap in variants(model, backend).items():
@@ -208,7 +209,7 @@ def measure(name: str, *, size: str, backend: str, only: Sequence[str], rounds: 
             trainer = Trainer(model, SIZES[size], wrap, rank)
             if variant == OURS:
                 choice = trainer.warm_up() if warmup else ""
-                captured[variant], reduced = _first_steps_of_ours(trainer, COUNTED_STEPS)
+                captured[variant], reduced = first_steps_of_ours(trainer, COUNTED_STEPS)
             else:
                 counted = _first_steps(trainer, COUNTED_STEPS)
                 captured.setdefault(variant, counted)

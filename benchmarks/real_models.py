@@ -19,10 +19,11 @@ from typing import Any
 
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.zoo import SIZES, ZOO
-from compiled_ddp.comparison.record import recipe
+from compiled_ddp.comparison.record import PACKAGES, recipe
 from compiled_ddp.comparison.table import tabulate_rows
 
 RANKS = 2
+LIBRARIES = (*PACKAGES, "transformers", "diffusers", "peft", "torch-geometric")
 OURS, PLAIN_EAGER, PLAIN_COMPILED = "compile_ddp", "plain eager", "plain compiled"
 
 COLUMNS_CAPTURED = {
@@ -141,7 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except Exception as error:
             print(f"{name} failed: {error}", file=sys.stderr)
             continue
-        options.json.write_text(json.dumps({"recipe": recipe(REPOSITORY), "models": list(found.values())}, indent=1))
+        data = {"recipe": recipe(REPOSITORY, LIBRARIES), "models": list(found.values())}
+        options.json.write_text(json.dumps(data, indent=1))
         print(f"\n{tables([found[name]])}", flush=True)
     print(f"\n{tables(list(found.values()), options.format)}\n\nRaw samples and recipe: {options.json}")
 

@@ -26,7 +26,7 @@ class Size:
 
 
 TINY = Size(width=32, layers=2, batch=2, length=16, image=32, vocabulary=96)
-SMALL = Size(width=256, layers=4, batch=4, length=64, image=64, vocabulary=1024)
+SMALL = Size(width=256, layers=2, batch=4, length=64, image=64, vocabulary=1024)
 SIZES = {"tiny": TINY, "small": SMALL}
 
 

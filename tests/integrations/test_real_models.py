@@ -9,10 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from benchmarks.real_model_rank import (
+    COUNTED_STEPS,
+    OURS,
+    Captured,
+    Reduced,
+    Trainer,
+    captured_by_torch_compile,
+    first_steps_of_ours,
+    variants,
+)
 from benchmarks.zoo import TINY, ZOO
 from benchmarks.zoo.by_hand import Difference, Loop, train_beside
 from compiled_ddp import EagerDDP, compile_ddp
+from compiled_ddp.comparison.ranks import Rank
 from ranks import RankPool
 
 # Of the largest element of a gradient: sums are taken in another order by decomposed and by generated operators.
@@ -39,13 +51,16 @@ def _train(rank: int, name: str, backend: str | None, loop: Loop) -> list[Differ
         return list(train_beside(ZOO[name], TINY, wrap, loop, rank=rank))
 
 
+def _skip_unless_installed(name: str) -> None:
+    if not ZOO[name].is_installed:
+        pytest.skip(f"`make models` installs {ZOO[name].package}")
+
+
 def _largest_difference(ranks: RankPool, name: str, backend: str | None, loop: Loop = THREE_STEPS) -> Difference:
-    model = ZOO[name]
-    if not model.is_installed:
-        pytest.skip(f"`make models` installs {model.package}")
+    _skip_unless_installed(name)
     found = ranks.run(_train, name, backend, loop, timeout_seconds=600.0)
     for of_rank in found:
-        assert len(of_rank) == loop.steps * len(model.losses)
+        assert len(of_rank) == loop.steps * len(ZOO[name].losses)
         assert not any(difference.missing for difference in of_rank), of_rank
     return max((difference for of_rank in found for difference in of_rank), key=lambda found: found.relative)
 
@@ -69,6 +84,25 @@ def test_graphs_reduce_what_autograd_computes(ranks2: RankPool, name: str, loop:
 def test_gradients_of_autocast_are_reduced(ranks2: RankPool, name: str, backend: str | None) -> None:
     found = _largest_difference(ranks2, name, backend, Loop(bfloat16=True))
     assert found.relative <= (BFLOAT16_ROUNDING if backend else SPARSE_ROUNDING if ZOO[name].sparse else 0.0), found
+
+
+def _capture(index: int, name: str) -> tuple[Captured, Captured, Reduced]:
+    rank, model = Rank(index, 2, torch.device("cpu"), dist.new_group(backend="gloo")), ZOO[name]
+    plain = captured_by_torch_compile(model, TINY, "aot_eager", rank)
+    wrap = variants(model, "aot_eager", smallest_graph_mb=0)[OURS]
+    return plain, *first_steps_of_ours(Trainer(model, TINY, wrap, rank), COUNTED_STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ZOO)
+def test_nothing_breaks_and_is_captured_again_but_what_torch_compile_breaks(ranks2: RankPool, name: str) -> None:
+    _skip_unless_installed(name)
+    for plain, ours, reduced in ranks2.run(_capture, name, timeout_seconds=600.0):
+        assert ours.breaks <= plain.breaks, ours
+        assert set(ours.break_reasons) <= set(plain.break_reasons), (ours, plain)
+        assert ours.recompilations <= plain.recompilations, (ours, plain)
+        if plain.breaks == 0:
+            assert reduced.share_run >= 0.9, reduced
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_what_wraps_a_model_suggests_an_argument_on_every_rank(ranks2: RankPool)
     ranks2.run(_refuses_of_a_model)
 
 
-@pytest.mark.parametrize(("entry", "arguments", "given", "meant"), OTHERS, ids=lambda value: str(value))
+@pytest.mark.parametrize(("entry", "arguments", "given", "meant"), OTHERS, ids=[given for _, _, given, _ in OTHERS])
 def test_what_wraps_none_suggests_an_argument(
     entry: Callable[..., Any], arguments: tuple[Any, ...], given: str, meant: str
 ) -> None:

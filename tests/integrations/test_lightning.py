@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,6 +104,47 @@ def _compiles_once() -> None:
 
 def test_ten_steps_compile_nothing_after_the_second(ranks2: RankPool) -> None:
     two_ranks(ranks2, _compiles_once)
+
+
+def trained(strategy: Any, epochs: int, saved_to: Path, resumed_from: Path | None = None) -> dict[str, Tensor]:
+    """The model's state after so many epochs, with which a checkpoint is written."""
+    module = Classifier()
+    rows = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(32, 8, generator=rows), torch.randn(32, 4, generator=rows))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=resumed_from, weights_only=False)
+    trainer.save_checkpoint(saved_to)
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def _resumes(folder: Path) -> None:
+    strategies: dict[str, Callable[[], Any]] = {
+        "torch's": lambda: "ddp",
+        "graphs": lambda: CompiledDDPStrategy(backend="aot_eager"),
+        "hooks": lambda: CompiledDDPStrategy(backend="hooks"),
+    }
+    through = trained("ddp", 2, folder / "through.ckpt")
+    for saver, strategy in strategies.items():
+        trained(strategy(), 1, folder / f"{saver}.ckpt")
+    for saver in strategies:
+        for resumer, strategy in strategies.items():
+            resumed = trained(strategy(), 2, folder / "resumed.ckpt", folder / f"{saver}.ckpt")
+            assert resumed.keys() == through.keys()
+            for name, value in through.items():
+                assert torch.equal(resumed[name], value), f"{name}, saved by {saver}, resumed by {resumer}"
+
+
+def test_checkpoints_of_torchs_strategy_and_ours_resume_each_other(ranks2: RankPool, tmp_path: Path) -> None:
+    two_ranks(ranks2, _resumes, tmp_path)
 
 
 def _by_name(package: str) -> None:

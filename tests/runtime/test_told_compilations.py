@@ -1,7 +1,6 @@
 """Compilers that take long are told of on rank 0, with what and why; on a clock that stands, which a compiler moves."""
 
 import contextlib
-import logging
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from compiled_ddp import EagerDDP, compile_ddp, functional
-from compiled_ddp.graph import warmup
+from compiled_ddp.functional import compiled
+from compiled_ddp.graph import telling, warmup
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.ranks import link_speed
@@ -353,9 +353,9 @@ def test_a_switch_that_is_none_is_refused_when_a_model_is_wrapped(ranks2: RankPo
     ranks2.run(_refused)
 
 
-def test_the_logger_is_the_one_that_the_package_is_named_by() -> None:
+def test_loggers_are_children_of_the_packages_and_work_is_slow_after_five_seconds() -> None:
+    names = {module._log.name for module in (telling, warmup, link_speed, compiled)}
+    assert names == {
+        f"compiled_ddp.{name}" for name in ("graph.telling", "graph.warmup", "ranks.link_speed", "functional.compiled")
+    }
     assert slow_work.SECONDS == 5.0
-    assert logging.getLogger("compiled_ddp.graph.telling").parent in (
-        logging.getLogger("compiled_ddp"),
-        logging.getLogger("compiled_ddp.graph"),
-    )

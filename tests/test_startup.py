@@ -70,3 +70,16 @@ FIRST_WAYS = {
 def test_whatever_is_imported_first_registers_the_operators_and_stays_out_of_traces(way: str) -> None:
     check = "import torch\nfrom compiled_ddp import torch_private\nprint(hasattr(torch.ops.compiled_ddp, 'pack'))"
     assert run(f"{FIRST_WAYS[way]}\n{check}\nimport compiled_ddp\ncompiled_ddp.compile_ddp").split()[-1] == "True"
+
+
+def test_no_thread_is_the_first_to_look_at_unnamed_nodes() -> None:
+    """Two threads that do so at once wait for each other: the note in compiled_ddp/torch_private/autograd.py."""
+    code = """
+import torch
+def is_made():
+    return any(kind.__name__ == "CppFunction" for kind in object.__subclasses__())
+print(is_made())
+with torch.device("meta"), torch.inference_mode():
+    import compiled_ddp.torch_private
+print(is_made())"""
+    assert run(code).split() == ["False", "True"]

@@ -1,5 +1,6 @@
 """Autograd: which backward this thread runs, what it will reach, and what stands with its nodes."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -14,6 +15,19 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 # The autograd node that this thread is evaluating, if any; inside a reentrant backward's callback, its outer node.
 evaluating_node: Callable[[], Any | None] = torch._C._current_autograd_node
+
+
+# [Note: the type of unnamed nodes] torch makes it when it first looks whether something is a node, behind a lock of
+# C++. Making it may collect garbage, a finalizer in that may release the GIL, and another thread that then looks for
+# the first time holds the GIL and waits for the lock: for ever. So it is made here, by one thread.
+def _make_the_type_of_unnamed_nodes() -> None:
+    with torch.inference_mode(False), torch.enable_grad():
+        node = torch.ones((), device="cpu", requires_grad=True).view(()).grad_fn
+    with contextlib.suppress(RuntimeError):  # as no backward runs, which is said after the look
+        torch._C._will_engine_execute_node(node)
+
+
+_make_the_type_of_unnamed_nodes()
 
 
 def backward_will_execute(node: Any) -> bool:

@@ -22,7 +22,7 @@ evaluating_node: Callable[[], Any | None] = torch._C._current_autograd_node
 # the first time holds the GIL and waits for the lock: for ever. So it is made here, by one thread.
 def _make_the_type_of_unnamed_nodes() -> None:
     with torch.inference_mode(False), torch.enable_grad():
-        node = torch.ones((), device="cpu", requires_grad=True).view(()).grad_fn
+        node: Any = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True).view(()).grad_fn
     with contextlib.suppress(RuntimeError):  # as no backward runs, which is said after the look
         torch._C._will_engine_execute_node(node)
 

@@ -3,6 +3,7 @@
 import statistics
 from dataclasses import dataclass
 
+from compiled_ddp.comparison.arguments import FLOORS
 from compiled_ddp.comparison.derived import Row, derive, ratios, steps_ms
 from compiled_ddp.comparison.result import Comparison, VariantResult
 
@@ -32,12 +33,19 @@ def advise(comparison: Comparison) -> Advice:
     rows = {row.name: row for row in derive(comparison).variants}
     wrappers = [result for result in comparison.variants if result.communicates]
     reasons = [f"{result.name} failed ({result.error})." for result in wrappers if result.error is not None]
+    draws = next((result for result in comparison.variants if _differs_without_a_wrapper(result)), None)
+    if draws is not None:
+        reasons.append(
+            f"Gradients were not judged: without any wrapper they differ by {draws.gradient_difference:.1g} of the "
+            "largest from one run to the next, so the forward draws random numbers. Return the model without dropout "
+            "to have them judged."
+        )
     candidates = []
     for result in wrappers:
         if result.error is not None:
             continue
         difference = result.gradient_difference
-        if difference is not None and not difference <= LARGEST_DIFFERENCE:
+        if draws is None and difference is not None and not difference <= LARGEST_DIFFERENCE:
             reasons.append(f"{result.name} has other gradients, by {difference:.1g} of the largest.")
         else:
             candidates.append(result)
@@ -47,6 +55,12 @@ def advise(comparison: Comparison) -> Advice:
     tied = [result for result in candidates if not is_faster(fastest, result)]
     choice = min(tied, key=lambda result: SIMPLEST_FIRST.index(result.name))
     return Advice(choice.name, [*_reasons(choice, tied, candidates, rows), *reasons])
+
+
+def _differs_without_a_wrapper(result: VariantResult) -> bool:
+    """Whether it is the eager model alone, and not even its gradients are those of the reference."""
+    difference = result.gradient_difference
+    return result.name == FLOORS[0] and difference is not None and difference > LARGEST_DIFFERENCE
 
 
 def is_faster(one: VariantResult, other: VariantResult) -> bool:

@@ -39,9 +39,9 @@ def gpt2() -> dict[str, Any]:
     """A GPT-2 of 3.1 M parameters from transformers, whose forward returns the loss where it is given labels."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(
-        n_layer=2, n_embd=256, n_head=8, n_positions=128, vocab_size=6000, bos_token_id=0, eos_token_id=0
-    )
+    sizes = {"n_layer": 2, "n_embd": 256, "n_head": 8, "n_positions": 128, "vocab_size": 6000}
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # so that gradients can be compared
+    config = GPT2Config(**sizes, **no_dropout, bos_token_id=0, eos_token_id=0)
     tokens = [torch.randint(6000, (4, 128)) for _ in range(8)]
     return {
         "model": GPT2LMHeadModel(config),

@@ -77,6 +77,14 @@ def test_what_has_other_gradients_is_not_recommended_however_fast(difference: fl
     assert given.reasons[-1] == f"compile_ddp has other gradients, by {difference:.1g} of the largest."
 
 
+def test_where_the_model_alone_has_other_gradients_none_are_judged() -> None:
+    alone = variant("no communication, eager", 8, 8, 8, 8, gradient_difference=0.8)
+    wrapped = variant("torch DDP", 10, 10, 10, 10, gradient_difference=0.8)
+    given = advise(comparison(alone, wrapped))
+    assert given.choice == "torch DDP"
+    assert "Gradients were not judged: without any wrapper they differ by 0.8 of the largest" in given.reasons[-1]
+
+
 def test_what_failed_is_named_and_has_a_row_without_figures_and_no_bar(tmp_path: object) -> None:
     failed = variant("torch DDP", error="rank 1: RuntimeError: no gradient")
     found = comparison(variant("EagerDDP", 10, 10, 10, 10), failed)

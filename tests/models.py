@@ -67,6 +67,19 @@ class Chain(nn.Module):
         return self.head(self.second(self.first(x)))
 
 
+class Deceptive(nn.Module):
+    """Has a submodule called "module", and names that differ by that prefix alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.ModuleDict({"norm": nn.BatchNorm1d(5), "module": nn.Linear(5, 5)})
+        self.norm = nn.BatchNorm1d(5)
+        self.own = nn.Parameter(torch.randn(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own * self.norm(self.module["module"](self.module["norm"](x)))
+
+
 class SumOverRanks(torch.autograd.Function):
     """As in SyncBatchNorm: an all-reduce of the model's own in forward, and one in backward."""
 

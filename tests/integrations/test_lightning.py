@@ -62,21 +62,23 @@ class Watch(lightning.Callback):
         self.wrapper, self.net = trainer.strategy.model, module.net
 
 
-def fit(strategy: Any, module: Any, steps: int, **arguments: Any) -> Watch:
-    watch = Watch()
-    torch.manual_seed(1 + int(os.environ["RANK"]))
-    trainer = lightning.Trainer(
+def quiet_trainer(strategy: Any, **arguments: Any) -> lightning.Trainer:
+    return lightning.Trainer(
         accelerator="cpu",
         devices=2,
         strategy=strategy,
-        max_steps=steps,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=False,
-        callbacks=[watch],
         **arguments,
     )
+
+
+def fit(strategy: Any, module: Any, steps: int, **arguments: Any) -> Watch:
+    watch = Watch()
+    torch.manual_seed(1 + int(os.environ["RANK"]))
+    trainer = quiet_trainer(strategy, max_steps=steps, callbacks=[watch], **arguments)
     batches = torch.utils.data.TensorDataset(torch.randn(96, 8), torch.randn(96, 4))
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=4))
     return watch
@@ -111,16 +113,7 @@ def trained(strategy: Any, epochs: int, saved_to: Path, resumed_from: Path | Non
     module = Classifier()
     rows = torch.Generator().manual_seed(1)
     data = torch.utils.data.TensorDataset(torch.randn(32, 8, generator=rows), torch.randn(32, 4, generator=rows))
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_epochs=epochs,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
+    trainer = quiet_trainer(strategy, max_epochs=epochs)
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=resumed_from, weights_only=False)
     trainer.save_checkpoint(saved_to)
     return {name: value.clone() for name, value in module.state_dict().items()}

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import (
+    Deceptive,
     Mlp,
     TokenModel,
     assert_equal_on_all_ranks,
@@ -139,19 +140,6 @@ def test_a_forward_without_gradients_does_not_synchronise(ranks2: RankPool, wrap
 
 
 # ---- state_dict ------------------------------------------------------------------------------------------------------
-
-
-class Deceptive(nn.Module):
-    """Has a submodule called "module", and keys that differ by that prefix alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.ModuleDict({"norm": nn.BatchNorm1d(5), "module": nn.Linear(5, 5)})
-        self.norm = nn.BatchNorm1d(5)
-        self.own = nn.Parameter(torch.randn(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.own * self.norm(self.module["module"](self.module["norm"](x)))
 
 
 class OnlyModule(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Mlp, assert_gradients, assert_step, expected_mean, row_batch, wrappers
+from models import Deceptive, Mlp, assert_gradients, assert_step, expected_mean, row_batch, wrappers
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -38,19 +38,6 @@ class Embedded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mlp(self.norm(self.other(self.one(x * self.scale + self.shift))))
-
-
-class Deceptive(nn.Module):
-    """Has a submodule called "module", and names that differ by that prefix alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = nn.ModuleDict({"norm": nn.BatchNorm1d(5), "module": nn.Linear(5, 5)})
-        self.norm = nn.BatchNorm1d(5)
-        self.own = nn.Parameter(torch.randn(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.own * self.norm(self.module["module"](self.module["norm"](x)))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"Embedded": Embedded, "Deceptive": Deceptive}

@@ -3,7 +3,7 @@
 import contextlib
 import unittest.mock
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -49,6 +49,7 @@ class Call:
         self.plan, self.fingerprint = plan, plan.fingerprint
         self.index_of, self.undefined = {index: index for index in plan.indices}, frozenset[int]()
         self._node: weakref.ref[Any] | None = None
+        self._ran_locally_in: int | None = None
 
     def made(self, node: Any) -> None:
         self._node = weakref.ref(node)
@@ -62,6 +63,14 @@ class Call:
         return node is not None and torch_private.autograd.backward_will_execute(node)
 
     def compile(self, *, folds: bool) -> None: ...
+
+    def note_local_run(self) -> None:
+        self._ran_locally_in = torch_private.autograd.current_graph_task()
+
+    def is_still_to_run(self) -> bool:
+        return self._ran_locally_in != torch_private.autograd.current_graph_task() and self.will_run()
+
+    def bring(self, indices: Set[int]) -> None: ...
 
     def every_parameter(self) -> "Call":
         return self

@@ -7,6 +7,7 @@ import torch
 from compiled_ddp import torch_private
 from compiled_ddp.backward.existing_gradients import ExistingGradients, any_has_gradient
 from compiled_ddp.backward.grad_mode import grad_mode_off
+from compiled_ddp.backward.withheld_gradients import WithheldGradients, as_planned
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 
@@ -16,6 +17,7 @@ class FoldedGradients:
 
     def __init__(self, parameters: TrainedParameters, existing: ExistingGradients) -> None:
         self._parameters, self._existing = parameters, existing
+        self.withheld = WithheldGradients()  # which graphs fold in too
         self._taken: dict[int, torch.Tensor] = {}
         self._accumulated: set[int] = set()  # those of them that the backward brings a .grad
         self.not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
@@ -38,11 +40,7 @@ class FoldedGradients:
                 if torch_private.autograd.backward_will_accumulate(parameter):
                     self._accumulated.add(gradient.index)
                 parameter.grad = None
-                if existing.stride() == gradient.stride:
-                    inputs.append(existing.detach())
-                    continue
-            laid_out = torch.empty_strided(gradient.size, gradient.stride, dtype=bucket.dtype, device=bucket.device)
-            inputs.append(laid_out.zero_() if existing is None else laid_out.copy_(existing))
+            inputs.append(as_planned(existing, gradient, bucket))
         return inputs
 
     def leave_out(self, indices: Set[int]) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -91,6 +91,7 @@ class SegmentCall:
         self.synchronise = backwards.forward.synchronises
         self.until_backward = UntilBackward(backwards)
         self._node = weakref.ref(node)
+        self._ran_locally_in: int | None = None  # a task of autograd
 
     @property
     def teller(self) -> Teller:
@@ -130,6 +131,18 @@ class SegmentCall:
     def will_run(self) -> bool:
         node = self._node()
         return node is not None and torch_private.autograd.backward_will_execute(node)
+
+    def note_local_run(self) -> None:
+        """The backward that this thread runs evaluates the call's node before it is known to be synchronised."""
+        self._ran_locally_in = torch_private.autograd.current_graph_task()
+
+    def is_still_to_run(self) -> bool:
+        """Whether the backward that this thread runs will evaluate the node, and has not done so locally."""
+        return self._ran_locally_in != torch_private.autograd.current_graph_task() and self.will_run()
+
+    def bring(self, indices: Set[int]) -> None:
+        """The running backward brings these parameters a gradient after all, from other calls."""
+        self.undefined = frozenset(place for place in self.undefined if self.index_of.get(place) not in indices)
 
     def compile(self, *, folds: bool) -> str | None:
         """Compile the backward that reduces in the graph; returns how the compiler has failed, if it has.
@@ -249,4 +262,9 @@ class Segment:
         backward, _ = self._local_backward(call)
         self.graph.check_fits(saved_and_tangents)
         gradients = backward(node, saved_and_tangents)
-        return without(gradients, undefined) if undefined else gradients
+        if undefined:
+            gradients = without(gradients, undefined)
+        if call is None or backwards is None:
+            return gradients
+        with backwards.launching_alone():
+            return backwards.under_way.pass_on(call, gradients)

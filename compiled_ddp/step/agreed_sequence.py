@@ -1,7 +1,7 @@
 """The sequence that a wrapper's ranks keep: proposed by rank 0, refined once, and how it changes after that."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
@@ -38,7 +38,7 @@ class AgreedSequence:
         self.buffers = SequenceBuffers(())
         self.refined = False  # whether the first backward of this sequence has ended
         self.unused: frozenset[int] = frozenset()  # parameters that no rank has used: their sections are not launched
-        self.graph_sections: dict[str, list[int]] = {}  # fingerprint -> the launched sections of equal graphs
+        self.graph_sections: dict[str, int] = {}  # fingerprint -> the launched section of equal graphs
         self.why_not_graph = why_not_graph
         self._reduction: ReductionKind | None = None  # in place of the options' own
         self._options, self._communicator, self._traced_hook = options, communicator, traced_hook
@@ -134,18 +134,11 @@ class AgreedSequence:
         plan = call.every_parameter().plan
         return plan.nbytes < self._options.smallest_graph_bytes and self.sequence.in_graphs.isdisjoint(plan.indices)
 
-    @property
-    def graph_places(self) -> Iterator[int]:
-        """The launched sections that graphs reduce."""
-        for places in self.graph_sections.values():
-            yield from places
-
     def event_of(self, section: int) -> str:
         """A name for what ranks wait for in the graph of a section, the same on all of them."""
         assert self.sequence is not None
-        fingerprint = self.sequence.launched[section].plan.fingerprint
-        equal = self.graph_sections[fingerprint].index(section)  # refining the sequence changes neither
-        return f"{self._communicator.group_name} graph {fingerprint} {self.beginnings} {equal}"
+        fingerprint = self.sequence.launched[section].plan.fingerprint  # refining the sequence changes it not
+        return f"{self._communicator.group_name} graph {fingerprint} {self.beginnings}"
 
     @property
     def by_hooks(self) -> list[Section]:
@@ -176,8 +169,6 @@ class AgreedSequence:
             self._traced_hook.adopt(sequence, lasting=self.refined)
         self.sequence, self.must_agree = sequence, False
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
-        self.graph_sections = {}
-        for place, section in enumerate(sequence.launched):
-            if section.origin == "graph":
-                self.graph_sections.setdefault(section.plan.fingerprint, []).append(place)
+        launched = enumerate(sequence.launched)
+        self.graph_sections = {s.plan.fingerprint: place for place, s in launched if s.origin == "graph"}
         return sequence

@@ -146,6 +146,7 @@ class Backwards:
             return self._reservations.reserve(backward, call, self.conducted)
 
     def _note_local_run(self, call: GraphCall) -> None:
+        call.note_local_run()
         if self.conducted.local:
             self.forward.count.take_back()
         carried = self.reduction.carried

@@ -3,7 +3,7 @@
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -128,12 +128,15 @@ class Beginning:
         must_agree = agreed.must_agree
         if agreed.sequence is not None and not must_agree and not (agreed.among_collectives and agreed.graph_sections):
             return agreed.sequence, False
-        calls = [call for call in live_calls() if must_agree and takes_part(call) and call.plan.indices]
+        running = [call for call in live_calls() if must_agree and takes_part(call) and call.plan.indices]
+        calls, repeated = _last_of_equal(running), _repeated(running)
         wholes = [call.every_parameter().plan for call in calls]
         large = large_enough(wholes, self._reduction.options.smallest_graph_bytes)
         too_small = {i for whole, is_large in zip(wholes, large, strict=True) if not is_large for i in whole.indices}
         # Before any rank waits for another.
-        plans = [call.plan for call in itertools.compress(calls, large) if self._reservations.compiles(call)]
+        compiles = self._reservations.compiles
+        kept = itertools.compress(calls, large)
+        plans = [call.plan for call in kept if compiles(call, repeated=call.fingerprint in repeated)]
         sequence = agreed.propose(plans, too_small)
         if agreed.graph_sections and (agreed.among_collectives or must_agree):
             return self._tell_whether(runs_sequence(), sequence)
@@ -155,14 +158,18 @@ class Beginning:
     def _runs_sequence(self) -> bool:
         """Whether the backward that begins will run the graphs of the sequence, all of them and in its order."""
         reduction = self._reduction
-        running = [call for call in reduction.live_calls() if call.will_run() and call.plan.indices]
-        calls = [call for call in running if not reduction.agreed.leaves_to_hooks(call)]
-        sections = sorted((n, fingerprint) for fingerprint, ns in reduction.agreed.graph_sections.items() for n in ns)
+        sections, running = reduction.agreed.graph_sections, self._running()
+        repeated, may_reserve = _repeated(running), self._reservations.may_reserve
         return (
             reduction.carried.weight > 0.0
-            and [call.fingerprint for call in calls] == [fingerprint for _, fingerprint in sections]
-            and all(map(self._reservations.may_reserve, calls))
+            and [call.fingerprint for call in _last_of_equal(running)] == sorted(sections, key=sections.__getitem__)
+            and all(may_reserve(call, repeated=call.fingerprint in repeated) for call in running)
         )
+
+    def _running(self) -> list[GraphCall]:
+        """The calls that the backward which begins will run, in its order, and whose graphs are to reduce."""
+        calls = [call for call in self._reduction.live_calls() if call.will_run() and call.plan.indices]
+        return [call for call in calls if not self._reduction.agreed.leaves_to_hooks(call)]
 
     def _tell_whether(self, runs_sequence: bool, sequence: ReductionSequence) -> tuple[ReductionSequence, bool]:
         """[Note: models that communicate] Returns the sequence of the backward that begins: maybe another one.
@@ -212,20 +219,25 @@ class Beginning:
         With all that shares a parameter with it: a gradient must not be reduced partly in a graph.
         """
         reduction = self._reduction
-        free = {fingerprint: list(sections) for fingerprint, sections in reduction.agreed.graph_sections.items()}
-        unmatched: set[int] = set()
-        for call in reduction.live_calls():
-            if call.will_run() and not reduction.agreed.leaves_to_hooks(call):
-                if call.leaves_out and not free.get(call.fingerprint) and free.get(call.every_parameter().fingerprint):
-                    call.take_all_in()
-                    backward.message.note(Flag.GRAPH_MISMATCH)  # as in `GraphReservations`
-                if free.get(call.fingerprint) and self._reservations.may_reserve(call):
-                    free[call.fingerprint].pop()
-                else:
-                    unmatched.update(call.plan.indices)
-        not_called = {i for sections in free.values() for n in sections for i in backward.sections[n].plan.indices}
-        if unmatched or not_called:
+        sections, running = reduction.agreed.graph_sections, self._running()
+        for call in running:
+            if call.leaves_out and call.fingerprint not in sections and call.every_parameter().fingerprint in sections:
+                call.take_all_in()
+                backward.message.note(Flag.GRAPH_MISMATCH)  # as in `GraphReservations`
+        repeated = _repeated(running)
+        backward.folded.withheld.expect(repeated)
+        fits, unmatched = set[str](), set[int]()
+        for call in running:
+            may_reserve = self._reservations.may_reserve(call, repeated=call.fingerprint in repeated)
+            if call.fingerprint in sections and may_reserve:
+                fits.add(call.fingerprint)
+            else:
+                unmatched.update(call.plan.indices)
+        skipped = [section for fingerprint, section in sections.items() if fingerprint not in fits]
+        not_called = {index for section in skipped for index in backward.sections[section].plan.indices}
+        if unmatched or not fits:  # what a step skips is sent as zeros, before the graphs that follow
             backward.message.note(Flag.GRAPH_MISMATCH)
+        if unmatched or not_called:
             backward.reservations.leave_to_hooks(unmatched | not_called)
             reduction.hooks.install()  # what a graph would have reduced may be used outside of it
             # ... and may have been in this backward before it came here, which hooks then did not see.
@@ -233,3 +245,17 @@ class Beginning:
             reduction.carried.note_local_use(filter(reduction.will_accumulate, outside))
         if not_called and not unmatched:  # calls that do not match are reported one by one
             reduction.fallback.report(NOT_CALLED, reduction.named(not_called))
+
+
+def _repeated(calls: Iterable[GraphCall]) -> set[str]:
+    """[Note: equal calls] The fingerprints of several of them."""
+    return {fingerprint for fingerprint, count in Counter(call.fingerprint for call in calls).items() if count > 1}
+
+
+def _last_of_equal(calls: Iterable[GraphCall]) -> list[GraphCall]:
+    """[Note: equal calls] Those that reduce."""
+    last: dict[str, GraphCall] = {}
+    for call in calls:
+        last.pop(call.fingerprint, None)
+        last[call.fingerprint] = call
+    return [*last.values()]

@@ -93,7 +93,7 @@ class ConductedWrapper:
             yield self.begin_event
         all_by_hooks = backward is not None and backward.circumstances.some_rank_differs  # on every rank
         if not agreed.must_agree and not all_by_hooks:
-            for section in agreed.graph_places:
+            for section in agreed.graph_sections.values():
                 if backward is None or not backward.launcher.has_launched(section):
                     yield agreed.event_of(section)
 

@@ -1,7 +1,7 @@
 """What a step knows of one call of a captured graph, and what the graph keeps of the step."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any, Generic, Protocol, TypeVar
 
 from compiled_ddp import torch_private
@@ -45,6 +45,15 @@ class GraphCall(Protocol):
 
     def every_parameter(self) -> Bound:
         """What the call is bound to with all of its parameters, also those without gradient."""
+
+    def note_local_run(self) -> None:
+        """The backward that this thread runs evaluates the call's node before it is known to be synchronised."""
+
+    def is_still_to_run(self) -> bool:
+        """Whether the backward that this thread runs will evaluate the node, and has not done so locally."""
+
+    def bring(self, indices: Set[int]) -> None:
+        """The running backward brings these parameters a gradient after all, from other calls."""
 
     def take_all_in(self, whole: bool = True) -> None:
         """In the backward that begins: be bound to every parameter, whichever of them get no gradient."""

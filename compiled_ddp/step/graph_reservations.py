@@ -29,12 +29,17 @@ class GraphReservations:
             return None
         if agreed.leaves_to_hooks(call):
             return None
-        section = self._reserve_for(backward, call, wrapper) if self.compiles(call) else None
-        if section is None and call.leaves_out and agreed.graph_sections.get(call.every_parameter().fingerprint):
+        if call.fingerprint in backward.folded.withheld.repeated:
+            if self._is_followed_by_its_equal(backward, call):
+                backward.folded.withheld.withhold(call)
+                return None
+            call.bring(backward.folded.withheld.indices)
+        section = self._reserve_for(backward, call, wrapper)
+        if section is None and call.leaves_out and call.every_parameter().fingerprint in agreed.graph_sections:
             # It has been planned with parameters that get no gradient here.
             call.take_all_in()
             backward.message.note(Flag.GRAPH_MISMATCH)  # where it is so on all ranks, the next sequence leaves them out
-            section = self._reserve_for(backward, call, wrapper) if self.compiles(call) else None
+            section = self._reserve_for(backward, call, wrapper)
         if section is None:
             self._report_not_reserved(backward, call)
             reduction.hooks.install()
@@ -42,18 +47,23 @@ class GraphReservations:
         return ReservedSection(backward, section, call.plan, reduction)
 
     def _reserve_for(self, backward: SynchronisedBackward, call: GraphCall, wrapper: Conducted) -> int | None:
-        reduction = self._reduction
-        launcher = backward.launcher
-        sections = reduction.agreed.graph_sections.get(call.fingerprint, ())
+        reduction, launcher = self._reduction, backward.launcher
+        section = reduction.agreed.graph_sections.get(call.fingerprint)
+        if section is None or not self.compiles(call, repeated=call.fingerprint in backward.folded.withheld.repeated):
+            return None
         launcher.launch_complete()
-        in_turn = [section for section in sections if launcher.is_next(section)][:1]
-        if not in_turn and backward.reservations.shares_with_reserved(call.plan.indices):
-            # Hooks cannot take what is reduced in part. They may be waiting for what this step skips.
-            in_turn = [n for n in sections if launcher.waits_in_vain_before(n, reduction.will_accumulate)]
-        section = next((n for n in in_turn if self._may_run_graph(backward, n, wrapper)), None)
-        if section is not None:
-            backward.reserve(section)
+        # Hooks may be waiting for what this step skips.
+        in_turn = launcher.is_next(section) or launcher.waits_in_vain_before(section, reduction.will_accumulate)
+        if not in_turn or not self._may_run_graph(backward, section, wrapper):
+            return None
+        backward.reserve(section)
         return section
+
+    def _is_followed_by_its_equal(self, backward: SynchronisedBackward, call: GraphCall) -> bool:
+        """[Note: equal calls] Whether another call, which this backward is still to run, reduces for this one too."""
+        equal = (other for other in self._reduction.live_calls() if other.fingerprint == call.fingerprint)
+        others = (other for other in equal if other is not call and not backward.folded.withheld.withholds(other))
+        return any(other.is_still_to_run() for other in others)
 
     def _may_run_graph(self, backward: SynchronisedBackward, section: int, wrapper: Conducted) -> bool:
         """Whether this rank may wait for others in the graph of a section now.
@@ -82,18 +92,21 @@ class GraphReservations:
 
     # ---- what both a backward that begins and a graph that is reached ask --------------------------------------------
 
-    def compiles(self, call: GraphCall) -> bool:
-        """Whether the backward that reduces in the graph has been compiled, or can be, before anything is sent."""
+    def compiles(self, call: GraphCall, *, repeated: bool) -> bool:
+        """Whether the backward that reduces in the graph has been compiled, or can be, before anything is sent.
+
+        `repeated` tells whether this backward calls the graph several times.
+        """
         reduction = self._reduction
-        failure = call.compile(folds=any_has_gradient(self._parameters_of(call)))
+        failure = call.compile(folds=repeated or any_has_gradient(self._parameters_of(call)))
         if failure is not None:
             reason = f"the compiler failed for the backward of their graph: {failure}"
             reduction.fallback.report(reason, reduction.parameters.named(call.plan.indices))
         return failure is None
 
-    def may_reserve(self, call: GraphCall) -> bool:
-        """Whether nothing about the call itself keeps it from a section."""
-        return not self.with_tensor_hooks(call) and self.compiles(call)
+    def may_reserve(self, call: GraphCall, *, repeated: bool) -> bool:
+        """Whether nothing about the call itself keeps it from a section; `repeated` as in `compiles`."""
+        return not self.with_tensor_hooks(call) and self.compiles(call, repeated=repeated)
 
     def with_tensor_hooks(self, call: GraphCall) -> list[int]:
         """The call's parameters whose gradients tensor hooks of the user's see."""

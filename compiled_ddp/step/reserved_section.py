@@ -27,14 +27,15 @@ class ReservedSection:
 
     # ---- before it runs ----------------------------------------------------------------------------------------------
 
-    def gradients_to_fold(self) -> list[torch.Tensor]:
-        """The .grad tensors that the graph must fold in, one per gradient in plan order; empty if there are none.
+    def gradients_to_fold(self) -> Sequence[torch.Tensor]:
+        """What the graph must fold in, one tensor per gradient in plan order; empty if there is nothing.
 
-        They are None until the backward ends, which gives the same tensors back.
+        The .grad tensors, which are None until the backward ends and gives the same tensors back, with what earlier
+        calls have left: [Note: equal calls].
         """
-        if self._backward.circumstances.returned is not None:  # .grad does not matter
-            return []
-        return self._backward.folded.take(self._plan)
+        returned = self._backward.circumstances.returned is not None  # .grad does not matter
+        existing = [] if returned else self._backward.folded.take(self._plan)
+        return self._backward.folded.withheld.fold(self._plan, existing)
 
     def lend_buffers(self, buckets: Iterable[int]) -> list[torch.Tensor]:
         """Memory for these buckets of the section, for the graph to pack them into."""

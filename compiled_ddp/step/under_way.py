@@ -2,6 +2,9 @@
 
 import threading
 import time
+from collections.abc import Sequence
+
+import torch
 
 from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.step.graph_call import GraphCall
@@ -18,6 +21,14 @@ class UnderWay:
         self.ran_locally: list[GraphCall] = []  # calls whose backward has run since it was POSTPONED
         self.tasks = OpenTasks()  # of autograd, that it runs in
         self._skipping: int | None = None  # the thread that sends zeros
+
+    # ---- calls that run locally --------------------------------------------------------------------------------------
+
+    def pass_on(self, call: GraphCall, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """What autograd gets of the gradients, by graph input, of a call that has run locally: [Note: equal calls]"""
+        if self.backward is None or call.fingerprint not in self.backward.folded.withheld.repeated:
+            return gradients
+        return self.backward.folded.withheld.pass_on(call, gradients, call.index_of)
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 

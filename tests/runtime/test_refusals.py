@@ -168,11 +168,11 @@ def test_by_hooks_a_backward_that_creates_a_graph_leaves_the_mean_without_one(ra
 
 
 class Sandwich(nn.Module):
-    """The same layer in two graphs, with an eager one between them, before them, or nowhere."""
+    """One layer in two graphs that are not alike, with an eager one between them, before them, or nowhere."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.outer, self.eager = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.outer, self.eager, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
         self.eager_at = "between"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ class Sandwich(nn.Module):
         if self.eager_at == "between":
             x = self.run_eagerly(x)
         torch._dynamo.graph_break()
-        return self.outer(x)
+        return self.head(self.outer(x))
 
     @torch.compiler.disable
     def run_eagerly(self, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import torch
 
 from compiled_ddp.backward.grad_mode import grad_mode_off
-from compiled_ddp.plan import Bucket, BucketPlan, GradientSpec
+from compiled_ddp.plan import Bucket, BucketPlan, Gradient
 
 # [Note: equal calls] Two forwards before one backward, or a block that runs twice, are several calls of one graph with
 # the same parameters. All but the last one that the backward reaches run locally, and autograd gets None for their
@@ -13,7 +13,7 @@ from compiled_ddp.plan import Bucket, BucketPlan, GradientSpec
 # fits the sequence however often it calls a graph.
 
 
-def as_planned(value: torch.Tensor | None, gradient: GradientSpec, bucket: Bucket) -> torch.Tensor:
+def as_planned(value: torch.Tensor | None, gradient: Gradient, bucket: Bucket) -> torch.Tensor:
     """What a graph folds in for a gradient of `bucket`: the value itself, if it lies as planned; zeros for None."""
     if value is not None and value.stride() == gradient.stride:
         return value.detach()

@@ -29,7 +29,7 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 LAYERS = (
     ("keywords", "telling"),
     ("collector", "command_line", "errors", "formatting", "frames", "torch_private", "users_code", "users_model"),
-    ("plan",),
+    ("environment", "plan"),
     ("passes",),
     ("comm_hooks", "planning"),
     ("ranks",),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
+from compiled_ddp.environment import check_environment
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.another_kind import why_another
 from compiled_ddp.functional.closed_over import closed_over, generators_shared, reached
@@ -27,7 +28,6 @@ from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
 from compiled_ddp.plan import Bucket, BucketPlan
-from compiled_ddp.telling import log
 from compiled_ddp.telling.slow_work import SlowWork
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
@@ -73,7 +73,7 @@ def compile(
         raise ValueError(f'backend must be "inductor" or "aot_eager", found {backend!r}.')
     if not fullgraph or dynamic:
         raise ValueError("a functional step is one graph of fixed shapes: leave out fullgraph=False and dynamic=True.")
-    log.check_switch()
+    check_environment()
     given = torch_private.compiler_options.inductor_options(mode, options, dynamic)
     donated = (donate,) if isinstance(donate, str | int) else tuple(donate)
     compiled = CompiledStep(step, backend, given, donated)

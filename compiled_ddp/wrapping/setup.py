@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from compiled_ddp import torch_private
+from compiled_ddp.environment import check_environment
 from compiled_ddp.model.checks import (
     broadcast_tensors,
     check_layouts,
@@ -23,7 +24,6 @@ from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.link_speed import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.reducers.hook_program import check_hook
-from compiled_ddp.telling import log
 from compiled_ddp.wrapping.ddp_arguments import check_ddp_arguments, input_device
 from compiled_ddp.wrapping.settings import Settings
 
@@ -76,7 +76,7 @@ class Setup:
                 "of apex's scalings: pass sparse=False to its embedding."
             )
         self.mode = mode_from_environment()
-        log.check_switch()
+        check_environment()
         return {"wrapper": [self._wrapper], **describe_model(self.contents, options, self.mode)}
 
     def check_and_describe_parts(self, known_sparse: Collection[str]) -> Description:

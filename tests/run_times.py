@@ -70,7 +70,7 @@ class Call:
     def is_still_to_run(self) -> bool:
         return self._ran_locally_in != torch_private.autograd.current_graph_task() and self.will_run()
 
-    def bring(self, indices: Set[int]) -> None: ...
+    def note_defined(self, indices: Set[int]) -> None: ...
 
     def every_parameter(self) -> "Call":
         return self

@@ -10,7 +10,7 @@ from compiled_ddp.plan import Bucket, BucketPlan, Gradient
 # [Note: equal calls] Two forwards before one backward, or a block that runs twice, are several calls of one graph with
 # the same parameters. All but the last one that the backward reaches run locally, and autograd gets None for their
 # parameters. The last one folds the sum in, as it does a .grad of earlier backwards, and reduces it once. So a backward
-# fits the sequence however often it calls a graph.
+# fits the sequence however often it calls a graph, if the last calls of several graphs come in the agreed order.
 
 
 def as_planned(value: torch.Tensor | None, gradient: Gradient, bucket: Bucket) -> torch.Tensor:

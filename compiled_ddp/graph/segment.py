@@ -133,15 +133,15 @@ class SegmentCall:
         return node is not None and torch_private.autograd.backward_will_execute(node)
 
     def note_local_run(self) -> None:
-        """The backward that this thread runs evaluates the call's node before it is known to be synchronised."""
+        """The backward that this thread runs evaluates the call's node while none of the wrapper's is under way."""
         self._ran_locally_in = torch_private.autograd.current_graph_task()
 
     def is_still_to_run(self) -> bool:
         """Whether the backward that this thread runs will evaluate the node, and has not done so locally."""
         return self._ran_locally_in != torch_private.autograd.current_graph_task() and self.will_run()
 
-    def bring(self, indices: Set[int]) -> None:
-        """The running backward brings these parameters a gradient after all, from other calls."""
+    def note_defined(self, indices: Set[int]) -> None:
+        """The running backward brings these parameters a gradient, through other calls if not through this one."""
         self.undefined = frozenset(place for place in self.undefined if self.index_of.get(place) not in indices)
 
     def compile(self, *, folds: bool) -> str | None:

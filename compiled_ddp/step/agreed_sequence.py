@@ -137,7 +137,7 @@ class AgreedSequence:
     def event_of(self, section: int) -> str:
         """A name for what ranks wait for in the graph of a section, the same on all of them."""
         assert self.sequence is not None
-        fingerprint = self.sequence.launched[section].plan.fingerprint  # refining the sequence changes it not
+        fingerprint = self.sequence.launched[section].plan.fingerprint  # which refining the sequence does not change
         return f"{self._communicator.group_name} graph {fingerprint} {self.beginnings}"
 
     @property

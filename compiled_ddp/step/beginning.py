@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -18,6 +19,9 @@ from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graph_reservations import GraphReservations
 from compiled_ddp.step.latest_forward import LatestForward
 from compiled_ddp.step.reduction import Reduction
+
+NO_GRAPHS = 0  # in place of a number for those to run: everything is sent at once, and waits for no graph
+_LARGEST = 2**31 - 2  # of such numbers but one, in 32 bits
 
 _may_leave_out = operator.attrgetter("may_leave_out")
 
@@ -48,7 +52,7 @@ class Beginning:
             lambda call: call.will_run(),
             accumulates=self._reduction.will_accumulate,
             returned=returned,
-            runs_sequence=self._runs_sequence,
+            graphs_to_run=self._graphs_to_run,
         )
 
     def after_task(self, ran: Sequence[GraphCall]) -> SynchronisedBackward:
@@ -66,19 +70,19 @@ class Beginning:
         accumulates: Callable[[int], bool] = lambda _: False,
         returned: ReturnedGradients | None = None,
         weight: float | None = None,
-        runs_sequence: Callable[[], bool] = lambda: True,
+        graphs_to_run: Callable[[], int | None] = lambda: NO_GRAPHS,
         ran_locally: Sequence[GraphCall] = (),
     ) -> SynchronisedBackward:
         """A new synchronised backward, of the rank's own weight unless another one is given.
 
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
-        a gradient in this one. `runs_sequence` tells whether it runs the graphs of the sequence; the default is for one
-        that sends everything at once.
+        a gradient in this one. `graphs_to_run` tells what `_graphs_to_run` does; the default is for one that sends
+        everything at once.
         """
         reduction, carried = self._reduction, self._reduction.carried
         forwards = self._count(accumulates=returned is None)
         self._take_in_what_is_shared(takes_part)
-        sequence, some_rank_differs = self._agree(takes_part, runs_sequence)
+        sequence, some_rank_differs = self._agree(takes_part, graphs_to_run)
         agreed, options = reduction.agreed, reduction.options
         reduction.proof.begin_backward()
         newly_used: set[int] = set()
@@ -121,7 +125,7 @@ class Beginning:
         return count.backward_began()
 
     def _agree(
-        self, takes_part: Callable[[GraphCall], bool], runs_sequence: Callable[[], bool]
+        self, takes_part: Callable[[GraphCall], bool], graphs_to_run: Callable[[], int | None]
     ) -> tuple[ReductionSequence, bool]:
         """The sequence of the backward that begins, and whether some rank does not run its graphs."""
         agreed, live_calls = self._reduction.agreed, self._reduction.live_calls
@@ -139,7 +143,7 @@ class Beginning:
         plans = [call.plan for call in kept if compiles(call, repeated=call.fingerprint in repeated)]
         sequence = agreed.propose(plans, too_small)
         if agreed.graph_sections and (agreed.among_collectives or must_agree):
-            return self._tell_whether(runs_sequence(), sequence)
+            return self._tell_whether(graphs_to_run(), sequence)
         return sequence, False
 
     def _take_in_what_is_shared(self, takes_part: Callable[[GraphCall], bool]) -> None:
@@ -155,35 +159,43 @@ class Beginning:
             for call, of_call in indices.items():
                 call.take_all_in(any(count[index] > 1 for index in of_call))
 
-    def _runs_sequence(self) -> bool:
-        """Whether the backward that begins will run the graphs of the sequence, all of them and in its order."""
+    def _graphs_to_run(self) -> int | None:
+        """A number for the calls that the backward which begins will run, equal calls of each graph counted.
+
+        None unless it will run the graphs of the sequence, all of them and in its order.
+        """
         reduction = self._reduction
         sections, running = reduction.agreed.graph_sections, self._running()
         repeated, may_reserve = _repeated(running), self._reservations.may_reserve
-        return (
+        if (
             reduction.carried.weight > 0.0
             and [call.fingerprint for call in _last_of_equal(running)] == sorted(sections, key=sections.__getitem__)
             and all(may_reserve(call, repeated=call.fingerprint in repeated) for call in running)
-        )
+        ):
+            return zlib.crc32("".join(call.fingerprint for call in running).encode()) % _LARGEST + 1
+        return None
 
     def _running(self) -> list[GraphCall]:
         """The calls that the backward which begins will run, in its order, and whose graphs are to reduce."""
         calls = [call for call in self._reduction.live_calls() if call.will_run() and call.plan.indices]
         return [call for call in calls if not self._reduction.agreed.leaves_to_hooks(call)]
 
-    def _tell_whether(self, runs_sequence: bool, sequence: ReductionSequence) -> tuple[ReductionSequence, bool]:
+    def _tell_whether(self, graphs_to_run: int | None, sequence: ReductionSequence) -> tuple[ReductionSequence, bool]:
         """[Note: models that communicate] Returns the sequence of the backward that begins: maybe another one.
 
         And whether some rank does not run its graphs, so that hooks reduce everything.
         """
         reduction = self._reduction
         agreed, communicator = reduction.agreed, reduction.communicator
-        values = [not runs_sequence, conductor.any_communicates()]
+        # The largest number of graphs to run, and of its negative: a difference is one between ranks that run any.
+        largest = [graphs_to_run, -graphs_to_run] if graphs_to_run else [NO_GRAPHS, -_LARGEST - 1]
+        values = [graphs_to_run is None, conductor.any_communicates(), *largest]
         shared = torch.tensor(values, dtype=torch.int32, device=sequence.sections[0].plan.buckets[0].device)
         communicator.progress.note_wait("whether all ranks run the same graphs, in a model that communicates")
         communicator.maximum(shared)
         communicator.progress.note_wait("")
-        differs, among_collectives = map(bool, shared.tolist())
+        differs, among_collectives, most, least_negative = shared.tolist()
+        differs, among_collectives = differs or most + least_negative > 0, bool(among_collectives)
         agreed.note_among_collectives(among_collectives)
         some_rank_differs = differs and among_collectives
         if some_rank_differs and not agreed.refined:
@@ -235,7 +247,9 @@ class Beginning:
                 unmatched.update(call.plan.indices)
         skipped = [section for fingerprint, section in sections.items() if fingerprint not in fits]
         not_called = {index for section in skipped for index in backward.sections[section].plan.indices}
-        if unmatched or not fits:  # what a step skips is sent as zeros, before the graphs that follow
+        # What a step skips is sent as zeros, before the graphs that follow; not for ever what is frozen.
+        frozen = any(not reduction.parameters.tensors[index].requires_grad for index in not_called)
+        if unmatched or frozen or not fits:
             backward.message.note(Flag.GRAPH_MISMATCH)
         if unmatched or not_called:
             backward.reservations.leave_to_hooks(unmatched | not_called)

@@ -47,13 +47,13 @@ class GraphCall(Protocol):
         """What the call is bound to with all of its parameters, also those without gradient."""
 
     def note_local_run(self) -> None:
-        """The backward that this thread runs evaluates the call's node before it is known to be synchronised."""
+        """The backward that this thread runs evaluates the call's node while none of the wrapper's is under way."""
 
     def is_still_to_run(self) -> bool:
         """Whether the backward that this thread runs will evaluate the node, and has not done so locally."""
 
-    def bring(self, indices: Set[int]) -> None:
-        """The running backward brings these parameters a gradient after all, from other calls."""
+    def note_defined(self, indices: Set[int]) -> None:
+        """The running backward brings these parameters a gradient, through other calls if not through this one."""
 
     def take_all_in(self, whole: bool = True) -> None:
         """In the backward that begins: be bound to every parameter, whichever of them get no gradient."""

@@ -33,7 +33,7 @@ class GraphReservations:
             if self._is_followed_by_its_equal(backward, call):
                 backward.folded.withheld.withhold(call)
                 return None
-            call.bring(backward.folded.withheld.indices)
+            call.note_defined(backward.folded.withheld.indices)
         section = self._reserve_for(backward, call, wrapper)
         if section is None and call.leaves_out and call.every_parameter().fingerprint in agreed.graph_sections:
             # It has been planned with parameters that get no gradient here.

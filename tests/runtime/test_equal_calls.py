@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import (
     Mlp,
+    SumOverRanks,
     assert_gradients,
     assert_step,
     expected_mean,
@@ -224,6 +225,39 @@ def test_a_users_tensor_hook_sees_the_sum_of_all_calls_once(ranks2: RankPool) ->
     ranks2.run(_hooked, **LIMITS)
 
 
+class Meets(nn.Module):
+    """A block in a graph, called twice or once, with an all-reduce of the model's own between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.twice = nn.Linear(5, 5), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        if self.twice:
+            x = torch.tanh(self.block(x))
+        torch._dynamo.graph_break()
+        x = self.meet(x)
+        torch._dynamo.graph_break()
+        return torch.tanh(self.block(x)).square().sum()
+
+    @torch.compiler.disable
+    def meet(self, x: Tensor) -> Tensor:
+        return SumOverRanks.apply(x)
+
+
+def _meets(rank: int) -> None:
+    ddp = compile_ddp(Meets(), backend="aot_eager", smallest_graph_mb=0)
+    for step in range(6):
+        ddp.module.twice = step < 2 or rank == 0 or step == 4
+        x = row_batch(rank, step).requires_grad_()
+        assert_step(ddp, lambda module: module(x))  # noqa: B023
+
+
+def test_ranks_that_call_a_graph_as_often_differently_do_not_meet_in_a_models_own_collective(ranks2: RankPool) -> None:
+    ranks2.run(_meets, **LIMITS)
+
+
 # ---- fewer graphs than the sequence has ------------------------------------------------------------------------------
 
 
@@ -305,3 +339,18 @@ def test_what_follows_a_layer_that_is_left_out_still_runs_in_graphs(ranks2: Rank
 
 def test_steps_that_all_leave_layers_out_do_not_make_the_ranks_agree_anew(ranks2: RankPool) -> None:
     ranks2.run(_with_layers_left_out, [[(), ()], *[[(1, 2), (0, 2)]] * 12, [(), ()]], **LIMITS)
+
+
+def _frozen(rank: int) -> None:
+    ddp = compile_ddp(Layers(), backend="aot_eager", smallest_graph_mb=0, bucket_cap_mb=1)
+    for step in range(8):
+        if step == 2:
+            ddp.module.layers[1].requires_grad_(False)
+        frozen = parameters_of(1) if step >= 2 else set[str]()
+        assert_step(ddp, lambda module: module(row_batch(rank, step)).square().sum(), unused=frozen)  # noqa: B023
+    sent = {ddp.plan.parameter_names[index] for section in ddp.plan.launched for index in section.plan.indices}
+    assert sent.isdisjoint(parameters_of(1))
+
+
+def test_a_layer_that_is_frozen_is_sent_no_more(ranks2: RankPool) -> None:
+    ranks2.run(_frozen, **LIMITS)

@@ -58,6 +58,11 @@ class Launcher:
         of_graphs = any(self._reservations.waits_for_graph(launch.section) for launch in waiting)
         return not of_graphs and not any(comes(index) for launch in waiting for index in launch.missing)
 
+    def waits_for_skipped_graphs_before(self, section: int) -> bool:
+        """Whether all that hooks wait for before a section is of graphs' sections, which were left to them."""
+        waiting = self._launches.buckets[self._cursor : self._buffers.positions_in[section].start]
+        return all(self._reservations.is_of_graph(launch.section) for launch in waiting)
+
     def reserve(self, section: int) -> None:
         """Hand a section to the captured segment that is about to run; what is missing before it is sent as zeros."""
         self._launch_to(self._buffers.positions_in[section].start)

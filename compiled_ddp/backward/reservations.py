@@ -46,6 +46,10 @@ class Reservations:
         """Whether a graph may reserve the section, if the backward has come to it."""
         return section not in self._by_hooks and section not in self.reserved
 
+    def is_of_graph(self, section: int) -> bool:
+        """Whether a graph reduces the section where all goes well."""
+        return self._sections[section].origin == "graph"
+
     def waits_for_graph(self, section: int) -> bool:
         """Whether hooks must not launch the section before a graph has come."""
         return self._sections[section].origin == "graph" and section not in self._by_hooks

@@ -236,8 +236,9 @@ class Beginning:
             if call.leaves_out and call.fingerprint not in sections and call.every_parameter().fingerprint in sections:
                 call.take_all_in()
                 backward.message.note(Flag.GRAPH_MISMATCH)  # as in `GraphReservations`
-        repeated = _repeated(running)
-        backward.folded.withheld.expect(repeated)
+        repeated = _repeated(running) if len(running) > 1 else set[str]()
+        if repeated:
+            backward.folded.withheld.expect(repeated)
         fits, unmatched = set[str](), set[int]()
         for call in running:
             may_reserve = self._reservations.may_reserve(call, repeated=call.fingerprint in repeated)

@@ -52,9 +52,14 @@ class GraphReservations:
         if section is None or not self.compiles(call, repeated=call.fingerprint in backward.folded.withheld.repeated):
             return None
         launcher.launch_complete()
-        # Hooks may be waiting for what this step skips.
-        in_turn = launcher.is_next(section) or launcher.waits_in_vain_before(section, reduction.will_accumulate)
-        if not in_turn or not self._may_run_graph(backward, section, wrapper):
+        if not launcher.is_next(section):
+            # Hooks may be waiting for graphs that this step skips, or cannot take what is reduced in part.
+            shares = backward.reservations.shares_with_reserved(call.plan.indices)
+            if not shares and not launcher.waits_for_skipped_graphs_before(section):
+                return None
+            if not launcher.waits_in_vain_before(section, reduction.will_accumulate):
+                return None
+        if not self._may_run_graph(backward, section, wrapper):
             return None
         backward.reserve(section)
         return section

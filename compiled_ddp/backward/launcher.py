@@ -1,9 +1,10 @@
 """In which order the buckets of one backward are launched, whoever produces the gradients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.backward.gradients import Gradients
+from compiled_ddp.backward.launch import Launch
 from compiled_ddp.backward.launches import Launches
 from compiled_ddp.backward.reservations import Reservations
 from compiled_ddp.backward.riders import Flag, Message
@@ -52,7 +53,7 @@ class Launcher:
 
     def waits_in_vain_before(self, section: int, comes: Callable[[int], bool]) -> bool:
         """Whether hooks wait before a section for what will not come; `comes` tells which gradients still may."""
-        waiting = self._launches.buckets[self._cursor : self._buffers.positions_in[section].start]
+        waiting = self._waiting_before(section)
         if not waiting or not self._reservations.is_free(section):
             return False
         of_graphs = any(self._reservations.waits_for_graph(launch.section) for launch in waiting)
@@ -60,8 +61,11 @@ class Launcher:
 
     def waits_for_skipped_graphs_before(self, section: int) -> bool:
         """Whether all that hooks wait for before a section is of graphs' sections, which were left to them."""
-        waiting = self._launches.buckets[self._cursor : self._buffers.positions_in[section].start]
-        return all(self._reservations.is_of_graph(launch.section) for launch in waiting)
+        return all(self._reservations.is_of_graph(launch.section) for launch in self._waiting_before(section))
+
+    def _waiting_before(self, section: int) -> Sequence[Launch]:
+        """What is to be launched before a section, in order."""
+        return self._launches.buckets[self._cursor : self._buffers.positions_in[section].start]
 
     def reserve(self, section: int) -> None:
         """Hand a section to the captured segment that is about to run; what is missing before it is sent as zeros."""

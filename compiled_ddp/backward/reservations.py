@@ -52,7 +52,7 @@ class Reservations:
 
     def waits_for_graph(self, section: int) -> bool:
         """Whether hooks must not launch the section before a graph has come."""
-        return self._sections[section].origin == "graph" and section not in self._by_hooks
+        return self.is_of_graph(section) and section not in self._by_hooks
 
     def reserve(self, section: int) -> None:
         self.reserved[section] = None

@@ -248,11 +248,11 @@ class Beginning:
                 unmatched.update(call.plan.indices)
         skipped = [section for fingerprint, section in sections.items() if fingerprint not in fits]
         not_called = {index for section in skipped for index in backward.sections[section].plan.indices}
-        # What a step skips is sent as zeros, before the graphs that follow; not for ever what is frozen.
-        frozen = any(not reduction.parameters.tensors[index].requires_grad for index in not_called)
-        if unmatched or frozen or not fits:
-            backward.message.note(Flag.GRAPH_MISMATCH)
         if unmatched or not_called:
+            # What a step skips is sent as zeros, before the graphs that follow; not for ever what is frozen.
+            frozen = any(not reduction.parameters.tensors[index].requires_grad for index in not_called)
+            if unmatched or frozen or not fits:
+                backward.message.note(Flag.GRAPH_MISMATCH)
             backward.reservations.leave_to_hooks(unmatched | not_called)
             reduction.hooks.install()  # what a graph would have reduced may be used outside of it
             # ... and may have been in this backward before it came here, which hooks then did not see.

@@ -67,6 +67,9 @@ def wrap(wrapper: str, model: nn.Module, *batch: Tensor) -> nn.Module:
 def train_two_steps(rank: int, wrapper: str) -> tuple[nn.Module, Callable[[], None]]:
     """A wrapper after two steps, and its next step."""
     ddp = wrap(wrapper, TokenModel(), *token_batch(rank))
+    with ddp.no_sync():  # the backward is compiled without the others, who might give up on a rank that is slow
+        ddp(*token_batch(rank)).backward()
+    dist.barrier()
 
     def step() -> None:
         ddp.zero_grad()

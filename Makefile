@@ -41,7 +41,7 @@ versions: check-compiler ## Run the quick round of tests on each admitted torch 
 	@echo "==> make versions: the quick round on torch $(VERSIONS), environments in $(VERSIONS_FOLDER)"
 	PYTHON="$(PYTHON)" WORKERS="$(WORKERS)" .ci/versions "$(VERSIONS_FOLDER)" "$(VERSIONS)" $(ARGS)
 
-trainers: check-compiler check-python ## Run Accelerate, transformers, Lightning and Ignite with our class, in an environment of their own
+trainers: check-compiler check-python ## Run Accelerate, transformers, Lightning, Ignite, Ray Train and TRL with our class, in an environment of their own
 	@echo "==> make trainers: python -m pytest tests/integrations and their pages, environment in $(TRAINERS_FOLDER)"
 	$(PYTHON) -m venv $(TRAINERS_FOLDER)
 	$(TRAINERS_FOLDER)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,trainers]'

@@ -89,7 +89,7 @@ def run_snippet(page: str, block: Snippet, namespace: dict[str, object]) -> None
 def trainers() -> set[str]:
     """The modules that the extra `trainers` brings."""
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["trainers"]
-    return {re.split(r"[<>=]", requirement)[0].removeprefix("pytorch-") for requirement in extra}
+    return {re.split(r"[\[<>=]", requirement)[0].removeprefix("pytorch-") for requirement in extra}
 
 
 def trainers_imported(blocks: list[Snippet], known: set[str]) -> set[str]:
@@ -260,7 +260,7 @@ $ python
 
 
 def test_trainers_that_a_page_needs_are_found() -> None:
-    assert trainers() == {"accelerate", "transformers", "lightning", "ignite"}
+    assert trainers() == {"accelerate", "transformers", "lightning", "ignite", "ray", "trl"}
     code = (
         "import lightning.pytorch\nfrom compiled_ddp.integrations.accelerate import Accelerator\nimport torch, missing"
     )

@@ -1,12 +1,12 @@
 """What Inductor makes of the passes' graphs, read from the code it generates, and what its caches keep."""
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from generated_code import read_statements
 from models import Mlp, TokenModel, assert_gradients, expected_mean, token_batch
 from torch import Tensor, nn
 
@@ -18,36 +18,6 @@ pytestmark = pytest.mark.inductor
 LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}  # ranks wait for each other's compiler
 
 # ---- the generated code ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Statement:
-    """A line of generated code that does something: a kernel or a collective, and the buffers it names."""
-
-    kind: str  # "launch", "wait", "mm" or "kernel"
-    buffers: tuple[str, ...]
-    text: str
-
-
-def read_statements(source: str) -> tuple[list[Statement], dict[str, str]]:
-    """The statements of a generated backward in order, and which buffer each alias lies in."""
-    body = source[source.rindex("def call(") : source.rindex("runner = ")]
-    aliases = dict(re.findall(r"(buf\d+) = reinterpret_tensor\((buf\d+),.*# alias", body))
-    statements = []
-    for line in body.splitlines():
-        text = line.strip()
-        if "_c10d_functional.all_reduce_" in text:
-            kind = "launch"
-        elif "_c10d_functional.wait_tensor" in text:
-            kind = "wait"
-        elif text.startswith("extern_kernels.mm("):
-            kind = "mm"
-        elif re.match(r"(cpp_fused|extern_kernels|aoti|torch\.ops)", text):
-            kind = "kernel"
-        else:
-            continue
-        statements.append(Statement(kind, tuple(re.findall(r"\bbuf\d+\b", text)), text))
-    return statements, aliases
 
 
 def _backward_source(rank: int) -> tuple[str, list[int], int]:

@@ -1,0 +1,42 @@
+"""Reading the code that Inductor generates for a backward."""
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A line of generated code that does something: a kernel or a collective, and the buffers it names."""
+
+    kind: str  # "launch", "wait", "mm" or "kernel"
+    buffers: tuple[str, ...]
+    text: str
+
+
+def body_of(source: str) -> str:
+    """What a generated module runs; of several partitions, between which it may leave a CUDA graph, an error."""
+    if "def partition_0(" not in source:
+        return source[source.rindex("def call(") : source.rindex("runner = ")]
+    assert "def partition_1(" not in source, "the graph was cut into several partitions"
+    return source[source.index("def partition_0(") : source.rindex("class Runner")]
+
+
+def read_statements(source: str) -> tuple[list[Statement], dict[str, str]]:
+    """The statements of a generated backward in order, and which buffer each alias lies in."""
+    body = body_of(source)
+    aliases = dict(re.findall(r"(buf\d+) = reinterpret_tensor\((buf\d+),.*# alias", body))
+    statements = []
+    for line in body.splitlines():
+        text = line.strip()
+        if "_c10d_functional.all_reduce_" in text:
+            kind = "launch"
+        elif "_c10d_functional.wait_tensor" in text:
+            kind = "wait"
+        elif text.startswith("extern_kernels.mm("):
+            kind = "mm"
+        elif re.match(r"(cpp_fused|triton_|extern_kernels|aoti|torch\.ops)", text):
+            kind = "kernel"
+        else:
+            continue
+        statements.append(Statement(kind, tuple(re.findall(r"\bbuf\d+\b", text)), text))
+    return statements, aliases

@@ -1,160 +1,26 @@
-"""CUDA code without a GPU: what Inductor writes for a backward that the passes have rewritten. Nothing of it is run.
+"""The CUDA code of a backward that the passes have rewritten: see `compiled_ddp.torch_private.pretended_cuda`."""
 
-The model is traced on the CPU, as AOTAutograd needs a driver for another device. Its backward graph, as Inductor is
-given it, is moved to fake CUDA tensors, the passes rewrite it, and Inductor writes Triton and the code around it for an
-H100 that is pretended. Needs triton; seen to work with torch 2.13.0 (CPU wheel) and triton 3.9.0.
-"""
-
-import contextlib
-import copy
-import functools
-import unittest.mock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._guards import TracingContext, tracing
-from torch._inductor import config
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.graph import GraphLowering
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.fx.node import map_aggregate
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils import _triton
 
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.torch_private import inductor, packing
-
-CUDA = torch.device("cuda", 0)
-WORLD_SIZE = 8
-# Of an H100 SXM, as NVIDIA publishes them.
-PROPERTIES = SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    major=9,
-    minor=0,
-    total_memory=80 * 2**30,
-    multi_processor_count=132,
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    regs_per_multiprocessor=65536,
-    shared_memory_per_block=48 * 2**10,
-    shared_memory_per_block_optin=227 * 2**10,
-    shared_memory_per_multiprocessor=228 * 2**10,
-    L2_cache_size=50 * 2**20,
+from compiled_ddp.torch_private.pretended_cuda import (
+    backward_graph,
+    code_of,
+    move_to_cuda,
+    pretended_gpu,
+    tracing_in,
+    world,
 )
 
-
-@contextlib.contextmanager
-def world() -> Iterator[str]:
-    """A process group of `WORLD_SIZE` ranks that communicates nothing; its name."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD_SIZE)
-    try:
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD.group_name
-    finally:
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def pretended_gpu() -> Iterator[None]:
-    """Within this context Inductor and triton take this machine for one with an H100."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
-
-    stream = SimpleNamespace(cuda_stream=0, device=CUDA, stream_id=0)
-    of_cuda: dict[str, Callable[..., object]] = {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "current_stream": lambda *_: stream,
-        "synchronize": lambda *_: None,
-        "set_device": lambda *_: None,
-        "_exchange_device": lambda *_: 0,
-        "_maybe_exchange_device": lambda *_: 0,
-        "_lazy_init": lambda: None,
-        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda *_: None,
-        "_get_device_properties": lambda *_: PROPERTIES,  # not there in a build without CUDA
-        "get_device_properties": lambda *_: PROPERTIES,
-        "get_device_capability": lambda *_: (9, 0),
-    }
-    drivers = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
-        get_current_device=lambda: 0,
-        get_current_stream=lambda *_: 0,
-        get_device_interface=lambda: torch.cuda,
-        get_active_torch_device=lambda: CUDA,
-    )
-    answers = [function for function in vars(_triton).values() if hasattr(function, "cache_clear")]
-    with contextlib.ExitStack() as stack:
-        for function in answers:
-            stack.callback(function.cache_clear)
-        for name, pretended in of_cuda.items():
-            stack.enter_context(unittest.mock.patch.object(torch.cuda, name, pretended, create=True))
-        stack.enter_context(unittest.mock.patch.object(torch.cuda.random, "_lazy_init"))
-        stack.enter_context(unittest.mock.patch.object(torch.version, "cuda", "12.6"))
-        stack.enter_context(unittest.mock.patch.object(driver, "_active", drivers))
-        for function in answers:
-            function.cache_clear()
-        yield
-
-
-def backward_graph(
-    model: Callable[..., Tensor], batch: Sequence[Tensor], dynamic: bool | None
-) -> tuple[GraphModule, list[Any]]:
-    """The graph of the backward and its inputs, on the CPU, as Inductor would compile them."""
-    found: list[tuple[GraphModule, list[Any]]] = []
-
-    def keep(graph_module: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
-        if options.get("is_backward"):
-            found.append((copy.deepcopy(graph_module), list(inputs)))
-
-        def run(args: list[Any]) -> Any:
-            return graph_module.forward(*args)
-
-        run._boxed_call = True  # type: ignore[attr-defined]
-        return run
-
-    torch._dynamo.reset()
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled = torch.compile(model, backend=functools.partial(compile_fx, inner_compile=keep), dynamic=dynamic)
-        compiled(*batch).backward()
-    (backward,) = found
-    return backward
-
-
-def move_to_cuda(graph_module: GraphModule, inputs: Sequence[Any]) -> tuple[FakeTensorMode, list[Any]]:
-    """Make the graph one of CUDA tensors; the mode of its fake values, and its inputs."""
-    symbolic = [value for value in inputs if isinstance(value, torch.SymInt)]
-    shapes = symbolic[0].node.shape_env if symbolic else ShapeEnv()
-    mode = FakeTensorMode(shape_env=shapes)
-
-    def moved(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        with mode:
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
-
-    for node in graph_module.graph.nodes:
-        node.args, node.kwargs = (
-            map_aggregate(given, lambda value: CUDA if isinstance(value, torch.device) else value)
-            for given in (node.args, node.kwargs)
-        )
-    graph_module.recompile()
-    on_cuda = [moved(value) for value in inputs]
-    FakeTensorProp(graph_module, mode).propagate_dont_convert_inputs(*on_cuda)
-    return mode, on_cuda
+WORLD_SIZE = 8
 
 
 @dataclass(frozen=True)
@@ -178,17 +44,17 @@ def cuda_code(
     """Of the backward of `model(*batch)`, a scalar; `fold` and `replayed` are `Pipeline`'s, `options` Inductor's."""
     graph_module, inputs = backward_graph(model, batch, dynamic)
     positions = inductor.gradient_output_positions(graph_module.graph)
-    with world() as group_name, pretended_gpu():
+    with world(WORLD_SIZE) as group_name, pretended_gpu():
         mode, inputs = move_to_cuda(graph_module, inputs)
         plan = _plan(graph_module, positions, capacity_bytes)
         pipeline = Pipeline(plan, group_name, fold=fold, replayed=replayed)
         packing.register_pack_lowering()
         rewriting = inductor.rewriting_by(pipeline.run, pipeline.cache_identity, "synchronised")
         assert rewriting.rewrite is not None
-        with tracing(TracingContext(mode)):
+        with tracing_in(mode):
             inputs = list(rewriting.rewrite(graph_module, inputs))
             graph_module.recompile()
-            return CudaCode(_written(graph_module, inputs, options or {}), plan)
+            return CudaCode(code_of(graph_module, inputs, options or {}), plan)
 
 
 def _plan(graph_module: GraphModule, positions: dict[int, int], capacity_bytes: float) -> BucketPlan:
@@ -202,26 +68,3 @@ def _plan(graph_module: GraphModule, positions: dict[int, int], capacity_bytes: 
         for index, node in sorted(computed.items(), key=lambda item: places[item[1]])
     ]
     return assign_buckets(specs, capacities_bytes=(capacity_bytes,), world_size=WORLD_SIZE)
-
-
-class _Written(Exception):
-    """The code is there, and is not to be loaded."""
-
-
-def _written(graph_module: GraphModule, inputs: list[Any], options: dict[str, Any]) -> str:
-    texts: list[str] = []
-
-    def write(lowering: GraphLowering) -> None:
-        code, _ = lowering.codegen()
-        texts.append(code.value)
-        raise _Written
-
-    uncached = {"fx_graph_cache": False, "compile_threads": 1}
-    stopping = unittest.mock.patch.object(GraphLowering, "_compile_to_module", write)
-    with stopping, config.patch(inductor._OVERLAP | uncached | options):
-        try:
-            compile_fx_inner(graph_module, inputs, is_backward=True)
-        except Exception:  # Inductor's own kind, whatever it was made of
-            if not texts:
-                raise
-    return texts[0]

@@ -1,0 +1,190 @@
+"""CUDA code without a GPU: what Inductor writes for a backward, for tests. Nothing of it is run.
+
+The model is traced on the CPU, as AOTAutograd needs a driver for another device. Its backward graph, as Inductor is
+given it, is moved to fake CUDA tensors, and Inductor writes Triton and the code around it for an H100 that is
+pretended. Needs triton; seen to work with torch 2.13.0 (CPU wheel) and triton 3.9.0.
+"""
+
+import contextlib
+import copy
+import functools
+import importlib
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
+
+from compiled_ddp.torch_private.inductor import _OVERLAP
+
+CUDA = torch.device("cuda", 0)
+# Of an H100 SXM, as NVIDIA publishes them.
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    total_memory=80 * 2**30,
+    multi_processor_count=132,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=48 * 2**10,
+    shared_memory_per_block_optin=227 * 2**10,
+    shared_memory_per_multiprocessor=228 * 2**10,
+    L2_cache_size=50 * 2**20,
+)
+
+
+@contextlib.contextmanager
+def world(size: int) -> Iterator[str]:
+    """A process group of `size` ranks that communicates nothing; its name."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def pretended_gpu() -> Iterator[None]:
+    """Within this context Inductor and triton take this machine for one with an H100."""
+    from torch.utils import _triton
+
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    driver = importlib.import_module("triton.runtime.driver").driver
+    stream = SimpleNamespace(cuda_stream=0, device=CUDA, stream_id=0)
+    of_cuda: dict[str, Callable[..., object]] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "current_stream": lambda *_: stream,
+        "synchronize": lambda *_: None,
+        "set_device": lambda *_: None,
+        "_exchange_device": lambda *_: 0,
+        "_maybe_exchange_device": lambda *_: 0,
+        "_lazy_init": lambda: None,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu"),
+        "set_rng_state": lambda *_: None,
+        "_get_device_properties": lambda *_: PROPERTIES,  # not there in a build without CUDA
+        "get_device_properties": lambda *_: PROPERTIES,
+        "get_device_capability": lambda *_: (9, 0),
+    }
+    drivers = SimpleNamespace(
+        get_current_target=lambda: target,
+        get_current_device=lambda: 0,
+        get_current_stream=lambda *_: 0,
+        get_device_interface=lambda: torch.cuda,
+        get_active_torch_device=lambda: CUDA,
+    )
+    answers = [function for function in vars(_triton).values() if hasattr(function, "cache_clear")]
+    with contextlib.ExitStack() as stack:
+        for function in answers:
+            stack.callback(function.cache_clear)
+        for name, pretended in of_cuda.items():
+            stack.enter_context(unittest.mock.patch.object(torch.cuda, name, pretended, create=True))
+        stack.enter_context(unittest.mock.patch.object(torch.cuda.random, "_lazy_init"))
+        stack.enter_context(unittest.mock.patch.object(torch.version, "cuda", "12.6"))
+        stack.enter_context(unittest.mock.patch.object(driver, "_active", drivers))
+        for function in answers:
+            function.cache_clear()
+        yield
+
+
+def backward_graph(
+    model: Callable[..., Tensor], batch: Sequence[Tensor], dynamic: bool | None
+) -> tuple[GraphModule, list[Any]]:
+    """The graph of the backward and its inputs, on the CPU, as Inductor would compile them."""
+    from torch._inductor.compile_fx import compile_fx
+
+    found: list[tuple[GraphModule, list[Any]]] = []
+
+    def keep(graph_module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+        if options.get("is_backward"):
+            found.append((copy.deepcopy(graph_module), list(inputs)))
+
+        def run(args: list[Any]) -> Any:
+            return graph_module.forward(*args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled = torch.compile(model, backend=functools.partial(compile_fx, inner_compile=keep), dynamic=dynamic)
+        compiled(*batch).backward()
+    (backward,) = found
+    return backward
+
+
+@contextlib.contextmanager
+def tracing_in(mode: Any) -> Iterator[None]:
+    """Within this context graphs are compiled with the fake tensors of `mode`."""
+    from torch._guards import TracingContext, tracing
+
+    with tracing(TracingContext(mode)):
+        yield
+
+
+def move_to_cuda(graph_module: GraphModule, inputs: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Make the graph one of CUDA tensors; the mode of its fake values, and its inputs."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    symbolic = [value for value in inputs if isinstance(value, torch.SymInt)]
+    shapes = symbolic[0].node.shape_env if symbolic else ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        with mode:
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=CUDA)
+
+    for node in graph_module.graph.nodes:
+        node.args, node.kwargs = (
+            map_aggregate(given, lambda value: CUDA if isinstance(value, torch.device) else value)
+            for given in (node.args, node.kwargs)
+        )
+    graph_module.recompile()
+    on_cuda = [moved(value) for value in inputs]
+    FakeTensorProp(graph_module, mode).propagate_dont_convert_inputs(*on_cuda)
+    return mode, on_cuda
+
+
+class _Written(Exception):
+    """The code is there, and is not to be loaded."""
+
+
+def code_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """What Inductor writes for a rewritten backward, under these options of its own."""
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+
+    texts: list[str] = []
+
+    def write(lowering: GraphLowering) -> None:
+        code, _ = lowering.codegen()
+        texts.append(code.value)
+        raise _Written
+
+    uncached = {"fx_graph_cache": False, "compile_threads": 1}
+    stopping = unittest.mock.patch.object(GraphLowering, "_compile_to_module", write)
+    with stopping, config.patch({**_OVERLAP, **uncached, **options}):
+        try:
+            compile_fx_inner(graph_module, list(inputs), is_backward=True)
+        except Exception:  # Inductor's own kind, whatever it was made of
+            if not texts:
+                raise
+    return texts[0]

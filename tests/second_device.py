@@ -1,16 +1,21 @@
 """Two devices of a kind of their own on a machine without a GPU: `twins:0` and `twins:1`, whose memory is the CPU's.
 
-Autograd runs backwards in a thread for each of them. A process that has registered them cannot be rid of them: ranks
-that do are no other tests' ranks.
+Autograd runs backwards in a thread for each of them. Each stream is a thread too, which runs kernels in its order and
+none of another stream's, late where `delays` says so; what the host has not waited for, it reads too early, and memory
+that is freed is overwritten, unless the streams that use it were recorded. A process that has registered them cannot be
+rid of them: ranks that do are no other tests' ranks.
 """
 
+import contextlib
 import fcntl
 import importlib.util
 import subprocess
 import sysconfig
 import types
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +59,8 @@ def register(library: Path) -> None:
     module.__dict__.update(
         device_count=lambda: 2,
         is_available=lambda: True,
-        current_device=lambda: 0,
+        current_device=torch.accelerator.current_device_index,
+        second_device=extension,
         manual_seed_all=lambda seed: None,
         get_amp_supported_dtype=lambda: [torch.bfloat16],
         _is_in_bad_fork=lambda: False,
@@ -62,9 +68,45 @@ def register(library: Path) -> None:
     torch._register_device_module(KIND, module)
 
     def backend(store: dist.Store, rank: int, world_size: int, timeout: object) -> dist.Backend:
-        return extension.backend(dist.ProcessGroupGloo(store, rank, world_size, timeout))
+        stores = [dist.PrefixStore(f"{KIND}:{number}", store) for number in range(2)]
+        return extension.backend([dist.ProcessGroupGloo(store, rank, world_size, timeout) for store in stores])
 
     dist.Backend.register_backend(KIND, backend, devices=[KIND])
+
+
+@contextlib.contextmanager
+def delays(
+    seed: int, *, share: float = 0.1, longest_us: int = 1000, collectives_us: int | None = None
+) -> Iterator[None]:
+    """In here a `share` of all kernels starts late, by up to `longest_us`; which ones, and by how much, is `seed`'s.
+
+    Collectives by up to `collectives_us`, if that is given.
+    """
+    print(f"seed of the delays: {seed}")
+    _extension().set_delays(seed, share, longest_us, longest_us if collectives_us is None else collectives_us)
+    try:
+        yield
+    finally:
+        _extension().set_delays(seed, 0.0, 0, 0)
+
+
+@contextlib.contextmanager
+def collectives_that_keep_nothing() -> Iterator[None]:
+    """A fault: in here the memory of a collective's tensors may be used again while it runs."""
+    _extension().keep_tensors(False)
+    try:
+        yield
+    finally:
+        _extension().keep_tensors(True)
+
+
+def waited_for() -> set[str]:
+    """The operators for which the host has waited, as nothing tells beforehand what they return: no race shows."""
+    return set(_extension().waited_for())
+
+
+def _extension() -> Any:
+    return getattr(torch, KIND).second_device
 
 
 def group() -> dist.ProcessGroup:

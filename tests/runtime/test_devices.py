@@ -1,7 +1,7 @@
 """Models off the CPU and on several devices: autograd has a thread for each, and a bucket is of one device.
 
 The devices are the test's own, of CPU memory (`second_device.py`): what is done asynchronously on a GPU, reading riders
-one backward late among it, is done here too, but nothing of streams is seen.
+one backward late among it, is done here too. Races of streams: test_streams.py.
 """
 
 import threading

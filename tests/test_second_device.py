@@ -1,0 +1,289 @@
+"""The tests' own device: its streams run each in its own order, late, and its memory is handed out again at once.
+
+What is missing here (a wait, a record) must show, or the tests on it would find no race.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import second_device
+import torch
+from models import TokenModel, row_batch, token_batch
+from torch import Tensor
+
+from ranks import RankPool
+
+DEVICE = "twins:0"
+LATE = {"share": 1.0, "longest_us": 20_000}  # every kernel, 10 ms on average
+
+
+@pytest.fixture(scope="module")
+def library(inductor_cache: Path) -> Path:
+    return second_device.build(inductor_cache.parent)
+
+
+@pytest.fixture(scope="module")
+def rank(inductor_cache: Path) -> Iterator[RankPool]:
+    """A process of these tests alone, as one that knows the device cannot be rid of it."""
+    with RankPool(1) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def ranks(inductor_cache: Path) -> Iterator[RankPool]:
+    with RankPool(2) as pool:
+        yield pool
+
+
+def _call(_: int, library: Path, check: Callable[[], Any]) -> Any:
+    second_device.register(library)
+    return check()
+
+
+def on_the_device(rank: RankPool, library: Path, check: Callable[[], Any]) -> Any:
+    return rank.run(_call, library, check, process_group=False)[0]
+
+
+def ones(numel: int = 1000) -> Tensor:
+    return torch.ones(numel, device=DEVICE)
+
+
+def here() -> torch.Stream:
+    return torch.accelerator.current_stream(torch.device(DEVICE))
+
+
+def late_sum(start: Tensor, times: int = 5) -> Tensor:
+    for _ in range(times):
+        start = start + 1
+    return start
+
+
+def _asynchronous() -> tuple[float, float, list[bool]]:
+    start = ones()
+    with second_device.delays(1, **LATE):
+        begun = time.perf_counter()
+        total = late_sum(start)
+        done = torch.Event(torch.device(DEVICE))
+        done.record(here())
+        queued = time.perf_counter()
+        seen = [done.query(), here().query()]
+        assert total.sum().item() == 6000
+        here().synchronize()
+        return queued - begun, time.perf_counter() - queued, [*seen, done.query(), here().query()]
+
+
+def test_kernels_run_in_order_behind_the_hosts_back(rank: RankPool, library: Path) -> None:
+    queueing, waiting, seen = on_the_device(rank, library, _asynchronous)
+    assert queueing < waiting, "the host has waited"
+    assert seen == [False, False, True, True]
+
+
+def _two_streams(waits: bool) -> list[bool]:
+    right = []
+    for seed in range(5):
+        stream, start = torch.Stream(torch.device(DEVICE)), ones()
+        torch.accelerator.synchronize()
+        with second_device.delays(seed, **LATE):
+            total = late_sum(start)
+            if waits:
+                stream.wait_stream(here())
+            with stream:
+                assert here() == stream
+                copied = total.cpu()
+        torch.accelerator.synchronize()
+        right.append(torch.equal(copied, torch.full((1000,), 6.0)))
+    return right
+
+
+def _waits() -> list[bool]:
+    return _two_streams(waits=True)
+
+
+def _does_not_wait() -> list[bool]:
+    return _two_streams(waits=False)
+
+
+def test_a_stream_sees_what_another_one_made_if_it_waits(rank: RankPool, library: Path) -> None:
+    assert on_the_device(rank, library, _waits) == [True] * 5
+    assert not any(on_the_device(rank, library, _does_not_wait))
+
+
+def _freed(records: bool) -> bool:
+    start, stream = ones(), torch.Stream(torch.device(DEVICE))
+    torch.accelerator.synchronize()
+    with second_device.delays(1, **LATE), stream:
+        late_sum(torch.zeros(8, device=DEVICE))  # keeps the stream busy until `start` has been used again
+        total = late_sum(start)
+        if records:
+            start.record_stream(stream)
+    address = start.data_ptr()
+    del start
+    again = torch.full((1000,), 7.0, device=DEVICE)
+    assert (again.data_ptr() == address) is not records
+    with stream:
+        right = torch.equal(total.cpu(), torch.full((1000,), 6.0))
+    torch.accelerator.synchronize()
+    del again
+    assert not records or address in {memory.data_ptr() for memory in [ones() for _ in range(8)]}
+    return right
+
+
+def _frees_recorded_memory() -> bool:
+    return _freed(records=True)
+
+
+def _frees_unrecorded_memory() -> bool:
+    return _freed(records=False)
+
+
+def test_freed_memory_is_handed_out_at_once_unless_its_streams_were_recorded(rank: RankPool, library: Path) -> None:
+    assert on_the_device(rank, library, _frees_recorded_memory)
+    assert not on_the_device(rank, library, _frees_unrecorded_memory)
+
+
+def _to_the_host() -> tuple[bool, bool, bool]:
+    start = ones()
+    with second_device.delays(1, **LATE):
+        copied = late_sum(start).to("cpu", non_blocking=True)
+        early = torch.equal(copied, torch.full((1000,), 6.0))
+        here().synchronize()
+        return copied.is_pinned(), early, torch.equal(copied, torch.full((1000,), 6.0))
+
+
+def test_a_copy_to_pinned_memory_must_be_waited_for(rank: RankPool, library: Path) -> None:
+    assert on_the_device(rank, library, _to_the_host) == (True, False, True)
+
+
+def _from_the_host() -> None:
+    with second_device.delays(1, **LATE):
+        pinned, pageable = torch.ones(1000, pin_memory=True), torch.ones(1000)
+        late_sum(ones())
+        ours, copied = pinned.to(DEVICE, non_blocking=True), pageable.to(DEVICE, non_blocking=True)
+        pinned.fill_(2.0)
+        pageable.fill_(2.0)
+        assert ours.sum().item() == 2000.0 and copied.sum().item() == 1000.0
+
+
+def test_a_copy_from_pinned_memory_reads_it_late(rank: RankPool, library: Path) -> None:
+    on_the_device(rank, library, _from_the_host)
+
+
+def _between_devices() -> None:
+    with second_device.delays(1, **LATE):
+        for _ in range(3):
+            there = late_sum(late_sum(ones()).to("twins:1"))
+            assert there.to(DEVICE).sum().item() == 11000.0
+
+
+def test_copies_between_devices_are_ordered_behind_both(rank: RankPool, library: Path) -> None:
+    on_the_device(rank, library, _between_devices)
+
+
+def _backward() -> None:
+    """Autograd lets streams wait for one another: each node runs on that of its forward."""
+    for seed in range(3):
+        weights = [torch.ones(100, device=DEVICE, requires_grad=True) for _ in range(2)]
+        streams = [torch.Stream(torch.device(DEVICE)) for _ in range(2)]
+        torch.accelerator.synchronize()
+        with second_device.delays(seed, **LATE):
+            parts = []
+            for weight, stream in zip(weights, streams, strict=True):
+                stream.wait_stream(here())
+                with stream:
+                    parts.append((weight * 3 + 1).square())
+                here().wait_stream(stream)
+            (parts[0] * parts[1]).sum().backward()
+            for weight in weights:
+                assert weight.grad is not None and weight.grad.cpu().tolist() == [384.0] * 100
+
+
+def test_autograd_orders_the_streams_of_a_backward(rank: RankPool, library: Path) -> None:
+    on_the_device(rank, library, _backward)
+
+
+def _raises() -> str:
+    table, row = torch.ones(3, 2, device=DEVICE), torch.tensor([5], device=DEVICE)
+    torch.nn.functional.embedding(row, table)  # raises later
+    with pytest.raises(RuntimeError, match="a kernel failed") as caught:
+        torch.accelerator.synchronize()
+    assert table.sum().item() == 6.0
+    return str(caught.value)
+
+
+def test_what_a_kernel_raises_is_told_at_the_next_wait(rank: RankPool, library: Path) -> None:
+    assert "index out of range" in on_the_device(rank, library, _raises)
+
+
+def _trains() -> list[str]:
+    models = [TokenModel().to(DEVICE), TokenModel()]
+    models[1].load_state_dict(models[0].state_dict())
+    before = second_device.waited_for()
+    with second_device.delays(1):
+        for model in models:
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            for step in range(3):
+                optimizer.zero_grad()
+                model(*(part.to(model.token.weight.device) for part in token_batch(step))).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs)
+    return sorted(second_device.waited_for() - before)
+
+
+def test_a_model_trains_as_on_the_cpu_and_the_host_never_waits(rank: RankPool, library: Path) -> None:
+    assert on_the_device(rank, library, _trains) == []
+
+
+def _collective(rank: int, library: Path) -> None:
+    second_device.register(library)
+    group = second_device.group()
+    for seed in range(3):
+        start = row_batch(rank, seed).to(DEVICE)
+        expected = sum(row_batch(other, seed) for other in range(2))
+        torch.accelerator.synchronize()
+        with second_device.delays(seed, **LATE):
+            ours = late_sum(start, 10) - 10
+            work = torch.distributed.all_reduce(ours, group=group, async_op=True)
+            work.wait()
+            assert not work.is_completed(), "wait() has made the host wait"
+            torch.testing.assert_close(ours.cpu(), expected, rtol=1e-4, atol=1e-4)
+            assert work.is_completed()
+            assert torch.equal(work.get_future().value()[0].cpu(), ours.cpu())
+            gathered = torch.empty(2, *ours.shape, device=DEVICE)
+            group._allgather_base(gathered, start).wait()
+            torch.testing.assert_close(gathered.sum(0).cpu(), expected)
+
+
+def test_a_collective_runs_on_a_stream_of_its_own(ranks: RankPool, library: Path) -> None:
+    ranks.run(_collective, library)
+
+
+def _kept(rank: int, library: Path) -> list[bool]:
+    second_device.register(library)
+    group, right = second_device.group(), []
+    for seed in range(6):
+        start = ones()
+        torch.accelerator.synchronize()
+        with second_device.delays(seed, **LATE):
+            if seed < 3:
+                work = torch.distributed.all_reduce(start, group=group, async_op=True)
+            else:
+                with second_device.collectives_that_keep_nothing():
+                    work = torch.distributed.all_reduce(start, group=group, async_op=True)
+            address = start.data_ptr()
+            del start
+            again = ones()
+            right.append(again.data_ptr() != address)
+            work.wait()
+            del work, again
+            torch.accelerator.synchronize()
+    return right
+
+
+def test_a_collective_keeps_its_tensors_until_it_is_waited_for(ranks: RankPool, library: Path) -> None:
+    for right in ranks.run(_kept, library):
+        assert right[:3] == [True] * 3 and not any(right[3:]), right

@@ -3,6 +3,7 @@
 // See second_device.py.
 #include "twins/process_group.h"
 
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace twins {
@@ -34,6 +35,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("set_delays", [](uint64_t seed, double share, int longest_us, int collectives_us) {
     twins::streams().set_delays({seed, share, longest_us, collectives_us});
+  });
+  m.def("hold", [](c10::DeviceIndex device, c10::StreamId stream) -> std::function<void()> {
+    auto point = std::make_shared<twins::Point>();
+    twins::streams().at(device, stream).wait_for(point);
+    return [point] { point->reach(); };
   });
   m.def("keep_tensors", [](bool keep) { twins::keeps_tensors = keep; });
   m.def("waited_for", [] {

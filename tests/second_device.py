@@ -91,6 +91,16 @@ def delays(
 
 
 @contextlib.contextmanager
+def held(stream: torch.Stream) -> Iterator[None]:
+    """In here `stream` runs nothing of what it is given, so that whoever does not wait for it is too early."""
+    release = _extension().hold(stream.device_index, stream.stream_id)
+    try:
+        yield
+    finally:
+        release()
+
+
+@contextlib.contextmanager
 def collectives_that_keep_nothing() -> Iterator[None]:
     """A fault: in here the memory of a collective's tensors may be used again while it runs."""
     _extension().keep_tensors(False)

@@ -223,7 +223,7 @@ FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
     "no wait for a launch": _no_wait_for_a_launch,
     "no wait for riders": _no_wait_for_riders,
 }
-SEEDS = 6
+SEEDS = 30  # the first that shows a fault is enough; on a busy machine not every one does
 
 
 def _with_fault(rank: int, library: Path, fault: str, backwards: int, delays: dict[str, Any], ends: bool) -> list[bool]:
@@ -265,21 +265,17 @@ def _is_found(
     return not all(ranks.run(_with_fault, library, fault, backwards, delays, ends)[0])
 
 
-@pytest.mark.slow  # a busy machine may hide it: what shows a fault is what comes late
 def test_a_launch_that_does_not_wait_for_all_writers_is_found(ranks: RankPool, library: Path) -> None:
     assert _is_found(ranks, library, "no wait before a launch", 1, LATE)
 
 
-@pytest.mark.slow  # a busy machine may hide it: what shows a fault is what comes late
 def test_a_gradient_that_is_read_before_its_wait_is_found(ranks: RankPool, library: Path) -> None:
     assert _is_found(ranks, library, "no wait for a launch", 1, SLOW_LINK)
 
 
-@pytest.mark.slow  # a busy machine may hide it: what shows a fault is what comes late
 def test_a_buffer_that_is_refilled_while_it_is_reduced_is_found(ranks: RankPool, library: Path) -> None:
     assert _is_found(ranks, library, "no wait for a launch", 4, SLOW_LINK, ends=True)
 
 
-@pytest.mark.slow  # a busy machine may hide it: what shows a fault is what comes late
 def test_riders_that_are_read_before_they_have_come_are_found(ranks: RankPool, library: Path) -> None:
     assert _is_found(ranks, library, "no wait for riders", 4, SLOW_LINK)

@@ -60,6 +60,15 @@ def check_not_replaced(places: Sequence[Place]) -> None:
             )
 
 
+def _refuse_export() -> None:
+    """Raise RuntimeError under torch.export, which puts tensors of its own in the place of the parameters."""
+    if torch.compiler.is_exporting():
+        raise RuntimeError(
+            "torch.export traces a wrapper's forward, and what talks to other ranks is in no exported program. "
+            "Export the wrapped model, `wrapper.module`."
+        )
+
+
 class StandIns(enum.Enum):
     """What `torch.func.functional_call`, for the time of a call, has put others in the place of."""
 
@@ -118,6 +127,7 @@ class ModelWatch:
             check_stepped_after_backward(self._state.trained())
         in_place = self._modules.are_in_place() and self._parameters.are_in_place()
         if not in_place:
+            _refuse_export()
             given = {id(value): value for value in torch_private.modules.given_by_functional_calls()}
             if any(id(part) in given for part in (*self._modules.parts(), *self._parameters.parts())):
                 return self._look_through(given)

@@ -57,8 +57,7 @@ def untraced(
 
 
 def untraced_forward(forward: Callable[P, T]) -> Callable[P, T]:
-    """`untraced`, of a wrapper's forward. Raises RuntimeError where Dynamo would drop the backward that follows it, and
-    under torch.export, which puts tensors of its own in the place of the parameters while it traces.
+    """`untraced`, of a wrapper's forward. Raises RuntimeError where Dynamo would drop the backward that follows it.
 
     That is so with `torch._dynamo.config.trace_autograd_ops` (torch 2.11 to 2.14): of a loss.backward() it makes the
     gradients of those leaves that its graph holds. Where there is none, as the graph has begun behind the wrapper, it
@@ -68,11 +67,6 @@ def untraced_forward(forward: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(without_dynamo)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        if torch.compiler.is_exporting():
-            raise RuntimeError(
-                "torch.export traces a wrapper's forward, and what talks to other ranks is in no exported program. "
-                "Export the wrapped model, `wrapper.module`."
-            )
         if of_this_thread() is None:
             return forward(*args, **kwargs)
         if torch._dynamo.config.trace_autograd_ops and torch.is_grad_enabled():

@@ -1,6 +1,7 @@
 """Reading the code that Inductor generates for a backward."""
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -40,3 +41,20 @@ def read_statements(source: str) -> tuple[list[Statement], dict[str, str]]:
             continue
         statements.append(Statement(kind, tuple(re.findall(r"\bbuf\d+\b", text)), text))
     return statements, aliases
+
+
+def launches_and_waits(statements: Sequence[Statement]) -> tuple[list[int], list[int]]:
+    """The places of both, when it has been seen that launches are in place and awaited at the very end."""
+    launches = [n for n, statement in enumerate(statements) if statement.kind == "launch"]
+    waits = [n for n, statement in enumerate(statements) if statement.kind == "wait"]
+    assert min(waits) > max(launches), "a wait stands before the last launch"
+    assert max(waits) == len(statements) - 1, "something runs after the first wait"
+    buckets, awaited = (sorted(statements[n].buffers[0] for n in places) for places in (launches, waits))
+    assert buckets == awaited, "an all-reduce is not in place"
+    return launches, waits
+
+
+def placed(statements: Sequence[Statement], aliases: Mapping[str, str], kernel: str) -> list[bool]:
+    """Of each call of this extern kernel, whether it writes its result, the last buffer it names, into a bucket."""
+    buckets = {statement.buffers[0] for statement in statements if statement.kind == "launch"}
+    return [aliases.get(s.buffers[-1]) in buckets for s in statements if s.text.startswith(f"extern_kernels.{kernel}(")]

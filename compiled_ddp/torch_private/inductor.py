@@ -191,6 +191,14 @@ _OVERLAP = {
 _COMPARES_GRAPHS = "aten_distributed_optimizations.spmd_check"
 
 
+def reducing_options() -> dict[str, Any]:
+    """Inductor's options for a graph that launches all-reduces."""
+    from torch._inductor import config
+
+    compares_graphs = _COMPARES_GRAPHS in config.get_config_copy()
+    return _OVERLAP | ({_COMPARES_GRAPHS: False} if compares_graphs else {})
+
+
 def _compile_inductor(
     graph_module: GraphModule,
     example_inputs: Sequence[Any],
@@ -208,8 +216,7 @@ def _compile_inductor(
     def identified(identity: str) -> dict[str, Any]:
         return {"post_grad_custom_pre_pass": _with_cache_identity(users_pass, identity)} if identity else users_own
 
-    compares_graphs = _COMPARES_GRAPHS in config.get_config_copy()
-    reducing = _OVERLAP | ({_COMPARES_GRAPHS: False} if compares_graphs else {})
+    reducing = reducing_options()
 
     def compile_inner(inner: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         is_backward = bool(kwargs.get("is_backward"))

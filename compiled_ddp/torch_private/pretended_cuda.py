@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from compiled_ddp.torch_private.inductor import _OVERLAP
+from compiled_ddp.torch_private.inductor import reducing_options
 
 CUDA = torch.device("cuda", 0)
 # Of an H100 SXM, as NVIDIA publishes them.
@@ -181,7 +181,7 @@ def code_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mapping[s
 
     uncached = {"fx_graph_cache": False, "compile_threads": 1}
     stopping = unittest.mock.patch.object(GraphLowering, "_compile_to_module", write)
-    with stopping, config.patch({**_OVERLAP, **uncached, **options}):
+    with stopping, config.patch({**reducing_options(), **uncached, **options}):
         try:
             compile_fx_inner(graph_module, list(inputs), is_backward=True)
         except Exception:  # Inductor's own kind, whatever it was made of

@@ -1,12 +1,11 @@
 """What Inductor writes for a backward on CUDA, read without a GPU: see `cuda_code`."""
 
 import re
-from collections.abc import Sequence
 
 import pytest
 import torch
 import torch.nn.functional as F
-from generated_code import Statement, body_of, read_statements
+from generated_code import Statement, body_of, launches_and_waits, placed, read_statements
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -77,14 +76,10 @@ SYNCHRONISES = re.compile(r"synchronize|\.item\(|\.cpu\(|\.tolist\(|device='cpu'
 def statements_of(code: CudaCode) -> tuple[list[Statement], dict[str, str]]:
     """What the code does, when it has been seen that it launches early, waits late and never waits for the device."""
     statements, aliases = read_statements(code.source)
-    launches = [n for n, statement in enumerate(statements) if statement.kind == "launch"]
-    waits = [n for n, statement in enumerate(statements) if statement.kind == "wait"]
+    launches, waits = launches_and_waits(statements)
     assert len(launches) == len(waits) == len(code.plan.buckets) > 1
-    assert min(waits) > max(launches), "a wait stands before the last launch"
-    assert max(waits) == len(statements) - 1, "something runs after the first wait"
-    buckets = [statements[n].buffers[0] for n in launches]
-    assert sorted(buckets) == sorted(statements[n].buffers[0] for n in waits), "an all-reduce is not in place"
-    for n, bucket in zip(launches, buckets, strict=True):
+    for n in launches:
+        bucket = statements[n].buffers[0]
         writers = [s for s in statements[:n] if bucket in {aliases.get(name, name) for name in s.buffers}]
         since = statements[statements.index(writers[-1]) + 1 : n]
         assert {s.kind for s in since} <= {"launch"}, f"{bucket} is not launched right after its last gradient"
@@ -93,12 +88,6 @@ def statements_of(code: CudaCode) -> tuple[list[Statement], dict[str, str]]:
     for bucket in code.plan.buckets:  # a lent one is an input
         assert body.count(f"empty_strided_cuda(({bucket.numel}, )") <= 1, "a bucket was allocated twice, to be copied"
     return statements, aliases
-
-
-def placed(statements: Sequence[Statement], aliases: dict[str, str], kernel: str) -> list[bool]:
-    """Of each call of this kernel, whether it writes its result, the last buffer it names, into a bucket."""
-    buckets = {statement.buffers[0] for statement in statements if statement.kind == "launch"}
-    return [aliases.get(s.buffers[-1]) in buckets for s in statements if s.text.startswith(f"extern_kernels.{kernel}(")]
 
 
 @pytest.mark.parametrize("fold", [False, True], ids=["synchronised", "folding"])
@@ -117,7 +106,7 @@ def test_a_gpt_block_launches_early_and_copies_no_weight_gradient() -> None:
 
 def test_convolutions_with_batch_norm_launch_early() -> None:
     statements, _ = statements_of(cuda_code(Convolutions(), [IMAGES], capacity_bytes=5_000.0))
-    launches = [n for n, statement in enumerate(statements) if statement.kind == "launch"]
+    launches, _ = launches_and_waits(statements)
     convolutions = [n for n, statement in enumerate(statements) if "convolution_backward" in statement.text]
     assert len(convolutions) == 2
     assert min(launches) < max(convolutions), "nothing is reduced while the backward goes on"

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import second_device
 import torch
 
 from ranks import RankPool
@@ -37,6 +38,19 @@ def ranks2(inductor_cache: Path) -> Iterator[RankPool]:
 def ranks3(inductor_cache: Path) -> Iterator[RankPool]:
     """Three rank processes, shared by the session's tests: `ranks3.run(function, *args)`."""
     with RankPool(3) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def twins_library(inductor_cache: Path) -> Path:
+    """What `second_device.register` loads."""
+    return second_device.build(inductor_cache.parent)
+
+
+@pytest.fixture(scope="module")
+def twin_ranks2(inductor_cache: Path) -> Iterator[RankPool]:
+    """Two ranks of a module's tests alone, which no other test's ranks are like once they know the second device."""
+    with RankPool(2) as pool:
         yield pool
 
 

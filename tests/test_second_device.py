@@ -20,20 +20,9 @@ LATE = {"share": 1.0, "longest_us": 5_000}  # every kernel
 
 
 @pytest.fixture(scope="module")
-def library(inductor_cache: Path) -> Path:
-    return second_device.build(inductor_cache.parent)
-
-
-@pytest.fixture(scope="module")
-def rank(inductor_cache: Path) -> Iterator[RankPool]:
+def twin_rank(inductor_cache: Path) -> Iterator[RankPool]:
     """A process of these tests alone, as one that knows the device cannot be rid of it."""
     with RankPool(1) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def ranks(inductor_cache: Path) -> Iterator[RankPool]:
-    with RankPool(2) as pool:
         yield pool
 
 
@@ -71,8 +60,8 @@ def _asynchronous() -> list[bool]:
     return [*seen, done.query(), here().query()]
 
 
-def test_kernels_run_in_order_behind_the_hosts_back(rank: RankPool, library: Path) -> None:
-    assert on_the_device(rank, library, _asynchronous) == [False, False, True, True]
+def test_kernels_run_in_order_behind_the_hosts_back(twin_rank: RankPool, twins_library: Path) -> None:
+    assert on_the_device(twin_rank, twins_library, _asynchronous) == [False, False, True, True]
 
 
 def _two_streams() -> None:
@@ -93,8 +82,8 @@ def _two_streams() -> None:
         assert not torch.equal(early, copied.cpu())
 
 
-def test_a_stream_sees_what_another_one_made_if_it_waits(rank: RankPool, library: Path) -> None:
-    on_the_device(rank, library, _two_streams)
+def test_a_stream_sees_what_another_one_made_if_it_waits(twin_rank: RankPool, twins_library: Path) -> None:
+    on_the_device(twin_rank, twins_library, _two_streams)
 
 
 def _freed(records: bool) -> bool:
@@ -125,9 +114,11 @@ def _frees_unrecorded_memory() -> bool:
     return _freed(records=False)
 
 
-def test_freed_memory_is_handed_out_at_once_unless_its_streams_were_recorded(rank: RankPool, library: Path) -> None:
-    assert on_the_device(rank, library, _frees_recorded_memory)
-    assert not on_the_device(rank, library, _frees_unrecorded_memory)
+def test_freed_memory_is_handed_out_at_once_unless_its_streams_were_recorded(
+    twin_rank: RankPool, twins_library: Path
+) -> None:
+    assert on_the_device(twin_rank, twins_library, _frees_recorded_memory)
+    assert not on_the_device(twin_rank, twins_library, _frees_unrecorded_memory)
 
 
 def _to_the_host() -> tuple[bool, bool, bool]:
@@ -139,8 +130,8 @@ def _to_the_host() -> tuple[bool, bool, bool]:
     return copied.is_pinned(), early, torch.equal(copied, torch.full((1000,), 6.0))
 
 
-def test_a_copy_to_pinned_memory_must_be_waited_for(rank: RankPool, library: Path) -> None:
-    assert on_the_device(rank, library, _to_the_host) == (True, False, True)
+def test_a_copy_to_pinned_memory_must_be_waited_for(twin_rank: RankPool, twins_library: Path) -> None:
+    assert on_the_device(twin_rank, twins_library, _to_the_host) == (True, False, True)
 
 
 def _from_the_host() -> None:
@@ -152,8 +143,8 @@ def _from_the_host() -> None:
     assert ours.sum().item() == 2000.0 and copied.sum().item() == 1000.0
 
 
-def test_a_copy_from_pinned_memory_reads_it_late(rank: RankPool, library: Path) -> None:
-    on_the_device(rank, library, _from_the_host)
+def test_a_copy_from_pinned_memory_reads_it_late(twin_rank: RankPool, twins_library: Path) -> None:
+    on_the_device(twin_rank, twins_library, _from_the_host)
 
 
 def _between_devices() -> None:
@@ -163,8 +154,8 @@ def _between_devices() -> None:
             assert there.to(DEVICE).sum().item() == 11000.0
 
 
-def test_copies_between_devices_are_ordered_behind_both(rank: RankPool, library: Path) -> None:
-    on_the_device(rank, library, _between_devices)
+def test_copies_between_devices_are_ordered_behind_both(twin_rank: RankPool, twins_library: Path) -> None:
+    on_the_device(twin_rank, twins_library, _between_devices)
 
 
 def _backward() -> None:
@@ -185,8 +176,8 @@ def _backward() -> None:
                 assert weight.grad is not None and weight.grad.cpu().tolist() == [384.0] * 100
 
 
-def test_autograd_orders_the_streams_of_a_backward(rank: RankPool, library: Path) -> None:
-    on_the_device(rank, library, _backward)
+def test_autograd_orders_the_streams_of_a_backward(twin_rank: RankPool, twins_library: Path) -> None:
+    on_the_device(twin_rank, twins_library, _backward)
 
 
 def _raises() -> str:
@@ -198,8 +189,8 @@ def _raises() -> str:
     return str(caught.value)
 
 
-def test_what_a_kernel_raises_is_told_at_the_next_wait(rank: RankPool, library: Path) -> None:
-    assert "index out of range" in on_the_device(rank, library, _raises)
+def test_what_a_kernel_raises_is_told_at_the_next_wait(twin_rank: RankPool, twins_library: Path) -> None:
+    assert "index out of range" in on_the_device(twin_rank, twins_library, _raises)
 
 
 def _trains() -> list[str]:
@@ -219,8 +210,8 @@ def _trains() -> list[str]:
     return sorted(second_device.waited_for() - before)
 
 
-def test_a_model_trains_as_on_the_cpu_and_the_host_never_waits(rank: RankPool, library: Path) -> None:
-    assert on_the_device(rank, library, _trains) == []
+def test_a_model_trains_as_on_the_cpu_and_the_host_never_waits(twin_rank: RankPool, twins_library: Path) -> None:
+    assert on_the_device(twin_rank, twins_library, _trains) == []
 
 
 def _collective(rank: int, library: Path) -> None:
@@ -244,8 +235,8 @@ def _collective(rank: int, library: Path) -> None:
             torch.testing.assert_close(gathered.sum(0).cpu(), expected)
 
 
-def test_a_collective_runs_on_a_stream_of_its_own(ranks: RankPool, library: Path) -> None:
-    ranks.run(_collective, library)
+def test_a_collective_runs_on_a_stream_of_its_own(twin_ranks2: RankPool, twins_library: Path) -> None:
+    twin_ranks2.run(_collective, twins_library)
 
 
 def _kept(rank: int, library: Path) -> list[bool]:
@@ -270,6 +261,6 @@ def _kept(rank: int, library: Path) -> list[bool]:
     return right
 
 
-def test_a_collective_keeps_its_tensors_until_it_is_waited_for(ranks: RankPool, library: Path) -> None:
-    for right in ranks.run(_kept, library):
+def test_a_collective_keeps_its_tensors_until_it_is_waited_for(twin_ranks2: RankPool, twins_library: Path) -> None:
+    for right in twin_ranks2.run(_kept, twins_library):
         assert right[:3] == [True] * 3 and not any(right[3:]), right

@@ -5,7 +5,7 @@ one backward late among it, is done here too. Races of streams: test_streams.py.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,6 @@ from ranks import RankPool
 BOTH = ("compile_ddp", "EagerDDP")
 TWO = ("twins:0", "twins:1")
 MIXED = ("twins:1", "cpu")
-
-
-@pytest.fixture(scope="module")
-def library(inductor_cache: Path) -> Path:
-    return second_device.build(inductor_cache.parent)
-
-
-@pytest.fixture(scope="module")
-def ranks(inductor_cache: Path) -> Iterator[RankPool]:
-    """Two ranks of these tests alone, which no other test's ranks are like once they know the devices."""
-    with RankPool(2) as pool:
-        yield pool
 
 
 class OnTwoDevices(nn.Module):
@@ -109,9 +97,9 @@ def _trains(rank: int, library: Path, wrapper: str, devices: tuple[str, str]) ->
 @pytest.mark.parametrize("devices", [TWO, MIXED])
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_a_model_on_two_devices_is_averaged(
-    ranks: RankPool, library: Path, wrapper: str, devices: tuple[str, str]
+    twin_ranks2: RankPool, twins_library: Path, wrapper: str, devices: tuple[str, str]
 ) -> None:
-    ranks.run(_trains, library, wrapper, devices)
+    twin_ranks2.run(_trains, twins_library, wrapper, devices)
 
 
 def _each_reduction(rank: int, library: Path, wrapper: str, devices: tuple[str, str]) -> None:
@@ -136,9 +124,9 @@ def _each_reduction(rank: int, library: Path, wrapper: str, devices: tuple[str, 
 @pytest.mark.parametrize("devices", [TWO, MIXED])
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_sums_weights_and_passengers_of_a_model_on_two_devices(
-    ranks: RankPool, library: Path, wrapper: str, devices: tuple[str, str]
+    twin_ranks2: RankPool, twins_library: Path, wrapper: str, devices: tuple[str, str]
 ) -> None:
-    ranks.run(_each_reduction, library, wrapper, devices)
+    twin_ranks2.run(_each_reduction, twins_library, wrapper, devices)
 
 
 def _autograd_threads(rank: int, library: Path) -> None:
@@ -154,8 +142,8 @@ def _autograd_threads(rank: int, library: Path) -> None:
     assert len(threads) == 2 and len(set.union(*threads.values())) == 2, threads
 
 
-def test_gradients_of_two_devices_come_in_two_threads(ranks: RankPool, library: Path) -> None:
-    ranks.run(_autograd_threads, library)
+def test_gradients_of_two_devices_come_in_two_threads(twin_ranks2: RankPool, twins_library: Path) -> None:
+    twin_ranks2.run(_autograd_threads, twins_library)
 
 
 def _steps_of_every_kind(rank: int, library: Path, wrapper: str, devices: tuple[str, str]) -> None:
@@ -192,9 +180,9 @@ def _steps_of_every_kind(rank: int, library: Path, wrapper: str, devices: tuple[
 @pytest.mark.parametrize("devices", [("twins:0", "twins:0"), TWO, MIXED])
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_steps_of_every_kind_off_the_cpu(
-    ranks: RankPool, library: Path, wrapper: str, devices: tuple[str, str]
+    twin_ranks2: RankPool, twins_library: Path, wrapper: str, devices: tuple[str, str]
 ) -> None:
-    ranks.run(_steps_of_every_kind, library, wrapper, devices, timeout_seconds=60.0)
+    twin_ranks2.run(_steps_of_every_kind, twins_library, wrapper, devices, timeout_seconds=60.0)
 
 
 def _with_hooks(rank: int, library: Path, wrapper: str) -> None:
@@ -207,8 +195,10 @@ def _with_hooks(rank: int, library: Path, wrapper: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
-def test_communication_hooks_get_buckets_of_one_device(ranks: RankPool, library: Path, wrapper: str) -> None:
-    ranks.run(_with_hooks, library, wrapper)
+def test_communication_hooks_get_buckets_of_one_device(
+    twin_ranks2: RankPool, twins_library: Path, wrapper: str
+) -> None:
+    twin_ranks2.run(_with_hooks, twins_library, wrapper)
 
 
 def _joined(rank: int, library: Path, wrapper: str) -> None:
@@ -223,8 +213,8 @@ def _joined(rank: int, library: Path, wrapper: str) -> None:
 
 
 @pytest.mark.parametrize("wrapper", BOTH)
-def test_uneven_inputs_of_a_model_on_two_devices(ranks: RankPool, library: Path, wrapper: str) -> None:
-    ranks.run(_joined, library, wrapper)
+def test_uneven_inputs_of_a_model_on_two_devices(twin_ranks2: RankPool, twins_library: Path, wrapper: str) -> None:
+    twin_ranks2.run(_joined, twins_library, wrapper)
 
 
 def _different_places(rank: int, library: Path) -> str:
@@ -235,8 +225,8 @@ def _different_places(rank: int, library: Path) -> str:
     return str(caught.value)
 
 
-def test_ranks_with_parameters_in_different_places_are_refused(ranks: RankPool, library: Path) -> None:
-    for message in ranks.run(_different_places, library):
+def test_ranks_with_parameters_in_different_places_are_refused(twin_ranks2: RankPool, twins_library: Path) -> None:
+    for message in twin_ranks2.run(_different_places, twins_library):
         assert "parameter left.0.weight" in message and "device number 2 of the model" in message, message
 
 
@@ -245,8 +235,8 @@ def _device_ids(rank: int, library: Path) -> None:
         _wrapped(rank, library, "EagerDDP", TWO, device_ids=[0])
 
 
-def test_device_ids_of_a_model_on_two_devices_are_refused(ranks: RankPool, library: Path) -> None:
-    ranks.run(_device_ids, library)
+def test_device_ids_of_a_model_on_two_devices_are_refused(twin_ranks2: RankPool, twins_library: Path) -> None:
+    twin_ranks2.run(_device_ids, twins_library)
 
 
 def _strict(rank: int, library: Path) -> None:
@@ -257,8 +247,8 @@ def _strict(rank: int, library: Path) -> None:
         wrappers(["EagerDDP"])["EagerDDP"](OnTwoDevices(TWO), process_group=dist.new_group(backend="cpu:gloo"))
 
 
-def test_what_cannot_serve_several_devices_is_refused(ranks: RankPool, library: Path) -> None:
-    ranks.run(_strict, library)
+def test_what_cannot_serve_several_devices_is_refused(twin_ranks2: RankPool, twins_library: Path) -> None:
+    twin_ranks2.run(_strict, twins_library)
 
 
 def _reentrant(rank: int, library: Path, devices: tuple[str, str]) -> None:
@@ -269,8 +259,10 @@ def _reentrant(rank: int, library: Path, devices: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("devices", [TWO, MIXED])
-def test_a_reentrant_checkpoint_across_devices(ranks: RankPool, library: Path, devices: tuple[str, str]) -> None:
-    ranks.run(_reentrant, library, devices, timeout_seconds=40.0)
+def test_a_reentrant_checkpoint_across_devices(
+    twin_ranks2: RankPool, twins_library: Path, devices: tuple[str, str]
+) -> None:
+    twin_ranks2.run(_reentrant, twins_library, devices, timeout_seconds=40.0)
 
 
 def _broken_backward(rank: int, library: Path, devices: tuple[str, str]) -> None:
@@ -299,9 +291,9 @@ def _raise(_: Tensor) -> None:
 
 @pytest.mark.parametrize("devices", [("twins:0", "twins:0"), TWO])
 def test_a_broken_backward_is_told_one_step_late_off_the_cpu(
-    ranks: RankPool, library: Path, devices: tuple[str, str]
+    twin_ranks2: RankPool, twins_library: Path, devices: tuple[str, str]
 ) -> None:
-    ranks.run(_broken_backward, library, devices, timeout_seconds=60.0)
+    twin_ranks2.run(_broken_backward, twins_library, devices, timeout_seconds=60.0)
 
 
 def _apexs_streams(rank: int, library: Path) -> None:
@@ -317,5 +309,5 @@ def _apexs_streams(rank: int, library: Path) -> None:
         _assert_step(ddp, row_batch(rank, step))
 
 
-def test_apexs_streams_are_taken_off_the_cpu(ranks: RankPool, library: Path) -> None:
-    ranks.run(_apexs_streams, library)
+def test_apexs_streams_are_taken_off_the_cpu(twin_ranks2: RankPool, twins_library: Path) -> None:
+    twin_ranks2.run(_apexs_streams, twins_library)

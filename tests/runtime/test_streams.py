@@ -28,18 +28,6 @@ SLOW_LINK = {"share": 0.5, "longest_us": 500, "collectives_us": 100_000}
 PROVEN_AFTER = 2  # steps, in which the host reads checksums
 
 
-@pytest.fixture(scope="module")
-def library(inductor_cache: Path) -> Path:
-    return second_device.build(inductor_cache.parent)
-
-
-@pytest.fixture(scope="module")
-def ranks(inductor_cache: Path) -> Iterator[RankPool]:
-    """Two ranks of these tests alone, which no other test's ranks are like once they know the devices."""
-    with RankPool(2) as pool:
-        yield pool
-
-
 class Branches(nn.Module):
     """Two branches, each on a stream of its own where there are any and `own_streams` says so."""
 
@@ -168,9 +156,9 @@ def _steps(rank: int, library: Path, wrapper: str, own_streams: bool, kind: str,
 @pytest.mark.parametrize("own_streams", [False, True], ids=["one stream", "streams"])
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_steps_are_those_of_autograd_averaged_by_hand(
-    ranks: RankPool, library: Path, wrapper: str, own_streams: bool, kind: str
+    twin_ranks2: RankPool, twins_library: Path, wrapper: str, own_streams: bool, kind: str
 ) -> None:
-    for explanation in ranks.run(_steps, library, wrapper, own_streams, kind, {}):
+    for explanation in twin_ranks2.run(_steps, twins_library, wrapper, own_streams, kind, {}):
         assert "Proven to be reduced: 12 of 12 parameters" in explanation
         assert own_streams or wrapper == "EagerDDP" or " graph " in explanation, explanation
 
@@ -265,17 +253,17 @@ def _is_found(
     return not all(ranks.run(_with_fault, library, fault, backwards, delays, ends)[0])
 
 
-def test_a_launch_that_does_not_wait_for_all_writers_is_found(ranks: RankPool, library: Path) -> None:
-    assert _is_found(ranks, library, "no wait before a launch", 1, LATE)
+def test_a_launch_that_does_not_wait_for_all_writers_is_found(twin_ranks2: RankPool, twins_library: Path) -> None:
+    assert _is_found(twin_ranks2, twins_library, "no wait before a launch", 1, LATE)
 
 
-def test_a_gradient_that_is_read_before_its_wait_is_found(ranks: RankPool, library: Path) -> None:
-    assert _is_found(ranks, library, "no wait for a launch", 1, SLOW_LINK)
+def test_a_gradient_that_is_read_before_its_wait_is_found(twin_ranks2: RankPool, twins_library: Path) -> None:
+    assert _is_found(twin_ranks2, twins_library, "no wait for a launch", 1, SLOW_LINK)
 
 
-def test_a_buffer_that_is_refilled_while_it_is_reduced_is_found(ranks: RankPool, library: Path) -> None:
-    assert _is_found(ranks, library, "no wait for a launch", 4, SLOW_LINK, ends=True)
+def test_a_buffer_that_is_refilled_while_it_is_reduced_is_found(twin_ranks2: RankPool, twins_library: Path) -> None:
+    assert _is_found(twin_ranks2, twins_library, "no wait for a launch", 4, SLOW_LINK, ends=True)
 
 
-def test_riders_that_are_read_before_they_have_come_are_found(ranks: RankPool, library: Path) -> None:
-    assert _is_found(ranks, library, "no wait for riders", 4, SLOW_LINK)
+def test_riders_that_are_read_before_they_have_come_are_found(twin_ranks2: RankPool, twins_library: Path) -> None:
+    assert _is_found(twin_ranks2, twins_library, "no wait for riders", 4, SLOW_LINK)

@@ -1,22 +1,18 @@
 """What trainers ask for that is no adapter's: docs/trainers/others.md."""
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from loop_scripts import run_loops
 from models import row_batch
 from torch import Tensor, nn
 
 import compiled_ddp
-from ranks import RANK_ENVIRONMENT, RankPool
+from ranks import RankPool
 
-LOOPS = Path(__file__).parent / "loops"
 RAYS_WRAPPERS = {
     ("replaced", "aot_eager"): "compiled_ddp.integrations.torch.DistributedDataParallel",
     ("replaced", "hooks"): "compiled_ddp.integrations.torch.EagerDistributedDataParallel",
@@ -53,11 +49,7 @@ def test_ray_train_gets_what_torchs_ddp_gives(tmp_path: Path) -> None:
     if importlib.util.find_spec("ray") is None:
         pytest.skip("`make trainers` installs it")
     home = {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}  # Ray writes a token of its cluster into the home
-    loop = [sys.executable, str(LOOPS / "with_ray.py"), str(tmp_path)]
-    environment = {**os.environ, **RANK_ENVIRONMENT, **home}
-    ended = subprocess.run(loop, capture_output=True, text=True, timeout=240, check=False, env=environment)
-    assert ended.returncode == 0, ended.stderr[-8000:]
-    found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"case"')]
+    found = run_loops("with_ray.py", tmp_path, timeout_s=240, **home)
     assert {(line["way"], line["backend"]): line["ours"] for line in found} == RAYS_WRAPPERS
     for line in found:
         assert line["torchs"] == "DistributedDataParallel"

@@ -4,19 +4,13 @@ They need the real packages, which `make trainers` installs in an environment of
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from loop_scripts import run_loops
 from torchrun import free_port
 
-from ranks import RANK_ENVIRONMENT
-
-LOOPS = Path(__file__).parent / "loops"
 TRAINERS = ("accelerate", "transformers", "lightning", "ignite", "trl")
 # Autocast rounds elsewhere in a compiled graph, and so does what Dynamo captures of a step that calls backward itself.
 # A Llama's gradients differ in the last digits under torch.compile alone, in one process. Why GPT-2's do under TRL, and
@@ -37,18 +31,8 @@ WAYS = {(way, backend) for way in ("replaced", "adapter") for backend in ("aot_e
 
 
 def _run(trainer: str, folder: Path) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), str(LOOPS / f"with_{trainer}.py"), str(folder)]
-    ended = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, **RANK_ENVIRONMENT, "HF_HUB_OFFLINE": "1"},
-    )
-    assert ended.returncode == 0, ended.stderr[-8000:]
-    return [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"case"')]
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    return run_loops(f"with_{trainer}.py", folder, launcher=torchrun, timeout_s=300, HF_HUB_OFFLINE="1")
 
 
 @pytest.mark.slow

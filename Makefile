@@ -10,8 +10,9 @@ WHAT ?= disturbed
 MODELS ?= 2000
 SEED ?= 1
 WORKERS ?= 2
-# One of each minor version that pyproject.toml admits, and where their environments are kept: outside of the checkout.
+# Those of noxfile.py, and where their environments are kept: outside of the checkout.
 VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1
+PYTHONS ?= 3.12 3.13 3.14
 VERSIONS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-versions
 TRAINERS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-trainers
 MODELS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-models
@@ -24,7 +25,7 @@ endif
 export CXX
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test versions trainers models fuzz lint format types docs clean check-python check-compiler shape
+.PHONY: help bench test versions pythons trainers models fuzz lint format types docs clean check-python check-compiler shape
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,9 +38,13 @@ test: check-compiler $(STAMP) ## Run the tests, two at a time (ARGS="-k name" pi
 	@echo "==> make test: python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
-versions: check-compiler ## Run the quick round of tests on each admitted torch (VERSIONS="2.14.1" picks some, ARGS="tests" runs all)
-	@echo "==> make versions: the quick round on torch $(VERSIONS), environments in $(VERSIONS_FOLDER)"
-	PYTHON="$(PYTHON)" WORKERS="$(WORKERS)" .ci/versions "$(VERSIONS_FOLDER)" "$(VERSIONS)" $(ARGS)
+versions: check-compiler $(STAMP) ## Run the tests but for slow ones on each admitted torch (VERSIONS="2.14.1" picks some, ARGS=quick or ARGS="tests/..." others)
+	@echo "==> make versions: the tests on torch $(VERSIONS), environments in $(VERSIONS_FOLDER)"
+	WORKERS="$(WORKERS)" $(BIN)/nox --envdir "$(VERSIONS_FOLDER)" --sessions ${VERSIONS:%="torch(%)"} -- $(ARGS)
+
+pythons: check-compiler $(STAMP) ## Run the quick round of tests on each admitted Python that is installed (PYTHONS="3.14" picks some)
+	@echo "==> make pythons: the quick round on Python $(PYTHONS), environments in $(VERSIONS_FOLDER)"
+	WORKERS="$(WORKERS)" $(BIN)/nox --envdir "$(VERSIONS_FOLDER)" --sessions $(PYTHONS:%=python-%) -- $(ARGS)
 
 trainers: check-compiler check-python ## Run Accelerate, transformers, Lightning, Ignite, Ray Train and TRL with our class, in an environment of their own
 	@echo "==> make trainers: python -m pytest tests/integrations and their pages, environment in $(TRAINERS_FOLDER)"

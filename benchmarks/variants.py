@@ -1,10 +1,13 @@
 """What is compared here: what anybody can compare on a model, and rows of this project's own."""
 
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
+from benchmarks.functional_all_reduces import BUCKETED, FunctionalAllReduces
 from benchmarks.functional_module import FunctionalModule
 from compiled_ddp import comm_hooks
 from compiled_ddp.comparison import variants
@@ -20,7 +23,12 @@ def make_variants(
     """
     options = WrapperOptions(bucket_cap_mb, find_unused_parameters, backend)
     further = partial(of_this_package, by_default=False)
+    as_scheduled, in_buckets = (
+        partial(_functional_all_reduces, backend=backend, inductor=inductor) for inductor in ({}, BUCKETED)
+    )
     own = (
+        Variant("functional all-reduces", "compiled", as_scheduled, by_default=False),
+        Variant("functional all-reduces, bucketed", "compiled", in_buckets, by_default=False),
         Variant("functional, eager", "eager", partial(_functional, options, backend=None), by_default=False),
         Variant("functional, compiled", "compiled", partial(_functional, options, backend=backend), by_default=False),
         further("EagerDDP, buffers given back", "eager", options.eager_ddp, keep_buffers=False),
@@ -35,6 +43,13 @@ def _torch_ddp_in_float16(options: WrapperOptions, model: nn.Module) -> nn.Modul
     wrapper = options.torch_ddp(model)
     wrapper.register_comm_hook(None, fp16_compress_hook)
     return wrapper
+
+
+def _functional_all_reduces(model: nn.Module, backend: str, inductor: dict[str, Any]) -> nn.Module:
+    of_inductor = {"options": inductor} if backend == "inductor" else {}
+    module = torch.compile(FunctionalAllReduces(model), backend=backend, **of_inductor)
+    assert isinstance(module, nn.Module)
+    return module
 
 
 def _functional(options: WrapperOptions, model: nn.Module, backend: str | None) -> nn.Module:

@@ -1,5 +1,6 @@
 """What pyproject.toml says of the package is true of the README and of the sources."""
 
+import ast
 import re
 import sys
 import tomllib
@@ -7,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from compiled_ddp.torch_private.versions import SUPPORTED_TORCH
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -35,3 +38,22 @@ def test_the_classifiers_and_the_limits_page_name_the_same_pythons() -> None:
     run = re.findall(r"^\| 3\.(\d+)", page, flags=re.MULTILINE)
     versions = re.findall(r"Python :: 3\.(\d+)$", "\n".join(PROJECT["classifiers"]), flags=re.MULTILINE)
     assert run == versions
+
+
+def test_rounds_of_versions_cover_all_that_the_metadata_admits() -> None:
+    """Without nox, which the environments of its own rounds have no need of."""
+    assigned = {
+        target.id: node.value
+        for node in ast.parse((ROOT / "noxfile.py").read_text()).body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    torches, pythons = (ast.literal_eval(assigned[name]) for name in ("TORCH", "PYTHON"))
+    (major, oldest), beyond = SUPPORTED_TORCH
+    assert [version.rpartition(".")[0] for version in torches] == [f"{major}.{n}" for n in range(oldest, beyond[1])]
+    classified = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), flags=re.MULTILINE)
+    assert ["3.11", *pythons][: len(classified)] == classified
+    makefile = (ROOT / "Makefile").read_text()
+    for name, versions in ("VERSIONS", torches), ("PYTHONS", pythons):
+        assert re.findall(rf"^{name} \?= (.*)$", makefile, flags=re.MULTILINE) == [" ".join(versions)]

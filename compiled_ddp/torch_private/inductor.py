@@ -190,13 +190,17 @@ _OVERLAP = {
 # has it in its cache, or whose compiler fails. Torch 2.12 does so by default, 2.11 never.
 _COMPARES_GRAPHS = "aten_distributed_optimizations.spmd_check"
 
+# Moves launches earlier and waits later, from torch 2.14 on and by default: of what the passes have placed it moves
+# nothing (docs/benchmarks.md), and compiling takes its time.
+_MOVES_COLLECTIVES = "aten_distributed_optimizations.enable_simple_overlap"
+
 
 def reducing_options() -> dict[str, Any]:
     """Inductor's options for a graph that launches all-reduces."""
     from torch._inductor import config
 
-    compares_graphs = _COMPARES_GRAPHS in config.get_config_copy()
-    return _OVERLAP | ({_COMPARES_GRAPHS: False} if compares_graphs else {})
+    known = config.get_config_copy()
+    return _OVERLAP | dict.fromkeys({_COMPARES_GRAPHS, _MOVES_COLLECTIVES} & known.keys(), False)
 
 
 def _compile_inductor(

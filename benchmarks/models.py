@@ -96,6 +96,19 @@ class Linears(nn.Module):
         return F.cross_entropy(x, y)
 
 
+class Mlp(nn.Module):
+    """Digits through hidden layers of one width."""
+
+    def __init__(self, *, width: int, layers: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.hidden = nn.Sequential(*[nn.Sequential(nn.SiLU(), nn.Linear(width, width)) for _ in range(layers)])
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # (batch, 1, 8, 8), (batch,)
+        return F.cross_entropy(self.head(F.silu(self.hidden(self.first(x.flatten(1))))), y)
+
+
 class ManyParameters(nn.Module):
     """802 parameters: 401 residual layers of 16x16 and 16, on digits that are averaged down to 16 pixels."""
 
@@ -184,3 +197,21 @@ class Chain(nn.Module):
         for factor in self.factors:
             x = x * factor
         return x.sum()
+
+
+def large_mlp() -> Mlp:
+    """34 M parameters, 129 MiB of float32 gradients, nearly all of them in eight matrices."""
+    return Mlp(width=2048, layers=8)
+
+
+def tiny_mlp() -> Mlp:
+    return Mlp(width=32, layers=2)
+
+
+def large_gpt() -> GPT:
+    """86 M parameters, 327 MiB of float32 gradients: the size of GPT-2's smallest, on bytes."""
+    return GPT(width=768, layers=12, heads=12, context=512)
+
+
+def tiny_gpt() -> GPT:
+    return GPT(width=32, layers=1, heads=2, context=16)

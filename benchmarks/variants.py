@@ -6,12 +6,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.functional_all_reduces import BUCKETED, FunctionalAllReduces
 from benchmarks.functional_module import FunctionalModule
 from compiled_ddp import comm_hooks
 from compiled_ddp.comparison import variants
 from compiled_ddp.comparison.variants import Variant, WrapperOptions, of_this_package
+
+CUDA_GRAPHS = "reduce-overhead"  # torch.compile's mode
 
 
 def make_variants(
@@ -31,12 +34,29 @@ def make_variants(
         Variant("functional all-reduces, bucketed", "compiled", in_buckets, by_default=False),
         Variant("functional, eager", "eager", partial(_functional, options, backend=None), by_default=False),
         Variant("functional, compiled", "compiled", partial(_functional, options, backend=backend), by_default=False),
+        Variant("torch DDP, gradients copied", "eager", partial(_torch_ddp, options), by_default=False),
+        Variant(
+            "no communication, CUDA graphs", "compiled", partial(_with_cuda_graphs, backend), False, by_default=False
+        ),
+        further("compile_ddp, CUDA graphs", "compiled", options.compile_ddp, mode=CUDA_GRAPHS),
         further("EagerDDP, buffers given back", "eager", options.eager_ddp, keep_buffers=False),
         further("compile_ddp, buffers given back", "compiled", options.compile_ddp, keep_buffers=False),
         Variant("torch DDP, float16", "eager", partial(_torch_ddp_in_float16, options), by_default=False),
         further("compile_ddp, float16", "compiled", options.compile_ddp, comm_hook=comm_hooks.fp16_compress),
     )
     return variants.make_variants(options) | {variant.name: variant for variant in own}
+
+
+def _torch_ddp(options: WrapperOptions, model: nn.Module) -> nn.Module:
+    """As torch does it by default: .grad is not a view of the bucket."""
+    unused = options.find_unused_parameters
+    return DistributedDataParallel(model, **options.of_ours(), find_unused_parameters=unused)
+
+
+def _with_cuda_graphs(backend: str, model: nn.Module) -> nn.Module:
+    module = torch.compile(model, backend=backend, mode=CUDA_GRAPHS)
+    assert isinstance(module, nn.Module)
+    return module
 
 
 def _torch_ddp_in_float16(options: WrapperOptions, model: nn.Module) -> nn.Module:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cpu_rounds, real_model_rank, steps_by_size
-from benchmarks.tasks import WORKLOADS
+from benchmarks.gpu import alone, watched_steps
+from benchmarks.gpu.workloads import ALL
 from benchmarks.train import train
 from benchmarks.variants import make_variants
 from compiled_ddp.comparison.measure import compare
@@ -19,6 +20,8 @@ def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
     if kind == "real_model":
         what = {name: arguments[name] for name in ("size", "backend", "only", "rounds", "warmup")}
         return real_model_rank.measure(arguments["model"], **what, rank=rank)
+    if kind == "watched_steps":
+        return watched_steps.run(arguments["what"], arguments["steps"], rank)
     return _scaling(arguments, rank) if kind == "scaling" else _of_workload(kind, arguments, rank)
 
 
@@ -29,13 +32,16 @@ def _scaling(arguments: dict[str, Any], rank: Rank) -> Any:
 
 
 def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
-    workload = WORKLOADS[arguments["workload"]]
-    known = make_variants(arguments["bucket_cap_mb"], find_unused_parameters=workload.find_unused_parameters)
+    workload = ALL[arguments["workload"]]
+    backend = {"backend": arguments["backend"]} if "backend" in arguments else {}
+    known = make_variants(arguments["bucket_cap_mb"], find_unused_parameters=workload.find_unused_parameters, **backend)
     variants = [known[name] for name in arguments["variants"]]
     match kind:
         case "compare":
             link, warmup, rounds = arguments["link"], arguments["warmup"], arguments["rounds"]
             return compare(workload, variants, warmup=warmup, rounds=rounds, link=link, rank=rank).to_json()
+        case "alone":
+            return alone.measure(workload, variants, arguments["warmup"], arguments["rounds"], rank)
         case "probe":
             return probe(workload, variants[0], warmup=arguments["warmup"], steps=arguments["steps"], rank=rank)
         case "train":
@@ -49,12 +55,15 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
                 with_perf=arguments["with_perf"],
                 rank=rank,
             )
-    raise ValueError(f"Unknown kind of job '{kind}'; expected compare, probe, train, cpu_time, scaling or real_model")
+    raise ValueError(
+        f"Unknown kind of job '{kind}'; expected compare, alone, probe, train, cpu_time, scaling, "
+        "real_model or watched_steps"
+    )
 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    with joined_rank(job["arguments"]["device"]) as rank:
+    with joined_rank(job["arguments"]["device"], job["arguments"].get("process_group")) as rank:
         answer = run(job["kind"], job["arguments"], rank)
         if rank.index == 0:
             Path(job["answer"]).write_text(json.dumps(answer))

@@ -62,16 +62,20 @@ def available_cores() -> list[int]:
 
 
 @contextmanager
-def joined_rank(device: str) -> Iterator[Rank]:
-    """This process as a rank of the group that the launcher's environment describes; `device` is "cpu" or "cuda"."""
+def joined_rank(device: str, process_group: str | None = None) -> Iterator[Rank]:
+    """This process as a rank of the group that the launcher's environment describes; `device` is "cpu" or "cuda".
+
+    `process_group` is NCCL's on CUDA and gloo's on the CPU unless it is given. Ranks of gloo may share a GPU.
+    """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    backend = process_group or ("nccl" if device == "cuda" else "gloo")
     if device == "cuda":
-        torch.cuda.set_device(local_rank)
-        place = torch.device("cuda", local_rank)
+        place = torch.device("cuda", local_rank % torch.cuda.device_count() if backend == "gloo" else local_rank)
+        torch.cuda.set_device(place)
     else:
         pin_to_core(local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         place = torch.device("cpu")
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    dist.init_process_group(backend)
     try:
         yield Rank(dist.get_rank(), dist.get_world_size(), place, gloo_group())
     finally:

@@ -82,6 +82,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
 | `torch._inductor.graph.GraphLowering`, `torch.testing._internal.distributed.fake_pg` | tests: code for CUDA |
 | `torch.utils._triton`, `torch._guards.TracingContext`, `torch._dynamo.reset` | the same |
+| `torch.cuda._sanitizer.cuda_sanitizer`, `torch._inductor.cudagraph_trees.get_manager` | `make gpu`: races, graphs |
 | `Node._replace_input_with`, `Node._update_args_kwargs` | tests: what passes do to nodes |
 
 Where versions differ: gloo's constructor has an argument more from 2.14 on, `compile_fx_inner` from 2.12 on. Inductor

@@ -106,6 +106,33 @@ def compiler_counters() -> dict[str, dict[str, int]]:
     return {group: dict(values) for group, values in counters.items()}
 
 
+def recorded_cuda_graphs(device_index: int) -> int:
+    """How many CUDA graphs Inductor has recorded in this thread on the GPU with this index, and still holds."""
+    from torch._inductor.cudagraph_trees import get_manager
+
+    manager = get_manager(device_index, create_if_none_exists=False)
+    found, of_level = 0, [] if manager is None else [node for nodes in manager.roots.values() for node in nodes]
+    while of_level:
+        found += len(of_level)
+        of_level = [below for node in of_level for nodes in node.children.values() for below in nodes]
+    return found
+
+
+@contextlib.contextmanager
+def stream_sanitizer() -> Iterator[None]:
+    """torch's CUDA sanitizer is on in here. Nothing is captured meanwhile: Dynamo stands back for dispatch modes.
+
+    TORCH_CUDA_SANITIZER, which is documented, has it on for the whole process, so that no captured graph would run.
+    """
+    from torch.cuda._sanitizer import cuda_sanitizer
+
+    cuda_sanitizer.enable()
+    try:
+        yield
+    finally:
+        cuda_sanitizer.disable()
+
+
 def gloo_options(group: dist.ProcessGroup) -> Any:
     """What a group's gloo was made with: `_threads`, `_timeout`, `_devices`."""
     return group._get_backend(torch.device("cpu")).options

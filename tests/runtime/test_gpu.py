@@ -1,18 +1,15 @@
-"""On a CUDA device: two gloo ranks that share one GPU, and NCCL with one rank.
+"""On a CUDA device: two gloo ranks that share one GPU. With NCCL: test_nccl.py.
 
 What a CPU cannot show: streams, riders that are read one backward late, generated CUDA code, CUDA graphs, memory that
 the caching allocator hands out again while a collective still reads it.
 """
 
 import copy
-import gc
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import Mlp, TokenModel, assert_gradients, expected_mean, row_batch, token_batch, wrappers
 from test_models_collectives import Between, MeetsOthersWithTiedWeight
 from torch import Tensor, nn
@@ -288,60 +285,3 @@ def _meets_others(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_models_that_communicate(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_meets_others, wrapper, timeout_seconds=300)
-
-
-# ---- NCCL with one rank ----------------------------------------------------------------------------------------------
-
-
-def _with_nccl(rank: int, wrapper: str, options: dict[str, Any]) -> None:
-    """In a rank process: the pool's own group is gloo's."""
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "nccl",
-        store=dist.HashStore(),
-        rank=0,
-        world_size=1,
-        timeout=timedelta(seconds=60),
-        device_id=torch.device(DEVICE, 0) if options.pop("bound", False) else None,
-    )
-    torch.manual_seed(0)
-    ddp = WRAPPERS[wrapper](TokenModel(width=64).to(DEVICE), **options)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
-    for step in range(8):
-        batches = [tokens(0, 2 * step + n) for n in range(1 + step % 2)]
-        expected = expected_mean(
-            copy.deepcopy(ddp.module),
-            lambda module: sum(module(*batch) for batch in batches),  # type: ignore[arg-type, return-value] # noqa: B023
-        )
-        optimizer.zero_grad()
-        with ddp.no_sync():
-            for batch in batches[:-1]:
-                ddp(*batch).backward()
-        delayed(ddp(*batches[-1])).backward()
-        check(ddp, expected)
-        optimizer.step()
-    ddp.unwrap()
-    del ddp, optimizer
-    gc.collect()
-
-
-@pytest.fixture(scope="module")
-def ranks1() -> Any:
-    with RankPool(1) as pool:
-        yield pool
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "options"),
-    [
-        ("EagerDDP", {}),
-        ("EagerDDP", {"bound": True}),
-        ("aot_eager", {}),
-        ("inductor", {}),
-        ("inductor", {"mode": "reduce-overhead"}),
-        ("inductor", {"mode": "max-autotune-no-cudagraphs"}),
-    ],
-    ids=str,
-)
-def test_nccl(ranks1: RankPool, wrapper: str, options: dict[str, Any]) -> None:
-    ranks1.run(_with_nccl, wrapper, options, timeout_seconds=400, collective_timeout_seconds=60)

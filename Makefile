@@ -16,6 +16,10 @@ PYTHONS ?= 3.12 3.13 3.14
 VERSIONS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-versions
 TRAINERS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-trainers
 MODELS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-models
+# Not .venv, which may have a torch for the CPU alone. GPU_PYTHON names the Python of an environment that is there already.
+GPU_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-gpu
+GPU_PYTHON ?=
+WITHOUT_GPU := $(findstring --device cpu,$(ARGS))$(findstring --device=cpu,$(ARGS))
 
 # Inductor takes g++ unless $CXX names another compiler; where only clang++ is installed, name that. Make's own default
 # for CXX is no choice of the user's.
@@ -25,7 +29,7 @@ endif
 export CXX
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test versions pythons trainers models fuzz lint format types docs clean check-python check-compiler shape
+.PHONY: help bench test versions pythons trainers models gpu fuzz lint format types docs clean check-python check-compiler check-gpu shape
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +62,14 @@ models: check-compiler check-python ## Train models of transformers, diffusers, 
 	$(PYTHON) -m venv $(MODELS_FOLDER)
 	$(MODELS_FOLDER)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,bench,models]'
 	$(MODELS_FOLDER)/bin/python -m pytest -p no:cacheprovider tests/integrations/test_real_models.py $(ARGS)
+
+gpu: check-gpu check-compiler ## Test and measure on all GPUs, and write a page to attach to a report (GPU_PYTHON=... takes an environment with a CUDA torch)
+	@echo "==> make gpu: python -m benchmarks.gpu $(ARGS), by $(or $(GPU_PYTHON),an environment in $(GPU_FOLDER))"
+ifeq ($(GPU_PYTHON),)
+	$(PYTHON) -m venv $(GPU_FOLDER)
+	$(GPU_FOLDER)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,bench]'
+endif
+	$(or $(GPU_PYTHON),$(GPU_FOLDER)/bin/python) -m benchmarks.gpu $(ARGS)
 
 fuzz: $(STAMP) ## Train random models and compare with autograd averaged by hand (WHAT=disturbed, models or hooks, MODELS=2000 SEED=1, ARGS="--help" for more)
 	@echo "==> make fuzz: python -m fuzz.long_run --what $(WHAT) --models $(MODELS) --seed $(SEED) $(ARGS)"
@@ -110,6 +122,19 @@ check-python:
 	    echo "error: Python 3.11 or newer is needed, '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1)."; \
 	    echo "  Name a newer one: make PYTHON=python3.12"; \
 	    exit 1; }
+
+# Before gigabytes are installed.
+check-gpu:
+ifeq ($(WITHOUT_GPU),)
+	@ls /dev/nvidia[0-9]* /dev/kfd /dev/dxg 2>/dev/null | grep -q . || { \
+	    echo "error: no GPU was found here (/dev/nvidia0, /dev/kfd, /dev/dxg): run it where there is one, or what needs none: make gpu ARGS='--device cpu'"; \
+	    exit 1; }
+endif
+ifneq ($(GPU_PYTHON),)
+	@"$(GPU_PYTHON)" -c 'import compiled_ddp.passes, psutil, pytest, sklearn' 2>/dev/null || { \
+	    echo "error: '$(GPU_PYTHON)' lacks this checkout or its tools: $(GPU_PYTHON) -m pip install -e '.[test,bench]'"; \
+	    exit 1; }
+endif
 
 check-compiler: check-python
 	@command -v $(firstword $(CXX)) >/dev/null || { \

@@ -12,6 +12,7 @@ compare.py, train.py            the commands on whole steps
 steps_by_size.py, passes_by_size.py, growth_chart.py, scaling.py   what size costs, and the command
 threads.py, perf_samples.py, cpu_rounds.py, cpu_time.py   where a step's CPU time goes, and the command
 beside_jax.py, jax_gpt.py, step_rank.py   the GPT under JAX and under whole steps of ours: the command, and its ranks
+gpu/                            all of it on a GPU, and what only a GPU shows: `make gpu`
 kept.py                         what it costs to ask who still holds a gradient
 publish.py                      fills the documents in from benchmarks/results/
 """

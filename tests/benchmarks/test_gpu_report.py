@@ -2,6 +2,9 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import page, placement, sections
 from benchmarks.gpu.sections import BROKEN, FAILED, NOT_RUN, PASSED, SECTIONS, TIMED_OUT, Outcome, Section, run_all
 from benchmarks.gpu.settings import Settings
+from benchmarks.launch import REPOSITORY
 from compiled_ddp.comparison.ranks import joined_rank
 from compiled_ddp.comparison.result import Comparison
 
@@ -189,3 +193,38 @@ def test_all_sections_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert text.count("needs a CUDA device") >= 4  # two sections, each in the overview and below its heading
     assert "1 gloo rank on the CPU" in text and "2 gloo ranks on the CPU" in text
     assert text.count("| compile_ddp ") == 3  # memory, overhead, the table
+
+
+def make_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = ["make", "--no-print-directory", "gpu", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=120)
+
+
+NEEDS_MAKE = pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+
+
+@NEEDS_MAKE
+def test_make_uses_the_python_that_is_named(tmp_path: Path) -> None:
+    where = f"--json {tmp_path / 'gpu.json'} --markdown {tmp_path / 'gpu.md'}"
+    ended = make_gpu(f"GPU_PYTHON={sys.executable}", f"ARGS=--device cpu --sections environment {where}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Environment: passed" in ended.stdout and (tmp_path / "gpu.md").exists()
+
+
+@NEEDS_MAKE
+def test_make_says_what_the_python_that_is_named_lacks(tmp_path: Path) -> None:
+    ended = make_gpu("GPU_PYTHON=/nowhere/python", "ARGS=--device cpu")
+    assert ended.returncode != 0
+    said = [line for line in ended.stdout.splitlines() if line.startswith("error: ")]
+    assert said == [
+        "error: '/nowhere/python' lacks this checkout or its tools: /nowhere/python -m pip install -e '.[test,bench]'"
+    ]
+
+
+@NEEDS_MAKE
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_make_says_in_one_line_that_there_is_no_gpu_and_installs_nothing(tmp_path: Path) -> None:
+    ended = make_gpu(f"GPU_FOLDER={tmp_path / 'environment'}")
+    (line,) = ended.stdout.splitlines()
+    assert ended.returncode != 0 and line.startswith("error: no GPU was found here") and "--device cpu" in line
+    assert not list(tmp_path.iterdir())

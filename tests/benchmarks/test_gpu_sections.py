@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu import alone, cuda_graphs, gpu_tests, memory, overhead, sanitizer, variants_table, watched_steps
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.workloads import ALL, SIZES, of_size, of_table
 from benchmarks.variants import make_variants
+from compiled_ddp import torch_private
 from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.comparison.result import Comparison, VariantResult
 from compiled_ddp.comparison.variants import Variant
@@ -130,7 +130,7 @@ def test_a_rank_that_fails_without_a_race_is_told_apart(monkeypatch: pytest.Monk
     assert len(failed) == 4 and all(line.endswith("RuntimeError: out of memory") for line in failed)
 
 
-class Noting(TorchDispatchMode):
+class Noting(torch_private.autograd.DispatchMode):
     """In the sanitizer's place: notes the operators that it would see."""
 
     def __init__(self) -> None:

@@ -66,8 +66,9 @@ class Outcome:
 
 
 def run_all(sections: Iterable[Section], settings: Settings, timeout_s: float | None = None) -> Iterator[Outcome]:
-    """Each section's outcome as it ends. `timeout_s` stands in for every section's own."""
+    """Each outcome as it ends; a title is printed as it begins. `timeout_s` stands in for every section's own."""
     for section in sections:
+        print(f"==> {section.title}", flush=True)
         if section.needs_gpu and settings.device == CPU:
             yield Outcome(section.name, section.title, NOT_RUN, 0.0, "needs a CUDA device")
         else:

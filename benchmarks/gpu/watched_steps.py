@@ -55,5 +55,5 @@ def plant_a_race(device: torch.device, watch: Watch) -> None:
     """One stream fills memory, another one changes it without waiting: if this is not reported, nothing is."""
     with watch():
         written = torch.zeros(1024, device=device)
-        with torch.accelerator.stream(torch.Stream(device)):
+        with torch.Stream(device):
             written.add_(1)

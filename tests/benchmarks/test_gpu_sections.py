@@ -6,7 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.comparison.result import Comparison, VariantResult
 from compiled_ddp.comparison.variants import Variant
-from ranks import RankPool
+from ranks import RankError, RankPool
 
 SETTINGS = Settings("cpu", "tiny", (), (), "aot_eager", 1, 2, ("tests",))
 
@@ -166,6 +168,56 @@ def test_the_steps_that_are_watched_show_collectives_and_the_operators_of_the_ba
         assert bool(seen["aten.embedding.default"]) == sees_forward
 
 
+@contextmanager
+def _sanitizer_off_cuda(seen: list[int]) -> Iterator[None]:
+    """torch's own sanitizer, told that tensors of the CPU are CUDA's and that all run on one stream, but for others."""
+    stream = SimpleNamespace(cuda_stream=0)
+
+    def current_stream() -> SimpleNamespace:
+        seen.append(stream.cuda_stream)
+        return stream
+
+    @contextmanager
+    def another(device: torch.device) -> Iterator[None]:
+        stream.cuda_stream = 7
+        yield
+        stream.cuda_stream = 0
+
+    with (
+        mock.patch.object(torch.cuda, "current_stream", current_stream),
+        mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True)),
+        mock.patch.object(torch, "Stream", another),
+        torch_private.for_tests.stream_sanitizer(),
+    ):
+        yield
+
+
+def _sanitized(index: int, what: str) -> int:
+    seen: list[int] = []
+    rank = Rank(index, 1, torch.device("cpu"), dist.new_group(backend="gloo"))
+    watched_steps.run(what, 2, rank, lambda: _sanitizer_off_cuda(seen))
+    return len(seen)
+
+
+@pytest.mark.parametrize("what", watched_steps.WRAPPERS)
+def test_the_sanitizer_takes_every_operator_of_the_steps_and_finds_nothing_on_one_stream(
+    one_rank: RankPool, what: str
+) -> None:
+    assert one_rank.run(_sanitized, what)[0] > 100
+
+
+def test_the_sanitizer_finds_the_planted_race(one_rank: RankPool) -> None:
+    with pytest.raises(RankError, match="CUDASanitizerErrors: detected 1 errors"):
+        one_rank.run(_sanitized, watched_steps.PLANTED)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the sanitizer works there")
+def test_ranks_of_the_sanitizer_are_launched_and_what_they_write_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    row = sanitizer.watched(watched_steps.PLANTED, sanitizer.alone("cpu"))
+    assert row["reports"] == 0 and row["error"].startswith("ChildFailedError")
+    assert "Torch not compiled with CUDA enabled" in capfd.readouterr().err or torch.version.cuda is not None
+
+
 # ---- steps of one rank -----------------------------------------------------------------------------------------------
 
 
@@ -256,6 +308,16 @@ def test_a_row_that_failed_says_why() -> None:
     failed = {**FOUND, "variants": variants, "errors": {cuda_graphs.OURS: "RuntimeError: no"}, "skip_reasons": []}
     text = cuda_graphs.render({"workloads": [failed]})
     assert f"| {cuda_graphs.OURS}: RuntimeError: no " in text
+
+
+def test_recorded_graphs_are_counted_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert torch_private.for_tests.recorded_cuda_graphs(0) == 0
+    leaf = SimpleNamespace(children={})
+    root = SimpleNamespace(children={1: [leaf, leaf], 2: [SimpleNamespace(children={3: [leaf]})]})
+    trees = SimpleNamespace(roots={0: [root], 5: [leaf]})
+    managers = "torch._inductor.cudagraph_trees.get_manager"
+    monkeypatch.setattr(managers, lambda index, create_if_none_exists: None if create_if_none_exists else trees)
+    assert torch_private.for_tests.recorded_cuda_graphs(0) == 6
 
 
 @pytest.mark.inductor

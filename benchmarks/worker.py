@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import cpu_rounds, real_model_rank, steps_by_size
-from benchmarks.gpu import alone, watched_steps
+from benchmarks.gpu import alone, deadline, watched_steps
 from benchmarks.gpu.workloads import ALL
 from benchmarks.train import train
 from benchmarks.variants import make_variants
@@ -63,6 +63,7 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
+    deadline.write_stacks_before_it()
     with joined_rank(job["arguments"]["device"], job["arguments"].get("process_group")) as rank:
         answer = run(job["kind"], job["arguments"], rank)
         if rank.index == 0:

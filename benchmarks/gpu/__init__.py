@@ -7,7 +7,7 @@ __main__.py   the command
 placement.py  which ranks there are, on which devices, with which process group
 settings.py   how large and how long, as the sections are told
 sections.py   the sections in order, and how each runs: in a process of its own, for so long
-child.py      that process
+child.py, deadline.py   that process, and what it writes before its time is over
 page.py       the page
 workloads.py  what is trained
 environment.py, gpu_tests.py, sanitizer.py, cuda_graphs.py, memory.py, overhead.py, variants_table.py   the sections

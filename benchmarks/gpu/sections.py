@@ -14,13 +14,14 @@ from typing import Any
 
 import psutil
 
+from benchmarks.gpu import deadline
 from benchmarks.gpu.placement import CPU
 from benchmarks.gpu.settings import Settings
 from benchmarks.launch import REPOSITORY
 
 PASSED, FAILED, BROKEN, TIMED_OUT, NOT_RUN = "passed", "failed", "broken", "timed out", "not run"
 GRACE_SECONDS = 10.0  # in which a launcher that is told to end may end its ranks
-TAIL_LINES = 40
+TAIL_LINES = 120
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def run_one(section: Section, settings: Settings, timeout_s: float) -> Outcome:
                 stdout=written,
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
-                env=_environment(settings),
+                env=_environment(settings, timeout_s),
             )
             try:
                 code: int | None = process.wait(timeout_s)
@@ -111,10 +112,10 @@ def _judge(found: dict[str, Any] | None, code: int | None, timeout_s: float) -> 
     return BROKEN, f"its process ended with status {code}"
 
 
-def _environment(settings: Settings) -> dict[str, str]:
+def _environment(settings: Settings, timeout_s: float) -> dict[str, str]:
     path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
     unseen = {"CUDA_VISIBLE_DEVICES": ""} if settings.device == CPU else {}
-    return {**os.environ, "PYTHONPATH": path, **unseen}
+    return {**os.environ, "PYTHONPATH": path, **unseen, **deadline.environment(timeout_s)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

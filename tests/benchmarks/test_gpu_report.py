@@ -72,7 +72,9 @@ def test_a_section_that_runs_out_of_time_ends_with_all_that_it_has_started(fault
     assert time.monotonic() - begin < 30
     assert (outcome.status, outcome.reason) == (TIMED_OUT, "it had not ended after 4 s")
     assert outcome.output_tail is not None and outcome.output_tail.startswith("below it: ")
-    below = int(outcome.output_tail.split()[-1])
+    said, *stacks = outcome.output_tail.splitlines()
+    assert any("section_hangs.py" in line and "in measure" in line for line in stacks)  # where it stood
+    below = int(said.split()[-1])
     assert not psutil.pid_exists(below) or psutil.Process(below).status() == psutil.STATUS_ZOMBIE
     assert after.status == PASSED
 

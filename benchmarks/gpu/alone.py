@@ -43,7 +43,6 @@ def measure(workload: Workload, variants: Sequence[Variant], warmup: int, rounds
             difference = contender.warm_up(reference, warmup)
             recorded, skipped = (after - then for after, then in zip(_graphs(rank), before, strict=True))
             found[variant.name] = {"gradient_difference": difference, "recorded": recorded, "skipped": skipped}
-            found[variant.name]["launches"] = count_launches(contender)
         except Exception as error:  # of a wrapper or a compiler: the other rows are measured all the same
             traceback.print_exc()
             errors[variant.name] = f"{type(error).__name__}: {error}"[:2000]
@@ -52,6 +51,12 @@ def measure(workload: Workload, variants: Sequence[Variant], warmup: int, rounds
     samples = take_turns(slots, rounds, shows_progress=False)
     for name, of_variant in zip(ready, samples, strict=True):
         found[name]["samples"] = of_variant
+    for name, contender in ready.items():  # last, as what the profiler sets up may stay
+        try:
+            found[name]["launches"] = count_launches(contender)
+        except Exception as error:  # the times are known all the same
+            traceback.print_exc()
+            found[name]["launches"], errors[name] = {}, f"under the profiler {type(error).__name__}: {error}"[:2000]
     parameters = sum(p.numel() for contender in [*ready.values()][:1] for p in trainable(contender.module))
     measured = {name: found[name] for name in ready}
     return {"workload": workload.name, "parameters": parameters, "variants": measured, "errors": errors}

@@ -11,6 +11,8 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.workloads import of_size
 
 PLAIN, OURS = "no communication, CUDA graphs", "compile_ddp, CUDA graphs"
+# Before CUDA 12.6 a graph that is replayed after the profiler has let go of CUPTI ends the process.
+PROFILED = {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
 VARIANTS = ("no communication, compiled", PLAIN, "compile_ddp", OURS)
 
 
@@ -24,7 +26,7 @@ def measure(settings: Settings) -> dict[str, Any]:
 def _of_workload(workload: str, settings: Settings) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="cddp-logs-") as folder:
         logs = Path(folder, "logs.txt")
-        environment = {"TORCH_LOGS": "cudagraphs,perf_hints", "TORCH_LOGS_OUT": str(logs)}
+        environment = PROFILED | {"TORCH_LOGS": "cudagraphs,perf_hints", "TORCH_LOGS_OUT": str(logs)}
         found = overhead.in_turn(workload, VARIANTS, settings, environment)
         text = logs.read_text() if logs.exists() else ""
     return {**found, "skip_reasons": skip_reasons(text)}

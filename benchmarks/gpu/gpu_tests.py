@@ -45,8 +45,10 @@ def measure(settings: Settings) -> dict[str, Any]:
     """Every test's outcome. On the CPU all are skipped, which shows that they can be collected."""
     with tempfile.TemporaryDirectory(prefix="cddp-gpu-tests-") as folder:
         report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", f"--junitxml={report}"]
-        ended = subprocess.run([*command, *files_with_tests(settings.tests)], cwd=REPOSITORY, check=False)
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", "-m", "gpu"]
+        ended = subprocess.run(
+            [*command, f"--junitxml={report}", *files_with_tests(settings.tests)], cwd=REPOSITORY, check=False
+        )
         if ended.returncode not in NOTHING_FAILED:
             raise RuntimeError(f"pytest ended with status {ended.returncode}: no tests ran, or it broke; see above")
         tests = read_report(report)

@@ -2,20 +2,25 @@
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.gpu import alone, cuda_graphs, gpu_tests, memory, overhead, sanitizer, variants_table, watched_steps
+from benchmarks.gpu import (
+    alone,
+    cuda_graphs,
+    environment,
+    gpu_tests,
+    memory,
+    overhead,
+    variants_table,
+)
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.workloads import ALL, SIZES, of_size, of_table
 from benchmarks.variants import make_variants
@@ -23,7 +28,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.comparison.result import Comparison, VariantResult
 from compiled_ddp.comparison.variants import Variant
-from ranks import RankError, RankPool
+from ranks import RankPool
 
 SETTINGS = Settings("cpu", "tiny", (), (), "aot_eager", 1, 2, ("tests",))
 
@@ -42,6 +47,33 @@ def test_every_size_has_its_models() -> None:
         for name in ("tiny gpt", "gpt")
     ]
     assert sizes[0] < sizes[1] / 100
+
+
+# ---- environment -----------------------------------------------------------------------------------------------------
+
+
+def test_gpus_driver_and_versions_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho 580.95.05\necho 580.95.05\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = SimpleNamespace(name="H100", total_memory=80 << 30, major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: found.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    answer = environment.measure(Settings(**{**SETTINGS.to_json(), "device": "cuda"}))
+    rows = environment.render(json.loads(json.dumps(answer))).splitlines()
+    told = {cells[1].strip(): cells[2].strip() for cells in (row.split("|") for row in rows[2:])}
+    assert told["GPUs"] == "2 x H100, 80 GiB, compute capability 9.0"
+    assert told["driver, CUDA, NCCL"] == f"580.95.05, {torch.version.cuda or 'none'}, 2.28.3"
+    assert f"torch {torch.__version__}" in told["versions"]
+    assert (told["one rank"], told["several ranks"]) == (
+        "1 nccl rank on one GPU",
+        "2 nccl ranks each on a GPU of its own",
+    )
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
@@ -86,138 +118,6 @@ def test_all_modules_with_tests_for_a_gpu_are_found() -> None:
     assert "test_parity.py" not in names
 
 
-# ---- sanitizer -------------------------------------------------------------------------------------------------------
-
-
-def test_reports_are_counted_by_the_words_with_which_torch_begins_them() -> None:
-    source = Path(torch.__file__).parent / "cuda" / "_sanitizer.py"
-    assert sanitizer.REPORT in source.read_text()
-
-
-@pytest.mark.parametrize(
-    ("reported", "expected"),
-    [
-        ((watched_steps.PLANTED,), []),
-        ((), ["the planted race is not reported, so none would be"]),
-        ((watched_steps.PLANTED, "compile_ddp"), ["compile_ddp, 1 gloo rank on the CPU: 1 races reported"] * 2),
-    ],
-)
-def test_races_are_counted_in_what_ranks_write(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reported: tuple[str, ...], expected: list[str]
-) -> None:
-    def job(kind: str, arguments: Mapping[str, Any], *, ranks: int) -> None:
-        assert kind == "watched_steps" and arguments["steps"] > 0 and ranks in (1, 2)
-        if arguments["what"] in reported:
-            os.write(2, f"{sanitizer.REPORT} on tensor with data pointer 17\n".encode())
-            raise RuntimeError("a rank has ended")
-
-    monkeypatch.setattr(sanitizer, "run_job", job)
-    monkeypatch.setattr(sanitizer, "together", sanitizer.alone)
-    answer = sanitizer.measure(SETTINGS)
-    assert answer["failed"] == expected
-    assert capfd.readouterr().err.count(sanitizer.REPORT) == sum(row["reports"] for row in answer["rows"])
-    text = sanitizer.render(json.loads(json.dumps(answer)))
-    assert ("```text\nCSAN" in text) == ("compile_ddp" in reported)
-    assert "data pointer" in text
-
-
-def test_a_rank_that_fails_without_a_race_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def job(kind: str, arguments: Mapping[str, Any], *, ranks: int) -> None:
-        if arguments["what"] == watched_steps.PLANTED:
-            os.write(2, sanitizer.REPORT.encode())
-        raise RuntimeError("out of memory")
-
-    monkeypatch.setattr(sanitizer, "run_job", job)
-    failed = sanitizer.measure(SETTINGS)["failed"]
-    assert len(failed) == 4 and all(line.endswith("RuntimeError: out of memory") for line in failed)
-
-
-class Noting(torch_private.autograd.DispatchMode):
-    """In the sanitizer's place: notes the operators that it would see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[str(function)] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def _watched(index: int, what: str) -> Counter[str]:
-    mode = Noting()
-
-    @contextmanager
-    def watch() -> Iterator[None]:
-        with mode:
-            yield
-
-    watched_steps.run(what, 2, Rank(index, 2, torch.device("cpu"), dist.new_group(backend="gloo")), watch)
-    return mode.seen
-
-
-@pytest.mark.parametrize(
-    ("what", "collective", "sees_forward"),
-    [("EagerDDP", "c10d.allreduce_.default", True), ("compile_ddp", "_c10d_functional.all_reduce_.default", False)],
-)
-def test_the_steps_that_are_watched_show_collectives_and_the_operators_of_the_backward(
-    ranks2: RankPool, what: str, collective: str, sees_forward: bool
-) -> None:
-    for seen in ranks2.run(_watched, what):
-        assert seen[collective] >= 2 and seen["aten.mm.default"] >= 2 and seen["aten._fused_adamw_.default"] == 2
-        assert bool(seen["aten.embedding.default"]) == sees_forward
-
-
-@contextmanager
-def _sanitizer_off_cuda(seen: list[int]) -> Iterator[None]:
-    """torch's own sanitizer, told that tensors of the CPU are CUDA's and that all run on one stream, but for others."""
-    stream = SimpleNamespace(cuda_stream=0)
-
-    def current_stream() -> SimpleNamespace:
-        seen.append(stream.cuda_stream)
-        return stream
-
-    @contextmanager
-    def another(device: torch.device) -> Iterator[None]:
-        stream.cuda_stream = 7
-        yield
-        stream.cuda_stream = 0
-
-    with (
-        mock.patch.object(torch.cuda, "current_stream", current_stream),
-        mock.patch.object(torch.Tensor, "is_cuda", property(lambda tensor: True)),
-        mock.patch.object(torch, "Stream", another),
-        torch_private.for_tests.stream_sanitizer(),
-    ):
-        yield
-
-
-def _sanitized(index: int, what: str) -> int:
-    seen: list[int] = []
-    rank = Rank(index, 1, torch.device("cpu"), dist.new_group(backend="gloo"))
-    watched_steps.run(what, 2, rank, lambda: _sanitizer_off_cuda(seen))
-    return len(seen)
-
-
-@pytest.mark.parametrize("what", watched_steps.WRAPPERS)
-def test_the_sanitizer_takes_every_operator_of_the_steps_and_finds_nothing_on_one_stream(
-    one_rank: RankPool, what: str
-) -> None:
-    assert one_rank.run(_sanitized, what)[0] > 100
-
-
-def test_the_sanitizer_finds_the_planted_race(one_rank: RankPool) -> None:
-    with pytest.raises(RankError, match="CUDASanitizerErrors: detected 1 errors"):
-        one_rank.run(_sanitized, watched_steps.PLANTED)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the sanitizer works there")
-def test_ranks_of_the_sanitizer_are_launched_and_what_they_write_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
-    row = sanitizer.watched(watched_steps.PLANTED, sanitizer.alone("cpu"))
-    assert row["reports"] == 0 and row["error"].startswith("ChildFailedError")
-    assert "Torch not compiled with CUDA enabled" in capfd.readouterr().err or torch.version.cuda is not None
-
-
 # ---- steps of one rank -----------------------------------------------------------------------------------------------
 
 
@@ -238,6 +138,22 @@ def test_a_variant_that_fails_costs_its_own_row(one_rank: RankPool) -> None:
     assert list(found["variants"]) == [name for name in names if name != "broken"]
     assert {len(of_one["samples"]) for of_one in found["variants"].values()} == {3}
     assert overhead.what_is_wrong(found) == ["broken on tiny mlp: ValueError: not with me"]
+
+
+def test_what_the_profiler_breaks_leaves_the_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    def profile() -> None:
+        raise RuntimeError("no CUPTI")
+
+    contender = SimpleNamespace(next_batch=lambda: None, warm_up=lambda reference, steps: 0.0, module=nn.Linear(2, 2))
+    monkeypatch.setattr(alone, "Contender", lambda *arguments: contender)
+    monkeypatch.setattr(alone, "host_and_step", lambda contender: (1.0, 2.0))
+    monkeypatch.setattr(alone.Reference, "compute", lambda *arguments: None)
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    rank = SimpleNamespace(device=torch.device("cpu"))
+    found = alone.measure(ALL["tiny mlp"], [make_variants()["EagerDDP"]], 1, 2, rank)  # type: ignore[arg-type]
+    assert found["errors"] == {"EagerDDP": "under the profiler RuntimeError: no CUPTI"}
+    assert found["variants"]["EagerDDP"]["samples"] == [(1.0, 2.0)] * 2
+    assert overhead.row("EagerDDP", found, ("EagerDDP", "torch DDP")).step == 2000
 
 
 FOUND: dict[str, Any] = {

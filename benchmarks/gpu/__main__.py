@@ -66,7 +66,7 @@ def _write(options: argparse.Namespace, settings: Settings, outcomes: Sequence[O
     found = {"recipe": made, "settings": settings.to_json(), "sections": [outcome.to_json() for outcome in outcomes]}
     for path, text in (
         (options.json, json.dumps(found, indent=1)),
-        (options.markdown, write_page(made, outcomes, SECTIONS)),
+        (options.markdown, write_page(made, settings, outcomes, SECTIONS)),
     ):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

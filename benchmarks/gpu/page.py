@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.gpu.placement import CPU
 from benchmarks.gpu.sections import Outcome, Section
+from benchmarks.gpu.settings import Settings
 from compiled_ddp.comparison.table import tabulate_rows
 
 CELL_CHARACTERS = 200
@@ -23,7 +25,9 @@ def in_a_cell(text: str) -> str:
     return line if len(line) <= CELL_CHARACTERS else f"{line[: CELL_CHARACTERS - 1]}…"
 
 
-def write_page(recipe: Mapping[str, Any], outcomes: Sequence[Outcome], sections: Sequence[Section]) -> str:
+def write_page(
+    recipe: Mapping[str, Any], settings: Settings, outcomes: Sequence[Outcome], sections: Sequence[Section]
+) -> str:
     """The whole page as Markdown."""
     modules = {section.name: section.module for section in sections}
     rows = [
@@ -34,7 +38,7 @@ def write_page(recipe: Mapping[str, Any], outcomes: Sequence[Outcome], sections:
     ]
     columns = {"section": ("section", "s"), "status": ("outcome", "s"), "seconds": ("s", ".0f"), "why": ("", "s")}
     parts = [
-        "# compiled_ddp on a GPU",
+        "# compiled_ddp on the CPU, without what needs a GPU" if settings.device == CPU else "# compiled_ddp on a GPU",
         f"{recipe['date']}, commit {recipe['commit']}, `{recipe['command']}`. "
         "All that was measured stands in the JSON file beside this page.",
         markdown_table(rows, columns),

@@ -105,6 +105,7 @@ def test_the_command_fails_where_a_section_did_and_writes_the_page(
     where = ["--json", str(made[0]), "--markdown", str(made[1])]
     assert command.main(["--device", "cpu", "--sections", *names, *where]) == status
     found, text = json.loads(made[0].read_text()), made[1].read_text()
+    assert text.startswith("# compiled_ddp on the CPU, without what needs a GPU\n")
     assert {section["name"] for section in found["sections"]} == set(names)
     said = capsys.readouterr().out
     for name in names:

@@ -55,8 +55,6 @@ def world(size: int) -> Iterator[str]:
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
     """Within this context Inductor and triton take this machine for one with an H100."""
-    from torch.utils import _triton
-
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     driver = importlib.import_module("triton.runtime.driver").driver
     stream = SimpleNamespace(cuda_stream=0, device=CUDA, stream_id=0)
@@ -84,7 +82,7 @@ def pretended_gpu() -> Iterator[None]:
         get_device_interface=lambda: torch.cuda,
         get_active_torch_device=lambda: CUDA,
     )
-    answers = [function for function in vars(_triton).values() if hasattr(function, "cache_clear")]
+    answers = _remembered_answers()
     with contextlib.ExitStack() as stack:
         for function in answers:
             stack.callback(function.cache_clear)
@@ -96,6 +94,17 @@ def pretended_gpu() -> Iterator[None]:
         for function in answers:
             function.cache_clear()
         yield
+
+
+def _remembered_answers() -> list[Any]:
+    """The functions that ask about this machine once: what they know is to be forgotten before and behind a pretence."""
+    from torch._inductor import utils
+    from torch._inductor.codecache import CacheBase
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch.utils import _triton
+
+    functions = (*vars(_triton).values(), *vars(utils).values(), CacheBase.get_system, DeviceProperties.create)
+    return [function for function in functions if callable(getattr(function, "cache_clear", None))]
 
 
 def backward_graph(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from generated_code import Statement, body_of, launches_and_waits, placed, read_statements
 from torch import Tensor, nn
@@ -289,3 +290,15 @@ def test_a_compression_in_two_rounds_never_waits_on_the_host() -> None:
     )
     assert len(launched) == 2 * (len(code.plan.buckets) - 1) + 1
     assert sorted(launched) == sorted(awaited), "an all-reduce is not in place"
+
+
+def test_what_was_pretended_is_gone_afterwards() -> None:
+    def found() -> list[object]:
+        return [torch.cuda.is_available(), torch.cuda.device_count(), torch.version.cuda, dist.is_initialized()]
+
+    before = found()
+    cuda_code(Perceptron(), [ROWS], capacity_bytes=SMALL_BUCKET_BYTES)
+    assert found() == before
+    compiled = torch.compile(Perceptron(), fullgraph=True)
+    compiled(ROWS).backward()
+    assert all(parameter.grad is not None for parameter in compiled.parameters())

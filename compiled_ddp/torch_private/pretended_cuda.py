@@ -97,7 +97,7 @@ def pretended_gpu() -> Iterator[None]:
 
 
 def _remembered_answers() -> list[Any]:
-    """The functions that ask once about this machine: they are to ask again when a pretence begins, and when it ends."""
+    """What asks once about this machine, and is to ask again when a pretence begins and when it ends."""
     from torch._inductor import utils
     from torch._inductor.codecache import CacheBase
     from torch._inductor.runtime.hints import DeviceProperties

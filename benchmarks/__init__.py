@@ -10,6 +10,7 @@ launch.py, link.py, worker.py   starting ranks: torch's elastic launcher, or two
 models.py, data.py, tasks.py    the workloads of this project; nothing above imports them
 compare.py, train.py            the commands on whole steps
 steps_by_size.py, passes_by_size.py, growth_chart.py, scaling.py   what size costs, and the command
+compile_time.py                 what the passes add to Inductor's time for a backward
 threads.py, perf_samples.py, cpu_rounds.py, cpu_time.py   where a step's CPU time goes, and the command
 beside_jax.py, jax_gpt.py, step_rank.py   the GPT under JAX and under whole steps of ours: the command, and its ranks
 gpu/                            all of it on a GPU, and what only a GPU shows: `make gpu`

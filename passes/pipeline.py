@@ -2,14 +2,15 @@
 
 1. `insert_all_reduces`    reduces every gradient on its own: the naive program, the meaning of all that follows
 2. `place_mean`            moves the mean to the tangents where `prove_linearity` shows that nothing changes
-3. `form_buckets`          merges the all-reduces of each bucket, or puts a communication hook in their place
-4. `pack_buckets`          lets gradients be produced inside their bucket
-5. `schedule_collectives`  launches early, waits late
-6. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
-7. `infer_values`          computes how large the flat buffers have become, where the graph is compiled
-8. `verify_collectives`    asserts that the graph launches what the plan says
+3. `fold_into_products`    lets matrix products add what earlier backwards left, where the graph folds that in
+4. `form_buckets`          merges the all-reduces of each bucket, or puts a communication hook in their place
+5. `pack_buckets`          lets gradients be produced inside their bucket
+6. `schedule_collectives`  launches early, waits late
+7. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
+8. `infer_values`          computes how large the flat buffers have become, where the graph is compiled
+9. `verify_collectives`    asserts that the graph launches what the plan says
 
-With `naive`, steps 2, 4, 5 and 6 are left out, and the plan has one bucket per gradient.
+With `naive`, steps 2, 3, 5, 6 and 7 are left out, and the plan has one bucket per gradient.
 
 A new pass is a file of its own, a row of `PASSES`, and a row of the table in docs/how-it-works.md.
 """
@@ -23,6 +24,7 @@ from typing import TypedDict
 
 from torch.fx import Graph, Node
 
+from compiled_ddp.passes.fold_into_products import fold_into_products
 from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.infer_values import infer_values
 from compiled_ddp.passes.inline_hook import TracedHook
@@ -137,6 +139,10 @@ def _unless_naive(pipeline: Pipeline) -> bool:
     return not pipeline.naive
 
 
+def _folding(pipeline: Pipeline) -> bool:
+    return pipeline.fold and not pipeline.naive
+
+
 def _for_a_compiler(pipeline: Pipeline) -> bool:
     return not pipeline.in_place
 
@@ -148,6 +154,7 @@ def _in_place(pipeline: Pipeline) -> bool:
 PASSES = (
     Pass("insert_all_reduces", insert_all_reduces, _always),
     Pass("place_mean", place_mean, _unless_naive),
+    Pass("fold_into_products", fold_into_products, _folding),
     Pass("form_buckets", form_buckets, _always),
     Pass("pack_buckets", pack_buckets, _unless_naive),
     Pass("schedule_collectives", schedule_collectives, _unless_naive),

@@ -25,7 +25,7 @@ def body_of(source: str) -> str:
 def read_statements(source: str) -> tuple[list[Statement], dict[str, str]]:
     """The statements of a generated backward in order, and which buffer each alias lies in."""
     body = body_of(source)
-    aliases = dict(re.findall(r"(buf\d+) = reinterpret_tensor\((buf\d+),.*# alias", body))
+    aliases = dict(re.findall(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b.*# alias", body))
     statements = []
     for line in body.splitlines():
         text = line.strip()
@@ -55,6 +55,6 @@ def launches_and_waits(statements: Sequence[Statement]) -> tuple[list[int], list
 
 
 def placed(statements: Sequence[Statement], aliases: Mapping[str, str], kernel: str) -> list[bool]:
-    """Of each call of this extern kernel, whether it writes its result, the last buffer it names, into a bucket."""
+    """Of each call of a kernel with this prefix, whether it writes the last buffer that it names into a bucket."""
     buckets = {statement.buffers[0] for statement in statements if statement.kind == "launch"}
-    return [aliases.get(s.buffers[-1]) in buckets for s in statements if s.text.startswith(f"extern_kernels.{kernel}(")]
+    return [aliases.get(s.buffers[-1]) in buckets for s in statements if s.text.startswith(kernel)]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from compiled_ddp.backward.forward_count import Forwards
+from compiled_ddp.backward.pinned import pinned_for
 from compiled_ddp.plan import (
     ABORTED,
     ANNOUNCED,
@@ -70,10 +71,11 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: S
     Of the `unused` parameters this rank produced no gradient.
     """
     users = riders.numel - riders.passengers
-    into[:FIRST_USED].copy_(_leading(message), non_blocking=True)
+    into[:FIRST_USED].copy_(_leading(message, into.device), non_blocking=True)
     used = into[FIRST_USED:users]
     if unused:
-        used.copy_(_on_host([float(index not in unused) for index in riders.indices]), non_blocking=True)
+        values = _on_host([float(index not in unused) for index in riders.indices])
+        used.copy_(pinned_for(into.device, values), non_blocking=True)
     else:
         used.fill_(1.0)
     if riders.passengers:
@@ -84,23 +86,25 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: S
     return into
 
 
-def _leading(message: Message) -> torch.Tensor:
-    """The elements that come before those of the parameters; only to be read."""
+def _leading(message: Message, device: torch.device) -> torch.Tensor:
+    """The elements that come before those of the parameters, to be copied to `device`; only to be read."""
     forwards = message.forwards
     counts = forwards.begun % COUNT_MODULUS, forwards.returned % COUNT_MODULUS, forwards.given_up % COUNT_MODULUS
-    return _leading_of(*counts, message.weight, frozenset(message.flags))
+    return _leading_of(*counts, message.weight, frozenset(message.flags), device)
 
 
 # Most steps differ in their counts alone, which begin anew after `COUNT_MODULUS` of them.
 @functools.lru_cache(maxsize=4 * COUNT_MODULUS)
-def _leading_of(begun: int, returned: int, given_up: int, weight: float, flags: Set[Flag]) -> torch.Tensor:
+def _leading_of(
+    begun: int, returned: int, given_up: int, weight: float, flags: Set[Flag], device: torch.device
+) -> torch.Tensor:
     values = [0.0] * FIRST_USED
     for (count, squared), number in zip((_BEGUN, _RETURNED, _GIVEN_UP), (begun, returned, given_up), strict=True):
         values[count], values[squared] = float(number), float(number**2)
     for flag in flags:
         values[flag] = 1.0
     values[WEIGHT] = weight
-    return _on_host(values)
+    return pinned_for(device, _on_host(values))
 
 
 def _on_host(values: Sequence[float]) -> torch.Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_ddp import torch_private
+from compiled_ddp.backward.pinned import pinned_for
 from compiled_ddp.plan import COUNT_MODULUS, FIRST_USED
 
 # | element | value on each rank, summed over ranks |
@@ -34,7 +35,8 @@ def write_turn(
     values[_DEPARTED], values[_REMAINING], values[_WISHES] = float(departs), float(remaining), float(wishes)
     values[_GROUPS], values[_GROUPS_SQUARED] = float(groups), float(groups) ** 2
     with torch_private.tracing.outside_of_traces():
-        into.copy_(torch.tensor(values, dtype=torch.float32, device="cpu"), non_blocking=True)
+        on_host = torch.tensor(values, dtype=torch.float32, device="cpu")
+        into.copy_(pinned_for(into.device, on_host), non_blocking=True)
 
 
 @dataclass(frozen=True)

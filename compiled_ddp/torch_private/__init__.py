@@ -81,6 +81,8 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._dynamo.symbolic_convert` | tests: what Dynamo traces |
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
 | `torch._inductor.graph.GraphLowering`, `torch.testing._internal.distributed.fake_pg` | tests: code for CUDA |
+| `torch._inductor`: `scheduler.Scheduler`, `select_algorithm`, `ir.ChoiceCaller` | the same |
+| `torch._inductor.codecache.CacheBase`, `torch._inductor.runtime.hints.DeviceProperties` | the same |
 | `torch.utils._triton`, `torch._guards.TracingContext`, `torch._dynamo.reset` | the same |
 | `torch.cuda._sanitizer.cuda_sanitizer`, `torch._inductor.cudagraph_trees.get_manager` | `make gpu`: races, graphs |
 | `Node._replace_input_with`, `Node._update_args_kwargs` | tests: what passes do to nodes |

@@ -203,6 +203,24 @@ def reducing_options() -> dict[str, Any]:
     return _OVERLAP | dict.fromkeys({_COMPARES_GRAPHS, _MOVES_COLLECTIVES} & known.keys(), False)
 
 
+def compile_rewritten(
+    inner: GraphModule, inputs: Sequence[Any], rewriting: Rewriting, *args: Any, **kwargs: Any
+) -> Callable[..., Any]:
+    """Compile a graph that Inductor's first half has made, after it has been rewritten; other arguments are Inductor's.
+
+    Where gradients are to be packed, `packing.register_pack_lowering` has been called.
+    """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    if rewriting.rewrite is None:
+        return _callable(compile_fx_inner(inner, inputs, *args, **kwargs))
+    inputs = rewriting.rewrite(inner, inputs)
+    inner.recompile()
+    with config.patch(reducing_options()):
+        return _callable(compile_fx_inner(inner, inputs, *args, **kwargs))
+
+
 def _compile_inductor(
     graph_module: GraphModule,
     example_inputs: Sequence[Any],
@@ -212,7 +230,7 @@ def _compile_inductor(
     whole: bool = False,
 ) -> Callable[..., Any]:
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.compile_fx import compile_fx
 
     users_pass = options.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     users_own = {"post_grad_custom_pre_pass": users_pass}
@@ -220,17 +238,12 @@ def _compile_inductor(
     def identified(identity: str) -> dict[str, Any]:
         return {"post_grad_custom_pre_pass": _with_cache_identity(users_pass, identity)} if identity else users_own
 
-    reducing = reducing_options()
-
     def compile_inner(inner: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         is_backward = bool(kwargs.get("is_backward"))
         now = rewriting() if whole or is_backward else Rewriting()
-        with part_of_slow_work(f"backward ({now.name})") if is_backward else contextlib.nullcontext():
-            if now.rewrite is not None:
-                inputs = now.rewrite(inner, inputs)
-                inner.recompile()
-            with config.patch(identified(now.identity) | (reducing if now.rewrite is not None else {})):
-                return compile_fx_inner(inner, inputs, *args, **kwargs)
+        part = part_of_slow_work(f"backward ({now.name})") if is_backward else contextlib.nullcontext()
+        with part, config.patch(identified(now.identity)):
+            return compile_rewritten(inner, inputs, now, *args, **kwargs)
 
     packing.register_pack_lowering()
     first = rewriting().identity

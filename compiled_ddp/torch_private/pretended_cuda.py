@@ -20,8 +20,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from compiled_ddp.torch_private.inductor import reducing_options
-
 CUDA = torch.device("cuda", 0)
 # Of an H100 SXM, as NVIDIA publishes them.
 PROPERTIES = SimpleNamespace(
@@ -57,8 +55,6 @@ def world(size: int) -> Iterator[str]:
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[None]:
     """Within this context Inductor and triton take this machine for one with an H100."""
-    from torch.utils import _triton
-
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     driver = importlib.import_module("triton.runtime.driver").driver
     stream = SimpleNamespace(cuda_stream=0, device=CUDA, stream_id=0)
@@ -86,7 +82,7 @@ def pretended_gpu() -> Iterator[None]:
         get_device_interface=lambda: torch.cuda,
         get_active_torch_device=lambda: CUDA,
     )
-    answers = [function for function in vars(_triton).values() if hasattr(function, "cache_clear")]
+    answers = _remembered_answers()
     with contextlib.ExitStack() as stack:
         for function in answers:
             stack.callback(function.cache_clear)
@@ -100,10 +96,21 @@ def pretended_gpu() -> Iterator[None]:
         yield
 
 
+def _remembered_answers() -> list[Any]:
+    """What asks once about this machine, and is to ask again when a pretence begins and when it ends."""
+    from torch._inductor import utils
+    from torch._inductor.codecache import CacheBase
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch.utils import _triton
+
+    functions = (*vars(_triton).values(), *vars(utils).values(), CacheBase.get_system, DeviceProperties.create)
+    return [function for function in functions if callable(getattr(function, "cache_clear", None))]
+
+
 def backward_graph(
-    model: Callable[..., Tensor], batch: Sequence[Tensor], dynamic: bool | None
+    model: Callable[..., Tensor], batch: Sequence[Tensor], dynamic: bool | None, options: Mapping[str, Any]
 ) -> tuple[GraphModule, list[Any]]:
-    """The graph of the backward and its inputs, on the CPU, as Inductor would compile them."""
+    """The graph of the backward and its inputs, on the CPU, as Inductor would compile them under these options."""
     from torch._inductor.compile_fx import compile_fx
 
     found: list[tuple[GraphModule, list[Any]]] = []
@@ -120,7 +127,8 @@ def backward_graph(
 
     torch._dynamo.reset()
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled = torch.compile(model, backend=functools.partial(compile_fx, inner_compile=keep), dynamic=dynamic)
+        backend = functools.partial(compile_fx, inner_compile=keep, config_patches=dict(options))
+        compiled = torch.compile(model, backend=backend, dynamic=dynamic)
         compiled(*batch).backward()
     (backward,) = found
     return backward
@@ -166,10 +174,13 @@ class _Written(Exception):
     """The code is there, and is not to be loaded."""
 
 
-def code_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """What Inductor writes for a rewritten backward, under these options of its own."""
+def code_of(compiling: Callable[[], object], options: Mapping[str, Any], *, templates: bool = False) -> str:
+    """What Inductor writes, under these options of its own, when `compiling` lets it compile a graph.
+
+    Where it would time kernels to choose among them (`max_autotune`), which needs a GPU, all of Triton's templates are
+    taken to be faster than what libraries bring if `templates`, or else slower, and what can be fused with one is.
+    """
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.graph import GraphLowering
 
     texts: list[str] = []
@@ -181,10 +192,30 @@ def code_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mapping[s
 
     uncached = {"fx_graph_cache": False, "compile_threads": 1}
     stopping = unittest.mock.patch.object(GraphLowering, "_compile_to_module", write)
-    with stopping, config.patch({**reducing_options(), **uncached, **options}):
+    with stopping, _pretended_timings(templates), config.patch({**uncached, **options}):
         try:
-            compile_fx_inner(graph_module, list(inputs), is_backward=True)
+            compiling()
         except Exception:  # Inductor's own kind, whatever it was made of
             if not texts:
                 raise
     return texts[0]
+
+
+@contextlib.contextmanager
+def _pretended_timings(templates: bool) -> Iterator[None]:
+    """In here Inductor times no kernels: each takes a millisecond, the slower ones among its choices two."""
+    from torch._inductor.ir import ChoiceCaller
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateCaller
+
+    def timings(*arguments: Any, **_: object) -> dict[Any, float]:
+        (choices,) = (given for given in arguments if isinstance(given, list) and isinstance(given[0], ChoiceCaller))
+        return {choice: 1.0 if isinstance(choice, TritonTemplateCaller) == templates else 2.0 for choice in choices}
+
+    with (
+        unittest.mock.patch.object(AlgorithmSelectorCache, "do_autotuning", timings),
+        unittest.mock.patch.object(Scheduler, "compile_kernel", return_value=(None, None)),
+        unittest.mock.patch.object(Scheduler, "benchmark_fused_nodes", return_value=(1.0, "")),
+        unittest.mock.patch.object(Scheduler, "benchmark_codegened_module", return_value=(1.0, "")),
+    ):
+        yield

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.backward.pinned import pinned_for
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.wrapping.parts import HasParts
 
@@ -123,7 +124,8 @@ def as_passengers(
             f"rank {rank}: {unknown[0]!r} is not among the names that the wrapper was made with: piggyback={names}."
         )
     elements = [_as_element(name, values.get(name, 0.0), rank) for name in names]
-    return torch.stack([element.to(device, non_blocking=True) for element in elements])
+    ready = [pinned_for(device, element) if element.is_cpu else element for element in elements]
+    return torch.stack([element.to(device, non_blocking=True) for element in ready])
 
 
 def _as_element(name: str, value: object, rank: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import second_device
@@ -311,3 +312,39 @@ def _apexs_streams(rank: int, library: Path) -> None:
 
 def test_apexs_streams_are_taken_off_the_cpu(twin_ranks2: RankPool, twins_library: Path) -> None:
     twin_ranks2.run(_apexs_streams, twins_library)
+
+
+def _copies_from_the_host(rank: int, library: Path, wrapper: str) -> list[bool]:
+    """Of each copy of what ranks tell one another to the device, whether it blocks nobody."""
+    ddp = _wrapped(rank, library, wrapper, ("twins:0", "twins:0"), piggyback=("tokens", "loss"), verify="off")
+    ddp.module.register_parameter("idle", nn.Parameter(torch.ones(3, device="twins:0")))  # nobody uses it
+    copy, move, found = Tensor.copy_, Tensor.to, []
+
+    def copied(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+        if source.is_cpu and not into.is_cpu:
+            found.append(non_blocking and source.is_pinned())
+        return copy(into, source, non_blocking=non_blocking)
+
+    def moved(source: Tensor, *args: Any, non_blocking: bool = False, **kwargs: Any) -> Tensor:
+        result = move(source, *args, non_blocking=non_blocking, **kwargs)
+        if source.is_cpu and not result.is_cpu:
+            found.append(non_blocking and source.is_pinned())
+        return result
+
+    for step in range(4):
+        loss = loss_of(ddp, row_batch(rank, step))
+        with mock.patch.object(Tensor, "copy_", copied), mock.patch.object(Tensor, "to", moved):
+            ddp.piggyback(tokens=3, loss=loss.detach())
+            loss.backward()
+        assert ddp.piggybacked["tokens"].item() == 6
+        ddp.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_what_ranks_tell_one_another_reaches_the_device_from_pinned_memory(
+    twin_ranks2: RankPool, twins_library: Path, wrapper: str
+) -> None:
+    for found in twin_ranks2.run(_copies_from_the_host, twins_library, wrapper):
+        assert len(found) >= 3 * 4, "the leading riders, which parameters are used, and a number"
+        assert all(found)

@@ -192,7 +192,7 @@ _COMPARES_GRAPHS = "aten_distributed_optimizations.spmd_check"
 
 # Moves launches earlier and waits later, from torch 2.14 on and by default: of what the passes have placed it moves
 # nothing (docs/benchmarks.md), and compiling takes its time.
-_MOVES_COLLECTIVES = "aten_distributed_optimizations.enable_simple_overlap"
+MOVES_COLLECTIVES = "aten_distributed_optimizations.enable_simple_overlap"
 
 
 def reducing_options() -> dict[str, Any]:
@@ -200,7 +200,7 @@ def reducing_options() -> dict[str, Any]:
     from torch._inductor import config
 
     known = config.get_config_copy()
-    return _OVERLAP | dict.fromkeys({_COMPARES_GRAPHS, _MOVES_COLLECTIVES} & known.keys(), False)
+    return _OVERLAP | dict.fromkeys({_COMPARES_GRAPHS, MOVES_COLLECTIVES} & known.keys(), False)
 
 
 def compile_rewritten(

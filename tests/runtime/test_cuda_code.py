@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from compiled_ddp.comm_hooks import CommHook, PowerSGD, TopK, bf16_compress, fp16_compress
+from compiled_ddp.torch_private import inductor
 
 pytest.importorskip("triton", reason="Inductor needs triton to write CUDA code; a CUDA build of torch brings it")
 
@@ -302,3 +303,13 @@ def test_what_was_pretended_is_gone_afterwards() -> None:
     compiled = torch.compile(Perceptron(), fullgraph=True)
     compiled(ROWS).backward()
     assert all(parameter.grad is not None for parameter in compiled.parameters())
+
+
+def test_torchs_own_scheduling_moves_nothing_of_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = inductor.reducing_options()
+    if inductor.MOVES_COLLECTIVES not in options:
+        pytest.skip(f"torch {torch.__version__} moves no collectives by itself, 2.14 does")
+    ours = cuda_code(Perceptron(), [ROWS], capacity_bytes=SMALL_BUCKET_BYTES)
+    monkeypatch.setattr(inductor, "reducing_options", lambda: {**options, inductor.MOVES_COLLECTIVES: True})
+    moved = cuda_code(Perceptron(), [ROWS], capacity_bytes=SMALL_BUCKET_BYTES)
+    assert body_of(moved.source) == body_of(ours.source)

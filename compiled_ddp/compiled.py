@@ -257,5 +257,6 @@ class CompiledDDP(DataParallelWrapper):
         if call is not None:
             torch_private.autograd.attach(node, call)
 
-    def _live_calls(self) -> Sequence[SegmentCall]:
-        return self._calls.live()
+    @property
+    def _live_calls(self) -> Callable[[], Sequence[SegmentCall]]:
+        return self._calls.live

@@ -2,7 +2,7 @@
 
 import contextlib
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -130,8 +130,10 @@ class DataParallelWrapper(
     def _refreshed(self) -> None:
         """The runtime has other parameters, as the model has changed."""
 
-    def _live_calls(self) -> Sequence[GraphCall]:
-        return ()
+    @property
+    def _live_calls(self) -> Callable[[], Sequence[GraphCall]]:
+        """Returns the calls of graphs whose backward may still run, latest first."""
+        return tuple
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError

@@ -93,7 +93,7 @@ class _Graph(torch.autograd.Function):
     def backward(context: Any, _: Tensor) -> Any:  # type: ignore[override]
         rank, call, most = context.rank, context.call, context.most
         gradients: dict[int, Tensor] = {index: rank.values(index) for index in call.plan.indices}
-        with rank.runtime.backwards.launching_alone():
+        with rank.runtime.backwards.lock:
             reserved = rank.runtime.backwards.reserve(call)
             if reserved is not None:
                 graph = GraphRun(reserved, call.plan, gradients, rank.communicator, most=most)

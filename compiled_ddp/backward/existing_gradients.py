@@ -34,7 +34,7 @@ class ExistingGradients:
         if self.were_any:
             self._look_at(buffers)
         else:
-            buffers.renew_held(())
+            buffers.renew_all_held()
 
     def _look_at(self, buffers: SequenceBuffers) -> None:
         gradients = [parameter.grad for parameter in self._parameters.tensors]

@@ -168,10 +168,14 @@ class SequenceBuffers(dict[int, FlatBuffer]):
 
     def renew_held(self, gradients: Iterable[torch.Tensor]) -> None:
         """Before a backward: new memory for the buffers that anyone but `gradients`, each a .grad, holds."""
-        storages = [gradient.untyped_storage().data_ptr() for gradient in gradients if _has_memory(gradient)]
-        in_place = Counter(storages) if storages else None
+        in_place = Counter(gradient.untyped_storage().data_ptr() for gradient in gradients if _has_memory(gradient))
         for buffer in self.values():
             buffer.renew_if_held(in_place[buffer.address] if in_place else 0)
+
+    def renew_all_held(self) -> None:
+        """The same where there is no .grad."""
+        for buffer in self.values():
+            buffer.renew_if_held(0)
 
     def let_go(self) -> None:
         """Leave all flat buffers to whoever holds views of them; what is filled next gets new ones."""

@@ -1,6 +1,5 @@
 """The .grad tensors that captured graphs fold in."""
 
-import functools
 from collections.abc import Iterable, Set
 
 import torch
@@ -18,14 +17,10 @@ class FoldedGradients:
 
     def __init__(self, parameters: TrainedParameters, existing: ExistingGradients) -> None:
         self._parameters, self._existing = parameters, existing
+        self.withheld = WithheldGradients()  # what graphs fold in too
         self._taken: dict[int, torch.Tensor] = {}
         self._accumulated: set[int] = set()  # those of them that the backward brings a .grad
         self.not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
-
-    @functools.cached_property
-    def withheld(self) -> WithheldGradients:
-        """What graphs fold in too."""
-        return WithheldGradients()
 
     def take(self, plan: BucketPlan) -> list[torch.Tensor]:
         """What a graph must fold in, one tensor per gradient in plan order; empty if no parameter has a .grad.

@@ -187,7 +187,9 @@ class Gradients:
         others.
         """
         written: set[int] = set()
-        for position in self._launches.by_hooks():
+        for position, launch in enumerate(self._launches.buckets):
+            if launch.work is None:
+                continue  # a graph has launched it
             used = self._launches.riders.used_on_any_rank(position)
             self._leave_in_place(position, used)
             written |= used

@@ -1,9 +1,13 @@
 """The gradients that captured graphs have reduced in one backward."""
 
 import functools
+import itertools
+import operator
 from collections.abc import Sequence, Set
 
 import torch
+
+_gradient_of = operator.attrgetter("grad")
 
 
 class GraphGradients:
@@ -14,10 +18,9 @@ class GraphGradients:
         self.addresses: dict[int, int | None] = {}
         self._aliases: list[dict[int, torch.Tensor]] = []  # of each graph
 
-    def note(self, gradients: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """These are what a graph returns."""
-        indices, tensors = zip(*gradients, strict=True) if gradients else ((), ())
-        several = self.addresses.keys() & indices
+    def note(self, indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """These are what a graph returns of the parameters `indices`."""
+        several = self.addresses.keys() & indices if self.addresses else ()
         self.addresses |= zip(indices, map(torch.Tensor.data_ptr, tensors), strict=True)
         self.addresses |= dict.fromkeys(several)
         # They share the storage, so that autograd adds other contributions out of place, which `has_another` sees.
@@ -33,6 +36,10 @@ class GraphGradients:
 
     def found_elsewhere(self, parameters: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
         """Each .grad of these parameters that is not simply where a graph has left it."""
+        gradients = [*map(_gradient_of, map(parameters.__getitem__, self.addresses))]
+        are_there = all(map(operator.is_not, gradients, itertools.repeat(None)))
+        if are_there and [*map(torch.Tensor.data_ptr, gradients)] == [*self.addresses.values()]:
+            return []  # in C, as for every parameter in every step
         of_graphs = [(index, address, parameters[index].grad) for index, address in self.addresses.items()]
         return [(i, grad) for i, address, grad in of_graphs if grad is not None and grad.data_ptr() != address]
 

@@ -29,7 +29,7 @@ class Launcher:
         message: Message,
         rank_progress: RankProgress,
     ) -> None:
-        self._buffers, self._reservations = buffers, reservations
+        self.positions_in, self._reservations = buffers.positions_in, reservations  # the buckets of each section
         self._launches, self._gradients = launches, gradients
         self._message, self._rank_progress = message, rank_progress
         # After `break_off`: whether those of all that was launched can be read. Else nobody knows what others do next.
@@ -37,19 +37,15 @@ class Launcher:
         self._cursor = 0
         self._broke_in_launch = False  # whether an exception has ended a launch by hooks
 
-    def positions_in(self, section: int) -> range:
-        """The buckets of a section."""
-        return self._buffers.positions_in[section]
-
     # ---- graphs ------------------------------------------------------------------------------------------------------
 
     def is_next(self, section: int) -> bool:
         """Whether a graph may reserve a section: all before it has been launched."""
-        return self._reservations.is_free(section) and self._cursor == self._buffers.positions_in[section].start
+        return self._reservations.is_free(section) and self._cursor == self.positions_in[section].start
 
     def has_launched(self, section: int) -> bool:
         """Whether all buckets of a section have been launched, or a graph has reserved them."""
-        return self._cursor > self._buffers.positions_in[section][-1]
+        return self._cursor > self.positions_in[section][-1]
 
     def waits_in_vain_before(self, section: int, comes: Callable[[int], bool]) -> bool:
         """Whether hooks wait before a section for what will not come; `comes` tells which gradients still may."""
@@ -65,20 +61,22 @@ class Launcher:
 
     def _waiting_before(self, section: int) -> Sequence[Launch]:
         """What is to be launched before a section, in order."""
-        return self._launches.buckets[self._cursor : self._buffers.positions_in[section].start]
+        return self._launches.buckets[self._cursor : self.positions_in[section].start]
 
     def reserve(self, section: int) -> None:
         """Hand a section to the captured segment that is about to run; what is missing before it is sent as zeros."""
-        self._launch_to(self._buffers.positions_in[section].start)
+        positions = self.positions_in[section]
+        if self._cursor < positions.start:
+            self._launch_to(positions.start)
         self._reservations.reserve(section)
         self._rank_progress.graph_began(self._cursor)
-        self._cursor += len(self._buffers.positions_in[section])
+        self._cursor += len(positions)
 
     def release(self, section: int) -> None:
         """Undo a reservation before the graph has launched anything: hooks launch the section."""
         self._reservations.release(section)
         self._rank_progress.graph_ended()
-        self._cursor = self._buffers.positions_in[section].start
+        self._cursor = self.positions_in[section].start
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
 
@@ -101,7 +99,8 @@ class Launcher:
 
     def launch_rest(self) -> None:
         """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce."""
-        self._launch_to(len(self._launches.buckets))
+        if self._cursor < len(self._launches.buckets):
+            self._launch_to(len(self._launches.buckets))
 
     def _launch_to(self, position: int) -> None:
         while self._cursor < position:

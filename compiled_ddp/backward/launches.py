@@ -1,6 +1,6 @@
 """Starting the reduction of each bucket, and waiting for it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -41,7 +41,7 @@ class Launches:
         self.buckets = [Launch(place, bucket, set(indices), {}) for (place, bucket), indices in awaited]
         self.riders = ReducedRiders(self.buckets, buffers, reservations, usage)
         self.reducer = reducer
-        self.collectives = [reducer.collectives(position) for position in range(len(self.buckets))]  # of each
+        self.collectives = reducer.collectives(len(self.buckets))  # of each
         self._buffers, self._reservations = buffers, reservations
         self._message, self._usage, self._averaging = message, usage, averaging
         self._communicator, self._launching = communicator, launching
@@ -79,17 +79,17 @@ class Launches:
             launch.started(self.reducer.start(position, flat, lambda: self._usage.unused(launch.bucket.indices)))
         self._rank_progress.hooks_launched(position)
 
-    def lend(self, positions: Sequence[int]) -> list[torch.Tensor]:
+    def lend(self, positions: Iterable[int]) -> list[torch.Tensor]:
         """Memory for these buckets of a reserved section, for its graph to pack them into."""
-        self._lent = {position: self._memory_for(position) for position in positions}
-        self._rank_progress.graph_fills(self._lent.items())
+        self._lent = {}
+        for position in positions:
+            bucket = self.buckets[position].bucket
+            if bucket.kept:
+                self._lent[position] = self._buffers[position].lend()
+            else:
+                self._lent[position] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        self._rank_progress.graph_fills(self._lent)
         return list(self._lent.values())
-
-    def _memory_for(self, position: int) -> torch.Tensor:
-        bucket = self.buckets[position].bucket
-        if bucket.kept:
-            return self._buffers[position].lend()
-        return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
 
     def take_back(self) -> None:
         """The graph that memory was lent to has run."""
@@ -176,7 +176,7 @@ class Launches:
                 except BaseException as error:
                     self.explain(error, position, "was launched but not reduced")
                     raise
-        self._rank_progress.hooks_await(None)
+                self._rank_progress.hooks_await(None)
         if self._averaging.changes_sums:
             for position in positions:
                 self._conclude(position)

@@ -21,8 +21,9 @@ class ReducedRiders:
         self._using: dict[int, dict[int, float]] = {}  # section -> parameter -> on how many ranks it is used
 
     def of_every_section(self) -> list[torch.Tensor]:
-        at_each = [self._at(position) for position in self._buffers.with_riders]
-        return [*(riders for riders in at_each if riders is not None), *self._reservations.riders()]
+        found = [self._at(p) for p in self._buffers.with_riders if self._launches[p].work is not None]
+        found += self._reservations.reserved.values()
+        return [riders for riders in found if riders is not None]
 
     def await_of(self, section: int) -> torch.Tensor:
         """The riders of a section that hooks have launched, once they have arrived."""

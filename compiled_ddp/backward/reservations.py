@@ -70,10 +70,6 @@ class Reservations:
         """What is reserved by graphs that have not run."""
         return [section for section, riders in self.reserved.items() if riders is None]
 
-    def riders(self) -> list[torch.Tensor]:
-        """Of every complete section."""
-        return [riders for riders in self.reserved.values() if riders is not None]
-
     # ---- parameters of several sections ------------------------------------------------------------------------------
 
     def graphs_to_run_with(self, section: int) -> Iterator[int]:

@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: S
 
     Of the `unused` parameters this rank produced no gradient.
     """
+    if not unused and not riders.passengers:
+        return into.copy_(_usual(message, riders.numel, into.device), non_blocking=True)
     users = riders.numel - riders.passengers
     into[:FIRST_USED].copy_(_leading(message, into.device), non_blocking=True)
     used = into[FIRST_USED:users]
@@ -88,15 +91,20 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: S
 
 def _leading(message: Message, device: torch.device) -> torch.Tensor:
     """The elements that come before those of the parameters, to be copied to `device`; only to be read."""
+    return _usual(message, FIRST_USED, device)
+
+
+def _usual(message: Message, numel: int, device: torch.device) -> torch.Tensor:
+    """The same with ones for the parameters behind them, shape (numel,); only to be read."""
     forwards = message.forwards
     counts = forwards.begun % COUNT_MODULUS, forwards.returned % COUNT_MODULUS, forwards.given_up % COUNT_MODULUS
-    return _leading_of(*counts, message.weight, frozenset(message.flags), device)
+    return _usual_of(*counts, message.weight, frozenset(message.flags), numel, device)
 
 
 # Most steps differ in their counts alone, which begin anew after `COUNT_MODULUS` of them.
 @functools.lru_cache(maxsize=4 * COUNT_MODULUS)
-def _leading_of(
-    begun: int, returned: int, given_up: int, weight: float, flags: Set[Flag], device: torch.device
+def _usual_of(
+    begun: int, returned: int, given_up: int, weight: float, flags: Set[Flag], numel: int, device: torch.device
 ) -> torch.Tensor:
     values = [0.0] * FIRST_USED
     for (count, squared), number in zip((_BEGUN, _RETURNED, _GIVEN_UP), (begun, returned, given_up), strict=True):
@@ -104,7 +112,7 @@ def _leading_of(
     for flag in flags:
         values[flag] = 1.0
     values[WEIGHT] = weight
-    return pinned_for(device, _on_host(values))
+    return pinned_for(device, _on_host([*values, *itertools.repeat(1.0, numel - FIRST_USED)]))
 
 
 def _on_host(values: Sequence[float]) -> torch.Tensor:
@@ -136,6 +144,9 @@ class Findings:
         return int(self.most[flag])
 
 
+_quiet = functools.lru_cache(Findings)
+
+
 class RiderReader:
     """Reads what every rank must know of a backward: at once on CPU, one backward later elsewhere.
 
@@ -154,10 +165,13 @@ class RiderReader:
 
         With `at_once` the device is waited for: what follows must not happen on some ranks alone.
         """
-        leading = [rider[:FIRST_USED] for rider in riders]
+        leading, device = [], None
+        for rider in riders:
+            leading.append(rider[:FIRST_USED])
+            if not rider.is_cpu and device is None:
+                device = rider.device
         if not leading:
             return Findings()
-        device = next((part.device for part in leading if not part.is_cpu), None)
         self.was_at_once = at_once or device is None
         before = [] if self._copied is None else self._earlier()
         if self.was_at_once:
@@ -178,9 +192,11 @@ class RiderReader:
         return earlier
 
     def _findings(self, sections: list[list[float]], *, backwards: int) -> Findings:
-        same_begun = all(self._agree(sums, *_BEGUN) for sums in sections)
+        same_begun = True
+        for sums in sections:
+            same_begun = same_begun and self._agree(sums, *_BEGUN)
         if same_begun and not any(map(any, map(_flags_in, sections))):
-            return Findings(backwards)
+            return _quiet(backwards)
         all_dropped = all(self._agree(sums, *_RETURNED) and self._agree(sums, *_GIVEN_UP) for sums in sections)
         return Findings(
             backwards=backwards,

@@ -196,11 +196,11 @@ class SynchronisedBackward:
 
     def write_back(self) -> set[int]:
         """Leave the mean in .grad; returns the parameters that hooks have reduced and some rank has used."""
-        self.settle_hook_state()
+        self.launches.reducer.settle(self.launches.riders.unused_everywhere)
         if self.circumstances.returned is not None:
             self.gradients.restore_untouched()
             return set()
-        if self.of_graphs.indices:
+        if self.of_graphs.addresses:
             self._find_graph_and_eager()
         written = self.gradients.write_back()
         self.folded.give_back()

@@ -37,7 +37,10 @@ class Usage:
 
     def note_gradients(self, indices: Iterable[int]) -> None:
         """Each of these has got one."""
-        self.arrived |= {index: self.arrived.get(index, 0) + 1 for index in indices}
+        if self.arrived:
+            self.arrived |= {index: self.arrived.get(index, 0) + 1 for index in indices}
+        else:
+            self.arrived = dict.fromkeys(indices, 1)
 
     def note_any(self, indices: Iterable[int]) -> None:
         """Each of these has got one, if not more."""

@@ -74,15 +74,15 @@ class Proof:
         self.unverified: dict[int, str] = {}  # parameter -> why
         self._tried = 0  # synchronised backwards since the first one, or since there was something new to look at
         self.verifies = False  # whether the backward under way ends with the exchange
-        self._recording: _Recording | None = None
+        self.recording: _Recording | None = None  # in a backward that verifies
         self._met: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
-        self._renewed: set[int] = set()  # parameters of graphs that are new on this rank
+        self.renewed: set[int] = set()  # parameters of graphs that are new on this rank
         self.begin_anew(parameters)
 
     def begin_anew(self, parameters: TrainedParameters) -> None:
         """Hold nothing for proven: the sequence that all ranks keep is about to change, and so may the parameters."""
         self._parameters = parameters
-        self._renewed.clear()
+        self.renewed.clear()
         self.unverified = dict.fromkeys(range(len(parameters.names)), _UNKNOWN)
         self.look_again()
 
@@ -102,7 +102,7 @@ class Proof:
             return
         self._tried += 1
         self.verifies = self._verify == "always" or (bool(self.unverified) and self._tried in TRIES)
-        self._recording = _Recording() if self.verifies else None
+        self.recording = _Recording() if self.verifies else None
 
     def meet_graph(self, backward: Callable[..., object], fingerprint: str, indices: Iterable[int]) -> None:
         """Note that a compiled backward is about to reduce parameters `indices`, whose plan is `fingerprint`.
@@ -112,16 +112,12 @@ class Proof:
         met = self._met.setdefault(backward, set())
         if self._active and fingerprint not in met:
             met.add(fingerprint)
-            self._renewed.update(indices)
-
-    def needs_all_ranks(self) -> bool:
-        """Whether the riders must ask every rank to verify: a graph is new here, in a backward that does not."""
-        return bool(self._renewed) and self._recording is None
+            self.renewed.update(indices)
 
     def launching(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None:
         """Note what hooks are about to reduce; a no-op in a backward that does not verify."""
-        if self._recording is not None:
-            self._recording.launching(bucket, flat_buffer)
+        if self.recording is not None:
+            self.recording.launching(bucket, flat_buffer)
 
     def watching(
         self, plan: BucketPlan, group_name: str, *, sees_values: bool = True
@@ -132,12 +128,12 @@ class Proof:
         it runs as a CUDA graph.
         """
         # What a communication hook launches is not the gradients.
-        if self._recording is not None and (plan.reduction == "hook" or not sees_values):
-            self._recording.not_seen.update(plan.indices)
+        if self.recording is not None and (plan.reduction == "hook" or not sees_values):
+            self.recording.not_seen.update(plan.indices)
             return contextlib.nullcontext()
-        if self._recording is None:
+        if self.recording is None:
             return contextlib.nullcontext()
-        return self._watching(plan, group_name, self._recording)
+        return self._watching(plan, group_name, self.recording)
 
     @contextlib.contextmanager
     def _watching(self, plan: BucketPlan, group_name: str, recording: _Recording) -> Iterator[None]:
@@ -191,14 +187,14 @@ class Proof:
             )
 
     def _is_recorded(self, index: int) -> bool:
-        recording = self._recording
+        recording = self.recording
         return recording is not None and index in recording.seen and index not in recording.not_seen
 
     @torch.no_grad()
     def _exchange(self, hindrances: list[int], outcomes: list[torch.Tensor | None]) -> list[int]:
         """Share what this rank knows, settle what is unverified. Returns the parameters that differ between ranks."""
         device = self._parameters.tensors[0].device
-        before = (self._recording or _Recording()).before(len(outcomes), device)
+        before = (self.recording or _Recording()).before(len(outcomes), device)
         rows = (
             (index, as_row(outcome, self._parameters.gradients[index].stride))
             for index, outcome in enumerate(outcomes)
@@ -210,12 +206,12 @@ class Proof:
             places = torch.tensor(indices, dtype=torch.int64, device=device)
             after[places], finite[places] = batch.checksums().to(device), batch.are_finite().to(device)
         hindered = torch.where(finite, torch.tensor(hindrances, dtype=torch.int64, device=device), _NOT_FINITE)
-        new_here = [index in self._renewed for index in range(len(outcomes))]
+        new_here = [index in self.renewed for index in range(len(outcomes))]
         renewed = torch.tensor(new_here, dtype=torch.int64, device=device)
         shared = torch.stack([*_to_compare(before), *_to_compare(after), hindered, renewed])
         self._communicator.maximum(shared)
-        self._renewed.clear()
-        self._recording, self.verifies = None, False
+        self.renewed.clear()
+        self.recording, self.verifies = None, False
         return self._settle(shared)
 
     def _settle(self, shared: torch.Tensor) -> list[int]:

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
@@ -67,6 +69,9 @@ class Program:
         )
         self._rewritings: dict[tuple[Variant, str], Rewriting] = {}
         self._lent_buckets = self._pipeline.lent_buckets
+        self._has_hooks = bool(hooks)
+        # The inputs whose gradients have a bucket of their own, and may be the lent flat buffer itself.
+        self._alone = [bucket.indices[0] for bucket in plan.buckets if len(bucket.gradients) == 1]
         self._failures: dict[Variant, str] = {}
 
     def rewriting(self, variant: Variant, group_name: str | None = None) -> Rewriting:
@@ -92,12 +97,16 @@ class Program:
 
     def compile(self, variant: Variant) -> str | None:
         """Compile a backward, unless it is; returns how the compiler has failed, if it has, now or before."""
-        if variant not in self._failures and not self._graph().has_backward(self.rewriting(variant)):
+        if variant in self._failures:
+            return self._failures[variant]
+        rewriting = self._rewritings.get((variant, self._pipeline.group_name))
+        if rewriting is None or not self._graph().has_backward(rewriting):
             try:
                 self.compile_ahead(variant)
             except Exception as error:
                 self._failures[variant] = quoted(error)
-        return self._failures.get(variant)
+                return self._failures[variant]
+        return None
 
     def run(self, section: ReservedSection, call: GraphCall, node: Any, saved_and_tangents: list[Any]) -> Any:
         """The gradients of the graph's inputs, reduced in a reserved `section` of the running backward."""
@@ -120,10 +129,11 @@ class Program:
             graph.check_fits(saved_and_tangents)
             to_fold = section.gradients_to_fold()
             variant: Variant = "folding" if to_fold else "synchronised"
-            compiled, _ = graph.backward(self.rewriting(variant, group_name), self)
+            rewriting = self._rewritings.get((variant, group_name)) or self.rewriting(variant, group_name)
+            compiled, _ = graph.backward(rewriting, self)
             section.note_graph(compiled, call.fingerprint)
             flat_buffers = section.lend_buffers(self._lent_buckets)
-            state = section.hook_state()
+            state = section.hook_state() if self._has_hooks else []
             undefined = [call.index_of[n] for n in call.undefined & call.index_of.keys()] if call.undefined else []
             riders = section.rider_values(undefined)
             saved_and_tangents += [riders, *to_fold, *state, *flat_buffers]
@@ -136,22 +146,23 @@ class Program:
         self, section: ReservedSection, call: GraphCall, gradients: list[Any], riders: torch.Tensor, state: int
     ) -> Any:
         """Give the section what the graph has returned, with `state` tensors of a hook; returns autograd's part."""
-        left_out = section.unused_everywhere(riders)
+        left_out = section.unused_everywhere(riders) if call.undefined else set[int]()
         if state:
             gradients, new_state = gradients[:-state], gradients[-state:]
             if self._in_cuda_graphs:  # the next replay writes over what this one returned
                 new_state = [tensor.clone() for tensor in new_state]
             section.keep_hook_state(new_state, left_out)
-        for bucket in self.plan.buckets:
-            if len(bucket.gradients) == 1:  # then it may be the lent flat buffer itself
-                (alone,) = bucket.indices
-                gradients[alone] = gradients[alone].detach()  # autograd would copy what anyone else holds
+        for place in self._alone:
+            gradients[place] = gradients[place].detach()  # autograd would copy what anyone else holds
         positions = call.index_of
         if call.undefined:
             reduced_too = {place for place, index in positions.items() if index not in left_out}
             gradients = list(without(gradients, call.undefined - reduced_too))
-        reduced = [(positions[i], gradients[i]) for i in positions if gradients[i] is not None]
-        section.complete(riders, reduced, left_out)
+        reduced = [*map(gradients.__getitem__, positions)]  # in C, as for every parameter in every step
+        if any(map(operator.is_, reduced, itertools.repeat(None))):
+            positions = {place: index for place, index in positions.items() if gradients[place] is not None}
+            reduced = [*map(gradients.__getitem__, positions)]
+        section.complete(riders, [*positions.values()], reduced, left_out)
         return tuple(gradients)
 
 

@@ -130,7 +130,9 @@ class SegmentCall:
 
     def will_run(self) -> bool:
         node = self._node()
-        return node is not None and torch_private.autograd.backward_will_execute(node)
+        if node is None:
+            return False
+        return node is torch_private.autograd.evaluating_node() or torch_private.autograd.backward_will_execute(node)
 
     def note_local_run(self) -> None:
         """The backward that this thread runs evaluates the call's node while none of the wrapper's is under way."""
@@ -255,7 +257,7 @@ class Segment:
                 undefined -= call.places_of(backwards.reduction.with_tensor_hooks)  # which take no None
             if self._outputs_of:
                 call.reached(undefined)
-            with backwards.launching_alone():
+            with backwards.lock:
                 section = backwards.reserve(call)
                 if section is not None:
                     return call.program.run(section, call, node, saved_and_tangents)
@@ -266,5 +268,5 @@ class Segment:
             gradients = without(gradients, undefined)
         if call is None or backwards is None:
             return gradients
-        with backwards.launching_alone():
+        with backwards.lock:
             return backwards.under_way.pass_on(call, gradients)

@@ -42,7 +42,7 @@ class Position:
     python: tuple[str, ...]  # innermost first
 
 
-@dataclass(frozen=True)
+@dataclass
 class _GraphRun:
     """A graph that launches the buckets from `first` on by itself."""
 
@@ -161,12 +161,11 @@ class RankProgress:
         self._backward.graph = _GraphRun(first, self.launches)
         self._thread = threading.get_ident()
 
-    def graph_fills(self, memory: Iterable[tuple[int, torch.Tensor]]) -> None:
+    def graph_fills(self, memory: Mapping[int, torch.Tensor]) -> None:
         """The flat buffers, by position, that the graph has been lent."""
         graph = self._backward.graph
         assert graph is not None
-        lent = {buffer.data_ptr(): position for position, buffer in memory}
-        self._backward.graph = _GraphRun(graph.first, graph.launches_before, lent)
+        graph.lent = dict(zip(map(torch.Tensor.data_ptr, memory.values()), memory, strict=True))
 
     def graph_ended(self) -> None:
         self._backward.launched = self._backward.last_launched(self.launches)

@@ -59,6 +59,7 @@ class Averaging:
         self.has_no_weight = self._share == 0.0
         self._of_other_ranks = 1.0 - 1.0 / plan.world_size
         self._scaling = scaling
+        self.changes_sums = scaling is not None or self._weighted  # whether they are not yet what .grad shall be
 
     def share(self, dtype: torch.dtype) -> float:
         """The factor with which a gradient of `dtype` is put into its bucket."""
@@ -74,11 +75,6 @@ class Averaging:
     def outgoing(self, flat_buffer: torch.Tensor) -> torch.Tensor:
         """What is summed over ranks in place of a filled `flat_buffer`."""
         return flat_buffer if self._scaling is None else self._scaling.outgoing(flat_buffer)
-
-    @property
-    def changes_sums(self) -> bool:
-        """Whether a sum over ranks is not yet what .grad shall be."""
-        return self._scaling is not None or self._weighted
 
     @torch.no_grad()
     def conclude(self, summed: torch.Tensor, gradients: torch.Tensor, riders: Callable[[], torch.Tensor]) -> None:

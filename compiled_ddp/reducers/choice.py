@@ -15,15 +15,18 @@ from compiled_ddp.reducers.traced_hook import TracedHook
 def reducer_of(
     communicator: Communicator,
     sections: Sequence[Section],
-    buckets: Sequence[Bucket],
+    buckets: Sequence[tuple[int, Bucket]],
     parameters: Sequence[torch.nn.Parameter],
     *,
     traced_hook: BucketHook | None,
     ddp_hook: TorchCommHook | None,
 ) -> Reducer:
-    """For a backward that launches these `sections`, with these `buckets`; at most one of the hooks is given."""
+    """For a backward that launches these `sections`, with these `buckets`, each with the number of its section.
+
+    At most one of the hooks is given.
+    """
     if ddp_hook is not None:
-        return DDPHook(communicator, ddp_hook, buckets, parameters)
+        return DDPHook(communicator, ddp_hook, [bucket for _, bucket in buckets], parameters)
     if traced_hook is not None:
         return TracedHook(communicator, traced_hook, sections)
     return Reducer(communicator)

@@ -157,6 +157,8 @@ class TorchCommHook:
 class DDPHook(Reducer):
     """One backward's use of such a hook, which gets every bucket of gradients. Riders go out by an all-reduce."""
 
+    counts_collectives = False
+
     def __init__(
         self,
         communicator: Communicator,
@@ -187,10 +189,6 @@ class DDPHook(Reducer):
         except BaseException:
             self._hook.note_broken()
             raise
-
-    @property
-    def counts_collectives(self) -> bool:
-        return False
 
     @property
     def name(self) -> str:

@@ -45,6 +45,8 @@ class NothingLaunched:
 class Reducer:
     """Sums each bucket over ranks by an all-reduce. Buckets are called by their position in what is launched."""
 
+    counts_collectives = True  # whether nothing else is launched on the communicator
+
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
 
@@ -56,14 +58,9 @@ class Reducer:
         """After `launched` of a bucket's collectives, launch the others: nobody uses what becomes of it."""
         raise NotImplementedError("an all-reduce has no parts")
 
-    def collectives(self, position: int) -> int:
-        """How many on the communicator reduce a bucket, on every rank and in a graph, too."""
-        return 1
-
-    @property
-    def counts_collectives(self) -> bool:
-        """Whether nothing else is launched on the communicator."""
-        return True
+    def collectives(self, buckets: int) -> list[int]:
+        """How many on the communicator reduce each of so many buckets, on every rank and in a graph, too."""
+        return [1] * buckets
 
     def runs_users_code(self, position: int) -> bool:
         """Whether what is raised for this bucket may come from a communication hook's own code."""

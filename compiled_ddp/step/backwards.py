@@ -1,6 +1,5 @@
 """The backwards of one wrapper, which begin and end where hooks, graphs and outputs tell that autograd has come."""
 
-import contextlib
 import functools
 import threading
 import warnings
@@ -19,7 +18,7 @@ from compiled_ddp.step.phase import Phase
 from compiled_ddp.step.reduction import Reduction, Wrapped
 from compiled_ddp.step.reserved_section import ReservedSection
 from compiled_ddp.step.under_way import UnderWay
-from compiled_ddp.torch_private.autograd import current_graph_task
+from compiled_ddp.torch_private.autograd import current_graph_task, evaluating_node
 
 _DISTRIBUTED_AUTOGRAD = (
     "the backward is torch.distributed.autograd's, which leaves .grad alone: there is nothing that could be averaged. "
@@ -34,6 +33,7 @@ class Backwards:
     def __init__(self, wrapped: Wrapped) -> None:
         self.forward = LatestForward()
         self.under_way = UnderWay()
+        # Held from the reservation for a graph to what it launches, so that no other thread launches anything between.
         self.lock = threading.RLock()
         self.reduction = Reduction(wrapped, self)
         self._reservations = GraphReservations(self.reduction)
@@ -68,7 +68,7 @@ class Backwards:
             raise RuntimeError(self._closed_because)
         with self.lock:
             under_way = self.under_way
-            if not under_way.tasks.has_current():  # asked for every gradient
+            if current_graph_task() not in under_way.tasks.noted:
                 self._enter_task()
             if under_way.phase is Phase.EXPECTED:
                 under_way.expect_no_more()
@@ -82,7 +82,7 @@ class Backwards:
             self.reduction.hooks.install()
             self.reduction.hooks.defer_users()
             return
-        accumulates = self._accumulates(torch_private.autograd.current_graph_task())
+        accumulates = self._accumulates(current_graph_task())
         returned = None if accumulates else watch_returned(self.reduction.parameters.tensors)
         backward = self.beginning.in_task(returned)
         self.under_way.begin(backward)
@@ -93,47 +93,45 @@ class Backwards:
     def _enter_task(self) -> None:
         if torch_private.dynamo.in_compiled_autograd():
             raise RuntimeError(torch_private.dynamo.COMPILED_AUTOGRAD)
-        if torch_private.autograd.in_distributed_backward():
+        if evaluating_node() is None and torch_private.autograd.in_distributed_backward():
             warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=3)  # a hook's error becomes "python_error" there
             raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
-        if self.reduction.parameters.on_cpu and self.under_way.tasks.are_of_other_threads():
+        tasks = self.under_way.tasks
+        if tasks.noted and self.reduction.parameters.on_cpu and tasks.are_of_other_threads():
             raise RuntimeError(
                 "two threads run backwards of one wrapper at the same time, whose gradients would be mixed up: let "
                 "one wait for the other, or give each thread a wrapper of its own."
             )
-        self.under_way.tasks.note(self._task_ended)
+        tasks.note(self._task_ended)
         conductor.backward_reached(self.conducted)
 
     def _is_local(self) -> bool:
         """Whether the running backward, which has not begun here, is one of which other ranks need not know."""
         if self.conducted.local:
             return True
-        accumulates = self._accumulates(torch_private.autograd.current_graph_task())
+        accumulates = self._accumulates(current_graph_task())
         return not accumulates and returns_inputs_alone(self.reduction.parameters.tensors)
 
     def _refuse_returned_sparse(self) -> None:
-        if self.reduction.sparse.names and not self.conducted.local:
+        if not self.conducted.local:
             self.reduction.sparse.refuse_returned()
 
     def output_reached(self) -> None:
         """A backward has come to an output of a synchronised forward."""
         if not self.under_way.has_begun():
-            self._refuse_returned_sparse()
+            if self.reduction.sparse.names:
+                self._refuse_returned_sparse()
             if self._is_local():
                 return
         self.enter()
 
     # ---- told by graphs ----------------------------------------------------------------------------------------------
 
-    def launching_alone(self) -> contextlib.AbstractContextManager[object]:
-        """Keep other threads from launching anything between the reservation for a graph and what it launches."""
-        return self.lock
-
     def reserve(self, call: GraphCall) -> ReservedSection | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self.lock:
             if not self.under_way.has_begun():
-                if call.synchronise:
+                if call.synchronise and self.reduction.sparse.names:
                     self._refuse_returned_sparse()
                 if not call.synchronise or self._is_local():
                     self._note_local_run(call)
@@ -226,7 +224,8 @@ class Backwards:
                     conductor.end(task)
             finally:  # only now: other threads must not take the backward for one that has broken off
                 tasks.close(task)
-                self.under_way.expect_no_more()
+                if self.under_way.phase is Phase.EXPECTED:
+                    self.under_way.expect_no_more()
             if outer is None:
                 return
             # A reentrant backward has ended inside `outer`. What follows `outer` runs in the outer backward, whose
@@ -246,4 +245,4 @@ class Backwards:
 
 def _accumulates(reduction: Reduction, _: int) -> bool:
     """Whether this task of autograd, which this thread runs, will bring any parameter a gradient."""
-    return any(map(torch_private.autograd.backward_will_accumulate, reduction.parameters.tensors))
+    return "accumulated" in map(torch_private.autograd.fate_of_gradient, reduction.parameters.tensors)

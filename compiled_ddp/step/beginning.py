@@ -96,7 +96,8 @@ class Beginning:
             message.note(Flag.GRAPH_MISMATCH)
         if newly_used:
             message.note(Flag.NEWLY_USED)
-        reduction.hand_out([])  # those of the backward before are about to be filled again
+        if reduction.receive is not None:
+            reduction.receive([])  # those of the backward before are about to be filled again
         expects_several = options.static_graph and agreed.why_not_graph is not None
         circumstances = Circumstances(
             returned=returned,
@@ -177,8 +178,12 @@ class Beginning:
 
     def _running(self) -> list[GraphCall]:
         """The calls that the backward which begins will run, in its order, and whose graphs are to reduce."""
-        calls = [call for call in self._reduction.live_calls() if call.will_run() and call.plan.indices]
-        return [call for call in calls if not self._reduction.agreed.leaves_to_hooks(call)]
+        agreed, running = self._reduction.agreed, []
+        for call in self._reduction.live_calls():
+            is_reduced = call.fingerprint in agreed.graph_sections or not agreed.leaves_to_hooks(call)
+            if is_reduced and call.plan.indices and call.will_run():
+                running.append(call)
+        return running
 
     def _tell_whether(self, graphs_to_run: int | None, sequence: ReductionSequence) -> tuple[ReductionSequence, bool]:
         """[Note: models that communicate] Returns the sequence of the backward that begins: maybe another one.
@@ -233,7 +238,12 @@ class Beginning:
         reduction = self._reduction
         sections, running = reduction.agreed.graph_sections, self._running()
         for call in running:
-            if call.leaves_out and call.fingerprint not in sections and call.every_parameter().fingerprint in sections:
+            if (
+                call.may_leave_out
+                and call.leaves_out
+                and call.fingerprint not in sections
+                and call.every_parameter().fingerprint in sections
+            ):
                 call.take_all_in()
                 backward.message.note(Flag.GRAPH_MISMATCH)  # as in `GraphReservations`
         repeated = _repeated(running) if len(running) > 1 else set[str]()
@@ -246,8 +256,9 @@ class Beginning:
                 fits.add(call.fingerprint)
             else:
                 unmatched.update(call.plan.indices)
-        skipped = [section for fingerprint, section in sections.items() if fingerprint not in fits]
-        not_called = {index for section in skipped for index in backward.sections[section].plan.indices}
+        not_called = set[int]()
+        for fingerprint in sections.keys() - fits:
+            not_called.update(backward.sections[sections[fingerprint]].plan.indices)
         if unmatched or not_called:
             # What a step skips is sent as zeros, before the graphs that follow; not for ever what is frozen.
             frozen = any(not reduction.parameters.tensors[index].requires_grad for index in not_called)

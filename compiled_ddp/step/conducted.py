@@ -98,8 +98,7 @@ class ConductedWrapper:
                     yield agreed.event_of(section)
 
     def ends_with(self, task: int) -> bool:
-        tasks = self._under_way.tasks
-        return self._under_way.has_begun() and tasks.has(task) and not tasks.are_running(but=task)
+        return self._under_way.has_begun() and self._under_way.tasks.is_last(task)
 
     # ---- its end -----------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,8 @@ class Conductor:
 
     def backward_reached(self, wrapper: Conducted) -> None:
         """A backward has reached `wrapper`. Should it break off, it tells the others that it would have reached."""
+        if len(self._references) == 1:
+            return  # of `wrapper`, as in most processes
         for other in self._wrappers():
             if other is not wrapper:
                 other.expect_in_task()
@@ -108,6 +110,8 @@ class Conductor:
 
     def may_wait(self, wrapper: Conducted, events: Iterable[str]) -> bool:
         """Whether `wrapper` may wait for other ranks at all these events now, in the middle of a backward."""
+        if len(self._references) == 1:
+            return True
         others = [other for other in self._wrappers() if other is not wrapper and other.may_take_part()]
         if not others:
             return True
@@ -116,7 +120,11 @@ class Conductor:
 
     def end(self, task: int) -> None:
         """All wrappers whose backward ends with `task` send what is left, then wait for their results."""
-        ending = [wrapper for wrapper in self._wrappers() if wrapper.ends_with(task)]
+        ending = [*filter(operator.methodcaller("ends_with", task), self._wrappers())]
+        if len(ending) == 1:  # as `_together`
+            ending[0].send_rest()
+            ending[0].end()
+            return
         self._together(ending, lambda wrapper: wrapper.send_rest(), lambda wrapper: wrapper.end())
 
     def finish_broken(self, also: Sequence[Conducted] = ()) -> Sequence[Conducted]:

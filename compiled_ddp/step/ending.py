@@ -1,6 +1,6 @@
 """The end of a synchronised backward: stages, one after another, until one of them says that it is over."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -33,31 +33,42 @@ class Ending:
         self._is_first = not reduction.agreed.refined
         self._flat_buckets: list[torch.Tensor] = []
         self._reduced: set[int] = set()  # parameters with the mean in .grad, that hooks have reduced
-        self._is_over = False
 
     def run(self) -> set[int]:
         """All stages; returns the parameters whose users' hooks may see .grad now."""
-        self._run(
-            self._write_back,
-            *([self._average_sparse] if self._reduction.sparse.names else []),
-            *([self._return_from_autograd_grad] if self._backward.circumstances.returned is not None else []),
-            self._admit_newly_used,
-            self._account,
-            *([self._forget_a_skip_of_all, self._refine] if self._is_first else []),
-            self._prove,
-            self._refuse_graph_and_eager,
-            self._rebuild,
-        )
+        self._reduced = self._backward.write_back()
+        if self._reduction.sparse.names:
+            self._average_sparse()
+        if self._backward.circumstances.returned is not None:
+            self._return_from_autograd_grad()
+        else:
+            self._conclude()
         return self._reduced
+
+    def _conclude(self) -> None:
+        """The stages of a backward that has left its mean in .grad."""
+        self._admit_newly_used()
+        self._account()
+        if self._is_first:
+            if self._is_skipped_by_all():
+                self._forget_a_skip_of_all()
+                return
+            self._refine()
+        self._prove()
+        if self._backward.observations.graph_and_eager:
+            self._refuse_graph_and_eager()
+        self._rebuild()
 
     def run_broken(self) -> None:
         """Of a backward that is broken on this rank alone: what the others' stages communicate in."""
-        self._run(
-            self._admit_newly_used,
-            *([self._forget_a_skip_of_all, self._refine] if self._is_first else []),
-            self._prove_nothing,
-            self._rebuild,
-        )
+        self._admit_newly_used()
+        if self._is_first and self._is_skipped_by_all():
+            self._forget_a_skip_of_all()
+        else:
+            if self._is_first:
+                self._refine()
+            self._reduction.proof.postpone()  # and proves nothing
+            self._rebuild()
         self.remove_needless_hooks()
 
     def remove_needless_hooks(self) -> None:
@@ -65,16 +76,7 @@ class Ending:
         if self._is_first and self._reduction.agreed.refined:
             self._reduction.remove_needless_hooks()
 
-    def _run(self, *stages: Callable[[], None]) -> None:
-        for stage in stages:
-            stage()
-            if self._is_over:
-                return
-
     # ---- stages ------------------------------------------------------------------------------------------------------
-
-    def _write_back(self) -> None:
-        self._reduced = self._backward.write_back()
 
     def _average_sparse(self) -> None:
         backward = self._backward
@@ -99,11 +101,10 @@ class Ending:
                 "which no captured graph has reduced. Use loss.backward() and .grad, or call the forward under "
                 "no_sync() and average the gradients by hand."
             )
-        self._is_over = True
 
     def _admit_newly_used(self) -> None:
         """Reduce what some rank has used of the unused sections, and launch it in every backward from now on."""
-        if self._reduction.hands_out:
+        if self._reduction.receive is not None:
             self._flat_buckets = self._backward.launches.flat_gradients()
         if self._findings.are_quiet or not self._findings.ranks_with(Flag.NEWLY_USED):
             return
@@ -121,16 +122,19 @@ class Ending:
         self._reduction.carried.note_reduced()
         if self._backward.circumstances.expected_gradients is not None:
             self._reduction.carried.note_gradients(self._backward.usage.arrived)
-        self._reduction.hand_out(self._flat_buckets)
+        if self._reduction.receive is not None:
+            self._reduction.receive(self._flat_buckets)
 
-    def _forget_a_skip_of_all(self) -> None:
-        """A first backward in which no rank has used anything decides no sequence, on no rank."""
+    def _is_skipped_by_all(self) -> bool:
+        """Whether no rank has used anything in this first backward."""
         reduction = self._reduction
         unused = self._backward.launches.riders.unused_everywhere
-        if not reduction.sparse.names and len(unused()) == len(reduction.parameters.names):
-            reduction.proof.postpone()
-            reduction.forget_sequence()
-            self._is_over = True
+        return not reduction.sparse.names and len(unused()) == len(reduction.parameters.names)
+
+    def _forget_a_skip_of_all(self) -> None:
+        """It decides no sequence, on no rank."""
+        self._reduction.proof.postpone()
+        self._reduction.forget_sequence()
 
     def _refine(self) -> None:
         """Fix the sequence after its first backward, and reduce again what graphs and eager code have both used."""
@@ -150,8 +154,9 @@ class Ending:
 
     def _prove(self) -> None:
         reduction, backward = self._reduction, self._backward
-        averaged = self._reduced | backward.of_graphs.indices
-        if backward.averaging.correction != 1.0:
+        averages_anew = backward.averaging.correction != 1.0
+        averaged = self._reduced | backward.of_graphs.addresses.keys() if averages_anew or self._is_first else set()
+        if averages_anew:
             backward.averaging.correct(reduction.parameters.tensors[index].grad for index in averaged)
         if reduction.proof.verifies:
             by_hooks = frozenset(self._reduced)
@@ -159,14 +164,9 @@ class Ending:
         if self._is_first:
             self._reduced = averaged
 
-    def _prove_nothing(self) -> None:
-        self._reduction.proof.postpone()
-
     def _refuse_graph_and_eager(self) -> None:
         """A gradient from outside of its graph has not been reduced, and the sequence does not know it."""
         found = self._backward.observations.graph_and_eager
-        if not found:
-            return
         reduction = self._reduction
         not_reduced = found.difference(*(s.plan.indices for s in reduction.agreed.by_hooks if s.reduces_again))
         if not_reduced:
@@ -178,8 +178,8 @@ class Ending:
             )
 
     def _rebuild(self) -> None:
-        self._reduction.agreed.note_mismatches(self._findings.ranks_with(Flag.GRAPH_MISMATCH))
-        if self._reduction.agreed.should_rebuild:
+        self._reduction.agreed.note_mismatches(int(self._findings.most[Flag.GRAPH_MISMATCH]))
+        if not self._findings.are_quiet and self._reduction.agreed.should_rebuild:
             self._reduction.forget_sequence()
 
     def _reduce_also(self, sections: Sequence[Section], used: set[int], circumstances: Circumstances) -> "_Also":

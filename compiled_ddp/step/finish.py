@@ -25,6 +25,7 @@ class Finish:
         self._reduction, self._forwards, self._under_way = reduction, forwards, under_way
         self._step_check = StepCheck(reduction.communicator, reduction.options.check_steps)
         self._reader = RiderReader(reduction.communicator.world_size)
+        self._giving_up = GivingUpAfterSurprises(reduction.communicator)
 
     def finish(self) -> None:
         """Wait for the results of what was sent, and leave them in .grad; a no-op where nothing is under way."""
@@ -47,7 +48,7 @@ class Finish:
                 backward.restore_gradients()
                 raise
         ending = Ending(reduction, backward, findings, not_reduced)
-        with GivingUpAfterSurprises(reduction.communicator):
+        with self._giving_up:
             reduced = ending.run()
         reduction.communicator.progress.backward_ended()
         reduction.hooks.run_users(reduced)
@@ -65,7 +66,7 @@ class Finish:
         findings = self._read_riders(backward)
         self._under_way.end()
         try:
-            with GivingUpAfterSurprises(reduction.communicator):
+            with self._giving_up:
                 if (rest_was_launched and self._reader.was_at_once) or self._is_dropped(findings):
                     reduction.prove_nothing()
                 else:
@@ -100,8 +101,9 @@ class Finish:
     def _read_riders(self, backward: SynchronisedBackward) -> Findings:
         """What all ranks have to tell, taken note of."""
         reduction = self._reduction
-        riders = [*backward.launches.riders.of_every_section()]
-        reduction.carried.take_sums(riders, len(reduction.options.piggyback))
+        riders = backward.launches.riders.of_every_section()
+        if reduction.options.piggyback:
+            reduction.carried.take_sums(riders, len(reduction.options.piggyback))
         findings = self._reader.read(riders, at_once=not reduction.agreed.refined)
         self._forwards.settle(backwards=findings.backwards, forgiven=findings.forgiven)
         if findings.are_quiet:

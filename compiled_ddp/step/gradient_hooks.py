@@ -71,6 +71,8 @@ class GradientHooks:
 
     def defer_users(self) -> None:
         """Let the users' hooks on watched parameters wait for `run_users` where the gradient is still to be reduced."""
+        if not self._ids:
+            return  # in most steps of a captured model
         watched = list(self._ids)
         for place in torch_private.tensors.with_several_hooks(map(self._parameters.__getitem__, watched)):
             index = watched[place]

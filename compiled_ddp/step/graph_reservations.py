@@ -1,9 +1,5 @@
 """Which section of the backward under way a captured graph may launch, if any."""
 
-from collections.abc import Iterator
-
-import torch
-
 from compiled_ddp import torch_private
 from compiled_ddp.backward.existing_gradients import any_has_gradient
 from compiled_ddp.backward.riders import Flag
@@ -27,7 +23,7 @@ class GraphReservations:
         agreed = reduction.agreed
         if agreed.why_not_graph is not None or backward.averaging.has_no_weight or not call.plan.indices:
             return None
-        if agreed.leaves_to_hooks(call):
+        if call.fingerprint not in agreed.graph_sections and agreed.leaves_to_hooks(call):
             return None
         if call.fingerprint in backward.folded.withheld.repeated:
             if self._is_followed_by_its_equal(backward, call):
@@ -103,7 +99,8 @@ class GraphReservations:
         `repeated` tells whether this backward calls the graph several times.
         """
         reduction = self._reduction
-        failure = call.compile(folds=repeated or any_has_gradient(self._parameters_of(call)))
+        parameters = map(reduction.parameters.tensors.__getitem__, call.index_of.values())
+        failure = call.compile(folds=repeated or any_has_gradient(parameters))
         if failure is not None:
             reason = f"the compiler failed for the backward of their graph: {failure}"
             reduction.fallback.report(reason, reduction.parameters.named(call.plan.indices))
@@ -115,9 +112,7 @@ class GraphReservations:
 
     def with_tensor_hooks(self, call: GraphCall) -> list[int]:
         """The call's parameters whose gradients tensor hooks of the user's see."""
-        if not torch_private.tensors.any_has_hooks(self._parameters_of(call)):
+        parameters = map(self._reduction.parameters.tensors.__getitem__, call.index_of.values())
+        if not torch_private.tensors.any_has_hooks(parameters):
             return []
         return list(filter(self._reduction.with_tensor_hooks, call.plan.indices))
-
-    def _parameters_of(self, call: GraphCall) -> Iterator[torch.nn.Parameter]:
-        return map(self._reduction.parameters.tensors.__getitem__, call.index_of.values())

@@ -16,14 +16,17 @@ def run_graph(
     graph: Callable[[], T],
     communicator: Communicator,
     group_name: str,
-    watching: contextlib.AbstractContextManager[object],
+    watching: contextlib.AbstractContextManager[object] | None,
 ) -> T:
     """What `graph` returns, of which `communicator.progress` has been told, and which calls the group `group_name`.
 
-    It runs in the context `watching`. A collective in it that fails is raised with a report of where every rank stands.
+    It runs in the context `watching`, if there is one. A collective in it that fails is raised with a report of where
+    every rank stands.
     """
     try:
-        with _named_in_profiles(communicator, group_name), watching:
+        if watching is None and not torch_private.autograd.profiler_is_on():
+            return graph()
+        with _named_in_profiles(communicator, group_name), watching or contextlib.nullcontext():
             return graph()
     except RuntimeError as error:
         if not failed_in_collective(error):

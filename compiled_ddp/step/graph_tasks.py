@@ -20,13 +20,9 @@ class OpenTasks:
         self.noted: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._threads: dict[int, int] = {}  # in which each was noted
 
-    def has_current(self) -> bool:
-        """Whether the task that this thread runs has been noted."""
-        return torch_private.autograd.current_graph_task() in self.noted
-
-    def has(self, task: int) -> bool:
-        """Whether this task has been noted, and has not been closed."""
-        return task in self.noted
+    def is_last(self, task: int) -> bool:
+        """Whether this task has been noted, has not been closed, and is the only one that runs."""
+        return task in self.noted and (len(self.noted) == 1 or not self.are_running(but=task))
 
     def are_of_this_thread(self) -> bool:
         """Whether one that runs has been noted by this thread."""

@@ -66,7 +66,8 @@ class Reduction:
         self.fallback = Fallback(strict=options.strict)
         self.models_collectives = ModelsCollectives()
         self.carried = CarriedOver()
-        self._receive: Callable[[list[torch.Tensor]], None] | None = None
+        # Takes the reduced flat buckets of each backward, and none when the next one begins; None where nobody does.
+        self.receive: Callable[[list[torch.Tensor]], None] | None = None
         self.hooks = GradientHooks(parameters.tensors, backwards)
         self.sparse = SparseGradients(wrapped.sparse, communicator, backwards)
         self.forget_sequence()
@@ -118,16 +119,7 @@ class Reduction:
 
     def hand_out_to(self, receive: Callable[[list[torch.Tensor]], None]) -> None:
         """Let `receive` have the reduced flat buckets of each backward, and none when the next one begins."""
-        self._receive = receive
-
-    def hand_out(self, flat_buckets: list[torch.Tensor]) -> None:
-        if self._receive is not None:
-            self._receive(flat_buckets)
-
-    @property
-    def hands_out(self) -> bool:
-        """Whether anybody is to have them."""
-        return self._receive is not None
+        self.receive = receive
 
     def remove_needless_hooks(self) -> None:
         """Where no graph has fallen back, those that graphs reduce are watched no more."""
@@ -197,7 +189,7 @@ class Reduction:
             reducer=reducer_of(
                 self.communicator,
                 sections,
-                [bucket for _, bucket in buffers.buckets],
+                buffers.buckets,
                 self.parameters.tensors,
                 traced_hook=self.traced_hook,
                 ddp_hook=self.ddp_hook,

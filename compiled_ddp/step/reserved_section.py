@@ -22,7 +22,7 @@ class ReservedSection:
         """`plan` is the section's, over the wrapper's parameters."""
         self._backward, self._section, self._plan = backward, section, plan
         self._reduction = reduction
-        self._positions = backward.launcher.positions_in(section)
+        self._positions = backward.launcher.positions_in[section]
         self._unused: set[int] = set()
 
     # ---- before it runs ----------------------------------------------------------------------------------------------
@@ -34,12 +34,13 @@ class ReservedSection:
         calls have left: [Note: equal calls].
         """
         returned = self._backward.circumstances.returned is not None  # .grad does not matter
-        existing = [] if returned else self._backward.folded.take(self._plan)
-        return self._backward.folded.withheld.fold(self._plan, existing)
+        folded = self._backward.folded
+        existing = [] if returned else folded.take(self._plan)
+        return folded.withheld.fold(self._plan, existing) if folded.withheld.repeated else existing
 
     def lend_buffers(self, buckets: Iterable[int]) -> list[torch.Tensor]:
         """Memory for these buckets of the section, for the graph to pack them into."""
-        return self._backward.launches.lend([self._positions[bucket] for bucket in buckets])
+        return self._backward.launches.lend(map(self._positions.__getitem__, buckets))
 
     def hook_state(self) -> list[torch.Tensor]:
         """What a communication hook keeps for the section."""
@@ -59,7 +60,7 @@ class ReservedSection:
         """It is `compiled` that will run, for the plan with this fingerprint: a new one is to be proven."""
         proof = self._reduction.proof
         proof.meet_graph(compiled, fingerprint, self._plan.indices)
-        if proof.needs_all_ranks():
+        if proof.renewed and proof.recording is None:  # in a backward that does not verify here
             self._backward.message.note(Flag.VERIFY)
 
     def give_up(self) -> None:
@@ -74,7 +75,9 @@ class ReservedSection:
 
         Without `sees_values` nothing can be computed from what it launches: it runs as a CUDA graph.
         """
-        watching = self._reduction.proof.watching(self._plan, group_name, sees_values=sees_values)
+        proof, watching = self._reduction.proof, None
+        if proof.recording is not None:
+            watching = proof.watching(self._plan, group_name, sees_values=sees_values)
         return run_graph(graph, self._reduction.communicator, group_name, watching)
 
     # ---- after it has run --------------------------------------------------------------------------------------------
@@ -106,11 +109,17 @@ class ReservedSection:
             if torch_private.autograd.fate_of_gradient(self._reduction.parameters.tensors[index]) == "none":
                 yield index
 
-    def complete(self, riders: torch.Tensor, gradients: Sequence[tuple[int, torch.Tensor]], left_out: Set[int]) -> None:
-        """The graph has run, with these reduced riders and gradients; the parameters `left_out` get none."""
+    def complete(
+        self, riders: torch.Tensor, indices: Sequence[int], gradients: Sequence[torch.Tensor], left_out: Set[int]
+    ) -> None:
+        """The graph has run, with these reduced riders, and gradients of the parameters `indices`.
+
+        The parameters `left_out` get none.
+        """
         backward = self._backward
-        backward.folded.leave_out(left_out)
+        if left_out:
+            backward.folded.leave_out(left_out)
         backward.reservations.complete(self._section, riders)
         backward.launches.take_back()
-        backward.of_graphs.note(gradients)
-        backward.usage.note_gradients([index for index, _ in gradients])
+        backward.of_graphs.note(indices, gradients)
+        backward.usage.note_gradients(indices)

@@ -31,6 +31,7 @@ class SparseGradients:
 
     def __init__(self, parameters: TrainedParameters, communicator: Communicator, backwards: Backwards) -> None:
         self._parameters, self._communicator, self._backwards = parameters, communicator, backwards
+        self.names = parameters.names
         self._used: set[int] = set()  # since the last synchronised backward
         self._hooks = GradientHooks(parameters.tensors, self)
         self._hooks.install()
@@ -119,10 +120,6 @@ class SparseGradients:
     def any_used(self) -> bool:
         """Whether this rank has used one of the parameters since the last synchronised backward."""
         return bool(self._used)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return self._parameters.names
 
     def close(self) -> None:
         self._hooks.remove()

@@ -87,9 +87,10 @@ COMPILED_AUTOGRAD = (
 )
 
 
-def in_compiled_autograd() -> bool:
-    """Whether what runs here has been called by compiled autograd, in place of a node or hook."""
-    return torch._dynamo.compiled_autograd.in_compiled_autograd_region
+# Whether what runs here has been called by compiled autograd, in place of a node or hook.
+in_compiled_autograd: Callable[[], bool] = functools.partial(
+    getattr, torch._dynamo.compiled_autograd, "in_compiled_autograd_region"
+)
 
 
 def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:

@@ -183,12 +183,8 @@ class _CollectivesOfOthers:
         return number
 
 
-def collectives_of_others() -> int:
-    """How many collectives this rank has launched on groups that `new_group_named` has not made."""
-    return _of_others.number()
-
-
-_of_others = _CollectivesOfOthers()
+# How many collectives this rank has launched on groups that `new_group_named` has not made.
+collectives_of_others: Callable[[], int] = _CollectivesOfOthers().number
 
 
 def counts_collectives(group: dist.ProcessGroup) -> bool:

@@ -1,8 +1,9 @@
 """The user's module: what torch.compile, functional calls, DDP and others have made of it."""
 
+import operator
 import sys
 import types
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ def moved(
     return (inputs[0], keywords[0]) if inputs else (args, kwargs)
 
 
-def is_joining(joinable: Joinable) -> bool:
-    """Whether torch's `Join` has been entered with `joinable`, and not with enable=False."""
-    return bool(joinable._join_config.enable)
+# Whether torch's `Join` has been entered with a joinable, and not with enable=False.
+is_joining: Callable[[Joinable], bool] = operator.attrgetter("_join_config.enable")
 
 
 def without_compile_wrapper(module: torch.nn.Module) -> torch.nn.Module:

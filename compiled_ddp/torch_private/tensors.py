@@ -64,10 +64,10 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.
 
 def with_several_hooks(parameters: Iterable[torch.Tensor]) -> list[int]:
     """The places of those with more than one post-accumulate hook."""
-    hooks = [of_one or () for of_one in map(_post_accumulate_hooks_of, parameters)]
-    if max(map(len, hooks), default=0) < 2:  # asked in every step
+    hooks = [*map(_post_accumulate_hooks_of, parameters)]
+    if max(map(len, filter(None, hooks)), default=0) < 2:  # asked in every step
         return []
-    return [place for place, of_one in enumerate(hooks) if len(of_one) > 1]
+    return [place for place, of_one in enumerate(hooks) if of_one is not None and len(of_one) > 1]
 
 
 _post_accumulate_hooks_of = operator.attrgetter("_post_accumulate_grad_hooks")

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import happens_before
 import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
@@ -92,12 +93,38 @@ def delays(
 
 @contextlib.contextmanager
 def held(stream: torch.Stream) -> Iterator[None]:
-    """In here `stream` runs nothing of what it is given, so that whoever does not wait for it is too early."""
+    """In here `stream` runs nothing of what it is given, so that whoever does not wait for it is too early.
+
+    It goes on once all has run that can without it, however long that takes.
+    """
     release = _extension().hold(stream.device_index, stream.stream_id)
     try:
         yield
+        _extension().settle()
     finally:
         release()
+
+
+@contextlib.contextmanager
+def held_collectives() -> Iterator[None]:
+    """The same of the streams of all process groups, whose collectives come late."""
+    release = _extension().hold_collectives()
+    try:
+        yield
+        _extension().settle()
+    finally:
+        release()
+
+
+@contextlib.contextmanager
+def looking_for_races() -> Iterator[list[happens_before.Race]]:
+    """Yields a list: of all that is done in here, what no order of streams keeps apart, by order alone."""
+    races: list[happens_before.Race] = []
+    _extension().begin_order()
+    try:
+        yield races
+    finally:
+        races += happens_before.races(happens_before.Step(*step) for step in _extension().end_order())
 
 
 @contextlib.contextmanager

@@ -289,10 +289,14 @@ inline std::unique_ptr<at::ObserverContext> note_use_by_host(const at::RecordFun
   if (is_stream || !schema || only_looks_at_form(*schema)) return nullptr;
   auto inputs = called.inputs();
   if (inputs.size() != schema->arguments().size()) return nullptr;
-  auto has_device = [](const c10::IValue& value) {
-    return value.isTensor() && value.toTensor().defined() && value.toTensor().device().type() == kTwin;
-  };
-  if (std::any_of(inputs.begin(), inputs.end(), has_device)) return nullptr;  // a kernel, which notes it by itself
+  bool has_device = false;
+  for (const auto& value : inputs) {
+    replaced(value, [&](const at::Tensor& tensor) {
+      has_device = has_device || (tensor.defined() && tensor.device().type() == kTwin);
+      return tensor;
+    });
+  }
+  if (has_device) return nullptr;  // a kernel, which notes it by itself
   auto [reads, writes] = uses(*schema, inputs);
   if (reads.empty() && writes.empty()) return nullptr;
   order().note({"use", kHost, kHost, 0, schema->name(), std::move(reads), std::move(writes)});

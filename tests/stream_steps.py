@@ -84,9 +84,7 @@ def on_all_ranks(right: bool) -> bool:
     return number.item() == dist.get_world_size()
 
 
-def are_right(
-    found: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float = 1e-4, atol: float = 1e-5
-) -> bool:
+def are_right(found: dict[str, Tensor], expected: dict[str, Tensor], *, rtol: float = 1e-4, atol: float = 1e-5) -> bool:
     """On all ranks; a rank that differs does not leave the other one in a collective."""
     return on_all_ranks(
         all(torch.allclose(found[name].double(), expected[name], rtol=rtol, atol=atol) for name in expected)

@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import happens_before
 import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
@@ -39,7 +40,8 @@ def _compile(library: Path) -> None:
     include = [f"-isystem{path}" for path in cpp_extension.include_paths()]
     python = f"-I{sysconfig.get_paths()['include']}"
     link = [f"-L{path}" for path in cpp_extension.library_paths()]
-    command = ["c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-DTORCH_EXTENSION_NAME=second_device", *include, python]
+    names = ["-DTORCH_EXTENSION_NAME=second_device", "-DNDEBUG"]  # as torch is built: some of its types are smaller so
+    command = ["c++", "-std=c++20", "-O1", "-fPIC", "-shared", *names, *include, python]
     subprocess.run(
         [*command, str(SOURCE), *link, "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-o", str(library)],
         check=True,
@@ -92,12 +94,38 @@ def delays(
 
 @contextlib.contextmanager
 def held(stream: torch.Stream) -> Iterator[None]:
-    """In here `stream` runs nothing of what it is given, so that whoever does not wait for it is too early."""
+    """In here `stream` runs nothing of what it is given, so that whoever does not wait for it is too early.
+
+    It goes on once all has run that can without it, however long that takes.
+    """
     release = _extension().hold(stream.device_index, stream.stream_id)
     try:
         yield
+        _extension().settle()
     finally:
         release()
+
+
+@contextlib.contextmanager
+def held_collectives() -> Iterator[None]:
+    """The same of the streams of all process groups, whose collectives come late."""
+    release = _extension().hold_collectives()
+    try:
+        yield
+        _extension().settle()
+    finally:
+        release()
+
+
+@contextlib.contextmanager
+def looking_for_races() -> Iterator[list[happens_before.Race]]:
+    """Yields a list: of all that is done in here, what no order of streams keeps apart, by order alone."""
+    races: list[happens_before.Race] = []
+    _extension().begin_order()
+    try:
+        yield races
+    finally:
+        races += happens_before.races(happens_before.Step(*step) for step in _extension().end_order())
 
 
 @contextlib.contextmanager

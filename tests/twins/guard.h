@@ -47,11 +47,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return event == nullptr || (*static_cast<PointPtr*>(event))->is_reached();
   }
   void synchronizeEvent(void* event) const override {
-    if (event == nullptr) return;
-    (*static_cast<PointPtr*>(event))->wait();
-    failure().raise();
+    if (event != nullptr) wait_on_host(**static_cast<PointPtr*>(event));
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<PointPtr*>(event); }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<PointPtr*>(event);
+  }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     if (auto* block = block_of(memory)) pool().record(block, queue_of(stream));
   }
@@ -67,7 +67,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex deviceCount() const override { return kDevices; }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   void setCurrentDevice(c10::DeviceIndex device) const override { current_device = device; }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override { return std::exchange(current_device, device); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return std::exchange(current_device, device);
+  }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
     return device < 0 ? current_device : exchangeDevice(device);
   }

@@ -40,9 +40,9 @@ inline void copy_between(const at::Tensor& from, const at::Tensor& to) {
   auto& source = current_queue(from.get_device());
   auto& target = current_queue(to.get_device());
   auto copy = [from = Place(from), to = Place(to)] { to.on_cpu().copy_(from.on_cpu()); };
-  if (&source == &target) return source.put(copy);
+  if (&source == &target) return source.put("copy_", ranges_of(from), ranges_of(to), copy);
   source.wait_for(target.mark());  // as CUDA: on the source's stream, between both devices' work before and after
-  source.put(copy);
+  source.put("copy_", ranges_of(from), ranges_of(to), copy);
   target.wait_for(source.mark());
 }
 
@@ -51,9 +51,11 @@ inline void copy_from_host(const at::Tensor& from, const at::Tensor& to, bool no
   auto* pinned = non_blocking ? pool().pinned(from.data_ptr()) : nullptr;
   if (pinned != nullptr) {
     pool().record(pinned, queue);
-    queue.put([from = Place(from), to = Place(to)] { to.on_cpu().copy_(from.on_cpu()); });
+    auto copy = [from = Place(from), to = Place(to)] { to.on_cpu().copy_(from.on_cpu()); };
+    queue.put("copy_ from the host", ranges_of(from), ranges_of(to), copy);
   } else {
-    queue.put([from = from.clone(), to = Place(to)] { to.on_cpu().copy_(from); });
+    auto copy = [from = from.clone(), to = Place(to)] { to.on_cpu().copy_(from); };
+    queue.put("copy_ from the host", {}, ranges_of(to), copy);
     if (!non_blocking) queue.synchronize();
   }
 }
@@ -62,7 +64,8 @@ inline void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_
   auto& queue = current_queue(from.get_device());
   auto* pinned = non_blocking ? pool().pinned(to.data_ptr()) : nullptr;
   if (pinned != nullptr) pool().record(pinned, queue);
-  queue.put([from = Place(from), to = Place(to)] { to.on_cpu().copy_(from.on_cpu()); });
+  auto copy = [from = Place(from), to = Place(to)] { to.on_cpu().copy_(from.on_cpu()); };
+  queue.put("copy_ to the host", ranges_of(from), ranges_of(to), copy);
   if (pinned == nullptr) queue.synchronize();
 }
 
@@ -100,6 +103,7 @@ inline at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, st
 
 inline at::Scalar local_scalar_dense(const at::Tensor& tensor) {
   current_queue(tensor.get_device()).synchronize();
+  order().note({"use", kHost, kHost, 0, "item", ranges_of(tensor), {}});
   return Place(tensor).on_cpu().item();
 }
 
@@ -135,7 +139,8 @@ inline std::optional<c10::Device> device_of(const c10::OperatorHandle& op, c10::
   for (const auto& value : arguments) {
     replaced(value, [&](const at::Tensor& tensor) {
       if (!tensor.defined() || is_number(tensor)) return tensor;
-      TORCH_CHECK(!found || tensor.device() == *found, op.schema().name(), " of tensors on ", *found, " and ", tensor.device());
+      auto name = op.schema().name();
+      TORCH_CHECK(!found || tensor.device() == *found, name, " of tensors on ", *found, " and ", tensor.device());
       found = tensor.device();
       return tensor;
     });
@@ -189,7 +194,8 @@ inline std::optional<size_t> returned_argument(const c10::FunctionSchema& schema
 }
 
 // Whether what `op` returns and writes is known before it runs: then `results` are like what it returns.
-inline bool infer(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments, std::vector<c10::IValue>& results) {
+inline bool infer(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments,
+                  std::vector<c10::IValue>& results) {
   const auto& schema = op.schema();
   if (op.hasTag(at::Tag::nondeterministic_seeded) || op.hasTag(at::Tag::data_dependent_output)) return false;
   for (const auto& value : schema.returns()) if (value.type()->kind() != c10::TypeKind::TensorType) return false;
@@ -214,6 +220,21 @@ inline bool infer(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> argu
   return true;
 }
 
+// The memory that arguments of an operator cover: what it reads, and what it writes.
+inline std::pair<Ranges, Ranges> uses(const c10::FunctionSchema& schema, c10::ArrayRef<c10::IValue> arguments) {
+  std::pair<Ranges, Ranges> found;
+  if (!order().is_on()) return found;
+  for (size_t i = 0; i < arguments.size(); i++) {
+    const auto* alias = schema.arguments()[i].alias_info();
+    auto& into = alias != nullptr && alias->isWrite() ? found.second : found.first;
+    replaced(arguments[i], [&](const at::Tensor& tensor) {
+      extend(into, ranges_of(tensor));
+      return tensor;
+    });
+  }
+  return found;
+}
+
 inline bool enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10::Device device) {
   const auto& schema = op.schema();
   auto arguments = torch::jit::last(*stack, schema.arguments().size());
@@ -221,6 +242,7 @@ inline bool enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10
   if (!infer(op, arguments, results)) return false;
   std::vector<Argument> given;
   for (const auto& value : arguments) given.push_back(argument(value));
+  auto [reads, writes] = uses(schema, arguments);
   std::vector<std::optional<Place>> into;
   for (size_t i = 0; i < results.size(); i++) {
     auto same = returned_argument(schema, i);
@@ -229,19 +251,56 @@ inline bool enqueue(const c10::OperatorHandle& op, torch::jit::Stack* stack, c10
     } else if (results[i].toTensor().defined()) {
       results[i] = new_like(results[i].toTensor(), device);
     }
-    into.push_back(same || !results[i].toTensor().defined() ? std::nullopt : std::optional(Place(results[i].toTensor())));
+    const auto& result = results[i].toTensor();
+    into.push_back(same || !result.defined() ? std::nullopt : std::optional(Place(result)));
+    if (into.back()) extend(writes, ranges_of(result));
   }
-  current_queue(device.index()).put([op, given = std::move(given), into = std::move(into)] {
+  auto kernel = [op, given = std::move(given), into = std::move(into)] {
     torch::jit::Stack kernel;
     for (const auto& value : given) kernel.push_back(value());
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &kernel);
     for (size_t i = 0; i < into.size(); i++) {
       if (into[i] && kernel[i].toTensor().defined()) into[i]->on_cpu().copy_(kernel[i].toTensor());
     }
-  });
+  };
+  current_queue(device.index()).put(schema.name(), std::move(reads), std::move(writes), std::move(kernel));
   torch::jit::drop(*stack, schema.arguments().size());
   for (auto& result : results) stack->push_back(std::move(result));
   return true;
+}
+
+// ---- operators of the CPU on pinned memory --------------------------------------------------------------------------
+
+// What a Python list is made of begins with this, which is a view for all else.
+inline bool reads_all(const std::string& name) { return name == "aten::resolve_conj"; }
+
+inline bool only_looks_at_form(const c10::FunctionSchema& schema) {
+  static const std::set<std::string> names{"aten::_to_copy", "aten::empty_like", "aten::is_pinned",
+                                           "aten::pin_memory", "aten::resolve_neg"};
+  if (names.count(schema.name()) > 0) return true;
+  if (reads_all(schema.name())) return false;
+  return std::any_of(schema.arguments().begin(), schema.arguments().end(), [](const c10::Argument& argument) {
+    return argument.alias_info() != nullptr && !argument.alias_info()->isWrite();  // a view
+  });
+}
+
+inline std::unique_ptr<at::ObserverContext> note_use_by_host(const at::RecordFunction& called) {
+  auto schema = called.operator_schema();
+  if (is_stream || !schema || only_looks_at_form(*schema)) return nullptr;
+  auto inputs = called.inputs();
+  if (inputs.size() != schema->arguments().size()) return nullptr;
+  bool has_device = false;
+  for (const auto& value : inputs) {
+    replaced(value, [&](const at::Tensor& tensor) {
+      has_device = has_device || (tensor.defined() && tensor.device().type() == kTwin);
+      return tensor;
+    });
+  }
+  if (has_device) return nullptr;  // a kernel, which notes it by itself
+  auto [reads, writes] = uses(*schema, inputs);
+  if (reads.empty() && writes.empty()) return nullptr;
+  order().note({"use", kHost, kHost, 0, schema->name(), std::move(reads), std::move(writes)});
+  return nullptr;
 }
 
 inline void any_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {

@@ -15,6 +15,7 @@ namespace twins {
 
 constexpr size_t kRound = 512;  // bytes, as CUDA's
 constexpr int kPoison = 0xff;   // NaN in every floating-point dtype
+constexpr auto kFreed = "memory is handed out again";
 
 struct Block {
   char* data;
@@ -66,7 +67,17 @@ class Pool {
     Block* block;
     std::vector<PointPtr> ends;
   };
-  // From here on a block is its owner's: what reads it unrecorded reads NaN.
+  // From here on a block is its owner's, or the host's: what reads it unrecorded reads NaN.
+  void hand_back(Block& block, const std::vector<PointPtr>& ends) {
+    auto* owner = block.owner;
+    auto device = owner == nullptr ? kHost : owner->device, stream = owner == nullptr ? kHost : owner->id;
+    for (const auto& end : ends) order().note({"wait", device, stream, end->number});
+    Ranges whole{{reinterpret_cast<uintptr_t>(block.data), 0, static_cast<int64_t>(block.bytes)}};
+    auto poison = [&block] { std::memset(block.data, kPoison, block.bytes); };
+    if (owner != nullptr) return owner->put(kFreed, {}, whole, poison, false);
+    order().note({"use", device, stream, 0, kFreed, {}, whole});
+    poison();
+  }
   void reclaim() {
     std::vector<Waiting> still;
     for (auto& one : waiting_) {
@@ -75,9 +86,7 @@ class Pool {
         still.push_back(std::move(one));
         continue;
       }
-      if (block->owner != nullptr) {
-        block->owner->put([block] { std::memset(block->data, kPoison, block->bytes); }, false);
-      }
+      hand_back(*block, one.ends);
       free_[{block->owner, block->bytes}].push_back(block);
     }
     waiting_ = std::move(still);
@@ -115,6 +124,18 @@ struct PinnedAllocator final : Allocator {
   Queue* owner() const override { return nullptr; }
   c10::Device device() const override { return c10::DeviceType::CPU; }
 };
+// What `tensor` covers of its block; nothing where that is no block of these.
+inline Ranges ranges_of(const at::Tensor& tensor) {
+  auto* block = order().is_on() ? block_of(tensor.storage().data_ptr()) : nullptr;
+  if (block == nullptr || tensor.numel() == 0) return {};
+  int64_t elements = 1;
+  for (int64_t i = 0; i < tensor.dim(); i++) elements += (tensor.size(i) - 1) * tensor.stride(i);
+  auto begin = static_cast<int64_t>(tensor.storage_offset() * tensor.itemsize());
+  auto end = begin + static_cast<int64_t>(elements * tensor.itemsize());
+  return {{reinterpret_cast<uintptr_t>(block->data), begin, end}};
+}
+inline void extend(Ranges& ranges, const Ranges& by) { ranges.insert(ranges.end(), by.begin(), by.end()); }
+
 inline Allocator allocator;
 inline PinnedAllocator pinned_allocator;
 

@@ -15,7 +15,8 @@ inline std::atomic<bool> keeps_tensors{true};
 
 class Work final : public c10d::Work {
  public:
-  Work(PointPtr end, std::vector<at::Tensor> tensors, c10::intrusive_ptr<c10::ivalue::Future> future, c10::DeviceIndex device)
+  Work(PointPtr end, std::vector<at::Tensor> tensors, c10::intrusive_ptr<c10::ivalue::Future> future,
+       c10::DeviceIndex device)
       : end_(std::move(end)), kept_(std::move(tensors)), future_(std::move(future)), device_(device) {}
   bool isCompleted() override { return end_->is_reached(); }
   bool isSuccess() const override { return end_->is_reached(); }
@@ -51,14 +52,18 @@ class Backend final : public c10d::Backend {
   }
   const std::string getBackendName() const override { return "twins"; }
   c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return launch(tensors, tensors, [options](Inner& inner, Tensors& on_cpu) { return inner->allreduce(on_cpu, options); });
+    return launch("allreduce", tensors, tensors, [options](Inner& inner, Tensors& on_cpu) {
+      return inner->allreduce(on_cpu, options);
+    });
   }
   c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return launch(tensors, tensors, [options](Inner& inner, Tensors& on_cpu) { return inner->broadcast(on_cpu, options); });
+    return launch("broadcast", tensors, tensors, [options](Inner& inner, Tensors& on_cpu) {
+      return inner->broadcast(on_cpu, options);
+    });
   }
   c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& into, at::Tensor& from,
                                                  const c10d::AllgatherOptions& options) override {
-    return launch({into, from}, {into}, [options](Inner& inner, Tensors& on_cpu) {
+    return launch("allgather", {into, from}, {into}, [options](Inner& inner, Tensors& on_cpu) {
       for (auto& tensor : on_cpu) tensor = tensor.view(-1);
       return inner->_allgather_base(on_cpu[0], on_cpu[1], options);
     });
@@ -69,19 +74,25 @@ class Backend final : public c10d::Backend {
  private:
   using Collective = std::function<c10::intrusive_ptr<c10d::Work>(Inner&, Tensors&)>;
 
-  c10::intrusive_ptr<c10d::Work> launch(const Tensors& tensors, const Tensors& results, Collective collective) {
+  c10::intrusive_ptr<c10d::Work> launch(const char* name, const Tensors& tensors, const Tensors& results,
+                                        Collective collective) {
     auto device = tensors.at(0).get_device();
     auto& queue = *queues_.at(device);
     queue.wait_for(current_queue(device).mark());
     std::vector<Place> places(tensors.begin(), tensors.end());
-    queue.put([inner = inner_.at(device), places = std::move(places), collective = std::move(collective)]() mutable {
+    Ranges reads, writes;
+    for (const auto& tensor : tensors) extend(reads, ranges_of(tensor));
+    for (const auto& tensor : results) extend(writes, ranges_of(tensor));
+    auto run = [inner = inner_.at(device), places = std::move(places), collective = std::move(collective)]() mutable {
       Tensors on_cpu;
       for (const auto& place : places) on_cpu.push_back(place.on_cpu());
       collective(inner, on_cpu)->wait();
-    });
+    };
+    queue.put(name, std::move(reads), std::move(writes), std::move(run));
     launched_++;
     auto kept = keeps_tensors ? tensors : Tensors();
-    return c10::make_intrusive<Work>(queue.mark(), std::move(kept), future(queue, keeps_tensors ? results : Tensors()), device);
+    auto done = future(queue, keeps_tensors ? results : Tensors());
+    return c10::make_intrusive<Work>(queue.mark(), std::move(kept), std::move(done), device);
   }
   static c10::intrusive_ptr<c10::ivalue::Future> future(Queue& queue, const Tensors& results) {
     auto future = c10::make_intrusive<c10::ivalue::Future>(

@@ -1,6 +1,8 @@
 // Streams and events: a stream is a queue of kernels with a thread of its own, which may start each of them late.
 #pragma once
 
+#include "order.h"
+
 #include <c10/core/Device.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/Stream.h>
@@ -30,6 +32,8 @@ constexpr int kStreams = 24;  // of each device, which are handed out in turn, a
 // A point in a stream, which it reaches once.
 class Point {
  public:
+  const int64_t number = next_++;  // by which it is called in the noted order
+
   void reach() {
     std::lock_guard<std::mutex> lock(mutex_);
     reached_ = true;
@@ -48,6 +52,7 @@ class Point {
   std::mutex mutex_;
   std::condition_variable changed_;
   bool reached_ = false;
+  static inline std::atomic<int64_t> next_{1};
 };
 using PointPtr = std::shared_ptr<Point>;
 
@@ -81,38 +86,50 @@ inline Failure& failure() {
   return *one;
 }
 
+inline void wait_on_host(Point& point) {
+  point.wait();
+  order().note({"wait", kHost, kHost, point.number});
+  failure().raise();
+}
+
 class Queue {
  public:
-  Queue(c10::DeviceIndex device, c10::StreamId id) : device(device), id(id) { std::thread([this] { work(); }).detach(); }
+  Queue(c10::DeviceIndex device, c10::StreamId id) : device(device), id(id) {
+    std::thread([this] { work(); }).detach();
+  }
 
   const c10::DeviceIndex device;
   const c10::StreamId id;
 
-  void put(std::function<void()> kernel, bool may_be_late = true) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    left_++;
-    kernels_.push_back({std::move(kernel), may_be_late, true});
-    changed_.notify_one();
+  void put(std::function<void()> kernel, bool may_be_late = true) { add({std::move(kernel), may_be_late, true}); }
+  // The same of a kernel that uses this memory.
+  void put(const std::string& name, Ranges reads, Ranges writes, std::function<void()> kernel,
+           bool may_be_late = true) {
+    if (order().is_on()) order().note({"use", device, id, 0, name, std::move(reads), std::move(writes)});
+    put(std::move(kernel), may_be_late);
   }
   // Reached once all that has been put so far has run.
   PointPtr mark() {
     auto point = std::make_shared<Point>();
-    std::lock_guard<std::mutex> lock(mutex_);
-    kernels_.push_back({[point] { point->reach(); }, false, false});
-    changed_.notify_one();
+    if (order().is_on()) order().note({"reach", device, id, point->number});
+    add({[point] { point->reach(); }, false, false});
     return point;
   }
   // What is put from here on waits for `point`.
   void wait_for(PointPtr point) {
-    put([point = std::move(point)] { point->wait(); }, false);
+    if (order().is_on()) order().note({"wait", device, id, point->number});
+    add({[point] { point->wait(); }, false, true, point});
   }
-  void synchronize() {
-    mark()->wait();
-    failure().raise();
-  }
+  void synchronize() { wait_on_host(*mark()); }
   bool is_idle() {
     std::lock_guard<std::mutex> lock(mutex_);
     return left_ == 0;
+  }
+  // Whether nothing is left that could run before another stream has come further. `done` is how much has run so far.
+  bool has_settled(int64_t& done) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    done = done_;
+    return (kernels_.empty() && !runs_) || (awaited_ != nullptr && !awaited_->is_reached());
   }
   void set_delays(const Delays& delays) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -124,9 +141,17 @@ class Queue {
   struct Kernel {
     std::function<void()> run;
     bool may_be_late, counts;
+    PointPtr awaited = nullptr;
   };
 
+  void add(Kernel kernel) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (kernel.counts) left_++;
+    kernels_.push_back(std::move(kernel));
+    changed_.notify_one();
+  }
   void work() {
+    is_stream = true;
     c10::AutoGradMode no_grad(false);
     c10::impl::ExcludeDispatchKeyGuard below(c10::autograd_dispatch_keyset_with_ADInplaceOrView);
     for (;;) {
@@ -134,6 +159,8 @@ class Queue {
       changed_.wait(lock, [this] { return !kernels_.empty(); });
       auto kernel = std::move(kernels_.front());
       kernels_.pop_front();
+      runs_ = true;
+      awaited_ = kernel.awaited;
       auto late = kernel.may_be_late ? lateness() : std::chrono::microseconds(0);
       lock.unlock();
       if (late.count() > 0) std::this_thread::sleep_for(late);
@@ -144,6 +171,9 @@ class Queue {
       }
       lock.lock();
       if (kernel.counts) left_--;
+      runs_ = false;
+      awaited_ = nullptr;
+      done_++;
     }
   }
   std::chrono::microseconds lateness() {
@@ -157,6 +187,9 @@ class Queue {
   std::condition_variable changed_;
   std::deque<Kernel> kernels_;
   int left_ = 0;  // of what has been put, apart from marks
+  int64_t done_ = 0;
+  bool runs_ = false;
+  PointPtr awaited_;  // by what runs now
   Delays delays_;
   std::mt19937_64 random_;
 };
@@ -191,13 +224,40 @@ class Streams {
     for (auto* queue : queues_[device]) if (queue != nullptr) all.push_back(queue);
     return all;
   }
+  // The streams that process groups have taken.
+  std::vector<Queue*> of_groups() {
+    std::vector<Queue*> found;
+    for (auto* queue : all()) if (queue->id > kStreams) found.push_back(queue);
+    return found;
+  }
   void set_delays(const Delays& delays) {
+    for (auto* queue : all()) queue->set_delays(delays);
     std::lock_guard<std::mutex> lock(mutex_);
     delays_ = delays;
-    for (auto& queues : queues_) for (auto* queue : queues) if (queue != nullptr) queue->set_delays(delays);
+  }
+  // Until all has run that can without what is held.
+  void settle() {
+    std::vector<int64_t> before;
+    for (auto until = std::chrono::steady_clock::now() + std::chrono::seconds(30);;) {
+      TORCH_CHECK(std::chrono::steady_clock::now() < until, "streams that are not held go on for 30 s");
+      std::vector<int64_t> done;
+      bool settled = true;
+      for (auto* queue : all()) settled = queue->has_settled(done.emplace_back()) && settled;
+      if (settled && done == before) return;
+      before = settled ? std::move(done) : std::vector<int64_t>();
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
   }
 
  private:
+  std::vector<Queue*> all() {
+    std::vector<Queue*> found;
+    for (c10::DeviceIndex device = 0; device < kDevices; device++) {
+      auto here = of(device);
+      found.insert(found.end(), here.begin(), here.end());
+    }
+    return found;
+  }
   Queue& made(c10::DeviceIndex device, c10::StreamId id) {
     auto& queues = queues_[device];
     if (queues.size() <= static_cast<size_t>(id)) queues.resize(id + 1, nullptr);

@@ -11,16 +11,22 @@ from compiled_ddp.backward.withheld_gradients import WithheldGradients, as_plann
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 
+_NOTHING_WITHHELD = WithheldGradients()  # as in most backwards: nothing is added where no graph is called several times
+
 
 class FoldedGradients:
     """Each is None in .grad from the moment its graph takes it until the backward ends, which gives it back."""
 
     def __init__(self, parameters: TrainedParameters, existing: ExistingGradients) -> None:
         self._parameters, self._existing = parameters, existing
-        self.withheld = WithheldGradients()  # what graphs fold in too
-        self._taken: dict[int, torch.Tensor] = {}
+        self.withheld = _NOTHING_WITHHELD  # what graphs fold in too
+        self.taken: dict[int, torch.Tensor] = {}
         self._accumulated: set[int] = set()  # those of them that the backward brings a .grad
         self.not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
+
+    def expect(self, repeated: Iterable[str]) -> None:
+        """[Note: equal calls] The backward will call the graphs with these fingerprints several times."""
+        self.withheld = WithheldGradients(repeated)
 
     def take(self, plan: BucketPlan) -> list[torch.Tensor]:
         """What a graph must fold in, one tensor per gradient in plan order; empty if no parameter has a .grad.
@@ -36,7 +42,7 @@ class FoldedGradients:
             existing = parameter.grad
             if existing is not None:
                 self._existing.check(gradient.index, existing)
-                self._taken[gradient.index] = existing
+                self.taken[gradient.index] = existing
                 if torch_private.autograd.backward_will_accumulate(parameter):
                     self._accumulated.add(gradient.index)
                 parameter.grad = None
@@ -50,16 +56,16 @@ class FoldedGradients:
     def give_back_as_they_were(self, indices: Iterable[int]) -> None:
         """Where an exception has ended the graph that took them."""
         for index in indices:
-            if index in self._taken and self._parameters.tensors[index].grad is None:
-                self._parameters.tensors[index].grad = self._taken.pop(index)
+            if index in self.taken and self._parameters.tensors[index].grad is None:
+                self._parameters.tensors[index].grad = self.taken.pop(index)
 
     def forget(self) -> None:
         """An exception has ended the backward: the user may have cleared .grad since."""
-        self._taken.clear()
+        self.taken.clear()
 
     def give_back(self) -> None:
         """Put the same tensors into .grad again, with the reduced values."""
-        for index, tensor in self._taken.items():
+        for index, tensor in self.taken.items():
             parameter = self._parameters.tensors[index]
             if parameter.grad is not None:
                 with grad_mode_off():
@@ -69,4 +75,4 @@ class FoldedGradients:
             else:
                 self.not_accumulated.add(index)
             parameter.grad = tensor
-        self._taken.clear()
+        self.taken.clear()

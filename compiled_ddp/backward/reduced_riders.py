@@ -21,7 +21,10 @@ class ReducedRiders:
         self._using: dict[int, dict[int, float]] = {}  # section -> parameter -> on how many ranks it is used
 
     def of_every_section(self) -> list[torch.Tensor]:
-        found = [self._at(p) for p in self._buffers.with_riders if self._launches[p].work is not None]
+        found = []
+        for position in self._buffers.with_riders:
+            if self._launches[position].work is not None:
+                found.append(self._at(position))
         found += self._reservations.reserved.values()
         return [riders for riders in found if riders is not None]
 

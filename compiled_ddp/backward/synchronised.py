@@ -1,6 +1,6 @@
 """One synchronised backward."""
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -200,16 +200,18 @@ class SynchronisedBackward:
         if self.circumstances.returned is not None:
             self.gradients.restore_untouched()
             return set()
-        if self.of_graphs.addresses:
-            self._find_graph_and_eager()
+        elsewhere = self.of_graphs.found_elsewhere(self._parameters.tensors) if self.of_graphs.addresses else ()
+        if elsewhere:
+            self._find_graph_and_eager(elsewhere)
         written = self.gradients.write_back()
-        self.folded.give_back()
+        if self.folded.taken:
+            self.folded.give_back()
         return written
 
-    def _find_graph_and_eager(self) -> None:
+    def _find_graph_and_eager(self, elsewhere: Iterable[tuple[int, torch.Tensor]]) -> None:
         """A .grad that is not what graphs returned has another contribution, which was not reduced."""
         looks = self.circumstances.looks_at_values
-        for index, gradient in self.of_graphs.found_elsewhere(self._parameters.tensors):
+        for index, gradient in elsewhere:
             if not self.is_by_hooks(index) and self.of_graphs.has_another(index, gradient, looks_at_values=looks):
                 self.observations.graph_and_eager.add(index)
 

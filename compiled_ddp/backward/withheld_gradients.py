@@ -24,15 +24,12 @@ def as_planned(value: torch.Tensor | None, gradient: Gradient, bucket: Bucket) -
 class WithheldGradients:
     """[Note: equal calls] Those of one backward."""
 
-    def __init__(self) -> None:
-        self.repeated: Set[str] = frozenset()  # fingerprints of the graphs that the backward calls several times
+    def __init__(self, repeated: Iterable[str] = ()) -> None:
+        """`repeated` are the fingerprints of the graphs that the backward calls several times."""
+        self.repeated: Set[str] = frozenset(repeated)
         self._calls: set[object] = set()  # whose gradients wait for another call
         self._sums: dict[int, torch.Tensor] = {}
         self._made_on: dict[torch.device, torch.Stream] = {}
-
-    def expect(self, repeated: Iterable[str]) -> None:
-        """The backward will call the graphs with these fingerprints several times."""
-        self.repeated = frozenset(repeated)
 
     def withhold(self, call: object) -> None:
         """The gradients of `call`, which is about to run locally, wait for another one."""

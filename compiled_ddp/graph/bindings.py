@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from compiled_ddp.graph.bound import Binding, Bound
-from compiled_ddp.graph.compiled_graph import CompiledGraph
 from compiled_ddp.graph.program import Program
 from compiled_ddp.graph.segment import Segment, SegmentCall
 from compiled_ddp.graph.telling import Teller
@@ -107,13 +106,7 @@ class Bindings:
 
     def _new_program(self, segment: Segment, gradients: Sequence[GradientSpec]) -> Program:
         """`gradients` of the graph's inputs, in the order in which backward completes them."""
-        runtime, captured = self._runtime, weakref.ref(segment)
-
-        def graph() -> CompiledGraph:
-            segment = captured()
-            assert segment is not None, "the backward of a graph that is gone"
-            return segment.graph
-
+        runtime = self._runtime
         plan = self._policy.assign(gradients)
         hook = runtime.reduction.traced_hook
         return Program(
@@ -123,7 +116,7 @@ class Bindings:
             hooks=() if hook is None else [hook.program(bucket) for bucket in plan.buckets],
             backend=segment.backend,
             compiler_options=segment.compiler_options,
-            graph=graph,
+            captured=weakref.ref(segment),
             teller=self._teller,
         )
 

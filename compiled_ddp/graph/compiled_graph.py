@@ -64,7 +64,7 @@ class CompiledGraph:
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
         self._state = torch_private.dynamo.CaptureState(sorted(devices))
         self._lock = threading.RLock()
-        self._backwards: dict[str, BackwardImplementation] = {}  # by identity
+        self.compiled: dict[str, BackwardImplementation] = {}  # the backwards, by the identity of their rewriting
         self._traced: TracedBackward | None = None
         self._inputs_when_traced_again: int | None = None
         self._spares_saved_tensors = False  # from the first backward with retain_graph on
@@ -90,16 +90,12 @@ class CompiledGraph:
             cached=cached,
         )
 
-    def has_backward(self, rewriting: Rewriting) -> bool:
-        """Whether the backward after `rewriting` has been compiled."""
-        return rewriting.identity in self._backwards
-
     def backward(self, rewriting: Rewriting, needed_by: HasTeller | None) -> tuple[BackwardImplementation, bool]:
         """The backward after `rewriting`, compiled, and whether it has been compiled just now.
 
         Whoever needs it has the teller; None is for that of the wrapper for which the graph was captured.
         """
-        compiled = self._backwards.get(rewriting.identity)
+        compiled = self.compiled.get(rewriting.identity)
         if compiled is not None:
             return compiled, False
         teller = None if needed_by is None else needed_by.teller
@@ -108,7 +104,7 @@ class CompiledGraph:
         with self._lock, work:
             is_first = rewriting.identity == self._first.identity and not self._spares_saved_tensors
             compiled, is_new = self._compile_first() if is_first else (self._compile_another(rewriting), True)
-            self._backwards[rewriting.identity] = compiled
+            self.compiled[rewriting.identity] = compiled
         return compiled, is_new
 
     @compiling
@@ -140,7 +136,7 @@ class CompiledGraph:
         with self._lock:
             if not self._spares_saved_tensors and torch_private.aot.overwrites_saved_tensors(self._function):
                 self._spares_saved_tensors = True
-                self._backwards.clear()
+                self.compiled.clear()
                 torch_private.aot.allow_several_backwards(self._function)
 
     def check_fits(self, saved_and_tangents: Sequence[Any]) -> None:

@@ -7,7 +7,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -32,6 +32,16 @@ Variant = Literal["synchronised", "folding"]
 VARIANTS: tuple[Variant, ...] = ("synchronised", "folding")
 
 
+_GONE = "the backward of a graph that is gone"
+
+
+class Captured(Protocol):
+    """What Dynamo calls in place of a graph."""
+
+    @property
+    def graph(self) -> CompiledGraph: ...
+
+
 class Program:
     """How a wrapper reduces the gradients of some of a graph's inputs."""
 
@@ -44,16 +54,16 @@ class Program:
         hooks: Sequence[TracedHook | None],
         backend: str,
         compiler_options: dict[str, Any],
-        graph: Callable[[], CompiledGraph],
+        captured: Callable[[], "Captured | None"],
         teller: Teller,
     ) -> None:
         """`plan` is over the graph's inputs; `hooks` reduce its buckets, one for each or none.
 
-        `teller` tells of what compilers do for it. `graph` is asked when a backward is needed, as the first one of a
-        graph is known before that is compiled.
+        `teller` tells of what compilers do for it. What was `captured` is asked for its graph when a backward is
+        needed, as the first one of a graph is known before that is compiled.
         """
         self.plan, self.teller = plan, teller
-        self._graph = graph
+        self._captured = captured
         self._in_cuda_graphs = backend == "inductor" and any(
             torch_private.compiler_options.uses_cuda_graphs(compiler_options, bucket.device) for bucket in plan.buckets
         )
@@ -83,6 +93,11 @@ class Program:
             self._rewritings[key] = torch_private.inductor.rewriting_by(pipeline.run, pipeline.cache_identity, variant)
         return self._rewritings[key]
 
+    def _graph(self) -> CompiledGraph:
+        captured = self._captured()
+        assert captured is not None, _GONE
+        return captured.graph
+
     def compile_ahead(self, variant: Variant) -> bool:
         """Compile a backward before it is needed; returns False if it was compiled already."""
         with self.named():  # Inductor looks for the group
@@ -100,7 +115,9 @@ class Program:
         if variant in self._failures:
             return self._failures[variant]
         rewriting = self._rewritings.get((variant, self._pipeline.group_name))
-        if rewriting is None or not self._graph().has_backward(rewriting):
+        captured = self._captured()
+        assert captured is not None, _GONE
+        if rewriting is None or rewriting.identity not in captured.graph.compiled:
             try:
                 self.compile_ahead(variant)
             except Exception as error:
@@ -130,7 +147,7 @@ class Program:
             to_fold = section.gradients_to_fold()
             variant: Variant = "folding" if to_fold else "synchronised"
             rewriting = self._rewritings.get((variant, group_name)) or self.rewriting(variant, group_name)
-            compiled, _ = graph.backward(rewriting, self)
+            compiled = graph.compiled.get(rewriting.identity) or graph.backward(rewriting, self)[0]
             section.note_graph(compiled, call.fingerprint)
             flat_buffers = section.lend_buffers(self._lent_buckets)
             state = section.hook_state() if self._has_hooks else []

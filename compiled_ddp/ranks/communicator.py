@@ -84,8 +84,10 @@ class Communicator:
         if tensors and self.world_size > 1:
             self.refuse_if_failed()
             self.progress.note_wait(f"the parameters and buffers of {self._format_rank(source)}")
-            with self.explaining("the broadcast of parameters and buffers failed"):
+            try:  # `explaining` takes six calls, in each step of a model with buffers
                 torch_private.groups.broadcast_coalesced(self.group, list(tensors), source=source)
+            except RuntimeError as error:
+                raise self._explained(error, "the broadcast of parameters and buffers failed") from error
             self.progress.note_wait("")
 
     def _format_rank(self, rank: int) -> str:
@@ -102,7 +104,10 @@ class Communicator:
         try:
             yield
         except RuntimeError as error:
-            raise self.failure(error, f"rank {self.ranks.ranks[self.rank]}: {what}") from error
+            raise self._explained(error, what) from error
+
+    def _explained(self, error: RuntimeError, what: str) -> RuntimeError:
+        return self.failure(error, f"rank {self.ranks.ranks[self.rank]}: {what}")
 
     def give_up(self, why: str) -> RuntimeError:
         """Launch nothing from here on, as other ranks may launch what this one does not; returns an error to raise."""

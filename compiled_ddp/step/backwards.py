@@ -103,7 +103,8 @@ class Backwards:
                 "one wait for the other, or give each thread a wrapper of its own."
             )
         tasks.note(self._task_ended)
-        conductor.backward_reached(self.conducted)
+        if len(conductor.references) > 1:
+            conductor.backward_reached(self.conducted)
 
     def _is_local(self) -> bool:
         """Whether the running backward, which has not begun here, is one of which other ranks need not know."""

@@ -90,14 +90,15 @@ class Beginning:
             newly_used = {i for i in agreed.unused if i in carried.used or accumulates(i)}
         weight = carried.weight if weight is None else weight
         message = Message(forwards, weight, carried.piggyback, carried.take_flags())
+        communicates = reduction.models_collectives.seen
         # Graphs that were postponed have run locally; where models communicate, a sequence is due that knows it.
         misfit = not all(map(agreed.leaves_to_hooks, ran_locally))
-        if misfit or (not agreed.among_collectives and conductor.any_communicates()):
+        if len(conductor.references) > 1:
+            communicates = conductor.any_communicates()
+        if misfit or (communicates and not agreed.among_collectives):
             message.note(Flag.GRAPH_MISMATCH)
         if newly_used:
             message.note(Flag.NEWLY_USED)
-        if reduction.receive is not None:
-            reduction.receive([])  # those of the backward before are about to be filled again
         expects_several = options.static_graph and agreed.why_not_graph is not None
         circumstances = Circumstances(
             returned=returned,
@@ -108,11 +109,10 @@ class Beginning:
             newly_used=newly_used,
             some_rank_differs=some_rank_differs,
         )
-        backward = reduction.new_backward(
+        reduction.models_collectives.begin()
+        return reduction.new_backward(
             sequence.launched, agreed.buffers, used_before=carried.used, message=message, circumstances=circumstances
         )
-        reduction.models_collectives.begin()
-        return backward
 
     def _count(self, *, accumulates: bool) -> Forwards:
         """Count a backward that begins; returns the numbers of forwards before it."""
@@ -123,6 +123,8 @@ class Beginning:
         self.number += 1
         self._forward.backward_began(accumulates=accumulates)
         reduction.hooks.defer_users()
+        if reduction.receive is not None:
+            reduction.receive([])  # those of the backward before are about to be filled again
         return count.backward_began()
 
     def _agree(
@@ -248,7 +250,7 @@ class Beginning:
                 backward.message.note(Flag.GRAPH_MISMATCH)  # as in `GraphReservations`
         repeated = _repeated(running) if len(running) > 1 else set[str]()
         if repeated:
-            backward.folded.withheld.expect(repeated)
+            backward.folded.expect(repeated)
         fits, unmatched = set[str](), set[int]()
         for call in running:
             may_reserve = self._reservations.may_reserve(call, repeated=call.fingerprint in repeated)

@@ -79,20 +79,19 @@ class Conductor:
     """Knows the wrappers of this process."""
 
     def __init__(self) -> None:
-        self._references: list[weakref.ref[Conducted]] = []  # looked through some times in each step
+        # To them. Where there is one, as in most processes, nobody need be asked.
+        self.references: list[weakref.ref[Conducted]] = []
         self._orders: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedOrder] = weakref.WeakKeyDictionary()
 
     def add(self, wrapper: Conducted) -> None:
-        self._references.append(weakref.ref(wrapper, self._references.remove))
+        self.references.append(weakref.ref(wrapper, self.references.remove))
 
     def _wrappers(self) -> list[Conducted]:
         """All that are in use. A WeakSet would take six calls."""
-        return [*filter(None, map(operator.call, tuple(self._references)))]
+        return [*filter(None, map(operator.call, tuple(self.references)))]
 
     def backward_reached(self, wrapper: Conducted) -> None:
         """A backward has reached `wrapper`. Should it break off, it tells the others that it would have reached."""
-        if len(self._references) == 1:
-            return  # of `wrapper`, as in most processes
         for other in self._wrappers():
             if other is not wrapper:
                 other.expect_in_task()
@@ -110,8 +109,6 @@ class Conductor:
 
     def may_wait(self, wrapper: Conducted, events: Iterable[str]) -> bool:
         """Whether `wrapper` may wait for other ranks at all these events now, in the middle of a backward."""
-        if len(self._references) == 1:
-            return True
         others = [other for other in self._wrappers() if other is not wrapper and other.may_take_part()]
         if not others:
             return True

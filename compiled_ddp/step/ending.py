@@ -30,7 +30,7 @@ class Ending:
     ) -> None:
         """`not_reduced` are the parameters whose local gradients a torch.autograd.grad is about to return."""
         self._reduction, self._backward, self._findings, self._not_reduced = reduction, backward, findings, not_reduced
-        self._is_first = not reduction.agreed.refined
+        self.is_first = not reduction.agreed.refined
         self._flat_buckets: list[torch.Tensor] = []
         self._reduced: set[int] = set()  # parameters with the mean in .grad, that hooks have reduced
 
@@ -47,14 +47,16 @@ class Ending:
 
     def _conclude(self) -> None:
         """The stages of a backward that has left its mean in .grad."""
-        self._admit_newly_used()
+        if self._reduction.receive is not None or not self._findings.are_quiet:
+            self._admit_newly_used()
         self._account()
-        if self._is_first:
+        if self.is_first:
             if self._is_skipped_by_all():
                 self._forget_a_skip_of_all()
                 return
             self._refine()
-        self._prove()
+        if self.is_first or self._reduction.proof.verifies or self._backward.averaging.correction != 1.0:
+            self._prove()
         if self._backward.observations.graph_and_eager:
             self._refuse_graph_and_eager()
         self._rebuild()
@@ -62,10 +64,10 @@ class Ending:
     def run_broken(self) -> None:
         """Of a backward that is broken on this rank alone: what the others' stages communicate in."""
         self._admit_newly_used()
-        if self._is_first and self._is_skipped_by_all():
+        if self.is_first and self._is_skipped_by_all():
             self._forget_a_skip_of_all()
         else:
-            if self._is_first:
+            if self.is_first:
                 self._refine()
             self._reduction.proof.postpone()  # and proves nothing
             self._rebuild()
@@ -73,7 +75,7 @@ class Ending:
 
     def remove_needless_hooks(self) -> None:
         """After the first backward of a sequence, when users' hooks have seen what it reduced."""
-        if self._is_first and self._reduction.agreed.refined:
+        if self.is_first and self._reduction.agreed.refined:
             self._reduction.remove_needless_hooks()
 
     # ---- stages ------------------------------------------------------------------------------------------------------
@@ -155,13 +157,13 @@ class Ending:
     def _prove(self) -> None:
         reduction, backward = self._reduction, self._backward
         averages_anew = backward.averaging.correction != 1.0
-        averaged = self._reduced | backward.of_graphs.addresses.keys() if averages_anew or self._is_first else set()
+        averaged = self._reduced | backward.of_graphs.addresses.keys() if averages_anew or self.is_first else set()
         if averages_anew:
             backward.averaging.correct(reduction.parameters.tensors[index].grad for index in averaged)
         if reduction.proof.verifies:
             by_hooks = frozenset(self._reduced)
             reduction.proof.conclude(lambda index: backward.outcome(index, by_hooks))
-        if self._is_first:
+        if self.is_first:
             self._reduced = averaged
 
     def _refuse_graph_and_eager(self) -> None:

@@ -51,8 +51,10 @@ class Finish:
         with self._giving_up:
             reduced = ending.run()
         reduction.communicator.progress.backward_ended()
-        reduction.hooks.run_users(reduced)
-        ending.remove_needless_hooks()
+        if reduced:
+            reduction.hooks.run_users(reduced)
+        if ending.is_first:
+            ending.remove_needless_hooks()
 
     def finish_broken(self, *, told: Collection[int], rest_was_launched: bool) -> None:
         """Wait for the results of what was sent after an exception, and drop them.

@@ -55,7 +55,7 @@ class GraphReservations:
                 return None
             if not launcher.waits_in_vain_before(section, reduction.will_accumulate):
                 return None
-        if not self._may_run_graph(backward, section, wrapper):
+        if len(conductor.references) > 1 and not self._may_run_graph(backward, section, wrapper):
             return None
         backward.reserve(section)
         return section
@@ -108,11 +108,11 @@ class GraphReservations:
 
     def may_reserve(self, call: GraphCall, *, repeated: bool) -> bool:
         """Whether nothing about the call itself keeps it from a section; `repeated` as in `compiles`."""
-        return not self.with_tensor_hooks(call) and self.compiles(call, repeated=repeated)
+        parameters = map(self._reduction.parameters.tensors.__getitem__, call.index_of.values())
+        if torch_private.tensors.any_has_hooks(parameters) and self.with_tensor_hooks(call):
+            return False
+        return self.compiles(call, repeated=repeated)
 
     def with_tensor_hooks(self, call: GraphCall) -> list[int]:
         """The call's parameters whose gradients tensor hooks of the user's see."""
-        parameters = map(self._reduction.parameters.tensors.__getitem__, call.index_of.values())
-        if not torch_private.tensors.any_has_hooks(parameters):
-            return []
         return list(filter(self._reduction.with_tensor_hooks, call.plan.indices))

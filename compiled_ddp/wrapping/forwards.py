@@ -1,7 +1,7 @@
 """The forwards of a wrapper: what comes before and behind the module's own."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -142,18 +142,21 @@ class Forwards:
             counted = training and not transformed
             self._runtime.begin_forward(synchronise=self._switches.synchronises, counted=counted)
         brings_buffers = self._switches.buffers_are_stale and self._settings.options.synchronise_buffers_in_forward
+        buffers = self._model.buffers() if brings_buffers else ()
         if not self._uneven.is_training:
-            if brings_buffers and self._model.buffers():
-                self.broadcast_buffers()
-        elif brings_buffers and with_gradients and self._switches.synchronises and self._model.buffers():
+            if buffers:
+                self._broadcast(buffers)
+        elif buffers and with_gradients and self._switches.synchronises:
             # In a join, forwards of other kinds have no collective: joined ranks follow backwards.
-            self.broadcast_buffers(self._uneven.begin_broadcast())
+            self._broadcast(buffers, self._uneven.begin_broadcast())
         elif with_gradients and training:
             self._uneven.begin_forward()
 
-    @torch.no_grad()
     def broadcast_buffers(self, source: int = 0) -> None:
         """Overwrite every rank's buffers by those of rank `source`."""
+        self._broadcast(self._model.buffers(), source)
+
+    @torch.no_grad()
+    def _broadcast(self, buffers: Sequence[torch.Tensor], source: int = 0) -> None:
         # Of .data, which has a version counter of its own: a graph that saved a buffer may still run its backward.
-        own = [buffer.data for buffer in self._model.buffers()]
-        self._runtime.communicator.broadcast(own, source=source)
+        self._runtime.communicator.broadcast([buffer.data for buffer in buffers], source=source)

@@ -20,7 +20,11 @@ Range = tuple[int, int, int]  # a block of memory, and from which byte of it to 
 
 @dataclass(frozen=True)
 class Step:
-    """A kernel that is put on a stream ("use"), a point that it comes to ("reach"), one that it waits for ("wait")."""
+    """A kernel that is put on a stream ("use"), a point that it comes to ("reach"), one that it waits for ("wait").
+
+    Or the allocator, before it hands a block out again, has seen that a stream had come to a point ("recorded"). That
+    orders nothing else: whether it has come there in time is luck.
+    """
 
     kind: str
     device: int
@@ -101,6 +105,10 @@ class _Clocks:
         """For nothing, where nobody has been seen to reach that point."""
         self._join(actor, self._at_point.get(point, {}))
 
+    def had_seen(self, point: int, use: Use) -> bool:
+        """Whether who reached the point was behind `use` then."""
+        return self._at_point.get(point, {}).get(use.actor, 0) >= use.time
+
     def _join(self, actor: Actor, other: dict[Actor, int]) -> None:
         seen = self._seen[actor]
         for each, time in other.items():
@@ -119,6 +127,9 @@ def races(steps: Iterable[Step]) -> list[Race]:
             clocks.reach(step.actor, step.point)
         elif step.kind == "wait":
             clocks.wait(step.actor, step.point)
+        elif step.kind == "recorded":
+            for block, _, _ in step.writes:
+                uses[block] = [use for use in uses[block] if not clocks.had_seen(step.point, use)]
         else:
             time = clocks.advance(step.actor)
             for writes, ranges in ((False, step.reads), (True, step.writes)):

@@ -64,6 +64,8 @@ def register(library: Path) -> None:
         current_device=torch.accelerator.current_device_index,
         second_device=extension,
         manual_seed_all=lambda seed: None,
+        get_rng_state=lambda device: torch.get_rng_state(),  # its kernels are the CPU's
+        set_rng_state=lambda state, device: torch.set_rng_state(state),
         get_amp_supported_dtype=lambda: [torch.bfloat16],
         _is_in_bad_fork=lambda: False,
     )

@@ -77,5 +77,14 @@ def test_a_read_hides_no_earlier_write() -> None:
     assert named(races(steps)) == [("mul", "allgather")]
 
 
+def test_a_stream_that_was_recorded_orders_its_block_alone() -> None:
+    used = [writes(SIDE, "mul", WHOLE, (OTHER, 0, 8)), Step("reach", *SIDE, point=1)]
+    recorded = Step("recorded", *MAIN, point=1, writes=[WHOLE])
+    assert named(races([*used, writes(MAIN, "free", WHOLE)])) == [("mul", "free")]
+    assert not races([*used, recorded, writes(MAIN, "free", WHOLE)])
+    assert races([*used, recorded, writes(MAIN, "free", (OTHER, 0, 8))])
+    assert races([*used, recorded, writes(MAIN, "free", WHOLE), writes(LINK, "allreduce", WHOLE)])
+
+
 def test_one_stream_is_in_order_by_itself() -> None:
     assert not races([writes(MAIN, "mul", WHOLE), writes(MAIN, "add", FIRST), reads(MAIN, "sub", WHOLE)])

@@ -4,15 +4,20 @@ What is missing here (a wait, a record) must show, or the tests on it would find
 """
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import second_device
 import torch
+import torch.distributed as dist
 from models import TokenModel, row_batch, token_batch
 from torch import Tensor
 
+from compiled_ddp import torch_private
+from compiled_ddp.graph.kept_state import random_state_kept
 from ranks import RankPool
 
 DEVICE = "twins:0"
@@ -237,6 +242,71 @@ def _collective(rank: int, library: Path) -> None:
 
 def test_a_collective_runs_on_a_stream_of_its_own(twin_ranks2: RankPool, twins_library: Path) -> None:
     twin_ranks2.run(_collective, twins_library)
+
+
+def _timeouts(rank: int, library: Path) -> list[timedelta]:
+    """Of a group for the device alone, whose backend tells; of one whose backend there does not; of its default."""
+    second_device.register(library)
+
+    def telling(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Backend:
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+
+    if "TELLING" not in dir(dist.Backend):
+        dist.Backend.register_backend("telling", telling, devices=["twins"])
+    told = [
+        dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
+        for backend, seconds in (("twins:telling", 17), ("cpu:gloo,twins:twins", 18), ("twins:twins", 19))
+    ]
+    return [torch_private.groups.group_timeout(group) for group in told if group is not None]
+
+
+def test_a_groups_timeout_is_that_of_its_backend_for_the_accelerator(
+    twin_ranks2: RankPool, twins_library: Path
+) -> None:
+    for timeouts in twin_ranks2.run(_timeouts, twins_library):
+        assert timeouts == [timedelta(seconds=17), timedelta(seconds=18), timedelta(minutes=30)]
+
+
+def _random_state() -> list[int]:
+    """Of which devices the random state is put back."""
+    put_back: list[int] = []
+
+    def note(state: Tensor, device: int) -> None:
+        put_back.append(device)
+
+    with mock.patch.object(torch.get_device_module("twins"), "set_rng_state", note), random_state_kept():
+        torch.rand(5, device=DEVICE)
+    return put_back
+
+
+def test_the_random_state_of_the_accelerator_is_put_back(twin_rank: RankPool, twins_library: Path) -> None:
+    assert on_the_device(twin_rank, twins_library, _random_state) == [0, 1]
+
+
+def _race(waits: bool) -> list[tuple[str, str]]:
+    start, stream = ones(), torch.Stream(torch.device(DEVICE))
+    torch.accelerator.synchronize()
+    with second_device.looking_for_races() as races:
+        start[500:].mul_(2)
+        if waits:
+            stream.wait_stream(here())
+        with stream:
+            start.add_(1)
+        start.record_stream(stream)
+    return [race.operators for race in races]
+
+
+def _race_without_wait() -> list[tuple[str, str]]:
+    return _race(waits=False)
+
+
+def _race_with_wait() -> list[tuple[str, str]]:
+    return _race(waits=True)
+
+
+def test_a_race_is_found_by_order_alone(twin_rank: RankPool, twins_library: Path) -> None:
+    assert set(on_the_device(twin_rank, twins_library, _race_without_wait)) == {("aten::mul", "aten::add")}
+    assert on_the_device(twin_rank, twins_library, _race_with_wait) == []
 
 
 def _kept(rank: int, library: Path) -> list[bool]:

@@ -27,7 +27,7 @@ class FlatBuffer:
     def _take_memory(self) -> None:
         bucket = self.bucket
         self.flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        self.writers = Writers(bucket.device)
+        self.writers = Writers(self.flat)
         self.__dict__.pop("views", None)
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
         self._own_holders = torch_private.tensors.storage_holders(self.flat)

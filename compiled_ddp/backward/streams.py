@@ -15,12 +15,14 @@ class Writers:
 
     Autograd runs each node on the stream of its forward, and a hook with it, while a collective is ordered behind the
     stream alone that it is launched from. torch's Reducer keeps the AccumulateGrad nodes and so their one stream; here
-    users may run parts of a model on streams of their own.
+    users may run parts of a model on streams of their own. Whoever else than its maker uses the tensor is recorded, as
+    its memory goes back to its maker's when it is freed.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """For a tensor that the current stream has made."""
-        self._device = device
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """The current stream has made it."""
+        self._tensor, self._device = tensor, tensor.device
+        device = tensor.device
         self._maker = None if device.type == "cpu" else torch.accelerator.current_stream(device)
         self._writing = set() if self._maker is None else {self._maker}  # since the tensor was last read
         self._behind_maker = set(self._writing)
@@ -36,7 +38,7 @@ class Writers:
         here = torch.accelerator.current_stream(self._device)
         if here not in self._behind_maker:
             here.wait_stream(self._maker)
-            self._behind_maker.add(here)
+            self._record(here)
         self._writing.add(here)
 
     def before_read(self) -> None:
@@ -46,3 +48,15 @@ class Writers:
             for other in self._writing - {here}:
                 here.wait_stream(other)
             self._writing.clear()
+            self._record(here)
+
+    def after_wait(self) -> None:
+        """Note that the current stream has waited for what reduces the tensor, and may read it."""
+        if self._maker is not None:
+            self._record(torch.accelerator.current_stream(self._device))
+
+    def _record(self, stream: torch.Stream) -> None:
+        """It is behind the maker."""
+        if stream not in self._behind_maker:
+            self._behind_maker.add(stream)
+            self._tensor.record_stream(stream)

@@ -25,8 +25,8 @@ class Rank:
 
     def synchronize(self) -> None:
         """Wait for the device; on the CPU there is nothing to wait for."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order, on every rank."""

@@ -9,7 +9,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def state_kept(module: nn.Module) -> Iterator[None]:
-    """Put `module`'s buffers and the random state of the CPU and of every CUDA device back at the end."""
+    """Put `module`'s buffers and the random state of the CPU and of the accelerator's devices back at the end."""
     saved = [
         (owner._buffers, name, buffer, buffer.clone())
         for owner in module.modules()
@@ -28,5 +28,11 @@ def state_kept(module: nn.Module) -> Iterator[None]:
 
 
 def random_state_kept() -> contextlib.AbstractContextManager[None]:
-    """Put the random state of the CPU and of every CUDA device in use back at the end."""
-    return torch.random.fork_rng(range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ())
+    """Put the random state of the CPU and of the accelerator's devices, where those are in use, back at the end."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.random.fork_rng(())
+    module = torch.get_device_module(accelerator)
+    if hasattr(module, "is_initialized") and not module.is_initialized():
+        return torch.random.fork_rng(())
+    return torch.random.fork_rng(range(torch.accelerator.device_count()), device_type=accelerator.type)

@@ -124,10 +124,13 @@ def default_store() -> dist.Store:
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """The timeout that the user gave to `group`."""
-    device = torch.device("cuda" if "cuda" in dist.get_backend_config(group) and torch.cuda.is_available() else "cpu")
-    with contextlib.suppress(RuntimeError):  # no backend for this device
-        return group._get_backend(device).options._timeout
+    """The timeout that the user gave to `group`: its backend's for this machine's accelerator, or else for the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    for device in (accelerator, torch.device("cpu")):
+        if device is not None:
+            # No backend for this device, or one from elsewhere, which does not tell.
+            with contextlib.suppress(RuntimeError, AttributeError):
+                return group._get_backend(device).options._timeout
     return distributed_c10d.default_pg_timeout
 
 

@@ -5,6 +5,7 @@ stream that should be waited for is held until all else has run, so that no luck
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,57 @@ def test_riders_that_are_read_before_they_have_come_are_a_race(
 ) -> None:
     for races in _found(twin_ranks2, twins_library, wrapper, "no wait for riders", 2):
         assert any(race.first.operator == "copy_ to the host" and race.second.actor == HOST for race in races), races
+
+
+@contextlib.contextmanager
+def _no_use_recorded() -> Iterator[None]:
+    with mock.patch.object(Writers, "_record", lambda writers, stream: writers._behind_maker.add(stream)):
+        yield
+
+
+def _dropped(rank: int, library: Path, wrapper: str, fault: str, records: bool, keeps: bool) -> list[Race]:
+    """All gradients and flat buffers are dropped right behind a backward."""
+    with contextlib.nullcontext() if records else _no_use_recorded():
+        ddp = _trained(rank, library, wrapper)
+        keeping = contextlib.nullcontext() if keeps else second_device.collectives_that_keep_nothing()
+        with FAULTS[fault](wrapper), keeping, second_device.looking_for_races() as races:
+            one(rank, ddp, 0)
+            ddp.zero_grad()
+            for buffer in [each for each in gc.get_objects() if type(each) is FlatBuffer]:
+                buffer.leave_memory()
+            del ddp
+            gc.collect()
+    torch.accelerator.synchronize()
+    return races
+
+
+def _goes_on_while_reduced(races: list[Race]) -> bool:
+    return any(race.operators == ("allreduce", "memory is handed out again") for race in races)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept by the collective", "kept by none"])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_bucket_that_is_dropped_goes_on_when_all_streams_are_done_with_it(
+    twin_ranks2: RankPool, twins_library: Path, wrapper: str, keeps: bool
+) -> None:
+    assert twin_ranks2.run(_dropped, twins_library, wrapper, "none", True, keeps) == [[], []]
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_bucket_whose_memory_goes_on_while_it_is_reduced_is_a_race(
+    twin_ranks2: RankPool, twins_library: Path, wrapper: str
+) -> None:
+    """The collective's stream was not recorded, and who frees the bucket has not waited for it."""
+    for races in twin_ranks2.run(_dropped, twins_library, wrapper, "no wait for a launch", True, False):
+        assert _goes_on_while_reduced(races), races
+
+
+def test_a_bucket_of_hooks_that_records_no_other_stream_than_its_makers_is_a_race(
+    twin_ranks2: RankPool, twins_library: Path
+) -> None:
+    """Made on a stream of the model's, where its memory goes back to, it is waited for on another one."""
+    for races in twin_ranks2.run(_dropped, twins_library, "EagerDDP", "none", False, False):
+        assert _goes_on_while_reduced(races), races
 
 
 # ---- by what comes out -----------------------------------------------------------------------------------------------

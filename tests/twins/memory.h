@@ -71,8 +71,8 @@ class Pool {
   void hand_back(Block& block, const std::vector<PointPtr>& ends) {
     auto* owner = block.owner;
     auto device = owner == nullptr ? kHost : owner->device, stream = owner == nullptr ? kHost : owner->id;
-    for (const auto& end : ends) order().note({"wait", device, stream, end->number});
     Ranges whole{{reinterpret_cast<uintptr_t>(block.data), 0, static_cast<int64_t>(block.bytes)}};
+    for (const auto& end : ends) order().note({"recorded", device, stream, end->number, kFreed, {}, whole});
     auto poison = [&block] { std::memset(block.data, kPoison, block.bytes); };
     if (owner != nullptr) return owner->put(kFreed, {}, whole, poison, false);
     order().note({"use", device, stream, 0, kFreed, {}, whole});

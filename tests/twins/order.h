@@ -23,7 +23,8 @@ struct Range {
 };
 using Ranges = std::vector<Range>;
 
-// "use": a kernel, or the host, reads and writes; "reach": a stream comes to a point; "wait": it waits for one.
+// "use": a kernel, or the host, reads and writes; "reach": a stream comes to a point; "wait": it waits for one;
+// "recorded": the allocator has seen that a stream has come there which uses a block, so that others may use it next.
 struct Step {
   std::string kind;
   int64_t device, stream;

@@ -176,7 +176,9 @@ class Launches:
                 except BaseException as error:
                     self.explain(error, position, "was launched but not reduced")
                     raise
-                self._buffers[position].writers.after_wait()
+                writers = self._buffers[position].writers
+                if writers.have_streams:
+                    writers.after_wait()
                 self._rank_progress.hooks_await(None)
         if self._averaging.changes_sums:
             for position in positions:

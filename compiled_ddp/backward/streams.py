@@ -24,6 +24,7 @@ class Writers:
         self._tensor, self._device = tensor, tensor.device
         device = tensor.device
         self._maker = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        self.have_streams = self._maker is not None
         self._writing = set() if self._maker is None else {self._maker}  # since the tensor was last read
         self._behind_maker = set(self._writing)
 
@@ -51,9 +52,8 @@ class Writers:
             self._record(here)
 
     def after_wait(self) -> None:
-        """Note that the current stream has waited for what reduces the tensor, and may read it."""
-        if self._maker is not None:
-            self._record(torch.accelerator.current_stream(self._device))
+        """Where there are streams: the current one has waited for what reduces the tensor, and may read it."""
+        self._record(torch.accelerator.current_stream(self._device))
 
     def _record(self, stream: torch.Stream) -> None:
         """It is behind the maker."""

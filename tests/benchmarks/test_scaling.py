@@ -79,7 +79,8 @@ def test_ranks_agree_on_what_a_size_costs(ranks2: RankPool, variant: str) -> Non
 
 def test_every_pass_that_runs_before_inductor_is_timed() -> None:
     found = SizedPasses(**passes_by_size.measure(7, repetitions=2))
-    assert list(found.seconds) == [pass_.name for pass_ in PASSES if pass_.name != "reduce_in_place"]
+    not_run = ("reduce_in_place", "fold_into_products")  # those of a graph for no compiler, and of one that folds
+    assert list(found.seconds) == [pass_.name for pass_ in PASSES if pass_.name not in not_run]
     assert all(seconds > 0 for seconds in found.seconds.values())
 
 

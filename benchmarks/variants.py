@@ -3,10 +3,8 @@
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.functional_all_reduces import BUCKETED, FunctionalAllReduces
 from benchmarks.functional_module import FunctionalModule
@@ -27,17 +25,17 @@ def make_variants(
     options = WrapperOptions(bucket_cap_mb, find_unused_parameters, backend)
     further = partial(of_this_package, by_default=False)
     as_scheduled, in_buckets = (
-        partial(_functional_all_reduces, backend=backend, inductor=inductor) for inductor in ({}, BUCKETED)
+        partial(_functional_all_reduces, options, inductor=inductor) for inductor in ({}, BUCKETED)
     )
+    copied = partial(options.torch_ddp, gradient_as_bucket_view=False)  # torch's own default
+    in_cuda_graphs = partial(options.compiled, mode=CUDA_GRAPHS)
     own = (
         Variant("functional all-reduces", "compiled", as_scheduled, by_default=False),
         Variant("functional all-reduces, bucketed", "compiled", in_buckets, by_default=False),
         Variant("functional, eager", "eager", partial(_functional, options, backend=None), by_default=False),
         Variant("functional, compiled", "compiled", partial(_functional, options, backend=backend), by_default=False),
-        Variant("torch DDP, gradients copied", "eager", partial(_torch_ddp, options), by_default=False),
-        Variant(
-            "no communication, CUDA graphs", "compiled", partial(_with_cuda_graphs, backend), False, by_default=False
-        ),
+        Variant("torch DDP, gradients copied", "eager", copied, by_default=False),
+        Variant("no communication, CUDA graphs", "compiled", in_cuda_graphs, communicates=False, by_default=False),
         further("compile_ddp, CUDA graphs", "compiled", options.compile_ddp, mode=CUDA_GRAPHS),
         further("EagerDDP, buffers given back", "eager", options.eager_ddp, keep_buffers=False),
         further("compile_ddp, buffers given back", "compiled", options.compile_ddp, keep_buffers=False),
@@ -47,29 +45,15 @@ def make_variants(
     return variants.make_variants(options) | {variant.name: variant for variant in own}
 
 
-def _torch_ddp(options: WrapperOptions, model: nn.Module) -> nn.Module:
-    """As torch does it by default: .grad is not a view of the bucket."""
-    unused = options.find_unused_parameters
-    return DistributedDataParallel(model, **options.of_ours(), find_unused_parameters=unused)
-
-
-def _with_cuda_graphs(backend: str, model: nn.Module) -> nn.Module:
-    module = torch.compile(model, backend=backend, mode=CUDA_GRAPHS)
-    assert isinstance(module, nn.Module)
-    return module
-
-
 def _torch_ddp_in_float16(options: WrapperOptions, model: nn.Module) -> nn.Module:
     wrapper = options.torch_ddp(model)
     wrapper.register_comm_hook(None, fp16_compress_hook)
     return wrapper
 
 
-def _functional_all_reduces(model: nn.Module, backend: str, inductor: dict[str, Any]) -> nn.Module:
-    of_inductor = {"options": inductor} if backend == "inductor" else {}
-    module = torch.compile(FunctionalAllReduces(model), backend=backend, **of_inductor)
-    assert isinstance(module, nn.Module)
-    return module
+def _functional_all_reduces(options: WrapperOptions, model: nn.Module, inductor: dict[str, Any]) -> nn.Module:
+    of_inductor = {"options": inductor} if options.backend == "inductor" else {}
+    return options.compiled(FunctionalAllReduces(model), **of_inductor)
 
 
 def _functional(options: WrapperOptions, model: nn.Module, backend: str | None) -> nn.Module:

@@ -91,8 +91,8 @@ def render(answer: dict[str, Any]) -> str:
         "The sanitizer (`torch.cuda._sanitizer`) knows tensors by their data pointer: it misses a race between a whole "
         "bucket and a gradient that is a view of it, unless the view is the bucket's first. It sees no kernels of "
         "Inductor's; `compile_ddp` runs here with `aot_eager`, and of its steps the backward and the optimizer are "
-        "watched, as Dynamo runs no captured graph under a dispatch mode. `tests/runtime/test_streams.py` looks for "
-        "races by storage, on a device of the tests' own."
+        "watched, as Dynamo runs no captured graph under a dispatch mode. `tests/runtime/test_stream_races.py` "
+        "looks for races by storage, on a device of the tests' own."
     )
     reports = [f"```text\n{row['report']}\n```" for row in answer["rows"] if row["report"] and row["what"] != PLANTED]
     return "\n\n".join([markdown_table(rows, columns), note, *reports])

@@ -55,15 +55,15 @@ class WrapperOptions:
         """Keywords of both our wrappers."""
         return {} if self.bucket_cap_mb is None else {"bucket_cap_mb": self.bucket_cap_mb}
 
-    def torch_ddp(self, model: nn.Module) -> DistributedDataParallel:
+    def torch_ddp(self, model: nn.Module, **further: Any) -> DistributedDataParallel:
         """Torch's wrapper around `model`."""
         unused = self.find_unused_parameters
-        options = {**self.of_ours(), "find_unused_parameters": unused, "gradient_as_bucket_view": True}
+        options = {**self.of_ours(), "find_unused_parameters": unused, "gradient_as_bucket_view": True, **further}
         return DistributedDataParallel(model, **options)
 
-    def compiled(self, model: nn.Module) -> nn.Module:
+    def compiled(self, model: nn.Module, **further: Any) -> nn.Module:
         """Plain torch.compile around `model`."""
-        module = torch.compile(model, backend=self.backend)
+        module = torch.compile(model, backend=self.backend, **further)
         assert isinstance(module, nn.Module)
         return module
 

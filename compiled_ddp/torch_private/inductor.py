@@ -191,7 +191,7 @@ _OVERLAP = {
 _COMPARES_GRAPHS = "aten_distributed_optimizations.spmd_check"
 
 # Moves launches earlier and waits later, from torch 2.14 on and by default: of what the passes have placed it moves
-# nothing (docs/benchmarks.md), and compiling takes its time.
+# nothing (docs/how-it-works.md), and compiling takes its time.
 MOVES_COLLECTIVES = "aten_distributed_optimizations.enable_simple_overlap"
 
 

@@ -21,6 +21,13 @@ from torch import Tensor, nn
 from ranks import RankPool
 
 GPUS = torch.cuda.device_count()
+EVERYWHERE: list[tuple[str, dict[str, Any]]] = [  # wrappers and options, with one rank and with several
+    ("EagerDDP", {}),
+    ("EagerDDP", {"bound": True}),
+    ("aot_eager", {}),
+    ("inductor", {}),
+    ("inductor", {"mode": "reduce-overhead"}),
+]
 
 
 def _joined(rank: int, world_size: int, backend: str, store: str, *, bound: bool) -> torch.device:
@@ -95,34 +102,14 @@ def test_what_every_gpu_does_is_right_on_two_ranks_of_the_cpu(ranks2: RankPool, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("wrapper", "options"),
-    [
-        ("EagerDDP", {}),
-        ("EagerDDP", {"bound": True}),
-        ("aot_eager", {}),
-        ("inductor", {}),
-        ("inductor", {"mode": "reduce-overhead"}),
-        ("inductor", {"mode": "max-autotune-no-cudagraphs"}),
-    ],
-    ids=str,
+    ("wrapper", "options"), [*EVERYWHERE, ("inductor", {"mode": "max-autotune-no-cudagraphs"})], ids=str
 )
 def test_nccl(ranks1: RankPool, wrapper: str, options: dict[str, Any], tmp_path: Path) -> None:
     ranks1.run(_train, 1, "nccl", str(tmp_path / "store"), wrapper, options, timeout_seconds=400)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("wrapper", "options"),
-    [
-        ("EagerDDP", {}),
-        ("EagerDDP", {"bound": True}),
-        ("aot_eager", {}),
-        ("aot_eager", {"bound": True}),
-        ("inductor", {}),
-        ("inductor", {"mode": "reduce-overhead"}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("wrapper", "options"), [*EVERYWHERE, ("aot_eager", {"bound": True})], ids=str)
 def test_nccl_over_all_gpus(rank_on_every_gpu: RankPool, wrapper: str, options: dict[str, Any], tmp_path: Path) -> None:
     store = str(tmp_path / "store")
     _assert_same(rank_on_every_gpu.run(_train, GPUS, "nccl", store, wrapper, options, timeout_seconds=400))

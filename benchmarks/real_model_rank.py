@@ -71,11 +71,9 @@ class Trainer:
         self._optimizers = {name: optimizer_of(model, part) for name, part in self.parts.items()}
 
     def warm_up(self) -> str:
-        """Call each wrapper's warmup with a batch, where the part takes one; what it has chosen, in its words."""
-        batch = self._model.batch_of(self._size, self._rank.index, 0)
-        chosen = []
-        for part in self.parts.values():
-            chosen.append(part.warmup(**batch) if isinstance(batch, dict) else part.warmup(*batch))
+        """Call each wrapper's warmup with what a step calls it with first; what it has chosen, in its words."""
+        calls = _first_calls(self._model, self._size, self._model.batch_of(self._size, self._rank.index, 0))
+        chosen = [self.parts[name].warmup(*arguments, **keywords) for name, (arguments, keywords) in calls.items()]
         return "; ".join(str(choice) for choice in chosen if choice is not None)
 
     def step(self, number: int) -> float:
@@ -90,6 +88,21 @@ class Trainer:
             for part in self.parts.values():
                 part.zero_grad()
         return time.perf_counter() - begin
+
+
+def _first_calls(model: RealModel, size: Size, batch: Any) -> dict[str, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The arguments and keywords of the first call of each part, as its losses call it."""
+    parts, calls = model.parts(size), dict[str, tuple[tuple[Any, ...], dict[str, Any]]]()
+    for name, part in parts.items():
+
+        def note(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any], name: str = name) -> None:
+            calls.setdefault(name, (arguments, keywords))
+
+        part.register_forward_pre_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        for loss in model.losses.values():
+            loss(parts, batch)
+    return calls
 
 
 def variants(model: RealModel, backend: str, **of_compile_ddp: Any) -> dict[str, Callable[[nn.Module], nn.Module]]:

@@ -75,8 +75,8 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._dynamo.config.trace_autograd_ops` | refusing a backward that Dynamo would drop |
 | `torch._dynamo.compiled_autograd`, `CompiledFunction._compiled_autograd_key` | refusing compiled autograd |
 | `torch.utils._pytree` | trees of tensors, as torch.func takes them |
-| `torch._subclasses.fake_tensor.FakeTensorMode` | tracing a functional step |
 | `torch._subclasses.fake_tensor.init_gpu_context` | CUDA code without a GPU, for tests; patched by name |
+| `torch._subclasses.fake_tensor.FakeTensorMode` | tracing a functional step |
 | `torch.utils._python_dispatch`: `_disable_current_modes`, `_get_current_dispatch_mode_stack` | the same |
 | `torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack` | the same |
 | `torch._C`: `DispatchKey.ZeroTensor`, `DispatchKeySet`, `_dispatch_keyset_full_after` | tracing forward mode |

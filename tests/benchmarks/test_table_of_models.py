@@ -1,6 +1,7 @@
 """The table of real models: what is counted in the first steps, and what is derived from the samples."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +80,11 @@ def test_a_small_model_is_larger_than_a_tiny_one() -> None:
     assert sizes[0] < sizes[1]
 
 
-def _measured(index: int, name: str, **options: Any) -> dict[str, Any]:
+def _measure(index: int, name: str, only: Sequence[str] = (), warmup: bool = False) -> dict[str, Any]:
     rank = Rank(index, 2, torch.device("cpu"), dist.new_group(backend="gloo"))
-    options = {"only": [], "warmup": False, **options}
-    return real_model_rank.measure(name, size="tiny", backend="aot_eager", rounds=2, rank=rank, **options)
-
-
-def _measure(index: int, name: str) -> dict[str, Any]:
-    return _measured(index, name)
-
-
-def _measure_warmed_up(index: int, name: str) -> dict[str, Any]:
-    return _measured(index, name, only=["compile_ddp"], warmup=True)
+    return real_model_rank.measure(
+        name, size="tiny", backend="aot_eager", only=only, rounds=2, warmup=warmup, rank=rank
+    )
 
 
 def test_a_model_is_measured_on_every_rank(ranks2: RankPool) -> None:
@@ -113,7 +107,7 @@ def test_sparse_gradients_are_no_part_of_the_share(ranks2: RankPool) -> None:
 
 @pytest.mark.parametrize("name", ["DLRM, sparse embeddings", "GAN", "LSTM"])
 def test_a_warm_up_is_called_as_a_step_calls_the_model(ranks2: RankPool, name: str) -> None:
-    for found in ranks2.run(_measure_warmed_up, name):
+    for found in ranks2.run(_measure, name, ["compile_ddp"], True):
         assert found["failed"] == {}
         assert len(found["samples_s"]["compile_ddp"]) == 2
 

@@ -4,6 +4,7 @@
 #include "twins/process_group.h"
 
 #include <pybind11/functional.h>
+#include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace twins {
@@ -50,6 +51,7 @@ py::list as_tuples(const twins::Ranges& ranges) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   at::RegisterPrivateUse1HooksInterface(new twins::Hooks());
+  torch::utils::set_requires_device_init(twins::kTwin, false);  // torch 2.11 waits for no device that is not initialised
   m.def("backend", [](std::vector<twins::Backend::Inner> inner) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<twins::Backend>(std::move(inner));
   });

@@ -69,6 +69,21 @@ def test_kernels_run_in_order_behind_the_hosts_back(twin_rank: RankPool, twins_l
     assert on_the_device(twin_rank, twins_library, _asynchronous) == [False, False, True, True]
 
 
+def _waits_for_the_whole_device() -> list[bool]:
+    stream, start = torch.Stream(torch.device(DEVICE)), ones()
+    torch.accelerator.synchronize()
+    with second_device.delays(0, **LATE):
+        late_sum(start)
+        with stream:
+            late_sum(start)
+        torch.accelerator.synchronize()
+        return [here().query(), stream.query()]
+
+
+def test_the_host_can_wait_for_all_streams_of_a_device(twin_rank: RankPool, twins_library: Path) -> None:
+    assert on_the_device(twin_rank, twins_library, _waits_for_the_whole_device) == [True, True]
+
+
 def _two_streams() -> None:
     for seed in range(3):
         stream, start = torch.Stream(torch.device(DEVICE)), ones()

@@ -155,7 +155,7 @@ def _joined(rank: int, library: Path, wrapper: str) -> None:
     """Rank 1 has two batches more: rank 0 counts as zeros meanwhile."""
     ddp = wrapped(library, wrapper, verify="always")
     optimizer, bare = SGD(ddp.parameters(), lr=0.05), on_cpu(ddp)
-    with second_device.delays(1, **LATE), ddp.join():
+    with late(1), ddp.join():
         for step in range(2 + 2 * rank):
             optimizer.zero_grad()
             one(rank, ddp, step)

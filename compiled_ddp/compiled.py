@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.graph.backend import entry_of
+from compiled_ddp.graph.backend import Entry
 from compiled_ddp.graph.bindings import Bindings
 from compiled_ddp.graph.calls import SegmentCalls
 from compiled_ddp.graph.choice import Choice
@@ -154,15 +154,13 @@ class CompiledDDP(DataParallelWrapper):
         index_of, naive = self._index_of_parameter, options.naive
         self._bindings = Bindings(self._runtime, self._managed, policy, index_of, self.teller, naive=naive)
         self._index_parameters()
-        compiled = entry_of(
+        self._compiled = Entry(
             torch_private.captures.without_own_compilation(self.module),
             backend=options.backend,
             compiler_options=options.inductor_options(),
             fullgraph=options.fullgraph,
             dynamic=options.dynamic,
         )
-        # In a tuple, so that it is no submodule: the model has one place in this wrapper, `module`.
-        self._compiled: tuple[Callable[..., Any]] = (compiled,)
         self._warm_ups = WarmUps(
             self._managed,
             self._settings,
@@ -200,11 +198,10 @@ class CompiledDDP(DataParallelWrapper):
         return outputs
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        (compiled,) = self._compiled
         limits = torch_private.captures.recompile_limits()
         known = len(limits.notes)
         with Calling(self):
-            outputs = compiled(*args, **kwargs)
+            outputs = self._compiled(*args, **kwargs)
         if known != self._known_limits:  # another wrapper may have met them
             self._given_up = limits.given_up_in(self.module)
             self._known_limits = known

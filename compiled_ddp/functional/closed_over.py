@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_ddp import torch_private
+
 _VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def closed_over(function: Callable[..., Any]) -> tuple[Hashable, ...]:
     """Equal as long as no number, text, tensor or function that `function` reaches by a name has been replaced.
 
-    It looks through functions, and at whether modules train; not at the attributes of other objects, nor into
-    containers. Tensors, modules and other objects count as themselves, numbers by their values.
+    It looks through functions, and at whether modules train and which hooks they have; not at the attributes of other
+    objects, nor into containers. Tensors, modules and other objects count as themselves, numbers by their values.
     """
     found: list[Hashable] = []
     seen: set[int] = set()
@@ -29,7 +31,9 @@ def closed_over(function: Callable[..., Any]) -> tuple[Hashable, ...]:
             continue
         found.append(_Same(value))
         if isinstance(value, nn.Module):
-            found.append(tuple(module.training for module in value.modules()))
+            modules = [*value.modules()]
+            found.append(tuple(module.training for module in modules))
+            found.append(tuple((*at, *hooks) for at, hooks in torch_private.modules.hooks_around(modules).items()))
         if id(value) not in seen:
             seen.add(id(value))
             ahead += _reached_from(value)

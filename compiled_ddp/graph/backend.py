@@ -50,18 +50,46 @@ def _comparable(value: object) -> Hashable:
 _captures: dict[Hashable, torch_private.captures.Capture] = {}
 
 
-def entry_of(
-    module: nn.Module, *, backend: str, compiler_options: Mapping[str, Any], fullgraph: bool, dynamic: bool | None
-) -> Callable[..., Any]:
-    """`module` as Dynamo captures it: [Note: shared captures]. What is returned is to be called inside `Calling`."""
-    options = tuple(sorted((name, _comparable(value)) for name, value in compiler_options.items()))
-    key = _structure(module), backend, options, fullgraph, dynamic
-    if key not in _captures:
+class Entry:
+    """A module as Dynamo captures it: [Note: shared captures]. To be called inside `Calling`.
+
+    [Note: hooks of parts] Dynamo looks again at the hooks of a part that had some when it was captured, and never at
+    those of others: a hook that is registered later would not be called. So for each choice of parts with hooks there
+    is another capture, which is looked for when any hook has been registered, or the last one of a part has gone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        backend: str,
+        compiler_options: Mapping[str, Any],
+        fullgraph: bool,
+        dynamic: bool | None,
+    ) -> None:
+        self._module = module
+        options = tuple(sorted((name, _comparable(value)) for name, value in compiler_options.items()))
+        self._key = _structure(module), backend, options, fullgraph, dynamic
         compile_graph = functools.partial(_compile_graph, backend=backend, compiler_options=dict(compiler_options))
-        _captures[key] = torch_private.captures.Capture(
-            compile_graph, fullgraph=fullgraph, dynamic=dynamic, compiling=_capturing
+        self._new_capture = functools.partial(
+            torch_private.captures.Capture, compile_graph, fullgraph=fullgraph, dynamic=dynamic, compiling=_capturing
         )
-    return _captures[key].of(module)
+        self._find()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch_private.modules.hooks_registered() != self._hooks_registered or not all(self._hooks):
+            self._find()
+        return self._run(*args, **kwargs)
+
+    def _find(self) -> None:
+        """The capture for the hooks that there are now."""
+        self._hooks_registered = torch_private.modules.hooks_registered()
+        hooks = torch_private.modules.hooks_around(self._module.modules())
+        self._hooks = [*hooks.values()]
+        key = self._key, tuple(hooks)
+        if key not in _captures:
+            _captures[key] = self._new_capture()
+        self._run = _captures[key].of(self._module)
 
 
 def _capturing(callback: Callable[..., Any]) -> Callable[..., Any]:

@@ -45,6 +45,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._ops.HigherOrderOperator`, `AccumulateGrad.variable` | which inputs reach which outputs of a captured graph |
 | `Node.meta["example_value"]`, with the autograd graph of Dynamo's fake tensors | the same |
 | `torch._dynamo.OptimizedModule`, `Module._compiled_call_impl` | models that are compiled already |
+| `torch.utils.hooks.RemovableHandle.next_id`, `Module._forward_hooks` and its like | hooks that come later |
 | `torch.distributed.distributed_c10d`: `_new_process_group_helper`, `_world` | a communicator's name, on every rank |
 | `torch._C._distributed_c10d`: `_register_process_group`, `_unregister_process_group` | a name that all graphs share |
 | `torch.distributed.distributed_c10d`: `_get_default_group`, `_get_default_store` | the same |

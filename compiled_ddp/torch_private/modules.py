@@ -1,9 +1,10 @@
 """The user's module: what torch.compile, functional calls, DDP and others have made of it."""
 
+import functools
 import operator
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,27 @@ def compile_wrappers(module: torch.nn.Module) -> list[torch.nn.Module]:
 def without_compile_prefixes(name: str) -> str:
     """The name of a parameter or buffer without what torch.compile(module) adds to it."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+# A number that grows with each hook that anybody in this process registers, on whatever it is; asked in every step.
+hooks_registered: Callable[[], int] = functools.partial(getattr, torch.utils.hooks.RemovableHandle, "next_id")
+
+
+def hooks_around(parts: Iterable[torch.nn.Module]) -> dict[tuple[int, str], dict[int, Any]]:
+    """What is called around these parts of a model, by their places and the kinds of hooks; no empty ones.
+
+    At place -1 are the hooks of all modules there are. TorchScript's modules hide theirs, from Dynamo too.
+    """
+    of_all = vars(torch.nn.modules.module)
+    found = {(-1, kind): of_all[f"_global{kind}"] for kind in _HOOKS if of_all[f"_global{kind}"]}
+    for place, part in enumerate(parts):
+        own = vars(part)
+        if any(map(own.get, _HOOKS)):  # in C, as few have any
+            found |= {(place, kind): own[kind] for kind in _HOOKS if own.get(kind)}
+    return found
+
+
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 
 def given_by_functional_calls() -> list[object]:

@@ -236,6 +236,28 @@ def test_what_users_call_a_compiled_step_with(ranks2: RankPool) -> None:
     ranks2.run(_users_ways)
 
 
+def _hooked_later(rank: int) -> None:
+    """Module hooks of a step's model come and go between its calls."""
+    module = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Identity())
+    gradient = ddp.grad(lambda params, x: loss(params, module(x)))
+    compiled = ddp.compile(lambda params, x: gradient(params, x), backend="aot_eager")
+
+    def assert_scaled(factor: float) -> None:
+        expected = by_hand(lambda params, x: loss(params, factor * x), 2)
+        assert_same(compiled(parameters(), rows(rank)), expected)
+
+    assert_scaled(1.0)
+    with module[1].register_forward_hook(lambda _, inputs, output: 2.0 * output):
+        assert_scaled(2.0)
+    assert_scaled(1.0)
+    with module[1].register_forward_pre_hook(lambda _, inputs: (3.0 * inputs[0],)):
+        assert_scaled(3.0)
+
+
+def test_a_compiled_step_has_the_hooks_that_its_modules_have(ranks2: RankPool) -> None:
+    ranks2.run(_hooked_later)
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 

@@ -300,3 +300,91 @@ def _added_after_compilation(rank: int) -> None:
 
 def test_a_tensor_hook_may_come_and_go_after_compilation_on_one_rank(ranks2: RankPool) -> None:
     ranks2.run(_added_after_compilation)
+
+
+# ---- hooks of modules that come later --------------------------------------------------------------------------------
+
+
+def _assert_steps(rank: int, ddp: nn.Module, steps: range) -> None:
+    """Those of plain autograd averaged by hand, with the hooks that there are."""
+    for step in steps:
+        ddp.zero_grad()
+        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ddp(row_batch(rank, step)).square().sum().backward()
+        assert_gradients(ddp.module, expected)
+
+
+def _doubled(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return 2 * output
+
+
+def _tripled(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return 3 * output
+
+
+def _come_and_go(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    first, norm, head = ddp.module.first, ddp.module.norm, ddp.module.head
+    _assert_steps(rank, ddp, range(2))
+    doubling = first.register_forward_hook(_doubled)
+    _assert_steps(rank, ddp, range(2, 4))
+    doubling.remove()
+    _assert_steps(rank, ddp, range(4, 6))
+    handles = [first.register_forward_hook(_tripled)]
+    _assert_steps(rank, ddp, range(6, 8))
+    handles.append(head.register_forward_pre_hook(lambda _, inputs: (0.5 * inputs[0],)))
+    _assert_steps(rank, ddp, range(8, 10))
+    handles.append(norm.register_full_backward_hook(lambda _, of_inputs, __: (2 * of_inputs[0],)))
+    _assert_steps(rank, ddp, range(10, 12))
+    handles.append(head.register_full_backward_pre_hook(lambda _, of_outputs: (3 * of_outputs[0],)))
+    _assert_steps(rank, ddp, range(12, 14))
+    for handle in handles:
+        handle.remove()
+    _assert_steps(rank, ddp, range(14, 16))
+    kind = type(norm)  # in the model and in its copies
+    with torch.nn.modules.module.register_module_forward_hook(
+        lambda *of: _doubled(*of) if type(of[0]) is kind else None
+    ):
+        _assert_steps(rank, ddp, range(16, 18))
+    _assert_steps(rank, ddp, range(18, 20))
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_hook_of_a_part_may_come_and_go_after_compilation(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_come_and_go, wrapper)
+
+
+def _on_one_rank(rank: int, wrapper: str) -> None:
+    """What it asks breaks that rank's graph."""
+    ddp, seen = wrappers([wrapper])[wrapper](Mlp()), list[float]()
+    _assert_steps(rank, ddp, range(3))
+    if rank == 0:
+        handle = ddp.module.norm.register_forward_hook(lambda _, inputs, output: seen.append(output.mean().item()))
+    _assert_steps(rank, ddp, range(3, 6))
+    if rank == 0:
+        assert len(seen) >= 3  # and once more for each step that is done by hand
+        handle.remove()
+        seen.clear()
+    _assert_steps(rank, ddp, range(6, 8))
+    assert not seen
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_hook_that_logs_what_a_part_returns_may_come_on_one_rank(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_on_one_rank, wrapper)
+
+
+def _equal_models(rank: int, wrapper: str) -> None:
+    plain, hooked = Mlp(), Mlp()
+    hooked.first.register_forward_hook(_doubled)
+    ddps = [wrappers([wrapper])[wrapper](model) for model in (plain, hooked)]
+    for steps in (range(2), range(2, 4)):
+        for ddp in ddps:
+            _assert_steps(rank, ddp, steps)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_equal_models_have_each_its_own_hooks(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_equal_models, wrapper)

@@ -482,3 +482,42 @@ def _gan_step(g: nn.Module, d: nn.Module, real: Tensor, noise: Tensor) -> list[T
 @pytest.mark.inductor
 def test_two_bare_models_that_are_wrapped_one_by_one_train_as_in_the_dcgan_tutorial(ranks2: RankPool) -> None:
     ranks2.run(_dcgan, **LIMITS)
+
+
+# ---- what is assigned after compilation ------------------------------------------------------------------------------
+
+
+class Scaled(nn.Linear):
+    factor: Any = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.factor
+
+
+def _squared(part: nn.Linear, x: Tensor) -> Tensor:
+    return nn.functional.linear(x, part.weight, part.bias).square()
+
+
+def _assigned(rank: int) -> None:
+    model = Mlp()
+    model.first = Scaled(5, 8)
+    ddp = compile_ddp(model, backend="aot_eager")
+
+    def assert_steps() -> None:
+        for step in range(2):
+            assert_step(ddp, loss_at(row_batch(rank, step)))
+
+    assert_steps()
+    before = ddp(row_batch(rank)).detach()
+    model.first.factor = 2.0
+    assert_steps()
+    assert not torch.allclose(ddp(row_batch(rank)), before)
+    model.first.factor = torch.tensor(3.0)
+    assert_steps()
+    model.first.forward = functools.partial(_squared, model.first)
+    assert_steps()
+    torch.testing.assert_close(ddp(row_batch(rank)), model(row_batch(rank)))
+
+
+def test_what_is_assigned_to_a_part_after_compilation_is_used(ranks2: RankPool) -> None:
+    ranks2.run(_assigned)

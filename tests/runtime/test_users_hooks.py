@@ -306,14 +306,8 @@ def test_a_tensor_hook_may_come_and_go_after_compilation_on_one_rank(ranks2: Ran
 
 
 def _assert_steps(rank: int, ddp: nn.Module, steps: range) -> None:
-    """Those of plain autograd averaged by hand, with the hooks that there are."""
     for step in steps:
-        ddp.zero_grad()
-        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ddp(row_batch(rank, step)).square().sum().backward()
-        assert_gradients(ddp.module, expected)
+        assert_step(ddp, lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
 
 
 def _doubled(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:

@@ -74,6 +74,7 @@ class Entry:
         self._new_capture = functools.partial(
             torch_private.captures.Capture, compile_graph, fullgraph=fullgraph, dynamic=dynamic, compiling=_capturing
         )
+        self._runs: dict[tuple[Hashable, ...], Callable[..., Any]] = {}  # by the places of hooks
         self._find()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,11 +86,13 @@ class Entry:
         """The capture for the hooks that there are now."""
         self._hooks_registered = torch_private.modules.hooks_registered()
         hooks = torch_private.modules.hooks_around(self._module.modules())
-        self._hooks = [*hooks.values()]
-        key = self._key, tuple(hooks)
-        if key not in _captures:
-            _captures[key] = self._new_capture()
-        self._run = _captures[key].of(self._module)
+        self._hooks, places = [*hooks.values()], tuple(hooks)
+        if places not in self._runs:
+            key = self._key, places
+            if key not in _captures:
+                _captures[key] = self._new_capture()
+            self._runs[places] = _captures[key].of(self._module)
+        self._run = self._runs[places]
 
 
 def _capturing(callback: Callable[..., Any]) -> Callable[..., Any]:

@@ -260,7 +260,7 @@ $ python
 
 
 def test_trainers_that_a_page_needs_are_found() -> None:
-    assert trainers() == {"accelerate", "transformers", "lightning", "ignite", "ray", "trl"}
+    assert trainers() == {"accelerate", "transformers", "lightning", "ignite", "ray", "trl", "torchft"}
     code = (
         "import lightning.pytorch\nfrom compiled_ddp.integrations.accelerate import Accelerator\nimport torch, missing"
     )

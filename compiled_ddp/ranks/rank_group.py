@@ -32,7 +32,7 @@ class RankGroup:
         """Read the user's group; None is the default one.
 
         Raises RuntimeError if torch.distributed is not initialised, ValueError if this process is not in `group`,
-        TypeError if that is no process group.
+        TypeError if that is no process group, or none of torch.distributed's.
         """
         if not dist.is_available() or not dist.is_initialized():
             raise NotInitialisedError(
@@ -54,7 +54,14 @@ class RankGroup:
         assert default_group is not None
         group = group or default_group
         self.group = weakref.ref(group)
-        self.ranks = tuple(dist.get_process_group_ranks(group))
+        try:
+            self.ranks = tuple(dist.get_process_group_ranks(group))
+        except KeyError as error:
+            raise WrongKindError(
+                f"process_group must be one that torch.distributed knows, of init_process_group() or new_group(): "
+                f"{group!r} was made otherwise, or has been destroyed. A group of another library's can reduce "
+                "in a hook instead: wrap with a group of torch.distributed, and call register_comm_hook()."
+            ) from error
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.timeout: timedelta = torch_private.groups.group_timeout(group)

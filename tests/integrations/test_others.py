@@ -20,6 +20,14 @@ RAYS_WRAPPERS = {
     ("adapter", "hooks"): "compiled_ddp.eager.EagerDDP",
 }
 
+TORCHFTS_WRAPPERS = {
+    "torchft": "torchft.ddp.DistributedDataParallel",
+    "torchft within replace_ddp": "torchft.ddp.DistributedDataParallel",
+    "EagerDDP": "compiled_ddp.eager.EagerDDP",
+    "compile_ddp": "compiled_ddp.compiled.CompiledDDP",
+    "class": "compiled_ddp.integrations.torch.DistributedDataParallel",
+}
+
 
 def _loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(row_batch(rank, step)).square().sum()
@@ -54,3 +62,15 @@ def test_ray_train_gets_what_torchs_ddp_gives(tmp_path: Path) -> None:
     for line in found:
         assert line["torchs"] == "DistributedDataParallel"
         assert line["same"], line
+
+
+@pytest.mark.slow
+def test_a_torchft_replica_that_comes_back_gets_what_torchfts_class_gives(tmp_path: Path) -> None:
+    if importlib.util.find_spec("torchft") is None:
+        pytest.skip("`make trainers` installs it")
+    found = run_loops("with_torchft.py", tmp_path, timeout_s=120, OMP_NUM_THREADS="1")
+    assert {line["case"]: line["type"] for line in found} == TORCHFTS_WRAPPERS
+    for line in found:
+        assert line["replicas agree"], line
+        assert line["as torchft"], line
+        assert line["apart"] < 1e-6, line  # from mean gradients by hand

@@ -471,6 +471,29 @@ def test_a_rank_outside_of_the_group_is_told_so(ranks2: RankPool) -> None:
     assert "global rank 1 is not a member of process_group" in outside
 
 
+class OfAnotherLibrary(dist.ProcessGroup):
+    """As TorchFT's are: torch.distributed does not know it."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+
+def _a_group_that_torch_does_not_know(rank: int, wrapper: str) -> None:
+    destroyed = dist.new_group([0, 1])
+    dist.destroy_process_group(destroyed)
+    for group in (OfAnotherLibrary(), destroyed):
+        model = Mlp()
+        with pytest.raises((TypeError, ValueError), match=r"one that torch\.distributed knows, of init_process_group"):
+            wrappers([wrapper])[wrapper](model, process_group=group)
+        assert hooks_on(model) == 0
+    train_one_step(EagerDDP(Mlp()), rank)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_group_that_torch_does_not_know_is_told_so(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_a_group_that_torch_does_not_know, wrapper)
+
+
 def _silent_rank(rank: int, wrapper: str, silent: int) -> str | None:
     if rank == silent:
         return None  # its process lives on until the others have returned

@@ -50,7 +50,7 @@ pythons: check-compiler $(STAMP) ## Run the quick round of tests on each admitte
 	@echo "==> make pythons: the quick round on Python $(PYTHONS), environments in $(VERSIONS_FOLDER)"
 	WORKERS="$(WORKERS)" $(BIN)/nox --envdir "$(VERSIONS_FOLDER)" --sessions $(PYTHONS:%=python-%) -- $(ARGS)
 
-trainers: check-compiler check-python ## Run Accelerate, transformers, Lightning, Ignite, Ray Train and TRL with our class, in an environment of their own
+trainers: check-compiler check-python ## Run Accelerate, transformers, Lightning, Ignite, Ray Train, TRL and TorchFT with our wrappers, in an environment of their own
 	@echo "==> make trainers: python -m pytest tests/integrations and their pages, environment in $(TRAINERS_FOLDER)"
 	$(PYTHON) -m venv $(TRAINERS_FOLDER)
 	$(TRAINERS_FOLDER)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,trainers]'

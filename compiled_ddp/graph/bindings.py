@@ -1,6 +1,7 @@
 """The segments that a wrapper has run, bound to its parameters."""
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,8 @@ class Bindings:
 
     def program(self, segment: Segment, inputs: Sequence[Any]) -> Program | None:
         """The wrapper's program for a graph with these inputs; None where none of them is a parameter of its own."""
-        bound = self._bound_to(self._known_of(segment), segment, self._parameters(segment, inputs), inputs)
+        parameters = _those_once(self._parameters(segment, inputs))
+        bound = self._bound_to(self._known_of(segment), segment, parameters, inputs)
         return bound.program if bound.index_of else None
 
     def call(self, segment: Segment, inputs: Sequence[Any], node: Any) -> SegmentCall | None:
@@ -54,7 +56,8 @@ class Bindings:
         parameters, known = self._parameters(segment, inputs), self._known_of(segment)
         binding = known.bindings.get(parameters)
         if binding is None:
-            binding = known.bindings[parameters] = self._binding(known, segment, parameters, inputs)
+            binding = self._binding(known, segment, _those_once(parameters), inputs)
+            known.bindings[parameters] = binding
         if not binding.whole.index_of:
             return None
         return SegmentCall(binding, may_leave_out=segment.may_leave_out, node=node, backwards=self._runtime.backwards)
@@ -129,6 +132,16 @@ class Bindings:
                     f"parameter {names[id(value)]} was replaced or unfrozen after compile_ddp: nothing would reduce "
                     "its gradient. Call unwrap() and wrap the model again."
                 )
+
+
+def _those_once(parameters: _Parameters) -> _Parameters:
+    """None for a parameter that is several inputs, whose gradient is the sum of theirs: hooks reduce it.
+
+    Dynamo gives a tied parameter one input, but runs a graph that it has captured of a model with two parameters, for
+    another model of the same code whose two are tied: by default it guards no parameter against being another one.
+    """
+    times = Counter(parameters)
+    return tuple(None if times[index] > 1 else index for index in parameters)
 
 
 class _Known:

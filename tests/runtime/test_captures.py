@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, assert_gradients, assert_step, expected_mean, row_batch
+from models import Mlp, assert_gradients, assert_step, expected_mean, mean_by_hand, row_batch
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp, torch_private
@@ -103,6 +103,40 @@ def test_wrappers_share_a_capture_under_inductor(ranks2: RankPool) -> None:
 
 
 # ---- [Note: one name in all graphs] ----------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+        if tied:
+            self.other.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(torch.tanh(self.one(x)))
+
+
+def _tied_after_untied(rank: int) -> None:
+    before = graphs_captured()
+    for tied in (False, True, False):
+        ddp = compile_ddp(Pair(tied=tied), backend="aot_eager")
+        for step in range(3):
+            assert_step(ddp, loss_at(row_batch(rank, step)))
+        by_hooks = [section.plan.indices for section in ddp.plan.sections if section.origin == "hooks"]
+        names = [ddp.plan.parameter_names[index] for indices in by_hooks for index in indices]
+        assert names == (["one.weight"] if tied else [])
+        assert graphs_captured() == before + 1, "Dynamo took another graph for the model"
+        local, last = row_batch(rank, 3), row_batch(rank, 4)
+        expected = mean_by_hand(ddp, loss_at(torch.cat([local, last])))
+        ddp.zero_grad()
+        with ddp.no_sync():
+            loss_at(local)(ddp).backward()
+        loss_at(last)(ddp).backward()
+        assert_gradients(ddp.module, expected)
+
+
+def test_a_capture_of_two_parameters_serves_a_model_whose_two_are_tied(ranks2: RankPool) -> None:
+    ranks2.run(_tied_after_untied, **LIMITS)
 
 
 def _unlike_plans(rank: int) -> None:

@@ -1,5 +1,6 @@
 """The sections of `make gpu`: what each finds wrong, and what its ranks do, as far as that shows without a GPU."""
 
+import importlib.metadata
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -69,7 +70,7 @@ def test_gpus_driver_and_versions_are_told(monkeypatch: pytest.MonkeyPatch, tmp_
     told = {cells[1].strip(): cells[2].strip() for cells in (row.split("|") for row in rows[2:])}
     assert told["GPUs"] == "2 x H100, 80 GiB, compute capability 9.0"
     assert told["driver, CUDA, NCCL"] == f"580.95.05, {torch.version.cuda or 'none'}, 2.28.3"
-    assert f"torch {torch.__version__}" in told["versions"]
+    assert f"torch {importlib.metadata.version('torch')}" in told["versions"]
     assert (told["one rank"], told["several ranks"]) == (
         "1 nccl rank on one GPU",
         "2 nccl ranks each on a GPU of its own",

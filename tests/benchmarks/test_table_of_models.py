@@ -87,16 +87,20 @@ def _measure(index: int, name: str, only: Sequence[str] = (), warmup: bool = Fal
     )
 
 
+# torch 2.11: both of torch's wrappers modify in place what a backward needs, where two forwards come before it.
+FAILS_WITH_A_GAN = set() if torch.__version__ >= (2, 12) else {"torch DDP", "torch.compile(DDP)"}
+
+
 def test_a_model_is_measured_on_every_rank(ranks2: RankPool) -> None:
     for found in ranks2.run(_measure, "GAN"):
-        assert found["failed"] == {}
+        assert set(found["failed"]) == FAILS_WITH_A_GAN
         ours, plain = found["captured"]["compile_ddp"], found["captured"]["plain compiled"]
         assert (ours["breaks"], plain["breaks"]) == (0, 0)
         assert ours["graphs"] == plain["graphs"] == 3  # the discriminator has a second one, of an input with gradient
         assert found["reduced"]["by_hooks"] == []
         assert found["reduced"]["share_run"] == 1.0
         assert {len(samples) for samples in found["samples_s"].values()} == {2}
-        assert len(found["samples_s"]) == 6
+        assert len(found["samples_s"]) == 6 - len(FAILS_WITH_A_GAN)
 
 
 def test_sparse_gradients_are_no_part_of_the_share(ranks2: RankPool) -> None:

@@ -15,7 +15,8 @@ def permitted(program: Program, wrapper: str) -> Program:
 
 def _of_one_size(program: Program) -> Program:
     """Without dynamic shapes where Dynamo fails on them in Functions: docs/limits.md, "Versions of torch"."""
-    if torch.__version__ >= (2, 13) or not any(_has(model, "nonlinear") for model in program.models):
+    functions = ("nonlinear", "activation_hook")  # Dynamo makes one of a hook too
+    if torch.__version__ >= (2, 13) or not any(_has(model, kind) for model in program.models for kind in functions):
         return program
     steps = (replace(step, rows=(2,)) if isinstance(step, Step) else step for step in program.steps)
     return replace(program, steps=tuple(steps))

@@ -58,7 +58,12 @@ def sum_of_torch(x: Tensor) -> Tensor:
     return differentiable.all_reduce(x.contiguous())  # type: ignore[no-any-return, no-untyped-call]
 
 
-SUMS: tuple[Callable[[Tensor], Tensor], ...] = (sum_captured, sum_apart, sum_of_torch)
+# torch 2.11 silently loses a captured one's backward: docs/limits.md, "Versions of torch".
+SUMS: tuple[Callable[[Tensor], Tensor], ...] = (
+    sum_captured if torch.__version__ >= (2, 12) else sum_apart,
+    sum_apart,
+    sum_of_torch,
+)
 
 # ---- exceptions ------------------------------------------------------------------------------------------------------
 

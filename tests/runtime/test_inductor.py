@@ -193,6 +193,7 @@ def test_caches_serve_a_second_start_and_every_rank_and_nothing_else(
         "world size": ranks3.run(_first_step, [shared] * 3, **LIMITS),
     }
     for change, results in changes.items():
-        assert all(result["autograd_cache_hit"] == 0 for result in results), (change, results)
+        # Not by the earlier ones, though by what another rank has compiled just now.
+        assert any(result["autograd_cache_miss"] == 1 for result in results), (change, results)
     of_another_group = ranks2.run(_first_step, [shared] * 2, 0.0001, 1, **LIMITS)
     assert [result["autograd_cache_hit"] for result in of_another_group] == [1, 1]

@@ -70,10 +70,8 @@ class Entry:
         self._module = module
         options = tuple(sorted((name, _comparable(value)) for name, value in compiler_options.items()))
         self._key = _structure(module), backend, options, fullgraph, dynamic
-        compile_graph = functools.partial(_compile_graph, backend=backend, compiler_options=dict(compiler_options))
-        self._new_capture = functools.partial(
-            torch_private.captures.Capture, compile_graph, fullgraph=fullgraph, dynamic=dynamic, compiling=_capturing
-        )
+        self._backend, self._compiler_options = backend, dict(compiler_options)
+        self._fullgraph, self._dynamic = fullgraph, dynamic
         self._runs: dict[tuple[Hashable, ...], Callable[..., Any]] = {}  # by the places of hooks
         self._find()
 
@@ -81,6 +79,15 @@ class Entry:
         if torch_private.modules.hooks_registered() != self._hooks_registered or not all(self._hooks):
             self._find()
         return self._run(*args, **kwargs)
+
+    def _new_capture(self) -> torch_private.captures.Capture:
+        """By a backend of its own, as Dynamo looks for what it has captured by the backend."""
+        compile_graph = functools.partial(
+            _compile_graph, backend=self._backend, compiler_options=self._compiler_options
+        )
+        return torch_private.captures.Capture(
+            compile_graph, fullgraph=self._fullgraph, dynamic=self._dynamic, compiling=_capturing
+        )
 
     def _find(self) -> None:
         """The capture for the hooks that there are now."""

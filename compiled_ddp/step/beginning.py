@@ -104,7 +104,7 @@ class Beginning:
             returned=returned,
             delayed=options.bucket_rule is not None and options.bucket_rule.delayed,
             expected_gradients=carried.expected_gradients if expects_several else None,
-            observes_order=not agreed.refined,
+            observes_order=not (agreed.refined or reduction.keeps_first_buckets),
             looks_at_values=reduction.parameters.on_cpu or not agreed.refined,
             newly_used=newly_used,
             some_rank_differs=some_rank_differs,

@@ -109,6 +109,15 @@ class Reduction:
         self.proof.switch_off(REGISTERED)
         self.forget_sequence()
 
+    @property
+    def keeps_first_buckets(self) -> bool:
+        """Whether the buckets stay in the order of their first backward, whatever order gradients come in.
+
+        [Note: replicas] A hook in a group of one rank may reduce over others, as TorchFT's does over its replicas. One
+        of these that comes back is in its first backward when the others are in a later one, of the same buckets.
+        """
+        return self.ddp_hook is not None and self.communicator.world_size == 1
+
     def follow_join(self, uneven: UnevenInputs) -> None:
         """Take part in the joins of these."""
         self.uneven = uneven

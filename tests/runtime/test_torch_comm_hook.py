@@ -255,6 +255,36 @@ def test_buckets_are_numbered_in_launch_order_alike_in_every_backward(ranks2: Ra
     ranks2.run(_several_buckets, wrapper)
 
 
+def _alone(rank: int, wrapper: str) -> None:
+    """[Note: replicas]"""
+    seen = []
+
+    def hook(state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        seen.append([tuple(parameter.shape) for parameter in bucket.parameters()])
+        return noop(state, bucket)
+
+    alone = [dist.new_group([index]) for index in range(dist.get_world_size())][rank]
+    ddp = wrappers([wrapper])[wrapper](Mlp(), process_group=alone, bucket_cap_mb=SMALL, first_bucket_mb=SMALL)
+    ddp.register_comm_hook(None, hook)
+    calls = []
+    for step in range(3):
+        seen.clear()
+        ddp.zero_grad()
+        x = row_batch(rank, step)
+        expected = local_gradients(copy.deepcopy(ddp.module), lambda module: loss_of(module, x))  # noqa: B023
+        loss_of(ddp, x).backward()
+        assert_gradients(ddp.module, {name: gradient.double() for name, gradient in expected.items()})
+        calls.append(list(seen))
+    assert calls[0] == calls[1] == calls[2] and len(calls[0]) > 2
+    shapes = [tuple(parameter.shape) for parameter in ddp.module.parameters()]
+    assert [shape for bucket in calls[0] for shape in bucket] == shapes[::-1]
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_in_a_group_of_one_rank_buckets_are_those_of_the_first_backward(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_alone, wrapper)
+
+
 class TwoPaths(nn.Module):
     """`one` is used by rank 0 alone, `never` by nobody, until `all_used`."""
 

@@ -36,29 +36,16 @@ class Model(nn.Module):
         return self.last(self.middle(self.first(x).tanh()).tanh())
 
 
-class Asks:
-    """A manager, and whether it is asked."""
-
-    def __init__(self, manager: torchft.Manager) -> None:
-        self.manager, self.is_training = manager, False
-
-
-def ask(state: Asks, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def ask(manager: torchft.Manager, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """What torchft's class does with a bucket, except that a failed all-reduce is left to `should_commit()`."""
-    if state.is_training:
-        state.manager.allreduce(bucket.buffer()).wait()
+    manager.allreduce(bucket.buffer()).wait()
     reduced: torch.futures.Future[Tensor] = torch.futures.Future()
     reduced.set_result(bucket.buffer())
     return reduced
 
 
 def asking(ddp: nn.Module, manager: torchft.Manager) -> nn.Module:
-    """With a first backward that asks nobody: the later ones have the same buckets in every replica."""
-    state = Asks(manager)
-    ddp.register_comm_hook(state, ask)
-    ddp(torch.zeros(2, 8)).sum().backward()
-    ddp.zero_grad()
-    state.is_training = True
+    ddp.register_comm_hook(manager, ask)
     return ddp
 
 

@@ -70,8 +70,7 @@ class Entry:
         self._module = module
         options = tuple(sorted((name, _comparable(value)) for name, value in compiler_options.items()))
         self._key = _structure(module), backend, options, fullgraph, dynamic
-        self._backend, self._compiler_options = backend, dict(compiler_options)
-        self._fullgraph, self._dynamic = fullgraph, dynamic
+        self._new_capture = functools.partial(_new_capture, backend, dict(compiler_options), fullgraph, dynamic)
         self._runs: dict[tuple[Hashable, ...], Callable[..., Any]] = {}  # by the places of hooks
         self._find()
 
@@ -79,15 +78,6 @@ class Entry:
         if torch_private.modules.hooks_registered() != self._hooks_registered or not all(self._hooks):
             self._find()
         return self._run(*args, **kwargs)
-
-    def _new_capture(self) -> torch_private.captures.Capture:
-        """By a backend of its own, as Dynamo looks for what it has captured by the backend."""
-        compile_graph = functools.partial(
-            _compile_graph, backend=self._backend, compiler_options=self._compiler_options
-        )
-        return torch_private.captures.Capture(
-            compile_graph, fullgraph=self._fullgraph, dynamic=self._dynamic, compiling=_capturing
-        )
 
     def _find(self) -> None:
         """The capture for the hooks that there are now."""
@@ -100,6 +90,14 @@ class Entry:
                 _captures[key] = self._new_capture()
             self._runs[places] = _captures[key].of(self._module)
         self._run = self._runs[places]
+
+
+def _new_capture(
+    backend: str, compiler_options: dict[str, Any], fullgraph: bool, dynamic: bool | None
+) -> torch_private.captures.Capture:
+    """By a function of its own, as Dynamo looks for what it has captured by the backend, which that is to it."""
+    compile_graph = functools.partial(_compile_graph, backend=backend, compiler_options=compiler_options)
+    return torch_private.captures.Capture(compile_graph, fullgraph=fullgraph, dynamic=dynamic, compiling=_capturing)
 
 
 def _capturing(callback: Callable[..., Any]) -> Callable[..., Any]:

@@ -133,9 +133,8 @@ class Case:
     """What the trainers of a case have in common."""
 
     batches: int = 1  # of a rank, for a step
-    chunks: bool = (
-        False  # the debug model's own loss, which applies lm_head itself, to a part of the sequence at a time
-    )
+    # The debug model's own loss, which applies lm_head itself, to a part of the sequence at a time.
+    chunks: bool = False
     tied: bool = False  # one tensor for tok_embeddings and lm_head
 
 

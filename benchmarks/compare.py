@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     extent.add_argument("--full", action="store_true", help="all models, more rounds, peak memory and first step")
     parser.add_argument("--model", nargs="+", choices=WORKLOADS, help=f"default {' '.join(QUICK)}, with --full all")
-    parser.add_argument("--steps", type=int, help="rounds, each one step of every variant")
+    parser.add_argument("--steps", type=int, help="rounds, each one timed step of every variant")
     parser.add_argument("--warmup", type=int, help="steps of each variant before the first round")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

@@ -1,12 +1,14 @@
 """What one rank measures of a model of the zoo: what was captured, what reduced its gradients, steps side by side."""
 
 import inspect
+import itertools
 import time
 import unittest.mock
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.zoo import SIZES, ZOO, RealModel, Size
 from benchmarks.zoo.by_hand import optimizer_of, seed_of
 from compiled_ddp import EagerDDP, compile_ddp, torch_private
+from compiled_ddp.comparison.measure import take_turns, untimed_steps
 from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.graph.program import Program
 
@@ -199,18 +202,24 @@ def captured_by_torch_compile(model: RealModel, size: Size, backend: str, rank: 
 
 
 def _side_by_side(trainers: Mapping[str, Trainer], rounds: int, rank: Rank) -> dict[str, list[float]]:
-    """A step of each in every round, in an order that rotates."""
-    names = list(trainers)
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(rounds):
-        for place in range(len(names)):
-            name = names[(number + place) % len(names)]
-            samples[name].append(trainers[name].step(COUNTED_STEPS + number))
-    return {name: [max(of_ranks) for of_ranks in zip(*rank.gather(s), strict=True)] for name, s in samples.items()}
+    """A turn of each in every round, as `compiled_ddp.comparison.measure` has them."""
+    numbers = {name: itertools.count(COUNTED_STEPS) for name in trainers}
+    step_s = max((trainer.step(next(numbers[name])) for name, trainer in trainers.items()), default=0.0)
+    untimed = untimed_steps(rank.gather(step_s))
+
+    def turn(name: str) -> float:
+        *_, timed = [trainers[name].step(next(numbers[name])) for _ in range(untimed + 1)]
+        return timed
+
+    samples = take_turns([partial(turn, name) for name in trainers], rounds, shows_progress=False)
+    return {
+        name: [max(of_ranks) for of_ranks in zip(*rank.gather(of_one), strict=True)]
+        for name, of_one in zip(trainers, samples, strict=True)
+    }
 
 
 def measure(name: str, *, size: str, backend: str, only: Sequence[str], rounds: int, warmup: bool, rank: Rank) -> Any:
-    """A `Measured` as a JSON value: of each variant ten steps alone, then `rounds` steps side by side."""
+    """A `Measured` as a JSON value: of each variant ten steps alone, then `rounds` turns side by side."""
     model, reduced, failed = ZOO[name], None, dict[str, str]()
     captured = {PLAIN_COMPILED: captured_by_torch_compile(model, SIZES[size], backend, rank)}
     trainers: dict[str, Trainer] = {}

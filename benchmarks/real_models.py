@@ -60,7 +60,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the names of the models and whether they can run")
     parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
-    parser.add_argument("--rounds", type=int, default=20, help="each one step of every variant")
+    parser.add_argument("--rounds", type=int, default=20, help="each one timed step of every variant")
     parser.add_argument("--only", nargs="*", default=[], metavar="VARIANT", help="these variants alone")
     parser.add_argument("--warmup", action="store_true", help="call ddp.warmup(*batch) before the first step")
     parser.add_argument("--keep", action="store_true", help="leave out models that the JSON file has already")

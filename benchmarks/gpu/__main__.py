@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--variants", nargs="+", choices=make_variants(), default=[], metavar="NAME", help="these alone"
     )
     parser.add_argument("--backend", choices=("inductor", "aot_eager"), default="inductor")
-    parser.add_argument("--rounds", type=int, help="each one step of every variant; default 50, on the CPU 5")
+    parser.add_argument("--rounds", type=int, help="each one timed step of every variant; default 50, on the CPU 5")
     parser.add_argument("--warmup", type=int, help="steps of each variant before; default 10, on the CPU 3")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="of each section, in place of its own")
     parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="where tests are looked for")

@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.workload import Workload
 from compiled_ddp import torch_private
-from compiled_ddp.comparison.measure import Contender, take_turns
+from compiled_ddp.comparison.measure import Contender, take_turns, untimed_steps
 from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.comparison.reference import Reference, trainable
 from compiled_ddp.comparison.variants import Variant
@@ -47,7 +47,8 @@ def measure(workload: Workload, variants: Sequence[Variant], warmup: int, rounds
             traceback.print_exc()
             errors[variant.name] = f"{type(error).__name__}: {error}"[:2000]
             ready.pop(variant.name, None)
-    slots = [partial(host_and_step, contender) for contender in ready.values()]
+    untimed = untimed_steps([contender.step_s for contender in ready.values()])
+    slots = [partial(_take_turn, contender, untimed) for contender in ready.values()]
     samples = take_turns(slots, rounds, shows_progress=False)
     for name, of_variant in zip(ready, samples, strict=True):
         found[name]["samples"] = of_variant
@@ -60,6 +61,12 @@ def measure(workload: Workload, variants: Sequence[Variant], warmup: int, rounds
     parameters = sum(p.numel() for contender in [*ready.values()][:1] for p in trainable(contender.module))
     measured = {name: found[name] for name in ready}
     return {"workload": workload.name, "parameters": parameters, "variants": measured, "errors": errors}
+
+
+def _take_turn(contender: Contender, untimed: int) -> tuple[float, float]:
+    for _ in range(untimed):
+        _step(contender, contender.next_batch())
+    return host_and_step(contender)
 
 
 def host_and_step(contender: Contender) -> tuple[float, float]:

@@ -88,8 +88,8 @@ def render(answer: dict[str, Any]) -> str:
         "difference": ("max grad. difference", ".1g"),
     }
     parts = [
-        "Medians over rounds of one step of each, ratios round by round. *host* is when the host has launched the "
-        "step, without waiting for the device; *launches* are kernels and CUDA graphs in a step, by torch's profiler."
+        "Medians over rounds of one timed step of each, ratios round by round. *host* is when the host has launched "
+        "the step, without waiting for the device; *launches* are kernels and CUDA graphs in a step, by the profiler."
     ]
     for found in answer["workloads"]:
         names = [name for name in VARIANTS if name in found["variants"] or name in found["errors"]]

@@ -15,7 +15,7 @@ class Settings:
     variants: tuple[str, ...]  # these alone, of those that a section compares; () for all of them
     backend: str  # of every compiled variant
     warmup: int  # steps of each variant before what is measured
-    rounds: int  # each one step of every variant
+    rounds: int  # each one timed step of every variant
     tests: tuple[str, ...]  # files and folders in which tests for a GPU are looked for
 
     def chosen_models(self, default: Sequence[str]) -> list[str]:

@@ -29,7 +29,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     )
     compare.add_argument("target", metavar="SCRIPT:FUNCTION", help="a Python file, or a module, and a function in it")
     compare.add_argument("--ranks", type=int, default=2, help="ranks to start without torchrun (default 2)")
-    compare.add_argument("--rounds", type=int, default=30, help="each one step of every variant (default 30)")
+    compare.add_argument("--rounds", type=int, default=30, help="each one timed step of every variant (default 30)")
     compare.add_argument("--warmup", type=int, default=5, help="steps of each before the first round (default 5)")
     compare.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=[*DEFAULT], metavar="NAME", help=f"some of: {list(VARIANTS)}"

@@ -15,7 +15,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from compiled_ddp.comparison.contestant import Instructions
-from compiled_ddp.comparison.measure import bucket_sizes, by_round, take_turns
+from compiled_ddp.comparison.measure import bucket_sizes, by_round, take_turns, untimed_steps
 from compiled_ddp.comparison.probe import MALLOC_ENVIRONMENT
 from compiled_ddp.comparison.remote import Failures, RemoteContender, VariantFailed, agreed
 from compiled_ddp.comparison.result import Comparison, VariantResult
@@ -71,7 +71,8 @@ class Contest:
         buckets = self._start(COMMUNICATION, None, "prepare communication", sizes, {})
         if isinstance(buckets, VariantFailed):
             raise ComparisonFailed(f"communication alone: {buckets}")
-        samples, alone = self._take_turns([*ready])
+        untimed = untimed_steps([answer["step_s"] for answer in ready.values()])
+        samples, alone = self._take_turns([*ready], untimed)
         counted = {name: self._ask(name, "count collectives") for name in ready}
         failures = self._failures_of_all()
         if COMMUNICATION in failures:
@@ -82,7 +83,7 @@ class Contest:
             result = VariantResult(name, kinds[name].floor, kinds[name].communicates, [], error=failures.get(name))
             if result.error is None:
                 measured = {**ready[name], "samples": samples[name], "collectives": counted[name]}
-                del measured["bucket_bytes"]
+                del measured["bucket_bytes"], measured["step_s"]
                 result = VariantResult(name, result.floor, result.communicates, **measured)
             results.append(result)
         return Comparison(
@@ -113,9 +114,9 @@ class Contest:
         warm = self._start(name, name, "warm up", self._order.warmup, cache)
         return warm if isinstance(warm, VariantFailed) else {**found, **warm}
 
-    def _take_turns(self, names: Sequence[str]) -> tuple[dict[str, Any], Any]:
+    def _take_turns(self, names: Sequence[str], untimed: int) -> tuple[dict[str, Any], Any]:
         """For each variant, and for communication alone, what every rank measured in each round."""
-        slots: list[Callable[[], Any]] = [partial(self._ask, name, "step") for name in names]
+        slots: list[Callable[[], Any]] = [partial(self._ask, name, "step", untimed) for name in names]
         slots.append(partial(self._ask, COMMUNICATION, "communicate"))
         self._say(f"{self._order.rounds} rounds")
         samples = take_turns(slots, self._order.rounds, shows_progress=self._rank == 0)

@@ -71,7 +71,7 @@ class Contestant:
             "make reference": lambda _: self._make_reference(),
             "probe": self._probe,
             "warm up": self._warm_up,
-            "step": lambda _: self._trained().timed_step(),
+            "step": lambda untimed: self._trained().take_turn(untimed),
             "count collectives": lambda _: self._trained().collectives(),
             "prepare communication": self._prepare_communication,
             "communicate": lambda _: self._communicating().timed_step(),
@@ -153,7 +153,8 @@ class Contestant:
         workload, reference = self._from_reference()
         self._contender = Contender(self._variant(), workload, self._rank)
         difference = self._contender.warm_up(reference, steps)
-        return {"gradient_difference": difference, "bucket_bytes": self._contender.bucket_bytes()}
+        step_s = max(self._rank.gather(self._contender.step_s))
+        return {"gradient_difference": difference, "bucket_bytes": self._contender.bucket_bytes(), "step_s": step_s}
 
     def _prepare_communication(self, bucket_bytes: list[int]) -> list[int]:
         self._communication = CommunicationAlone(bucket_bytes, self._rank)

@@ -1,11 +1,16 @@
-"""The core: every variant warmed up, then one step of each per round in a rotating order.
+"""The core: every variant warmed up, then a turn of each per round in a rotating order.
 
 Absolute times drift with the machine's other work, by 20 % within minutes. Within a round all variants see the same
 machine, so differences and ratios are taken round by round, and medians over rounds.
+
+A turn is one timed step, behind some that are not: in training a step follows its like, and finds in the caches what
+that has left there. Behind another variant's step it would have to fetch its code and data anew, which costs most where
+most is Python.
 """
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -22,6 +27,13 @@ from compiled_ddp.comparison.workload import Workload, on_device
 
 T = TypeVar("T")
 
+UNTIMED_S, MOST_UNTIMED = 0.1, 5  # of the steps before a timed one
+
+
+def untimed_steps(step_s: Sequence[float]) -> int:
+    """How many steps a turn begins with, where they take so many seconds: the longer, the less do caches matter."""
+    return min(MOST_UNTIMED, int(UNTIMED_S / max(step_s, default=UNTIMED_S)))
+
 
 class Contender:
     """A variant in training: its own model, optimizer and pass through the data."""
@@ -33,6 +45,7 @@ class Contender:
         self.module = variant.wrap(workload.build_model(variant.label, rank.device))
         self.optimizer = workload.optimizer(trainable(self.module))
         self.batches = workload.batches(rank.index, rank.world_size)
+        self.step_s = 0.0  # what the last step of the warm-up took
 
     def next_batch(self) -> Any:
         """This rank's next batch, on its device."""
@@ -50,8 +63,10 @@ class Contender:
         marks.append(self._now())
         return [after - before for before, after in pairwise(marks)]
 
-    def timed_step(self) -> list[float]:
-        """As `step`, with the next batch, from where all ranks have come to it."""
+    def take_turn(self, untimed: int) -> list[float]:
+        """As `step`, from where all ranks have come to it, behind so many steps that are not timed."""
+        for _ in range(untimed):
+            self.step(self.next_batch())
         batch = self.next_batch()
         self.rank.barrier()
         return self.step(batch)
@@ -61,7 +76,7 @@ class Contender:
         communicates = self.variant.communicates
         first = reference.difference(self.workload, self.module, self.rank, communicates=communicates)
         for _ in range(steps):
-            self.step(self.next_batch())
+            self.step_s = sum(self.step(self.next_batch()))
         settled = reference.difference(self.workload, self.module, self.rank, communicates=communicates)
         return largest_of([first, settled])
 
@@ -127,13 +142,14 @@ def device_name(device: torch.device) -> str:
 def compare(
     workload: Workload, variants: Sequence[Variant], *, warmup: int, rounds: int, link: str, rank: Rank
 ) -> Comparison:
-    """Train `workload` under every variant for `rounds` interleaved steps. Every rank returns the same result."""
+    """Train `workload` under every variant for `rounds` turns. Every rank returns the same result."""
     contenders, differences = warm_up(variants, workload, warmup, rank)
     parameters: list[Tensor] = [*trainable(contenders[0].module)]
     sizes = bucket_sizes([contender.bucket_bytes() for contender in contenders], sum(p.nbytes for p in parameters))
     communication = CommunicationAlone(sizes, rank)
     communication.step()
-    slots: list[Callable[[], Any]] = [contender.timed_step for contender in contenders]
+    untimed = untimed_steps(rank.gather(max(contender.step_s for contender in contenders)))
+    slots: list[Callable[[], Any]] = [partial(contender.take_turn, untimed) for contender in contenders]
     samples = take_turns([*slots, communication.timed_step], rounds, shows_progress=rank.index == 0)
     gathered = rank.gather(samples)
 

@@ -145,7 +145,8 @@ def test_what_the_profiler_breaks_leaves_the_times(monkeypatch: pytest.MonkeyPat
     def profile() -> None:
         raise RuntimeError("no CUPTI")
 
-    contender = SimpleNamespace(next_batch=lambda: None, warm_up=lambda reference, steps: 0.0, module=nn.Linear(2, 2))
+    model = nn.Linear(2, 2)
+    contender = SimpleNamespace(next_batch=lambda: None, warm_up=lambda reference, steps: 0.0, step_s=1.0, module=model)
     monkeypatch.setattr(alone, "Contender", lambda *arguments: contender)
     monkeypatch.setattr(alone, "host_and_step", lambda contender: (1.0, 2.0))
     monkeypatch.setattr(alone.Reference, "compute", lambda *arguments: None)

@@ -28,6 +28,11 @@ class Place:
         """What stands here, if anything does. What TorchScript has for a dictionary knows no `get`."""
         return self.siblings[self.key] if self.key in self.siblings else None  # noqa: SIM401
 
+    def holds_any(self, parameters: Set[int]) -> bool:
+        """Whether what was found is, or holds, one of these parameters, which are called by their ids."""
+        found = self.found.parameters() if isinstance(self.found, nn.Module) else [self.found]
+        return not parameters.isdisjoint(map(id, found))
+
 
 def trained_places(state: ManagedState) -> list[Place]:
     """Every place of what requires a gradient, in the model as it is now, but for what is left alone."""
@@ -82,7 +87,8 @@ class StandIns(enum.Enum):
 class Look:
     """What a model looks like in one forward."""
 
-    changed: bool = False  # whether something was added, unfrozen, or moved to another dtype, device, shape or format
+    # Whether something was added, unfrozen, put into another place, or moved to another dtype, device, shape or format.
+    changed: bool = False
     stand_ins: StandIns = StandIns.NOTHING
     leads_back: bool = False  # whether a gradient of a stand-in may go on to the parameters themselves
 
@@ -131,11 +137,12 @@ class ModelWatch:
             given = {id(value): value for value in torch_private.modules.given_by_functional_calls()}
             if any(id(part) in given for part in (*self._modules.parts(), *self._parameters.parts())):
                 return self._look_through(given)
-        if not self._follows:
-            check_not_replaced(self._places)
-        elif self._lacks_any():
+        if self._follows and self._lacks_any():
             return Look(changed=True)
-        if self._is_of_another_kind() or not (in_place or self._knows_all_trained()):
+        stands_elsewhere = any(place.now is not place.found for place in self._places)
+        if stands_elsewhere and not self._follows:
+            self._check_nothing_lost()
+        if stands_elsewhere or self._is_of_another_kind() or not (in_place or self._knows_all_trained()):
             return Look(changed=True)
         if not self._are_untouched():
             self._take_contents()  # another module without trained parameters: no other rank need know
@@ -178,6 +185,16 @@ class ModelWatch:
             return False
         bare = torch_private.autograd.without_transforms(value)
         return bare.requires_grad and (not bare.is_leaf or any(bare is parameter for parameter in self._trained))
+
+    def _check_nothing_lost(self) -> None:
+        """Raise RuntimeError if a trained parameter is in no place of the model any more.
+
+        One may stand in another: pruning and parametrizations put it there, and whoever puts a part into a container.
+        """
+        here = {id(parameter) for parameter in self._state.parameters().values()}
+        lost = {id(parameter) for parameter in self._trained} - here
+        if lost:
+            check_not_replaced([place for place in self._places if place.holds_any(lost)])
 
     def _lacks_any(self) -> bool:
         """Whether a trained parameter is in no place of the model any more, or is frozen."""

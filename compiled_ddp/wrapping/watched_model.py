@@ -96,11 +96,11 @@ class WatchedModel:
     def _kept(self) -> list[tuple[str, nn.Parameter]]:
         """What the runtime reduces already, unless it is to forget what the model does not have any more."""
         known = self._runtime.parameters
-        kept = list(zip(known.names, known.tensors, strict=True))
+        names = {id(parameter): name for name, parameter in self._setup.managed_state.parameters().items()}
+        kept = [(names.get(id(p), before), p) for before, p in zip(known.names, known.tensors, strict=True)]
         if not self._settings.options.follows_model:
             return kept  # also what is gone keeps its place, which captured segments know
-        present = {id(parameter) for parameter in self._setup.managed_state.parameters().values()}
-        return [(name, parameter) for name, parameter in kept if id(parameter) in present]
+        return [(name, parameter) for name, parameter in kept if id(parameter) in names]
 
     def _added(self) -> list[tuple[str, nn.Parameter]]:
         known = {id(tensor) for tensor in self._runtime.parameters.tensors}

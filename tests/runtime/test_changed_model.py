@@ -10,6 +10,7 @@ import torch.distributed as dist
 from models import Mlp, assert_gradients, expected_mean, mean_by_hand, mean_over_ranks, row_batch, wrappers
 from models import local_gradients as gradients_here
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import EagerDDP, compile_ddp, torch_private
@@ -298,6 +299,52 @@ def _converted(rank: int, wrapper: str, kind: str) -> list[tuple[str, set[str]]]
             assert parameter.grad.stride() == parameter.stride()
             assert parameter.grad.dtype == parameter.dtype == (torch.float64 if kind == "dtype" else torch.float32)
     return sections(ddp)
+
+
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def _prune(model: Mlp) -> None:
+    prune.l1_unstructured(model.head, "weight", amount=0.25)
+
+
+def _put_into_a_container(model: Mlp) -> None:
+    model.head = nn.Sequential(model.head, nn.Dropout(0.0))
+
+
+def _parametrize(model: Mlp) -> None:
+    nn.utils.parametrize.register_parametrization(model.head, "weight", Halved())
+
+
+_MOVES: dict[str, tuple[Callable[[Mlp], object], Callable[[Mlp], object]]] = {
+    "pruned": (_prune, lambda model: prune.remove(model.head, "weight")),
+    "in a container": (_put_into_a_container, lambda model: setattr(model, "head", model.head[0])),
+    "parametrized": (_parametrize, lambda model: None),
+}
+
+
+def _move(rank: int, wrapper: str, move: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(7):
+        if step in (2, 4):
+            _MOVES[move][step == 4](ddp.module)
+        assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
+        assert all(parameter.grad is not None for parameter in ddp.parameters())
+        optimizer.step()
+    assert set(ddp.plan.parameter_names) == {name for name, _ in ddp.module.named_parameters()}
+    values = [torch.nn.utils.parameters_to_vector(ddp.parameters()).detach() for _ in range(2)]
+    dist.all_gather(values, values[rank].clone())
+    assert torch.equal(*values)
+
+
+@pytest.mark.parametrize("move", _MOVES)
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_parameters_that_stand_elsewhere_after_a_change_are_reduced(ranks2: RankPool, wrapper: str, move: str) -> None:
+    """As under DDP, which knows parameters by their identity alone."""
+    ranks2.run(_move, wrapper, move)
 
 
 @pytest.mark.parametrize("kind", ["dtype", "memory format"])

@@ -164,8 +164,10 @@ def _parametrized(rank: int, wrapper: str) -> None:
     with nn.utils.parametrize.cached():
         loss_of(ddp, row_batch(rank)).backward()
     assert_gradients(ddp.module, expected)
-    nn.utils.parametrize.remove_parametrizations(ddp.module[0], "weight")  # in place of the original: a new parameter
-    with pytest.raises(RuntimeError, match=r"0\.\S+ was replaced or removed.*unwrap\(\)"):
+    nn.utils.parametrize.remove_parametrizations(ddp.module[0], "weight")  # the same parameter, in another place
+    assert_step(ddp, lambda module: loss_of(module, row_batch(rank)))
+    nn.utils.parametrize.remove_parametrizations(ddp.module[2], "weight")  # in place of two: a new one
+    with pytest.raises(RuntimeError, match=r"2\.\S+ was replaced or removed.*unwrap\(\)"):
         ddp(row_batch(rank))
     assert_step(wrap(wrapper, ddp.unwrap()), lambda module: loss_of(module, row_batch(rank)))
 

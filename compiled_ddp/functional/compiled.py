@@ -115,8 +115,7 @@ class _Runnable:
             for generator in generators:
                 generator.load(leaves)
             given = [*(tensor.detach() for tensor in tensors), *self._traced.constants, *self._flat_buffers.memory]
-            with torch_private.autograd.BelowAutograd():
-                results = self._communicated(given) if self._unit is None else self._reduced(self._unit, given)
+            results = self._communicated(given) if self._unit is None else self._reduced(self._unit, given)
         first_state = len(results) - len(generators)
         for generator, state in zip(generators, results[first_state:], strict=True):
             generator.advance(leaves, state)

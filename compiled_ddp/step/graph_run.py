@@ -24,11 +24,10 @@ def run_graph(
     every rank stands.
     """
     try:
-        with torch_private.autograd.BelowAutograd():
-            if watching is None and not torch_private.autograd.profiler_is_on():
-                return graph()
-            with _named_in_profiles(communicator, group_name), watching or contextlib.nullcontext():
-                return graph()
+        if watching is None and not torch_private.autograd.profiler_is_on():
+            return graph()
+        with _named_in_profiles(communicator, group_name), watching or contextlib.nullcontext():
+            return graph()
     except RuntimeError as error:
         if not failed_in_collective(error):
             raise

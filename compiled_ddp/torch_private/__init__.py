@@ -10,7 +10,6 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._C`: `_current_graph_task_id`, `_current_autograd_node` | where a backward stands |
 | `torch._C._will_engine_execute_node` | the same |
 | `torch._C._set_grad_enabled` | looking for what accumulates a parameter's gradient, in each backward |
-| `torch._C._AutoDispatchBelowAutograd` | running a backward graph as it was traced, without autograd |
 | `torch.autograd.Variable._execution_engine` | the end of a backward |
 | `torch._foreach_copy_`, `torch._foreach_mul_` | filling a bucket by one call |
 | `torch._C._storage_Use_Count` | whether anybody else holds a flat buffer |

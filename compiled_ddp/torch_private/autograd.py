@@ -18,11 +18,6 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 evaluating_node: Callable[[], Any | None] = torch._C._current_autograd_node
 
 
-# Within this context operators are called as a graph was traced that AOTAutograd has made: below autograd, which has
-# nothing left to do. Above it stands Python for each wait, which torch has given a derivative (torch 2.13).
-BelowAutograd: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._AutoDispatchBelowAutograd
-
-
 # [Note: the type of unnamed nodes] torch makes it when it first looks whether something is a node, behind a lock of
 # C++. Making it may collect garbage, a finalizer in that may release the GIL, and another thread that then looks for
 # the first time holds the GIL and waits for the lock: for ever. So it is made here, by one thread.

@@ -122,27 +122,6 @@ def test_a_backward_costs_few_operators(ranks2: RankPool, wrapper: str) -> None:
     _assert_within(OPERATORS[wrapper], _rates(ranks2, wrapper, lambda cost: cost.operators))
 
 
-_DERIVATIVES = str(Path(torch.library.__file__).parent / "_library")  # of operators that Python gives one
-
-
-def _derivatives_asked_for(_: int, backend: str) -> int:
-    ddp = compile_ddp(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), backend=backend, first_bucket_mb=1e-6)
-
-    def step() -> torch.Tensor:
-        ddp.zero_grad()
-        return ddp(torch.ones(3, 4)).sum()
-
-    for _ in range(4):
-        step().backward()
-    return calls_in(step().backward, below=_DERIVATIVES)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_collectives_in_a_graph_are_called_below_autograd(ranks2: RankPool, backend: str) -> None:
-    """torch gives each wait a derivative, which Python stands ready for (2.13)."""
-    assert ranks2.run(_derivatives_asked_for, backend) == [0, 0]
-
-
 # ---- the first step --------------------------------------------------------------------------------------------------
 
 

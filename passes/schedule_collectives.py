@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from types import MappingProxyType
 
+import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.ops import is_launch, pack_into, wait_tensor
@@ -16,7 +17,7 @@ def schedule_collectives(graph: Graph, *, group_name: str) -> None:
     where the data puts them. Nodes are emitted on demand: for each launch in that
     order what its gradients still need, then the launch itself; then everything else in its old order; then the
     waits and what reads them. A weight gradient therefore runs before the data gradients that only later buckets
-    need.
+    need. Random numbers are drawn in their old order: what each operator draws depends on what was drawn before.
 
     Leaves the order of nodes as it is, except for the waits, in a graph that mutates something: nothing may move across
     a mutation.
@@ -29,12 +30,14 @@ def schedule_collectives(graph: Graph, *, group_name: str) -> None:
     after_wait = _descendants(nodes, waits)
     something_mutates = any(mutates(node) for node in nodes)
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
+    draws = [node for node in nodes if _draws_random_numbers(node) and node not in after_wait]
+    behind = {later: earlier for earlier, later in pairwise(draws)}
     if not something_mutates:
         for launch in launches:
-            emit_with_inputs(launch, order)
+            emit_with_inputs(launch, order, behind)
     for node in nodes:
         if node not in after_wait and node.op != "output":
-            emit_with_inputs(node, order)
+            emit_with_inputs(node, order, behind)
     order.update(dict.fromkeys(node for node in nodes if node not in order))
     apply_order(graph, list(order))
 
@@ -62,6 +65,10 @@ def _descendants(nodes: list[Node], roots: list[Node]) -> set[Node]:
         if any(producer in reached for producer in node.all_input_nodes):
             reached.add(node)
     return reached
+
+
+def _draws_random_numbers(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def mutates(node: Node) -> bool:

@@ -43,6 +43,21 @@ def read_statements(source: str) -> tuple[list[Statement], dict[str, str]]:
     return statements, aliases
 
 
+def reads_in_flight(statements: Sequence[Statement], aliases: Mapping[str, str]) -> list[str]:
+    """What names memory of a bucket between its launch and the waits."""
+    launched: set[str] = set()
+    found = []
+    for statement in statements:
+        if statement.kind == "wait":
+            break
+        named = {aliases.get(buffer, buffer) for buffer in statement.buffers}
+        if statement.kind == "launch":
+            launched |= named
+        elif not launched.isdisjoint(named):
+            found.append(statement.text)
+    return found
+
+
 def launches_and_waits(statements: Sequence[Statement]) -> tuple[list[int], list[int]]:
     """The places of both, when it has been seen that launches are in place and awaited at the very end."""
     launches = [n for n, statement in enumerate(statements) if statement.kind == "launch"]

@@ -1,17 +1,65 @@
-"""Inductor's lowering of `pack` and `pack_into`, by which gradients are produced inside their bucket."""
+"""Inductor's lowering of `pack` and `pack_into`, by which gradients are produced inside their bucket.
+
+[Note: read in flight] What is produced inside a bucket has no memory of its own: whatever else reads it, as the weights
+behind `a + b` read the gradient of both, would read the bucket, and nothing in Inductor keeps that reader before the
+all-reduce that writes over it. So such a part has its own memory, and the bucket a copy.
+"""
 
 import functools
+import operator
+from typing import Any
 
 import torch
+from torch._ops import OpOverload
+from torch.fx import Node
+
+# Views that schemas do not tell, and operators that Inductor may lower to their input itself.
+_MAY_BE_THEIR_INPUT = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.lift_fresh_copy.default,
+    torch.ops.aten.positive.default,
+    torch.ops.prims.convert_element_type.default,
+    torch.ops.prims.device_put.default,
+}
+
+
+def is_read_elsewhere(part: Node, pack: Node) -> bool:
+    """Whether anything but `pack` may read the memory of `part`, through whatever views: [Note: read in flight]"""
+    origin = part
+    while _may_be_its_input(origin):
+        origin = origin.all_input_nodes[0]
+    pending, seen = [origin], {origin, pack}
+    while pending:
+        for user in pending.pop().users:
+            if user in seen:
+                continue
+            if not _may_be_its_input(user):
+                return True
+            seen.add(user)
+            pending.append(user)
+    return False
+
+
+def _may_be_its_input(node: Node) -> bool:
+    """Whether a node's result may lie in the memory of its first input, which it leaves as it is."""
+    if node.target is operator.getitem:
+        return _may_be_its_input(node.all_input_nodes[0])
+    if not isinstance(node.target, OpOverload):
+        return False
+    returned = [result.alias_info for result in node.target._schema.returns]
+    is_view = any(alias is not None and not alias.is_write for alias in returned)
+    return len(node.all_input_nodes) > 0 and (is_view or node.target in _MAY_BE_THEIR_INPUT)
 
 
 @functools.cache
 def register_pack_lowering() -> None:
     """Teach Inductor to place the parts of `compiled_ddp::pack` inside the packed buffer.
 
-    Each part becomes a ReinterpretView of the buffer; a producer whose output Inductor allocates writes there, any
-    other part is copied. The same as ConcatKernel's lowering of aten.cat, for parts of any rank; and the buffer itself
-    may be a view of lent memory.
+    Each part becomes a ReinterpretView of the buffer; a producer whose output Inductor allocates writes there, unless
+    others read it, and any other part is copied. The same as ConcatKernel's lowering of aten.cat, for parts of any
+    rank; and the buffer itself may be a view of lent memory.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import register_lowering
@@ -19,8 +67,14 @@ def register_pack_lowering() -> None:
 
     ops = torch.ops.compiled_ddp
 
+    def copied(part: ir.TensorBox, size: list[Any]) -> ir.TensorBox:
+        part.realize()
+        loader = part.make_loader()
+        return ir.Pointwise.create(device=part.get_device(), dtype=part.get_dtype(), inner_fn=loader, ranges=size)
+
     @register_lowering([ops.pack.default, ops.pack_into.default], type_promotion_kind=None)
     def lower_pack(parts: list[ir.TensorBox], into: ir.TensorBox | None = None) -> ir.TensorBox:
+        pack = V.graph.current_node
         sizes = [list(part.get_size()) for part in parts]
         numels = [V.graph.sizevars.guard_int(ir.sympy_product(size)) for size in sizes]
         layout = ir.FixedLayout(
@@ -34,7 +88,9 @@ def register_pack_lowering() -> None:
         storage = ir.StorageBox(kernel)
         offset = 0
         placed = []
-        for part, size, numel in zip(parts, sizes, numels, strict=True):
+        for node, part, size, numel in zip(pack.args[0], parts, sizes, numels, strict=True):
+            if is_read_elsewhere(node, pack):
+                part = copied(part, size)
             stride = ir.FlexibleLayout.contiguous_strides(size)
             place = ir.FixedLayout(layout.device, layout.dtype, size, stride, offset)
             placed.append(ir.ConcatKernel.realize_into(part, ir.ReinterpretView(data=storage, layout=place)))

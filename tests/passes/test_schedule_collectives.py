@@ -131,6 +131,19 @@ def test_scheduling_again_changes_nothing(backward: Backward) -> None:
 # ---- when it leaves the order ----------------------------------------------------------------------------------------
 
 
+def test_random_numbers_are_drawn_in_their_old_order(backward: Backward) -> None:
+    dx2 = backward.call("dx2", aten.mm.default, backward.tangent, backward.saved)
+    noise_x = backward.call("noise_x", aten.randn_like.default, dx2)
+    noisy_x = backward.call("noisy_x", aten.add.Tensor, dx2, noise_x)
+    dw2 = backward.call("dw2", aten.mm.default, backward.saved, backward.tangent)
+    noise_w = backward.call("noise_w", aten.randn_like.default, dw2)
+    view0 = backward.reduce(0, backward.call("noisy_w", aten.add.Tensor, dw2, noise_w))
+    dw1 = backward.call("dw1", aten.mm.default, backward.saved, noisy_x)
+    order = backward.finish(view0, backward.reduce(1, dw1, backward.riders), noisy_x)
+    assert order.index("noise_x") < order.index("noise_w") < order.index("launch0")
+    assert order.index("noisy_w") < order.index("noisy_x"), "nothing else is held up"
+
+
 def test_mutation_freezes_the_order_but_for_the_waits(backward: Backward) -> None:
     outputs = two_layers(backward)
     backward.call("update", aten.copy_.default, backward.buffer, backward.tangent)

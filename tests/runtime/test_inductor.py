@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from generated_code import launches_and_waits, placed, read_statements
+from generated_code import launches_and_waits, placed, read_statements, reads_in_flight
 from models import Mlp, TokenModel, assert_gradients, expected_mean, token_batch
 from torch import Tensor, nn
 
@@ -61,6 +61,62 @@ def test_generated_backward_launches_early_waits_late_and_copies_nothing(ranks2:
     assert "cat" not in source.replace("allocat", "")
     allocated = [int(n) for n in re.findall(r"empty_strided_cpu\(\((\d+), \)", source)]
     assert all(n < min(numels) for n in allocated), "a bucket was copied"
+
+
+class Noisy(nn.Module):
+    """Of the two matrices the gradient of one is the other's, times noise: "Noisy Networks for Exploration"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.deviation = (nn.Parameter(torch.randn(6, 5) * scale) for scale in (0.5, 0.1))
+        self.register_buffer("noise", torch.randn(6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.mean + self.deviation * self.noise)
+
+
+class Added(nn.Module):
+    """The gradient of what is added to an activation is the activation's, from which the weight's is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.position, self.low, self.high = (
+            nn.Linear(5, 6),
+            nn.Parameter(torch.randn(1, 3, 6)),
+            nn.Parameter(torch.randn(2, 5)),
+            nn.Parameter(torch.randn(6, 2)),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x) + self.position)
+        return F.linear(x, self.first.weight + self.high @ self.low) * y
+
+
+def _shared_gradients(rank: int, keep_buffers: bool, reduction: str) -> list[str]:
+    model = nn.Sequential(Added(), nn.Linear(6, 5), Noisy(), nn.Flatten())
+    options = {"keep_buffers": keep_buffers, "reduction": reduction}
+    ddp = compile_ddp(model, bucket_cap_mb=1e-6, first_bucket_mb=1e-6, **options)
+    read = []
+    for step in range(3):
+        x = torch.randn(1, 3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+        expected = expected_mean(model, lambda module: module(x).square().sum())  # noqa: B023
+        ddp.zero_grad()
+        sources = torch_private.for_tests.generated_code(lambda: ddp(x).square().sum().backward())  # noqa: B023
+        read += [
+            text for source in sources if "all_reduce_" in source for text in reads_in_flight(*read_statements(source))
+        ]
+        factor = 2.0 if reduction == "sum" else 1.0
+        assert_gradients(model, {name: factor * value for name, value in expected.items()}, rtol=1e-3, atol=1e-5)
+        assert step or sources
+    return read
+
+
+@pytest.mark.parametrize(("keep_buffers", "reduction"), [(True, "mean"), (False, "mean"), (True, "sum")])
+def test_a_gradient_that_others_are_computed_from_is_not_read_from_a_bucket_in_flight(
+    ranks2: RankPool, keep_buffers: bool, reduction: str
+) -> None:
+    """[Note: read in flight]"""
+    assert ranks2.run(_shared_gradients, keep_buffers, reduction, **LIMITS) == [[], []]
 
 
 def _keeps_its_flat_buffers(rank: int) -> None:

@@ -45,6 +45,24 @@ def _observe(rank: int) -> list[tuple[object, ...]]:
     return seen
 
 
+def _square_by_a_kernel(x: Tensor, derivative: str) -> Tensor:
+    """The derivative of the squares' sum, taken inside of an operator's kernel."""
+    if derivative == "torch.func":
+        return torch.func.grad(lambda y: y.square().sum())(x)
+    return torch.autograd.functional.vjp(lambda y: y.square().sum(), x, None)[1]
+
+
+@pytest.mark.parametrize("derivative", ["torch.func", "torch.autograd"])
+def test_a_kernel_that_takes_derivatives_takes_them_under_an_observer_too(derivative: str) -> None:
+    library = torch.library.Library(f"observed_{derivative.replace('.', '_')}", "DEF")
+    library.define("derivative(Tensor x) -> Tensor")
+    library.impl("derivative", lambda x: _square_by_a_kernel(x, derivative), "CPU")
+    operator = getattr(torch.ops, library.ns).derivative.default
+    x = torch.arange(3.0)
+    with torch.no_grad(), LaunchObserver("none", launch=lambda bucket, flat: contextlib.nullcontext()):
+        assert torch.equal(operator(x), 2 * x)
+
+
 def test_an_observer_sees_the_launches_and_waits_of_its_group_by_number(ranks2: RankPool) -> None:
     assert (
         ranks2.run(_observe)

@@ -12,6 +12,7 @@ from compiled_ddp import torch_private
 
 _LAUNCHES = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_TORCHS = ("aten", "prims", "_c10d_functional", "compiled_ddp")  # namespaces of operators that take no derivatives
 
 
 class LaunchObserver(torch_private.autograd.DispatchMode):
@@ -44,6 +45,11 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         self._around_launch, self._around_wait = launch, wait
         self._bucket_at: dict[int, int] = {}  # address of a launched flat buffer -> bucket
 
+    def __enter__(self) -> "LaunchObserver":
+        self._keys_outside = torch_private.autograd.dispatch_keys()
+        super().__enter__()
+        return self
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # AOTAutograd may compile a backward when it first runs, on fake tensors.
@@ -59,7 +65,11 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         if func is _WAIT and args[0].data_ptr() in self._bucket_at:
             with self._around_wait(self._bucket_at.pop(args[0].data_ptr())):
                 return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        if getattr(func, "namespace", "aten") in _TORCHS:
+            return func(*args, **kwargs)
+        # A kernel of the user's may take derivatives, which torch does not record inside of a mode.
+        with torch_private.autograd.dispatched_by(self._keys_outside):
+            return func(*args, **kwargs)
 
 
 def profiled(what: str, name: Callable[[int], str], bucket: int) -> AbstractContextManager[object]:

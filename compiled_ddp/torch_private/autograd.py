@@ -160,6 +160,17 @@ def attached(node: Any) -> Any | None:
 DispatchMode = TorchDispatchMode
 
 
+def dispatch_keys() -> tuple[Any, Any]:
+    """How operators that this thread calls are dispatched now, for `dispatched_by`."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+def dispatched_by(keys: tuple[Any, Any]) -> contextlib.AbstractContextManager[object]:
+    """Within this context operators are dispatched as where `dispatch_keys` was asked."""
+    guard: contextlib.AbstractContextManager[object] = torch._C._ForceDispatchKeyGuard(*keys)
+    return guard
+
+
 # Whether torch.profiler, torch.autograd.profiler or its emit_nvtx records in this process.
 profiler_is_on: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 

@@ -68,7 +68,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._C._functorch`, `torch._C._are_functorch_transforms_active` | a forward inside of torch.func's transforms |
 | `Tensor._version` | whether somebody has changed a gradient in place |
 | `torch.utils._python_dispatch.TorchDispatchMode` | looking at a graph's collectives while it runs |
-| `torch._C`: `_dispatch_tls_local_include_set`, `_dispatch_tls_local_exclude_set` | operators that the look leaves alone |
+| `torch._C`: `_dispatch_tls_local_include_set`, `_dispatch_tls_local_exclude_set` | what the look leaves alone |
 | `torch._C._ForceDispatchKeyGuard` | the same |
 | `torch._C._dynamo.eval_frame.get_eval_frame_callback` | whether Dynamo looks at what runs here |
 | `torch._dynamo.eval_frame.innermost_fn` | calling a compiled forward where Dynamo is off |

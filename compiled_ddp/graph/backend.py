@@ -12,6 +12,7 @@ from compiled_ddp.graph.compiled_graph import CompilerFailed
 from compiled_ddp.graph.compiling import compiling
 from compiled_ddp.graph.program import quoted
 from compiled_ddp.graph.segment import Segment, caller_of_this_thread
+from compiled_ddp.model.own_methods import given_parameters
 
 # [Note: shared captures] To Dynamo a backend of another wrapper is another backend, whose graphs it captures anew, and
 # counts: the ninth model of a class would run without graphs. So wrappers of equal models have one backend, and one
@@ -22,7 +23,11 @@ from compiled_ddp.graph.segment import Segment, caller_of_this_thread
 def _structure(module: nn.Module) -> Hashable:
     """What equal models have in common: the classes of their parts, and their parameters' and buffers' shapes."""
     parts = tuple((name, type(part)) for name, part in module.named_modules(remove_duplicate=False))
-    tensors = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    tensors = (
+        *nn.Module.named_parameters(module, remove_duplicate=False),
+        *nn.Module.named_buffers(module, remove_duplicate=False),
+        *given_parameters([*module.named_modules()]),
+    )
     return parts, tuple((name, tensor.shape, tensor.dtype, tensor.device.type) for name, tensor in tensors)
 
 

@@ -1,7 +1,8 @@
 """Which parameters and buffers of a model its wrapper looks after: none to ignore, and none of a wrapper inside."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from compiled_ddp import torch_private
+from compiled_ddp.model.own_methods import every_parameter, given_parameters, has_own, joined
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
@@ -42,6 +44,10 @@ class ManagedState:
     DistributedDataParallel reads too (`_set_params_and_buffers_to_ignore_for_model` sets it); they are read here once,
     as there. A tied parameter is left alone if all of its names are. So is what a wrapper inside the model wraps: that
     one looks after it.
+
+    As for DDP, that is also what a module's own `named_parameters()` gives, and of buffers what the model's own
+    `named_buffers()` does and no other. Unlike there, parameters that such a method leaves out, or that a module's own
+    `parameters()` alone gives, are not left alone: ranks would silently train them apart.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -56,8 +62,16 @@ class ManagedState:
         return Contents(parameters, self.buffers(), frozenset(sparse))
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """By name, each once, in registration order."""
-        return self._named(lambda owner: owner._parameters)
+        """By name, each once: those registered, in that order, then those that modules' own methods give besides."""
+        parts = [*self.modules()]
+        registered = ((joined(prefix, key), p) for prefix, part in parts for key, p in part._parameters.items())
+        return self._those_once(itertools.chain(registered, self._given(parts)))
+
+    def _given(self, parts: Sequence[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that methods of their own give of `parts`, but for those of wrappers inside."""
+        given = [*given_parameters(parts)]
+        inside = given and {id(p) for wrapper in self.wrappers_inside().values() for p in every_parameter(wrapper)}
+        return ((name, parameter) for name, parameter in given if id(parameter) not in inside)
 
     def trained(self) -> dict[str, nn.Parameter]:
         """Those of the parameters that require a gradient."""
@@ -76,23 +90,35 @@ class ManagedState:
         return {name for name, parameter in trained.items() if id(parameter) in weights} if weights else set()
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """By name, each once, in registration order."""
-        return self._named(lambda owner: owner._buffers)
+        """By name, each once, in registration order, or what the model's own `named_buffers()` gives, as for DDP."""
+        bare = torch_private.modules.without_compile_wrapper(self.module)
+        if self.gives_buffers_itself:
+            inside = {id(buffer) for wrapper in self.wrappers_inside().values() for buffer in wrapper.buffers()}
+            return self._those_once((name, b) for name, b in bare.named_buffers() if id(b) not in inside)
+        return self._those_once(
+            (joined(prefix, key), buffer) for prefix, part in self.modules() for key, buffer in part._buffers.items()
+        )
 
-    def _named(self, of_module: Callable[[nn.Module], Mapping[str, _Tensor | None]]) -> dict[str, _Tensor]:
+    @property
+    def gives_buffers_itself(self) -> bool:
+        """Whether the model's own `named_buffers()` gives them, which may give others at any time."""
+        return has_own(torch_private.modules.without_compile_wrapper(self.module), "named_buffers")
+
+    def _those_once(self, named: Iterable[tuple[str, _Tensor | None]]) -> dict[str, _Tensor]:
         found: dict[str, _Tensor] = {}
         known: set[int] = set()
-        for prefix, owner in self.modules():
-            for key, tensor in of_module(owner).items():
-                if tensor is not None and id(tensor) not in known and self._is_own(prefix, key):
-                    known.add(id(tensor))
-                    found[_joined(prefix, key)] = tensor
+        for name, tensor in named:
+            if tensor is not None and id(tensor) not in known and self._is_own(name):
+                known.add(id(tensor))
+                found[_another_than(found, name) if name in found else name] = tensor
         return found
 
     def left_alone(self) -> dict[str, nn.Parameter]:
         """The other parameters of the model, by name."""
         own = {id(parameter) for parameter in self.parameters().values()}
-        return {name: parameter for name, parameter in self.module.named_parameters() if id(parameter) not in own}
+        registered = nn.Module.named_parameters(self.module)  # a method of the model's own may leave out some
+        every = itertools.chain(registered, given_parameters([*self.module.named_modules()]))
+        return {name: parameter for name, parameter in every if id(parameter) not in own}
 
     def wrappers_inside(self) -> dict[str, nn.Module]:
         """The outermost wrappers inside the model, by name, in registration order."""
@@ -113,8 +139,8 @@ class ManagedState:
     def _is_inside(self, part: nn.Module) -> bool:
         return part is not self.module and is_wrapper(part)
 
-    def _is_own(self, prefix: str, key: str) -> bool:
-        return not self._ignored or _plain(_joined(prefix, key)) not in self._ignored
+    def _is_own(self, name: str) -> bool:
+        return not self._ignored or _plain(name) not in self._ignored
 
 
 def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -134,8 +160,9 @@ def is_wrapper(module: nn.Module) -> bool:
     return is_ours or isinstance(bare, nn.parallel.DistributedDataParallel)
 
 
-def _joined(prefix: str, key: str) -> str:
-    return f"{prefix}.{key}" if prefix else key
+def _another_than(known: Mapping[str, object], name: str) -> str:
+    """What to call one of several things to which a module's own methods give the same name."""
+    return next(free for number in itertools.count(2) if (free := f"{name} ({number})") not in known)
 
 
 def _plain(name: str) -> str:

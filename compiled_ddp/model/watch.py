@@ -11,6 +11,7 @@ from torch import nn
 from compiled_ddp import torch_private
 from compiled_ddp.model.checks import check_stepped_after_backward
 from compiled_ddp.model.managed import ManagedState
+from compiled_ddp.model.own_methods import every_parameter
 from compiled_ddp.model.remembered_parts import RememberedParts
 
 
@@ -30,7 +31,7 @@ class Place:
 
     def holds_any(self, parameters: Set[int]) -> bool:
         """Whether what was found is, or holds, one of these parameters, which are called by their ids."""
-        found = self.found.parameters() if isinstance(self.found, nn.Module) else [self.found]
+        found = every_parameter(self.found) if isinstance(self.found, nn.Module) else [self.found]
         return not parameters.isdisjoint(map(id, found))
 
 
@@ -51,7 +52,7 @@ def trained_places(state: ManagedState) -> list[Place]:
 
 def _is_trained(part: torch.Tensor | nn.Module | None, left_alone: Set[int]) -> bool:
     if isinstance(part, nn.Module):
-        return any(_is_trained(parameter, left_alone) for parameter in part.parameters())
+        return any(_is_trained(parameter, left_alone) for parameter in every_parameter(part))
     return part is not None and part.requires_grad and id(part) not in left_alone
 
 
@@ -102,6 +103,7 @@ class ModelWatch:
     def __init__(self, state: ManagedState, *, follows: bool = False) -> None:
         """With `follows`, what was replaced, removed or frozen is a change like any other, instead of an error."""
         self._state, self._follows = state, follows
+        self._asks_for_buffers = state.gives_buffers_itself
         self._places = trained_places(state)
         parameters = state.parameters().values()
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
@@ -151,7 +153,8 @@ class ModelWatch:
 
     def buffers(self) -> Sequence[torch.Tensor]:
         """Those that the wrapper looks after, as they are now: each once, in registration order."""
-        if not (self._modules.are_untouched() and self._siblings_of_buffers.are_untouched()):
+        untouched = self._modules.are_untouched() and self._siblings_of_buffers.are_untouched()
+        if self._asks_for_buffers or not untouched:
             self._take_buffers()
         return self._buffers
 

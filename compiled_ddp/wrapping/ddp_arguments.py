@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_ddp.errors import WrongKindError
 from compiled_ddp.keywords import suggestion
+from compiled_ddp.model.own_methods import every_parameter
 from compiled_ddp.options import CompilerKeywords
 
 Device = int | str | torch.device
@@ -75,7 +76,7 @@ def _check_delayed(arguments: DDPArguments, module: nn.Module) -> None:
             f"delay_all_reduce_named_params must be pairs of a name and a parameter, as model.named_parameters() has, "
             f"found {delayed!r}."
         )
-    own = {id(parameter) for parameter in module.parameters()}
+    own = {id(parameter) for parameter in every_parameter(module)}
     for name, parameter in [*named, *([] if trigger is None else [("param_to_hook_all_reduce", trigger)])]:
         if id(parameter) not in own:
             raise ValueError(f"{name} is not a parameter of the model: pass those that model.named_parameters() has.")

@@ -14,6 +14,7 @@ from compiled_ddp.graph.program import VARIANTS
 from compiled_ddp.graph.telling import Teller
 from compiled_ddp.graph.warmup import Compiled, tell, timed, warm_up
 from compiled_ddp.model.managed import ManagedState
+from compiled_ddp.model.own_methods import every_parameter
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.users_code import warn_user
 from compiled_ddp.wrapping.settings import Settings
@@ -83,7 +84,7 @@ class WarmUps:
         module = self._managed.module
         # A user's hook on a parameter would be called with what is timed.
         parameters = [
-            p for p in module.parameters() if p.requires_grad and not torch_private.tensors.has_tensor_hooks(p)
+            p for p in every_parameter(module) if p.requires_grad and not torch_private.tensors.has_tensor_hooks(p)
         ]
         if not parameters:
             return None

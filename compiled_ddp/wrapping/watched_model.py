@@ -59,7 +59,7 @@ class WatchedModel:
         All at once, in an order that ranks share: each one waits for all ranks, whose forwards may come in other
         orders. Raises where this one cannot; another one tries again in its own forward, and raises there.
         """
-        changed = [model for model in _of_wrappers_in_use if model.look().changed]
+        changed = [model for model in _of_wrappers_in_use if model._can_be_followed()]
         error: Exception | None = None
         for model in sorted(changed, key=lambda model: model._runtime.communicator.group_name):
             try:
@@ -68,6 +68,13 @@ class WatchedModel:
                 error = refused if model is self else error
         if error is not None:
             raise error
+
+    def _can_be_followed(self) -> bool:
+        """Whether the model has changed, in what no error keeps its wrapper from taking: that is its forward's."""
+        try:
+            return self.look().changed
+        except (RuntimeError, ValueError):
+            return False
 
     def _refresh(self) -> None:
         """Take the model as it is now: on every rank before the same forward, or an error on every rank."""

@@ -457,3 +457,28 @@ def _two_change(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_two_models_that_change_may_be_called_in_another_order_on_each_rank(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_two_change, wrapper)
+
+
+def _another_cannot_follow(rank: int, wrapper: str, ranks: tuple[int, ...]) -> None:
+    """One model is loaded by assignment on some `ranks`, as for an evaluation, and the other one is converted."""
+    evaluated, trained = (wrappers([wrapper])[wrapper](Mlp()) for _ in range(2))
+    for ddp in (evaluated, trained):
+        assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank)).square().sum())
+    if rank in ranks:
+        state = {name: tensor.clone() for name, tensor in evaluated.module.state_dict().items()}
+        evaluated.module.load_state_dict(state, assign=True)
+    trained.module.double()
+    for step in range(2):
+        x = row_batch(rank, step).double()
+        assert_steps_to_the_mean(trained, lambda module: module(x).square().sum())  # noqa: B023
+    if rank in ranks:
+        with pytest.raises(RuntimeError, match="was replaced or removed after the model was wrapped"):
+            evaluated(row_batch(rank))
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,), (0,)])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_model_may_change_while_another_one_has_in_what_its_wrapper_cannot_follow(
+    ranks2: RankPool, wrapper: str, ranks: tuple[int, ...]
+) -> None:
+    ranks2.run(_another_cannot_follow, wrapper, ranks)

@@ -93,6 +93,8 @@ class CompiledGraph:
     def backward(self, rewriting: Rewriting, needed_by: HasTeller | None) -> tuple[BackwardImplementation, bool]:
         """The backward after `rewriting`, compiled, and whether it has been compiled just now.
 
+        It returns one entry for each of the graph's inputs, in their order, and what the rewriting has added.
+
         Whoever needs it has the teller; None is for that of the wrapper for which the graph was captured.
         """
         compiled = self.compiled.get(rewriting.identity)
@@ -104,7 +106,7 @@ class CompiledGraph:
         with self._lock, work:
             is_first = rewriting.identity == self._first.identity and not self._spares_saved_tensors
             compiled, is_new = self._compile_first() if is_first else (self._compile_another(rewriting), True)
-            self.compiled[rewriting.identity] = compiled
+            compiled = self.compiled[rewriting.identity] = self._by_input(compiled)
         return compiled, is_new
 
     @compiling
@@ -125,7 +127,22 @@ class CompiledGraph:
     def uncompiled_backward(self) -> BackwardImplementation:
         """The backward graph as it was traced, without any rewriting, run operator by operator."""
         with self._lock:
-            return self._trace().uncompiled()
+            return self._by_input(self._trace().uncompiled())
+
+    @property
+    def parts_of_gradients(self) -> torch_private.subclasses.PartsOfGradients | None:
+        """Where the gradients are that the backward gives in parts; None in nearly all graphs."""
+        return torch_private.subclasses.parts_of_gradients(self._function)
+
+    def _by_input(self, backward: BackwardImplementation) -> BackwardImplementation:
+        parts = self.parts_of_gradients
+        return backward if parts is None else parts.together(backward)
+
+    def replace_backward(self, backward: BackwardImplementation) -> None:
+        """Let autograd call `backward`, which returns one entry for each of the graph's inputs, in their order."""
+        parts = self.parts_of_gradients
+        replacement = backward if parts is None else parts.apart(backward)
+        torch_private.aot.replace_backward_implementation(self._function, replacement)
 
     def spare_saved_tensors(self) -> None:
         """From now on every backward may run several times after one forward.

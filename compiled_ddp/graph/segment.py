@@ -203,8 +203,17 @@ class Segment:
         if self.graph.function is not None:  # None without gradients: an inference graph has no backward
             traced = torch_private.aot.inputs_with_gradient(self.graph.function)
             if traced is not None:
-                self.gradient_order = [position for position in self.gradient_order if position in traced]
-            torch_private.aot.replace_backward_implementation(self.graph.function, self._run_backward)
+                self._keep(traced.__contains__)
+            parts = self.graph.parts_of_gradients
+            if parts is not None:  # hooks reduce what has such a gradient, and AOTAutograd takes no None for it
+                self._keep(parts.is_whole)
+            self.graph.replace_backward(self._run_backward)
+
+    def _keep(self, is_meant: Callable[[int], bool]) -> None:
+        """Of the inputs that may get a gradient, those alone: it is the graph that gives it, and may leave it out."""
+        self.gradient_order = [*filter(is_meant, self.gradient_order)]
+        self._outputs_of = {place: outputs for place, outputs in self._outputs_of.items() if is_meant(place)}
+        self.may_leave_out = bool(self._outputs_of)
 
     def __call__(self, *inputs: Any) -> Any:
         outputs = self.graph.forward(*inputs)

@@ -20,6 +20,8 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._inductor.custom_graph_pass` | an identity in the caches' keys |
 | `torch._dynamo.backends.common.aot_autograd`, `torch._dynamo.backends.debugging.boxed_nop` | `backend="aot_eager"` |
 | `torch._functorch._aot_autograd.descriptors`, in an output's `meta["desc"]` | which output is whose gradient |
+| `CompiledFunction.maybe_subclass_metadata`, its `grad_input_metas` | the same, where a gradient is a tensor subclass |
+| `torch._functorch._aot_autograd.schemas.PlainTensorMeta` | the same |
 | `CompiledFunction._backward_impl` of AOTAutograd | choosing a backward when it starts |
 | `get_or_compile` of the backward's compiler, in the closure of `_backward_impl` | compiling a backward ahead |
 | `torch._C._autograd._get_current_graph_task_keep_graph` | several backwards of one forward |
@@ -84,6 +86,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack` | the same |
 | `torch._C`: `DispatchKey.ZeroTensor`, `DispatchKeySet`, `_dispatch_keyset_full_after` | tracing forward mode |
 | `torch._dynamo.symbolic_convert` | tests: what Dynamo traces |
+| `torch.testing._internal.two_tensor.TwoTensor` | tests: a tensor subclass |
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
 | `torch._inductor.graph.GraphLowering`, `torch.testing._internal.distributed.fake_pg` | tests: code for CUDA |
 | `torch._inductor`: `scheduler.Scheduler`, `select_algorithm`, `ir.ChoiceCaller` | the same |
@@ -110,6 +113,7 @@ from compiled_ddp.torch_private import (
     inductor,
     modules,
     packing,
+    subclasses,
     tensors,
     tracing,
     trees,
@@ -131,6 +135,7 @@ __all__ = [
     "inductor",
     "modules",
     "packing",
+    "subclasses",
     "tensors",
     "tracing",
     "trees",

@@ -180,3 +180,10 @@ def register_without_names(container: type, flatten: Callable[[Any], Any], build
     from torch.utils import _pytree
 
     _pytree.register_pytree_node(container, flatten, build)
+
+
+def two_tensors(first: torch.Tensor, second: torch.Tensor) -> Any:
+    """A tensor subclass that AOTAutograd takes apart, with `a` and `b`: each operator is run with both."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    return TwoTensor(first, second)

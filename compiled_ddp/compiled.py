@@ -253,6 +253,8 @@ class CompiledDDP(DataParallelWrapper):
         self._calls.note(segment, call)
         if call is not None:
             torch_private.autograd.attach(node, call)
+        elif reduces and segment.why_hooks is not None:
+            self._bindings.report_left(inputs, segment.why_hooks)
 
     @property
     def _live_calls(self) -> Callable[[], Sequence[SegmentCall]]:

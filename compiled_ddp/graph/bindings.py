@@ -62,6 +62,13 @@ class Bindings:
             return None
         return SegmentCall(binding, may_leave_out=segment.may_leave_out, node=node, backwards=self._runtime.backwards)
 
+    def report_left(self, inputs: Sequence[Any], why: str) -> None:
+        """Hooks reduce the parameters among these inputs of a graph. Raises RuntimeError if that must not be."""
+        reduction = self._runtime.reduction
+        indices = {self._index_of_parameter[id(value)] for value in inputs if id(value) in self._index_of_parameter}
+        if indices and why not in reduction.fallback.reasons:
+            reduction.fallback.report(why, reduction.parameters.named(sorted(indices)))
+
     def _binding(self, known: "_Known", segment: Segment, parameters: _Parameters, inputs: Sequence[Any]) -> Binding:
         alive = weakref.ref(self)  # a call hangs on an autograd graph, which is not to keep the wrapper
         captured = weakref.ref(segment)

@@ -38,6 +38,8 @@ from compiled_ddp.users_code import warn_user
 
 _NOTHING = frozenset[int]()
 
+MERGED = "a captured graph overwrites one of several inputs that share memory (such as buffers that are views of one)"
+
 
 class Caller(Protocol):
     """A wrapper that runs its module."""
@@ -200,6 +202,7 @@ class Segment:
                 teller=caller.teller,
                 first=LOCAL if first is None else first.rewriting("synchronised"),
             )
+        self.why_hooks: str | None = None  # why no wrapper reduces anything in this graph
         if self.graph.function is not None:  # None without gradients: an inference graph has no backward
             traced = torch_private.aot.inputs_with_gradient(self.graph.function)
             if traced is not None:
@@ -207,6 +210,9 @@ class Segment:
             parts = self.graph.parts_of_gradients
             if parts is not None:  # hooks reduce what has such a gradient, and AOTAutograd takes no None for it
                 self._keep(parts.is_whole)
+            if torch_private.aot.merges_inputs(self.graph.function, len(example_inputs)):
+                self.why_hooks = MERGED  # what comes back is not in the order of the captured graph's inputs
+                self._keep(lambda place: False)
             self.graph.replace_backward(self._run_backward)
 
     def _keep(self, is_meant: Callable[[int], bool]) -> None:

@@ -26,6 +26,7 @@ with what torch gives: an argument that it does not know is passed on.
 | `get_or_compile` of the backward's compiler, in the closure of `_backward_impl` | compiling a backward ahead |
 | `torch._C._autograd._get_current_graph_task_keep_graph` | several backwards of one forward |
 | `CompiledFunction.metadata.bw_donated_idxs` | the same |
+| `CompiledFunction.metadata.input_info` | whether a compiled graph has the inputs of the captured one |
 | `torch._functorch._aot_autograd.runtime_wrappers.AutogradLazyBackwardCompileInfo` | the traced backward graph |
 | `CompiledFunction._lazy_backward_info`, `bw_compiler` and `disable_amp` in that closure | compiling it again |
 | `torch._functorch._aot_autograd.utils.call_func_at_runtime_with_args` | running what that makes |

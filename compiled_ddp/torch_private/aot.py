@@ -36,7 +36,8 @@ def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Fu
     """AOTAutograd's autograd.Function behind a compiled callable; None for a graph without a backward.
 
     AOTAutograd keeps it in the closures of its runtime wrappers, which are searched here; the shape of those closures
-    differs between a compilation and a cache hit.
+    differs between a compilation and a cache hit. Wrappers that it writes as source (torch 2.13) have no closure, but
+    name what they wrap.
     """
     seen: set[int] = set()
     pending: list[Any] = [compiled]
@@ -49,7 +50,7 @@ def compiled_function_of(compiled: Callable[..., Any]) -> type[torch.autograd.Fu
             if issubclass(candidate, torch.autograd.Function) and hasattr(candidate, "_backward_impl"):
                 return candidate
         elif isinstance(candidate, types.FunctionType):
-            pending += _named_cells_of(candidate).values()
+            pending += [*_named_cells_of(candidate).values(), getattr(candidate, "__wrapped__", None)]
         elif isinstance(candidate, types.MethodType | types.BuiltinMethodType):
             pending.append(candidate.__self__)
         elif isinstance(candidate, functools.partial):
@@ -66,6 +67,15 @@ def _named_cells_of(function: Any) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
             contents[name] = cell.cell_contents
     return contents
+
+
+def merges_inputs(compiled_function: type[torch.autograd.Function], inputs: int) -> bool:
+    """Whether AOTAutograd gives the function other inputs than the captured graph has, which has that many.
+
+    Of inputs that share memory it makes a single one, where the graph overwrites one of them, and puts it first.
+    """
+    of_function: Sequence[Any] = compiled_function.metadata.input_info  # type: ignore[attr-defined]
+    return len(of_function) != inputs
 
 
 BackwardImplementation = Callable[[Any, list[Any]], Any]  # (ctx, saved tensors and tangents) -> gradients

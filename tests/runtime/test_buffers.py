@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_equal_on_all_ranks, wrappers
+from models import assert_equal_on_all_ranks, assert_gradients, mean_by_hand, row_batch, wrappers
 from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.nn.parallel import DistributedDataParallel
 
+from compiled_ddp.graph.segment import MERGED
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -249,3 +250,75 @@ def _grown_on_one_rank(rank: int, wrapper: str) -> list[float]:
 def test_a_buffer_may_grow_on_one_rank_where_buffers_are_its_own(ranks2: RankPool, wrapper: str) -> None:
     first, second = ranks2.run(_grown_on_one_rank, wrapper)
     assert (len(first), len(second)) == (3, 7)
+
+
+class Statistics(nn.Module):
+    """Buffers that are views of one, which forward writes; behind it another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.register_buffer("both", torch.zeros(8))
+        self.register_buffer("mean", self.both[:4])
+        self.register_buffer("spread", self.both[4:])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(hidden.mean(0), alpha=0.1)
+            self.spread.mul_(0.9).add_(hidden.std(0), alpha=0.1)
+        hidden = self.second(torch.tanh(hidden - self.mean)) + self.both.sum()
+        torch._dynamo.graph_break()
+        return self.head(torch.tanh(hidden)).square().sum()
+
+
+def _with_views(rank: int, wrapper: str, options: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    ddp = wrappers([wrapper])[wrapper](Statistics(), **options, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            x = row_batch(rank, step)
+            twin = copy.deepcopy(ddp.module)
+            twin(x)
+            expected = mean_by_hand(ddp, lambda module: module(x))  # noqa: B023
+            optimizer.zero_grad()
+            ddp(x).backward()
+            assert_gradients(ddp.module, expected, atol=1e-6)
+            torch.testing.assert_close(dict(ddp.module.named_buffers()), dict(twin.named_buffers()))
+            optimizer.step()
+    told = [str(w.message) for w in caught if MERGED in str(w.message)]
+    assert len(told) == (wrapper == "compile_ddp"), told
+    if wrapper == "compile_ddp":
+        assert "first.weight" in told[0]
+        assert "head.weight" not in told[0]
+        assert ddp.explain().fallback_reasons == (MERGED,)
+        by_graph, *others = (section.plan.indices for section in ddp.plan.sections if section.origin == "graph")
+        assert {ddp._runtime.parameters.names[index] for index in by_graph} == {"head.weight", "head.bias"}
+        assert not others
+    ddp.unwrap()
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_hooks_reduce_a_graph_that_writes_a_buffer_with_views(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_with_views, wrapper, {})
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_so_they_do_with_inductor(ranks2: RankPool, dynamic: bool | None) -> None:
+    for _ in range(2):  # the second time from the caches
+        ranks2.run(_with_views, "compile_ddp", {"backend": "inductor", "dynamic": dynamic}, timeout_seconds=400)
+
+
+def _with_views_but_strict(rank: int) -> None:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Statistics(), strict=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"share memory.*strict=True\) does not fall back"):
+            ddp(row_batch(rank))
+    ddp.unwrap()
+
+
+def test_strict_refuses_such_a_graph(ranks2: RankPool) -> None:
+    ranks2.run(_with_views_but_strict)

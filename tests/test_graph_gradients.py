@@ -65,6 +65,22 @@ def test_what_no_rank_has_used_of_a_graph_keeps_its_grad() -> None:
     assert_gradients(ranks, mean(0), None)
 
 
+@pytest.mark.parametrize("existing", [None, 10.0])
+def test_what_comes_from_outside_of_what_no_rank_has_used_in_the_graph_is_found(existing: float | None) -> None:
+    ranks = two_ranks()
+    for rank in ranks:
+        rank.tensors[1].grad = None if existing is None else torch.full((2,), existing)
+    runs = begin(ranks, IN_A_GRAPH)
+    graphs = [run.begin_graph(0, values(run.rank.rank), None) for run in runs]
+    for run, graph, outside in zip(runs, graphs, ({}, {1: values(1, 1)}), strict=True):
+        run.accumulate_all(graph.complete(), outside)
+    end_all(*runs)
+    assert [run.backward.observations.graph_and_eager for run in runs] == [set(), {1}]
+    before = 0.0 if existing is None else existing
+    assert_gradients(ranks[:1], mean(0), None if existing is None else torch.full((2,), existing))
+    assert_gradients(ranks[1:], mean(0), before + values(1, 1))
+
+
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("graphs_run_on", [[0, 1], [0], []])
 def test_a_gradient_of_several_sections_is_the_mean_of_its_sum(graphs_run_on: list[int], as_view: bool) -> None:

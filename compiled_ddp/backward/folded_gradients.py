@@ -22,6 +22,7 @@ class FoldedGradients:
         self.withheld = _NOTHING_WITHHELD  # what graphs fold in too
         self.taken: dict[int, torch.Tensor] = {}
         self._accumulated: set[int] = set()  # those of them that the backward brings a .grad
+        self._left_out: set[int] = set()
         self.not_accumulated: set[int] = set()  # by torch.autograd.grad, where .grad was there before
 
     def expect(self, repeated: Iterable[str]) -> None:
@@ -50,8 +51,9 @@ class FoldedGradients:
         return inputs
 
     def leave_out(self, indices: Set[int]) -> None:
-        """The backward brings these no .grad after all."""
+        """The graph brings these no .grad after all: it has reduced nothing of them, nor what it has taken."""
         self._accumulated -= indices
+        self._left_out |= indices
 
     def give_back_as_they_were(self, indices: Iterable[int]) -> None:
         """Where an exception has ended the graph that took them."""
@@ -69,7 +71,10 @@ class FoldedGradients:
             parameter = self._parameters.tensors[index]
             if parameter.grad is not None:
                 with grad_mode_off():
-                    tensor.copy_(parameter.grad)
+                    if index in self._left_out:
+                        tensor.add_(parameter.grad)
+                    else:
+                        tensor.copy_(parameter.grad)
             elif index in self._accumulated:
                 continue  # a hook of the user's has taken it away
             else:

@@ -17,6 +17,7 @@ class GraphGradients:
         # None where several graphs have reduced parts of it.
         self.addresses: dict[int, int | None] = {}
         self._aliases: list[dict[int, torch.Tensor]] = []  # of each graph
+        self._left_out: set[int] = set()  # parameters of a graph that no rank's loss reaches through it
 
     def note(self, indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """These are what a graph returns of the parameters `indices`."""
@@ -25,6 +26,15 @@ class GraphGradients:
         self.addresses |= dict.fromkeys(several)
         # They share the storage, so that autograd adds other contributions out of place, which `has_another` sees.
         self._aliases.append(dict(zip(indices, map(torch.Tensor.detach, tensors), strict=True)))
+
+    def note_left_out(self, indices: Set[int]) -> None:
+        """A graph returns nothing of these parameters: [Note: undefined gradients]"""
+        self._left_out |= indices
+
+    @property
+    def left_out(self) -> Set[int]:
+        """The parameters of which a graph was to reduce a gradient, and none has."""
+        return self._left_out and self._left_out - self.addresses.keys()
 
     @property
     def indices(self) -> Set[int]:

@@ -203,6 +203,8 @@ class SynchronisedBackward:
         elsewhere = self.of_graphs.found_elsewhere(self._parameters.tensors) if self.of_graphs.addresses else ()
         if elsewhere:
             self._find_graph_and_eager(elsewhere)
+        if self.of_graphs.left_out:
+            self._find_eager_alone(self.of_graphs.left_out)
         written = self.gradients.write_back()
         if self.folded.taken:
             self.folded.give_back()
@@ -213,6 +215,13 @@ class SynchronisedBackward:
         looks = self.circumstances.looks_at_values
         for index, gradient in elsewhere:
             if not self.is_by_hooks(index) and self.of_graphs.has_another(index, gradient, looks_at_values=looks):
+                self.observations.graph_and_eager.add(index)
+
+    def _find_eager_alone(self, left_out: Iterable[int]) -> None:
+        """A .grad of which graphs were to reduce a part, and have none, came after them: it was not reduced."""
+        for index in left_out:
+            has_come = self._parameters.tensors[index].grad is not None and self.existing.has_accumulated(index)
+            if has_come and not self.is_by_hooks(index):
                 self.observations.graph_and_eager.add(index)
 
     def outcome(self, index: int, written: Set[int]) -> torch.Tensor | None:

@@ -119,6 +119,7 @@ class ReservedSection:
         backward = self._backward
         if left_out:
             backward.folded.leave_out(left_out)
+            backward.of_graphs.note_left_out(left_out)
         backward.reservations.complete(self._section, riders)
         backward.launches.take_back()
         backward.of_graphs.note(indices, gradients)

@@ -107,6 +107,41 @@ def test_a_gradient_from_outside_of_a_graph_that_was_not_there_at_first_is_refus
     ranks2.run(_from_outside_later)
 
 
+class Mixing(nn.Module):
+    """What it has computed is an output too, to mix samples and apply the head to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return self.head(hidden), hidden
+
+    def loss(self, wrapped: nn.Module, x: Tensor, *, mixes: bool) -> Tensor:
+        output, hidden = wrapped(x)
+        return (self.head(hidden + hidden.flip(0)) if mixes else output).square().sum()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_from_outside_alone_where_the_graph_was_to_have_one_is_refused_by_its_name(
+    ranks2: RankPool, set_to_none: bool
+) -> None:
+    ranks2.run(_from_outside_alone, set_to_none)
+
+
+def _from_outside_alone(rank: int, set_to_none: bool) -> None:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Mixing())
+    for number, mixes in enumerate([False, False, True, False]):
+        x = row_batch(rank, number)
+        if not mixes:
+            assert_step(ddp, lambda module: ddp.module.loss(module, x, mixes=False))  # noqa: B023
+            continue
+        ddp.zero_grad(set_to_none=set_to_none)
+        with pytest.raises(RuntimeError, match=r"head\.weight, head\.bias got a gradient from outside of its captured"):
+            ddp.module.loss(ddp, x, mixes=True).backward()
+
+
 def _from_outside_on_one_rank(rank: int) -> None:
     ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp(), verify="off")  # verification would tell all ranks at once
     step(ddp, rank, 0)

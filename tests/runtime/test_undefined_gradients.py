@@ -287,6 +287,52 @@ def test_no_gradient_goes_back_through_a_graph_that_gets_none(ranks2: RankPool) 
     ranks2.run(_behind_a_break)
 
 
+class MixesInTheFirstStep(nn.Module):
+    """The backward begins in a second graph, so that the sequence has the head in the first one, which is unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.other = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = torch.tanh(self.body(x))
+        output = self.head(hidden)
+        torch._dynamo.graph_break()
+        return output, hidden, self.other(hidden)
+
+
+def _mixes_at_first(rank: int, wrapper: str, accumulated: bool, on_ranks: Sequence[int]) -> None:
+    torch.manual_seed(0)
+    ddp = wrappers([wrapper])[wrapper](MixesInTheFirstStep())
+    for step in range(4):
+        x = _batch(rank, step)
+
+        def loss(module: nn.Module, x: Tensor = x) -> Tensor:
+            _, hidden, other = module(x)
+            mixed = getattr(module, "module", module).head(hidden + hidden.flip(0))
+            return other.square().sum() + (mixed.square().sum() if rank in on_ranks else 0.0)
+
+        expected = _expected(ddp.module, [loss])
+        for parameter in ddp.module.parameters():
+            parameter.grad = torch.ones_like(parameter) if accumulated else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss(ddp).backward()
+        if accumulated:
+            expected = {name: None if mean is None else mean + 1.0 for name, mean in expected.items()}
+        _assert_as_expected(ddp.module, expected, step)
+    ddp.unwrap()
+
+
+@pytest.mark.parametrize("on_ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_what_the_first_backward_uses_outside_of_its_graph_alone_is_averaged(
+    ranks2: RankPool, wrapper: str, accumulated: bool, on_ranks: Sequence[int]
+) -> None:
+    ranks2.run(_mixes_at_first, wrapper, accumulated, on_ranks)
+
+
 class AddsWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, trains: bool) -> Tensor:

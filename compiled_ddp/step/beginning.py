@@ -122,6 +122,8 @@ class Beginning:
             reduction.uneven.begin_backward(count.value)
         self.number += 1
         self._forward.backward_began(accumulates=accumulates)
+        if accumulates:
+            reduction.hooks.disarm()
         reduction.hooks.defer_users()
         if reduction.receive is not None:
             reduction.receive([])  # those of the backward before are about to be filled again

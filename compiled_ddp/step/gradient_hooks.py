@@ -1,14 +1,24 @@
 """The post-accumulate hooks through which a runtime learns that autograd has accumulated a gradient."""
 
 import functools
+import itertools
 import weakref
-from collections.abc import Iterable, Sequence, Set
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import Any, Protocol
 
 import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.backward import deferred_hooks
+
+# [Note: tripwire] Where graphs reduce a gradient no hook need tell of it. But the loss may reach none of a forward's
+# graphs (it is of `ddp.module` alone, say), and its backward begins with the first gradient all the same. So the
+# parameters that are not watched keep our place among their hooks, with one object for all of them that does nothing,
+# without a frame of Python. Between a synchronised forward and its backward that object tells of a gradient as our
+# hooks do, which are then put back: so no step has to do anything for each parameter.
+
+_DO_NOTHING: Callable[[object], None] = deque[object](maxlen=0).append  # written in C, keeps nothing
 
 
 class Listener(Protocol):
@@ -32,10 +42,16 @@ class GradientHooks:
         # A parameter must not keep the listener alive: the collector does not see through autograd's hooks.
         self._listener = weakref.ref(listener)
         self._ids: dict[int, int] = {}  # of our hooks, by parameter: what their handles would remove them by
+        self._resting: dict[int, int] = {}  # the same of those with the tripwire
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._tripwire = functools.partial(_DO_NOTHING)  # [Note: tripwire]
+        tripped = functools.partial(_tripped, weakref.ref(self))
+        # Between forward and backward: let the first gradient of a parameter that is not watched be told of, or not.
+        self.arm, self.disarm = _turned_into(self._tripwire, tripped), _turned_into(self._tripwire, _DO_NOTHING)
         self._deferred: set[int] = set()  # the parameters on which users' hooks were found
         # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
         by_weak = [weakref.ref(parameter) for parameter in parameters]
-        weakref.finalize(self, _remove_all, self._ids, by_weak).atexit = False
+        weakref.finalize(self, _remove_all, [self._ids, self._resting], by_weak).atexit = False
 
     def on(self, parameters: Sequence[torch.nn.Parameter]) -> "GradientHooks":
         """Hooks on other parameters, for the same listener."""
@@ -56,7 +72,10 @@ class GradientHooks:
             if index in self._ids:
                 continue
             hook = functools.partial(_gradient_accumulated, self._listener, index)
-            if parameter.requires_grad:
+            own_id, hooks = self._resting.pop(index, None), torch_private.tensors.post_accumulate_hooks(parameter)
+            if own_id in hooks:
+                self._ids[index], hooks[own_id] = own_id, hook
+            elif parameter.requires_grad:
                 self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
             else:
                 parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
@@ -64,10 +83,25 @@ class GradientHooks:
                 parameter.requires_grad_(False)
         self.defer_users()
 
-    def remove(self, keep: Set[int] = frozenset()) -> None:
-        """Watch only the parameters in `keep`."""
+    def rest(self, keep: Set[int]) -> None:
+        """Watch only the parameters in `keep` from now on, and the others where the tripwire is armed."""
         for index in self._ids.keys() - keep:
-            _remove(self._ids.pop(index), self._parameters[index])
+            own_id, parameter = self._ids.pop(index), self._parameters[index]
+            hooks = torch_private.tensors.post_accumulate_hooks(parameter)
+            if own_id in hooks:
+                self._resting[index], hooks[own_id] = own_id, self._tripwire
+            deferred_hooks.restore(parameter)
+
+    def remove(self) -> None:
+        """Watch no parameter, and leave none of our hooks."""
+        for ids in (self._ids, self._resting):
+            for index, own_id in ids.items():
+                _remove(own_id, self._parameters[index])
+            ids.clear()
+
+    def tripped(self, parameter: torch.Tensor) -> None:
+        """Autograd has accumulated a gradient of a parameter with the tripwire."""
+        _gradient_accumulated(self._listener, self._index_of[id(parameter)], parameter)
 
     def defer_users(self) -> None:
         """Let the users' hooks on watched parameters wait for `run_users` where the gradient is still to be reduced."""
@@ -87,8 +121,20 @@ class GradientHooks:
             deferred_hooks.run_deferred(self._parameters[index])
 
 
-def _remove_all(ids: dict[int, int], parameters: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
-    for index, own_id in ids.items():
+def _turned_into(hook: functools.partial[Any], function: Callable[[torch.Tensor], object]) -> Callable[[], object]:
+    """What lets `hook` be `function` from then on, without a frame of Python."""
+    set_state: Callable[[tuple[object, ...]], object] = hook.__setstate__  # type: ignore[attr-defined]
+    return functools.partial(set_state, (function, (), {}, None))
+
+
+def _tripped(hooks: weakref.ref[GradientHooks], parameter: torch.Tensor) -> None:
+    alive = hooks()
+    if alive is not None:
+        alive.tripped(parameter)
+
+
+def _remove_all(of_both: Iterable[dict[int, int]], parameters: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
+    for index, own_id in itertools.chain.from_iterable(ids.items() for ids in of_both):
         parameter = parameters[index]()
         if parameter is not None:
             _remove(own_id, parameter)

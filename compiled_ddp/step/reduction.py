@@ -134,7 +134,7 @@ class Reduction:
         """Where no graph has fallen back, those that graphs reduce are watched no more."""
         if not any(section.falls_back for section in self.agreed.by_hooks):
             by_hooks = (index for section in self.agreed.by_hooks for index in section.plan.indices)
-            self.hooks.remove(keep=self.agreed.unused.union(by_hooks))
+            self.hooks.rest(keep=self.agreed.unused.union(by_hooks))
 
     def defer_users(self) -> None:
         """Let the users' hooks on parameters wait for what is reduced."""

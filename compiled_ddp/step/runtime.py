@@ -76,12 +76,17 @@ class Runtime:
         self._forward.drop()
 
     def end_forward(self, calls: Sequence[GraphCall]) -> None:
-        """Watch the parameters by hooks unless the segments that this forward called cover every graph section."""
+        """Watch the parameters by hooks unless the segments that this forward called cover every graph section.
+
+        Even then its loss may reach none of these: [Note: tripwire]
+        """
         agreed, hooks = self.reduction.agreed, self.reduction.hooks
         if agreed.sequence is not None and not hooks.everywhere:
             called = {call.fingerprint for call in calls}
             if not agreed.graph_sections.keys() <= called:
                 hooks.install()
+            elif self._forward.awaits_backward:
+                hooks.arm()
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """Begin a synchronised backward when one reaches these outputs, before it has accumulated any gradient.

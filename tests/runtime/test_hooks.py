@@ -1,5 +1,6 @@
 """The hook-based runtime, alone and as the fallback of compiled graphs."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,83 @@ from compiled_ddp import EagerDDP, compile_ddp
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
+
+
+# ---- a loss that reaches no graph ------------------------------------------------------------------------------------
+
+
+def _past_the_graphs(rank: int, wrapper: str, on_ranks: tuple[int, ...]) -> None:
+    """From the third step on, the loss of these ranks is of the module alone."""
+    ddp, seen = wrappers([wrapper])[wrapper](Mlp()), []
+    for step in range(6):
+        past = rank in on_ranks and step in (2, 3, 5)
+        rows = row_batch(rank, step)
+        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(rows).square().sum())  # noqa: B023
+        ddp.zero_grad()
+        output = ddp(row_batch(rank, step + 10) if past else rows)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what goes by hooks
+            (ddp.module(rows) if past else output).square().sum().backward()
+        assert_gradients(ddp.module, expected)
+        if step == 1:
+            ddp.module.norm.bias.register_post_accumulate_grad_hook(lambda bias: seen.append(bias.grad.clone()))
+        elif step > 1:
+            torch.testing.assert_close(seen.pop().double(), expected["norm.bias"], rtol=1e-5, atol=1e-6)
+    assert not seen, "the user's hook was called twice in a step"
+
+
+@pytest.mark.parametrize("on_ranks", [(0, 1), (1,)])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_loss_of_the_module_alone_is_averaged_where_its_forward_was_synchronised(
+    ranks2: RankPool, wrapper: str, on_ranks: tuple[int, ...]
+) -> None:
+    ranks2.run(_past_the_graphs, wrapper, on_ranks)
+
+
+def _only_between_forward_and_backward(rank: int, wrapper: str) -> None:
+    """What comes after the backward of a forward, or after a forward under no_sync, stays local."""
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    loss = lambda module, step: module(row_batch(rank, step)).square().sum()  # noqa: E731
+    for step in range(3):
+        ddp.zero_grad()
+        loss(ddp, step).backward()
+    for forward_before in (False, True):
+        if forward_before:
+            with ddp.no_sync():
+                ddp(row_batch(rank))
+        expected = local_gradients(copy.deepcopy(ddp.module), lambda module: loss(module, 3))
+        ddp.zero_grad()
+        loss(ddp.module, 3).backward()
+        assert_gradients(ddp.module, {name: gradient.double() for name, gradient in expected.items()})
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_loss_of_the_module_alone_is_local_where_no_synchronised_forward_waits(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_only_between_forward_and_backward, wrapper)
+
+
+def _between_torch_autograd_grad_and_backward(rank: int) -> None:
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp())
+    for step in range(4):
+        rows = row_batch(rank, step)
+        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(rows).square().sum())  # noqa: B023
+        ddp.zero_grad()
+        output = ddp(row_batch(rank, step + 10))
+        if step < 2:
+            output = ddp(rows)
+        else:
+            torch.autograd.grad(output.sum(), list(ddp.module.parameters()))
+            output = ddp.module(rows)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output.square().sum().backward()
+        assert_gradients(ddp.module, expected)
+
+
+def test_a_loss_of_the_module_alone_is_averaged_behind_a_torch_autograd_grad(ranks2: RankPool) -> None:
+    ranks2.run(_between_torch_autograd_grad_and_backward)
 
 
 # ---- the order of buckets --------------------------------------------------------------------------------------------

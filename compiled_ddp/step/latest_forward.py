@@ -2,7 +2,7 @@
 
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any
 
 from compiled_ddp.backward.forward_count import ForwardCount
@@ -13,14 +13,23 @@ class LatestForward:
 
     def __init__(self) -> None:
         self.synchronises = True  # whether its backward does: False under no_sync
-        self.awaits_backward = False  # whether it was synchronised, and no backward has begun since
+        # Whether it was synchronised, or one before it in whose output nothing is seen of a graph, and no backward has
+        # begun since.
+        self.awaits_backward = False
+        self._is_hidden = False  # whether the one that waits has returned no autograd node that was found
         self.count = ForwardCount()
         self._is_counted = False  # whether it is one of `count`
         self._thread = 0
 
     def begin(self, *, synchronise: bool, counted: bool) -> None:
-        """`counted` tells whether every rank is to begin as many such forwards as this one; it is counted then."""
-        self.synchronises = self.awaits_backward = synchronise
+        """`counted` tells whether every rank is to begin as many such forwards as this one; it is counted then.
+
+        A local one takes the place of one that waits, unless that has hidden its graph (in a closure, in the module):
+        nothing but the first gradient tells that its backward has come, and as under DDP this is taken for it.
+        """
+        self.synchronises = synchronise
+        self.awaits_backward = synchronise or (self.awaits_backward and self._is_hidden)
+        self._is_hidden = self._is_hidden and not synchronise
         self._thread = threading.get_ident()
         self._is_counted = synchronise and counted
 
@@ -35,8 +44,9 @@ class LatestForward:
         if self._is_counted:
             self.count.raised()
 
-    def returned(self, nodes: Iterable[Any]) -> None:
+    def returned(self, nodes: Collection[Any]) -> None:
         """It has returned outputs of these autograd nodes; one that runs again inside a backward has done so before."""
+        self._is_hidden = self.awaits_backward and not nodes
         if self._is_counted and self.awaits_backward:
             self.count.returned(nodes)
 

@@ -10,7 +10,7 @@ import re
 import warnings
 import weakref
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -577,6 +577,83 @@ def _kept_loss(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
 def test_a_loss_that_is_not_among_the_outputs_is_synchronised(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_kept_loss, wrapper)
+
+
+class KeepsItsOutput(Mlp):
+    def forward(self, x: Tensor) -> None:
+        self.output = super().forward(x)
+
+
+class GivesAFunction(Mlp):
+    def forward(self, x: Tensor) -> Callable[[], Tensor]:
+        output = super().forward(x)
+        return lambda: output
+
+
+class Generates(Mlp):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        yield super().forward(x)
+
+
+HIDDEN: dict[type[Mlp], Callable[[nn.Module, Any], Tensor]] = {
+    KeepsItsOutput: lambda module, _: module.output,
+    GivesAFunction: lambda _, function: function(),
+    Generates: lambda _, generator: next(generator),
+}
+
+
+def _local_forward_between(rank: int, wrapper: str, model: type[Mlp]) -> None:
+    """Between forward and backward, as of a target that has no gradient of its own."""
+    ddp = wrap(wrapper, model()) if wrapper != "torch" else DistributedDataParallel(model())
+    take = HIDDEN.get(model, lambda _, output: output)
+    for step in range(4):
+        x, other = batch(rank, step), batch(rank, step + 10)
+        with torch.no_grad():
+            target = take(ddp.module, ddp.module(other)).clone()
+        loss = lambda module: (take(module, module(x)) - target).square().sum()  # noqa: B023, E731
+        if model is KeepsItsOutput:
+            del ddp.module.output  # which cannot be copied
+        expected = expected_mean(copy.deepcopy(ddp.module), loss)
+        ddp.zero_grad()
+        output = take(ddp.module, ddp(x))
+        with ddp.no_sync():
+            between = take(ddp.module, ddp(other))
+        (output - between.detach()).square().sum().backward()
+        assert_gradients(ddp.module, expected)
+        ddp.module.output = None
+        with ddp.no_sync():  # nothing waits any more
+            ddp.zero_grad()
+            take(ddp.module, ddp(x)).square().sum().backward()
+        local = local_gradients(ddp.module, lambda module: take(module, module(x)).square().sum())  # noqa: B023
+        assert_gradients(ddp.module, {name: gradient.double() for name, gradient in local.items()}, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:gradients of")
+@pytest.mark.parametrize("model", [*HIDDEN, Mlp])
+@pytest.mark.parametrize("wrapper", [*BOTH, "torch"])
+def test_a_local_forward_in_between_leaves_a_backward_synchronised_whose_graph_is_hidden(
+    ranks2: RankPool, wrapper: str, model: type[Mlp]
+) -> None:
+    ranks2.run(_local_forward_between, wrapper, model)
+
+
+def _local_instead(rank: int, wrapper: str) -> None:
+    """A forward whose output was seen, and which is given up for one under no_sync."""
+    ddp = wrap(wrapper, Mlp())
+    for step in range(3):
+        assert_trains(ddp, rank)
+        x = batch(rank, step)
+        local = local_gradients(copy.deepcopy(ddp.module), lambda module: loss_of(module, x))  # noqa: B023
+        ddp.zero_grad()
+        ddp(x)
+        with ddp.no_sync():
+            loss_of(ddp, x).backward()
+        assert_gradients(ddp.module, {name: gradient.double() for name, gradient in local.items()}, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_local_forward_takes_the_place_of_one_whose_output_was_thrown_away(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_local_instead, wrapper)
 
 
 def _module_called_directly(rank: int, wrapper: str) -> None:

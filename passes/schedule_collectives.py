@@ -30,7 +30,8 @@ def schedule_collectives(graph: Graph, *, group_name: str) -> None:
     after_wait = _descendants(nodes, waits)
     something_mutates = any(mutates(node) for node in nodes)
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
-    draws = [node for node in nodes if _draws_random_numbers(node) and node not in after_wait]
+    drawing = set(filter(_draws_random_numbers, {node.target for node in nodes}))
+    draws = [node for node in nodes if node.target in drawing and node not in after_wait]
     behind = {later: earlier for earlier, later in pairwise(draws)}
     if not something_mutates:
         for launch in launches:
@@ -67,8 +68,8 @@ def _descendants(nodes: list[Node], roots: list[Node]) -> set[Node]:
     return reached
 
 
-def _draws_random_numbers(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+def _draws_random_numbers(target: object) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def mutates(node: Node) -> bool:

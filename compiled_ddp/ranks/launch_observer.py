@@ -12,7 +12,7 @@ from compiled_ddp import torch_private
 
 _LAUNCHES = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_TORCHS = ("aten", "prims", "_c10d_functional", "compiled_ddp")  # namespaces of operators that take no derivatives
+_WITHOUT_DERIVATIVES = ("aten::", "prims::", "_c10d_functional::", "compiled_ddp::")  # in the kernels of operators
 
 
 class LaunchObserver(torch_private.autograd.DispatchMode):
@@ -47,7 +47,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
 
     def __enter__(self) -> "LaunchObserver":
         self._keys_outside = torch_private.autograd.dispatch_keys()
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -65,7 +65,8 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         if func is _WAIT and args[0].data_ptr() in self._bucket_at:
             with self._around_wait(self._bucket_at.pop(args[0].data_ptr())):
                 return func(*args, **kwargs)
-        if getattr(func, "namespace", "aten") in _TORCHS:
+        schema = getattr(func, "_schema", None)  # a higher-order operator has none
+        if schema is None or schema.name.startswith(_WITHOUT_DERIVATIVES):
             return func(*args, **kwargs)
         # A kernel of the user's may take derivatives, which torch does not record inside of a mode.
         with torch_private.autograd.dispatched_by(self._keys_outside):

@@ -72,16 +72,23 @@ class GradientHooks:
             if index in self._ids:
                 continue
             hook = functools.partial(_gradient_accumulated, self._listener, index)
-            own_id, hooks = self._resting.pop(index, None), torch_private.tensors.post_accumulate_hooks(parameter)
-            if own_id in hooks:
-                self._ids[index], hooks[own_id] = own_id, hook
-            elif parameter.requires_grad:
+            if index in self._resting and self._wake(index, hook):
+                continue
+            if parameter.requires_grad:
                 self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
             else:
                 parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
                 self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
                 parameter.requires_grad_(False)
         self.defer_users()
+
+    def _wake(self, index: int, hook: Callable[[torch.Tensor], object]) -> bool:
+        """Put `hook` in the tripwire's place, if a user has not cleared the parameter's hooks."""
+        own_id, hooks = self._resting.pop(index), torch_private.tensors.post_accumulate_hooks(self._parameters[index])
+        if own_id not in hooks:
+            return False
+        self._ids[index], hooks[own_id] = own_id, hook
+        return True
 
     def rest(self, keep: Set[int]) -> None:
         """Watch only the parameters in `keep` from now on, and the others where the tripwire is armed."""

@@ -88,7 +88,8 @@ def register_pack_lowering() -> None:
         storage = ir.StorageBox(kernel)
         offset = 0
         placed = []
-        for node, part, size, numel in zip(pack.args[0], parts, sizes, numels, strict=True):
+        nodes: Any = pack.args[0]
+        for node, part, size, numel in zip(nodes, parts, sizes, numels, strict=True):
             if is_read_elsewhere(node, pack):
                 part = copied(part, size)
             stride = ir.FlexibleLayout.contiguous_strides(size)

@@ -191,7 +191,8 @@ class Backwards:
         return backward
 
     def _refuse_unannounced(self, backward: SynchronisedBackward, index: int) -> None:
-        if index not in backward.circumstances.newly_used:
+        """Of a parameter that was frozen since its forward, autograd calls the hooks without a gradient."""
+        if index not in backward.circumstances.newly_used and backward.existing.has_accumulated(index):
             raise RuntimeError(
                 f"parameter {self.reduction.parameters.names[index]} had been used on no rank before, and its first "
                 "gradient comes from inside a reentrant checkpoint, too late to be reduced. Use "

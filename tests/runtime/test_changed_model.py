@@ -231,6 +231,48 @@ def test_freezing_parts_and_unfreezing_them_later_simply_works(ranks2: RankPool,
             ]
 
 
+def _frozen_behind_its_forward(rank: int, wrapper: str, frozen_in: list[list[int]], accumulated: bool) -> None:
+    """`frozen_in` has the ranks that freeze the head's weight between forward and backward of each step."""
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+
+    def backward(module: nn.Module, weight: nn.Parameter, step: int) -> None:
+        loss = mlp_loss(rank, step)(module)
+        weight.requires_grad_(rank not in frozen_in[step])
+        loss.backward()
+        weight.requires_grad_(True)
+
+    for step, ranks in enumerate(frozen_in):
+        twin = copy.deepcopy(ddp.module)
+        twin.zero_grad()
+        backward(twin, twin.head.weight, step)
+        expected = mean_over_ranks({name: parameter.grad for name, parameter in twin.named_parameters()}, twin)
+        for parameter in ddp.module.parameters():
+            parameter.grad = torch.ones_like(parameter) if accumulated else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of buckets that go by hooks
+            backward(ddp, ddp.module.head.weight, step)
+        if not accumulated and len(ranks) == dist.get_world_size():
+            assert ddp.module.head.weight.grad is None, "no rank has a gradient of it"
+            ddp.module.head.weight.grad = torch.zeros_like(ddp.module.head.weight)
+        assert_gradients(ddp.module, {name: mean + accumulated for name, mean in expected.items()}, atol=1e-6)
+
+
+FROZEN_ALIKE = [[[0, 1], [0, 1], [], [0, 1], []], [[], [0, 1], [], [0, 1]]]
+FROZEN_ON_ONE_RANK = [[[1], [0], [0, 1], []], [[], [0, 1], [1], []]]
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize(
+    ("wrapper", "frozen_in"),
+    [(wrapper, alike) for wrapper in BOTH for alike in FROZEN_ALIKE]
+    + [("EagerDDP", one) for one in FROZEN_ON_ONE_RANK],
+)
+def test_a_parameter_that_is_frozen_behind_its_forward_gets_no_gradient(
+    ranks2: RankPool, wrapper: str, frozen_in: list[list[int]], accumulated: bool
+) -> None:
+    ranks2.run(_frozen_behind_its_forward, wrapper, frozen_in, accumulated)
+
+
 def _unfrozen_on_one_rank(rank: int) -> None:
     model = Mlp()
     model.first.requires_grad_(False)

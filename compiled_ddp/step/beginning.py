@@ -1,5 +1,6 @@
 """The beginning of a synchronised backward: what it is, which graphs run in it, and what is left to hooks."""
 
+import functools
 import itertools
 import operator
 import zlib
@@ -52,7 +53,7 @@ class Beginning:
             lambda call: call.will_run(),
             accumulates=self._reduction.will_accumulate,
             returned=returned,
-            graphs_to_run=self._graphs_to_run,
+            graphs_to_run=functools.partial(self._graphs_to_run, accumulates=returned is None),
         )
 
     def after_task(self, ran: Sequence[GraphCall]) -> SynchronisedBackward:
@@ -164,7 +165,7 @@ class Beginning:
             for call, of_call in indices.items():
                 call.take_all_in(any(count[index] > 1 for index in of_call))
 
-    def _graphs_to_run(self) -> int | None:
+    def _graphs_to_run(self, *, accumulates: bool) -> int | None:
         """A number for the calls that the backward which begins will run, equal calls of each graph counted.
 
         None unless it will run the graphs of the sequence, all of them and in its order.
@@ -175,7 +176,9 @@ class Beginning:
         if (
             reduction.carried.weight > 0.0
             and [call.fingerprint for call in _last_of_equal(running)] == sorted(sections, key=sections.__getitem__)
-            and all(may_reserve(call, repeated=call.fingerprint in repeated) for call in running)
+            and all(
+                may_reserve(call, repeated=call.fingerprint in repeated, accumulates=accumulates) for call in running
+            )
         ):
             return zlib.crc32("".join(call.fingerprint for call in running).encode()) % _LARGEST + 1
         return None
@@ -254,8 +257,10 @@ class Beginning:
         if repeated:
             backward.folded.expect(repeated)
         fits, unmatched = set[str](), set[int]()
+        accumulates = backward.circumstances.returned is None
         for call in running:
-            may_reserve = self._reservations.may_reserve(call, repeated=call.fingerprint in repeated)
+            is_repeated = call.fingerprint in repeated
+            may_reserve = self._reservations.may_reserve(call, repeated=is_repeated, accumulates=accumulates)
             if call.fingerprint in sections and may_reserve:
                 fits.add(call.fingerprint)
             else:

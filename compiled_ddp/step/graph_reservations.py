@@ -1,11 +1,13 @@
 """Which section of the backward under way a captured graph may launch, if any."""
 
+import operator
+
 from compiled_ddp import torch_private
 from compiled_ddp.backward.existing_gradients import any_has_gradient
 from compiled_ddp.backward.riders import Flag
 from compiled_ddp.backward.synchronised import SynchronisedBackward
 from compiled_ddp.step.conductor import Conducted, conductor
-from compiled_ddp.step.fallback import DOES_NOT_FIT, TENSOR_HOOK
+from compiled_ddp.step.fallback import DOES_NOT_FIT, FROZEN, TENSOR_HOOK
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.reserved_section import ReservedSection
@@ -87,9 +89,9 @@ class GraphReservations:
                 "come at its place in the agreed sequence after the other had been reduced. Run the parts of the model "
                 "in the same order in every step, or set COMPILED_DDP_MODE=hooks."
             )
-        hooked = self.with_tensor_hooks(call)
-        reason = TENSOR_HOOK if hooked else DOES_NOT_FIT
-        reduction.fallback.report(reason, reduction.parameters.named(hooked or call.plan.indices))
+        hooked, frozen = self.with_tensor_hooks(call), self._frozen(call)
+        reason = TENSOR_HOOK if hooked else FROZEN if frozen else DOES_NOT_FIT
+        reduction.fallback.report(reason, reduction.parameters.named(hooked or frozen or call.plan.indices))
 
     # ---- what both a backward that begins and a graph that is reached ask --------------------------------------------
 
@@ -106,13 +108,26 @@ class GraphReservations:
             reduction.fallback.report(reason, reduction.parameters.named(call.plan.indices))
         return failure is None
 
-    def may_reserve(self, call: GraphCall, *, repeated: bool) -> bool:
-        """Whether nothing about the call itself keeps it from a section; `repeated` as in `compiles`."""
-        parameters = map(self._reduction.parameters.tensors.__getitem__, call.index_of.values())
+    def may_reserve(self, call: GraphCall, *, repeated: bool, accumulates: bool) -> bool:
+        """Whether nothing about the call itself keeps it from a section; `repeated` as in `compiles`.
+
+        Where the backward `accumulates`, autograd drops what a graph brings a parameter that was frozen since the
+        forward: its rank would keep nothing of a mean in which others find its gradient.
+        """
+        parameters = [*map(self._reduction.parameters.tensors.__getitem__, call.index_of.values())]
         if torch_private.tensors.any_has_hooks(parameters) and self.with_tensor_hooks(call):
+            return False
+        if accumulates and not all(map(_requires_grad, parameters)):  # in C, for every parameter in every backward
             return False
         return self.compiles(call, repeated=repeated)
 
     def with_tensor_hooks(self, call: GraphCall) -> list[int]:
         """The call's parameters whose gradients tensor hooks of the user's see."""
         return list(filter(self._reduction.with_tensor_hooks, call.plan.indices))
+
+    def _frozen(self, call: GraphCall) -> list[int]:
+        """Those that were frozen since the call."""
+        return [index for index in call.plan.indices if not _requires_grad(self._reduction.parameters.tensors[index])]
+
+
+_requires_grad = operator.attrgetter("requires_grad")

@@ -69,10 +69,18 @@ def fate_of_gradient(parameter: torch.Tensor) -> Literal["accumulated", "returne
 def backward_accumulates_nothing() -> bool:
     """Whether the backward that this thread runs is a torch.autograd.grad, of whatever tensors. Walks the graph.
 
-    A backward evaluates all that it can reach, down to a leaf that it accumulates into.
+    A backward evaluates all that it can reach, down to a leaf that it accumulates into, or would if that had not been
+    frozen since the forward.
     """
-    leaves = [node.variable for node in _nodes_from_here() if hasattr(node, "variable")]  # AccumulateGrad
-    return bool(leaves) and not any(backward_will_accumulate(leaf) for leaf in leaves)
+    accumulators = [node for node in _nodes_from_here() if hasattr(node, "variable")]
+    return bool(accumulators) and not any(map(_is_evaluated_to_accumulate, accumulators))
+
+
+def _is_evaluated_to_accumulate(accumulator: Any) -> bool:
+    if accumulator.variable.requires_grad:
+        return backward_will_accumulate(accumulator.variable)
+    evaluated: bool = torch._C._will_engine_execute_node(accumulator)  # torch.autograd.grad takes nothing frozen
+    return evaluated
 
 
 def _nodes_from_here() -> Iterator[Any]:

@@ -32,7 +32,7 @@ class SkipsSteps(HasParts):
         for wrapper in sorted(skipping, key=lambda w: w._forwards.began):
             if not wrapper._runtime.awaits_backward:
                 if wrapper._watched_model.look().changed:  # in the forward, on the other ranks
-                    self._watched_model.take_changes()
+                    wrapper._watched_model.take_changes()
                 wrapper._forwards.begin(with_gradients=True, training=wrapper.training)
                 wrapper._switches.refresh_buffers(True)
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.

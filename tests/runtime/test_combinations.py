@@ -441,6 +441,59 @@ def test_what_is_frozen_on_one_rank_alone_counts_as_zero_there(ranks2: RankPool,
     ranks2.run(_frozen_on_one_rank, wrapper)
 
 
+def _frozen_before_backward(rank: int, wrapper: str, part: str, on: tuple[int, ...]) -> None:
+    """Between a forward and its backward, in every other step; `.grad` keeps what it has."""
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    frozen = ddp.module.get_submodule(part)
+    names = [name for name, _ in ddp.module.named_parameters() if name.startswith(part)]
+    before = {name: torch.zeros(()) for name, _ in ddp.module.named_parameters()}
+    for step in range(6):
+        x = row_batch(rank, step)
+        freezes = step % 2 == 1
+        own = local_gradients(copy.deepcopy(ddp.module), lambda module: loss_of(module, x))  # noqa: B023
+        if freezes and rank in on:
+            own |= dict.fromkeys(names)
+        expected = mean_over_ranks(own, ddp.module)
+        loss = loss_of(ddp, x)
+        frozen.requires_grad_(not (freezes and rank in on))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss.backward()
+        frozen.requires_grad_(True)
+        before = {name: before[name] + mean for name, mean in expected.items()}
+        assert_gradients(ddp.module, before)
+        if step == 3:
+            ddp.zero_grad()
+            before = dict.fromkeys(before, torch.zeros(()))
+
+
+@pytest.mark.parametrize("on", [(1,), (0,), (0, 1)])
+@pytest.mark.parametrize("part", ["head", ""])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_what_is_frozen_between_forward_and_backward_counts_as_zero_there(
+    ranks2: RankPool, wrapper: str, part: str, on: tuple[int, ...]
+) -> None:
+    ranks2.run(_frozen_before_backward, wrapper, part, on)
+
+
+def _frozen_before_autograd_grad(rank: int) -> None:
+    """What it returns needs no hook, and nothing is dropped."""
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp(), strict=True)
+    loss_of(ddp, row_batch(rank)).backward()
+    x = row_batch(rank, 1)
+    expected = mean_over_ranks(
+        local_gradients(copy.deepcopy(ddp.module), lambda module: loss_of(module, x)), ddp.module
+    )
+    loss = loss_of(ddp, x)
+    ddp.module.head.requires_grad_(rank == 0)
+    (gradient,) = torch.autograd.grad(loss, [ddp.module.first.weight])
+    torch.testing.assert_close(gradient.double(), expected["first.weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_frozen_before_autograd_grad_keeps_the_graph(ranks2: RankPool) -> None:
+    ranks2.run(_frozen_before_autograd_grad)
+
+
 def _another_identity_on_one_rank(rank: int, wrapper: str) -> None:
     ddp = wrappers([wrapper])[wrapper](Slot(nn.Identity()))
     for step in range(4):

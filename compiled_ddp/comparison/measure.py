@@ -32,7 +32,8 @@ UNTIMED_S, MOST_UNTIMED = 0.1, 5  # of the steps before a timed one
 
 def untimed_steps(step_s: Sequence[float]) -> int:
     """How many steps a turn begins with, where they take so many seconds: the longer, the less do caches matter."""
-    return min(MOST_UNTIMED, int(UNTIMED_S / max(step_s, default=UNTIMED_S)))
+    longest = max(step_s, default=0.0) or UNTIMED_S  # nothing is known without a warm-up
+    return min(MOST_UNTIMED, int(UNTIMED_S / longest))
 
 
 class Contender:

@@ -11,7 +11,7 @@ from compiled_ddp.comparison.measure import Contender, untimed_steps
 
 
 @pytest.mark.parametrize(
-    ("step_s", "expected"), [([0.001], 5), ([0.03], 3), ([0.01, 0.06], 1), ([0.4], 0), ([], 1)], ids=str
+    ("step_s", "expected"), [([0.001], 5), ([0.03], 3), ([0.01, 0.06], 1), ([0.4], 0), ([0.0], 1), ([], 1)], ids=str
 )
 def test_the_slowest_step_says_how_many_go_before_a_timed_one(step_s: Sequence[float], expected: int) -> None:
     assert untimed_steps(step_s) == expected

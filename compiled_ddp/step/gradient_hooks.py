@@ -72,7 +72,10 @@ class GradientHooks:
             if index in self._ids:
                 continue
             hook = functools.partial(_gradient_accumulated, self._listener, index)
-            if index in self._resting and self._wake(index, hook):
+            own_id = self._resting.pop(index, None)
+            if own_id is not None and own_id in torch_private.tensors.post_accumulate_hooks(parameter):
+                torch_private.tensors.post_accumulate_hooks(parameter)[own_id] = hook
+                self._ids[index] = own_id
                 continue
             if parameter.requires_grad:
                 self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
@@ -81,14 +84,6 @@ class GradientHooks:
                 self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
                 parameter.requires_grad_(False)
         self.defer_users()
-
-    def _wake(self, index: int, hook: Callable[[torch.Tensor], object]) -> bool:
-        """Put `hook` in the tripwire's place, if a user has not cleared the parameter's hooks."""
-        own_id, hooks = self._resting.pop(index), torch_private.tensors.post_accumulate_hooks(self._parameters[index])
-        if own_id not in hooks:
-            return False
-        self._ids[index], hooks[own_id] = own_id, hook
-        return True
 
     def rest(self, keep: Set[int]) -> None:
         """Watch only the parameters in `keep` from now on, and the others where the tripwire is armed."""

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import operator
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,15 +15,13 @@ from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackwa
 from compiled_ddp.plan import AMONG_COLLECTIVES, NOT_CALLED, ReductionSequence
 from compiled_ddp.planning.small_graphs import large_enough
 from compiled_ddp.step.conductor import conductor
-from compiled_ddp.step.graph_call import GraphCall
+from compiled_ddp.step.graph_call import GraphCall, may_leave_out
 from compiled_ddp.step.graph_reservations import GraphReservations
 from compiled_ddp.step.latest_forward import LatestForward
 from compiled_ddp.step.reduction import Reduction
 
 NO_GRAPHS = 0  # in place of a number for those to run: everything is sent at once, and waits for no graph
 _LARGEST = 2**31 - 2  # of such numbers but one, in 32 bits
-
-_may_leave_out = operator.attrgetter("may_leave_out")
 
 
 class Beginning:
@@ -159,7 +156,7 @@ class Beginning:
         graphs has reduced in part.
         """
         live = self._reduction.live_calls()
-        if any(map(_may_leave_out, live)):
+        if any(map(may_leave_out, live)):
             indices = {call: call.every_parameter().plan.indices for call in live if takes_part(call)}
             count = Counter(index for of_call in indices.values() for index in of_call)
             for call, of_call in indices.items():

@@ -1,10 +1,9 @@
 """The post-accumulate hooks through which a runtime learns that autograd has accumulated a gradient."""
 
 import functools
-import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -42,16 +41,16 @@ class GradientHooks:
         # A parameter must not keep the listener alive: the collector does not see through autograd's hooks.
         self._listener = weakref.ref(listener)
         self._ids: dict[int, int] = {}  # of our hooks, by parameter: what their handles would remove them by
-        self._resting: dict[int, int] = {}  # the same of those with the tripwire
-        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._watched: set[int] = set()  # the parameters on which these are not the tripwire
         self._tripwire = functools.partial(_DO_NOTHING)  # [Note: tripwire]
-        tripped = functools.partial(_tripped, weakref.ref(self))
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        tripped = functools.partial(_tripped, self._listener, index_of)
         # Between forward and backward: let the first gradient of a parameter that is not watched be told of, or not.
         self.arm, self.disarm = _turned_into(self._tripwire, tripped), _turned_into(self._tripwire, _DO_NOTHING)
         self._deferred: set[int] = set()  # the parameters on which users' hooks were found
         # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
         by_weak = [weakref.ref(parameter) for parameter in parameters]
-        weakref.finalize(self, _remove_all, [self._ids, self._resting], by_weak).atexit = False
+        weakref.finalize(self, _remove_all, self._ids, by_weak).atexit = False
 
     def on(self, parameters: Sequence[torch.nn.Parameter]) -> "GradientHooks":
         """Hooks on other parameters, for the same listener."""
@@ -62,54 +61,49 @@ class GradientHooks:
     @property
     def everywhere(self) -> bool:
         """Whether every parameter is watched."""
-        return len(self._ids) == len(self._parameters)
+        return len(self._watched) == len(self._parameters)
 
     def install(self) -> None:
         """Watch every parameter, and hold back the users' hooks on them; a no-op where every one is watched."""
         if self.everywhere:
             return
         for index, parameter in enumerate(self._parameters):
-            if index in self._ids:
+            if index in self._watched:
                 continue
             hook = functools.partial(_gradient_accumulated, self._listener, index)
-            own_id = self._resting.pop(index, None)
-            if own_id is not None and own_id in torch_private.tensors.post_accumulate_hooks(parameter):
-                torch_private.tensors.post_accumulate_hooks(parameter)[own_id] = hook
-                self._ids[index] = own_id
-                continue
-            if parameter.requires_grad:
+            if index in self._ids and self._ids[index] in torch_private.tensors.post_accumulate_hooks(parameter):
+                torch_private.tensors.post_accumulate_hooks(parameter)[self._ids[index]] = hook
+            elif parameter.requires_grad:
                 self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
             else:
                 parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
                 self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
                 parameter.requires_grad_(False)
+        self._watched.update(self._ids)
         self.defer_users()
 
     def rest(self, keep: Set[int]) -> None:
         """Watch only the parameters in `keep` from now on, and the others where the tripwire is armed."""
-        for index in self._ids.keys() - keep:
-            own_id, parameter = self._ids.pop(index), self._parameters[index]
+        for index in self._watched - keep:
+            own_id, parameter = self._ids[index], self._parameters[index]
             hooks = torch_private.tensors.post_accumulate_hooks(parameter)
             if own_id in hooks:
-                self._resting[index], hooks[own_id] = own_id, self._tripwire
+                hooks[own_id] = self._tripwire
             deferred_hooks.restore(parameter)
+        self._watched &= keep
 
     def remove(self) -> None:
         """Watch no parameter, and leave none of our hooks."""
-        for ids in (self._ids, self._resting):
-            for index, own_id in ids.items():
-                _remove(own_id, self._parameters[index])
-            ids.clear()
-
-    def tripped(self, parameter: torch.Tensor) -> None:
-        """Autograd has accumulated a gradient of a parameter with the tripwire."""
-        _gradient_accumulated(self._listener, self._index_of[id(parameter)], parameter)
+        for index, own_id in self._ids.items():
+            _remove(own_id, self._parameters[index])
+        self._ids.clear()
+        self._watched.clear()
 
     def defer_users(self) -> None:
         """Let the users' hooks on watched parameters wait for `run_users` where the gradient is still to be reduced."""
-        if not self._ids:
+        if not self._watched:
             return  # in most steps of a captured model
-        watched = list(self._ids)
+        watched = list(self._watched)
         for place in torch_private.tensors.with_several_hooks(map(self._parameters.__getitem__, watched)):
             index = watched[place]
             comes = functools.partial(_users_hook_comes, self._listener, index)
@@ -129,14 +123,13 @@ def _turned_into(hook: functools.partial[Any], function: Callable[[torch.Tensor]
     return functools.partial(set_state, (function, (), {}, None))
 
 
-def _tripped(hooks: weakref.ref[GradientHooks], parameter: torch.Tensor) -> None:
-    alive = hooks()
-    if alive is not None:
-        alive.tripped(parameter)
+def _tripped(listener: weakref.ref[Listener], index_of: Mapping[int, int], parameter: torch.Tensor) -> None:
+    """Of a parameter with the tripwire, whose index is found by its id."""
+    _gradient_accumulated(listener, index_of[id(parameter)], parameter)
 
 
-def _remove_all(of_both: Iterable[dict[int, int]], parameters: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
-    for index, own_id in itertools.chain.from_iterable(ids.items() for ids in of_both):
+def _remove_all(ids: dict[int, int], parameters: Sequence[weakref.ref[torch.nn.Parameter]]) -> None:
+    for index, own_id in ids.items():
         parameter = parameters[index]()
         if parameter is not None:
             _remove(own_id, parameter)

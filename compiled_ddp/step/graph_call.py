@@ -1,5 +1,6 @@
 """What a step knows of one call of a captured graph, and what the graph keeps of the step."""
 
+import operator
 import weakref
 from collections.abc import Callable, Set
 from typing import Any, Generic, Protocol, TypeVar
@@ -63,6 +64,10 @@ class GraphCall(Protocol):
 
         Even before its saved tensors are looked at.
         """
+
+
+# Asked in C, of every call in every step.
+may_leave_out: Callable[[GraphCall], bool] = operator.attrgetter("may_leave_out")
 
 
 Kept = TypeVar("Kept")

@@ -1,7 +1,6 @@
 """What a wrapper tells of its forwards, and asks of its backwards."""
 
 import functools
-import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,11 +9,9 @@ from compiled_ddp import torch_private
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.step.backwards import Backwards
 from compiled_ddp.step.conductor import conductor
-from compiled_ddp.step.graph_call import GraphCall, UntilBackward
+from compiled_ddp.step.graph_call import GraphCall, UntilBackward, may_leave_out
 from compiled_ddp.step.reduction import Wrapped
 from compiled_ddp.step.shadowing import Shadowing
-
-_may_leave_out = operator.attrgetter("may_leave_out")
 
 
 class Runtime:
@@ -88,7 +85,7 @@ class Runtime:
             called = {call.fingerprint for call in calls}
             if not agreed.graph_sections.keys() <= called:
                 hooks.install()
-            elif self._forward.awaits_backward or any(map(_may_leave_out, calls)):
+            elif self._forward.awaits_backward or any(map(may_leave_out, calls)):
                 hooks.arm()  # also of a local one, whose backward may use outside of a graph what this leaves out
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:

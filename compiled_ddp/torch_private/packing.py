@@ -62,15 +62,10 @@ def register_pack_lowering() -> None:
     rank; and the buffer itself may be a view of lent memory.
     """
     from torch._inductor import ir
-    from torch._inductor.lowering import register_lowering
+    from torch._inductor.lowering import clone, register_lowering
     from torch._inductor.virtualized import V
 
     ops = torch.ops.compiled_ddp
-
-    def copied(part: ir.TensorBox, size: list[Any]) -> ir.TensorBox:
-        part.realize()
-        loader = part.make_loader()
-        return ir.Pointwise.create(device=part.get_device(), dtype=part.get_dtype(), inner_fn=loader, ranges=size)
 
     @register_lowering([ops.pack.default, ops.pack_into.default], type_promotion_kind=None)
     def lower_pack(parts: list[ir.TensorBox], into: ir.TensorBox | None = None) -> ir.TensorBox:
@@ -91,7 +86,8 @@ def register_pack_lowering() -> None:
         nodes: Any = pack.args[0]
         for node, part, size, numel in zip(nodes, parts, sizes, numels, strict=True):
             if is_read_elsewhere(node, pack):
-                part = copied(part, size)
+                part.realize()
+                part = clone(part)
             stride = ir.FlexibleLayout.contiguous_strides(size)
             place = ir.FixedLayout(layout.device, layout.dtype, size, stride, offset)
             placed.append(ir.ConcatKernel.realize_into(part, ir.ReinterpretView(data=storage, layout=place)))

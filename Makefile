@@ -11,7 +11,7 @@ MODELS ?= 2000
 SEED ?= 1
 WORKERS ?= 2
 # Those of noxfile.py, and where their environments are kept: outside of the checkout.
-VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1
+VERSIONS ?= 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 PYTHONS ?= 3.12 3.13 3.14
 VERSIONS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-versions
 TRAINERS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-trainers

@@ -14,7 +14,7 @@ nox.options.reuse_venv = "yes"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["torch"]
 
-TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1")  # one of each minor version
+TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")  # one of each minor version
 PYTHON = ("3.12", "3.13", "3.14")  # further ones than that which runs the rounds of torch
 TORCH_OF_PYTHON = "2.14.1"  # which has wheels for all of them
 

@@ -1,8 +1,16 @@
 """Data-parallel training in which the gradients' all-reduces are part of the compiled graph.
 
-The public names stand in `public.py`. They are imported when the first of them is asked for, as torch takes a second to
-be: a command line that prints its help, or refuses its arguments, does without.
+    ddp = compile_ddp(model)  # in place of DistributedDataParallel(model) and torch.compile
+    ddp(batch).backward()     # .grad is the mean over ranks
+
+`EagerDDP(model)` does the same from hooks, with nothing compiled. `functional` has gradients whose mean over ranks is
+part of a function, and whole steps as one graph. `replace_ddp()` lets a library that wraps by itself take these, and
+`verify_parity()` trains a model beside torch's DDP and compares. `comm_hooks` are what may reduce in place of an
+all-reduce. The other names are of what `ddp.plan` and `ddp.explain()` return. Begin with docs/quick-start.md.
 """
+
+# The public names stand in `public.py`. They are imported when the first of them is asked for, as torch takes a second
+# to be: a command line that prints its help, or refuses its arguments, does without.
 
 from typing import TYPE_CHECKING
 
@@ -27,4 +35,4 @@ else:
         return globals()[name]
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted({"__version__", "comm_hooks", *__getattr__("__all__")})

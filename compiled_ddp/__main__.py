@@ -1,16 +1,23 @@
 """`compiled-ddp`, or `python -m compiled_ddp`: the commands. torch is imported once the arguments have been read."""
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 
+import compiled_ddp
 from compiled_ddp.comparison import arguments as comparison
+from compiled_ddp.keywords import suggestion
 from compiled_ddp.parity import arguments as parity
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse(arguments)
+    if options.command == "env":
+        from compiled_ddp.comparison.env_command import run as tell
+
+        return tell()
     if options.command == "compare":
         from compiled_ddp.comparison.command import run as compare
 
@@ -25,16 +32,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="compiled-ddp", description="Data-parallel training in the compiled graph: commands for your own model."
     )
+    parser.add_argument("--version", action="version", version=f"compiled-ddp {compiled_ddp.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     comparison.add_to(commands)
     parity.add_to(commands)
-    options = parser.parse_args(arguments)
-    problem = (comparison if options.command == "compare" else parity).problem(options)
-    if ":" not in options.target:
-        problem = f"{options.target!r} has no colon: write SCRIPT:FUNCTION, for example train.py:make"
+    told = "print what a report of a fault needs: versions, hardware, the environment"
+    commands.add_parser("env", help=told, description=f"{told[0].upper()}{told[1:]}.")
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        meant = _meant(unknown, commands.choices[options.command])
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}.{meant}")
+    problem = None if options.command == "env" else _problem(options)
     if problem is not None:
         parser.error(problem)
     return options
+
+
+def _problem(options: argparse.Namespace) -> str | None:
+    if ":" not in options.target:
+        return f"{options.target!r} has no colon: write SCRIPT:FUNCTION, for example train.py:make"
+    return comparison.problem(options) if options.command == "compare" else parity.problem(options)
+
+
+def _meant(unknown: Sequence[str], command: argparse.ArgumentParser) -> str:
+    known = set(re.findall(r"(?<![\w-])--[\w-]+", command.format_help()))
+    return "".join(suggestion(name.partition("=")[0], known) for name in unknown if name.startswith("--"))
 
 
 if __name__ == "__main__":

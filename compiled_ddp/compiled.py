@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from compiled_ddp import torch_private
+from compiled_ddp.graph import compile_once
 from compiled_ddp.graph.backend import Entry
 from compiled_ddp.graph.bindings import Bindings
 from compiled_ddp.graph.calls import SegmentCalls
@@ -87,8 +88,11 @@ def compile_ddp(
             lets every graph reduce its own.
         warmup_chooses: let `warmup()` time the compiled model beside the model as it is, and run it as it is, with
             hooks as under EagerDDP, where that is faster. Without effect with `strict` and with "aot_eager".
+        compile_once: let one rank of a host compile each graph, while the others wait, and load what it has compiled.
+            Without effect where Inductor's cache is off. False lets each rank compile by itself.
         backend: "inductor", or "aot_eager" for the same passes without code generation (debugging, fast tests).
-        fullgraph: as in torch.compile.
+        fullgraph: as in torch.compile. With it, or with `strict`, `nn.LSTM`, `nn.GRU` and `nn.RNN` are captured, step
+            by step, which takes long to compile; else they run eagerly, as under torch.compile, and hooks reduce them.
         dynamic: as in torch.compile.
         mode: as in torch.compile; an alternative to `options`.
         options: as in torch.compile. `{"compiled_ddp.naive": True}` keeps the reference program: one all-reduce for
@@ -100,7 +104,7 @@ def compile_ddp(
         TypeError, ValueError: the model or an option cannot be used; the message says what to do.
 
     `COMPILED_DDP_MODE=hooks` in the environment switches the passes off: the model is compiled as by torch.compile
-    and hooks reduce its gradients.
+    and hooks reduce its gradients. `COMPILED_DDP_COMPILE_ONCE=0` is `compile_once=False`, in functional steps too.
     """
     options, others = part_options(ddp_arguments, CompilerKeywords)
     others |= {"device_ids": device_ids, "output_device": output_device, "dim": dim}
@@ -149,7 +153,8 @@ class CompiledDDP(DataParallelWrapper):
 
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}
-        self.teller = Teller(self._runtime, type(self.module).__name__)
+        once = options.compile_once and compile_once.is_on() and options.backend == "inductor"
+        self.teller = Teller(self._runtime, type(self.module).__name__, compiles_once=once)
         policy = options.bucket_policy(self._runtime.communicator.world_size)
         index_of, naive = self._index_of_parameter, options.naive
         self._bindings = Bindings(self._runtime, self._managed, policy, index_of, self.teller, naive=naive)
@@ -160,6 +165,8 @@ class CompiledDDP(DataParallelWrapper):
             compiler_options=options.inductor_options(),
             fullgraph=options.fullgraph,
             dynamic=options.dynamic,
+            # It takes ten times as long to compile them, step by step, as all else: only where graphs are asked for.
+            recurrent=options.fullgraph or options.strict,
         )
         self._warm_ups = WarmUps(
             self._managed,

@@ -1,6 +1,7 @@
-"""Errors that are of two classes: the one that our documentation promises, and the one that torch's DDP raises there.
+"""Errors that are of two classes: the one that our documentation promises, and the one that torch raises there.
 
-Scripts written for DDP catch the latter. `tests/runtime/test_ddp_errors.py` constructs both with the same bad input.
+Scripts written for torch's DDP catch the latter. `tests/runtime/test_ddp_errors.py` constructs both with the same bad
+input.
 """
 
 
@@ -14,6 +15,10 @@ class NotInitialisedError(RuntimeError, ValueError):
 
 class WrongKindError(ValueError, TypeError):
     """An argument that is none of those allowed, and of a wrong type under DDP."""
+
+
+class OptionError(ValueError, RuntimeError):
+    """A value of an option of torch.compile's that it has not; RuntimeError there."""
 
 
 class NotPicklableError(TypeError, RuntimeError):

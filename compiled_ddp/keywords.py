@@ -15,6 +15,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return "".join(f" Did you mean {meant!r}?" for meant in difflib.get_close_matches(name, known, n=1))
 
 
+def check_switches(**switches: object) -> None:
+    """Raise TypeError for one that is neither True nor False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, found {value!r}.")
+
+
 def suggests_keywords(function: Callable[P, T]) -> Callable[P, T]:
     """`function`, whose TypeError for an unknown keyword suggests one; for what is called once, as a constructor is."""
     parameters = inspect.signature(function).parameters.values()

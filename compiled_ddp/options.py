@@ -10,11 +10,11 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, TypedDict, TypeGuard, TypeVar, get_type_hints
 
 from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import CommHook
-from compiled_ddp.errors import WrongKindError
+from compiled_ddp.errors import OptionError, WrongKindError
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.planning.assignment import MEBIBYTE, BucketPolicy
 from compiled_ddp.planning.bucket_rule import BucketRule
@@ -22,6 +22,10 @@ from compiled_ddp.reducers.averaging import Scaling
 
 Mode = Literal["graph", "hooks"]
 Function = TypeVar("Function", bound=Callable[..., object])
+
+Backend = Literal["inductor", "aot_eager"]
+Verify = Literal["first", "always", "off"]
+CheckSteps = Literal["error", "warn", "off"]
 
 
 class OptionKeywords(TypedDict, total=False):
@@ -39,8 +43,8 @@ class OptionKeywords(TypedDict, total=False):
     reduction: ReductionKind
     piggyback: Sequence[str]
     comm_hook: CommHook | None
-    check_steps: str
-    verify: str
+    check_steps: CheckSteps
+    verify: Verify
 
 
 class CompilerKeywords(OptionKeywords, total=False):
@@ -49,7 +53,8 @@ class CompilerKeywords(OptionKeywords, total=False):
     strict: bool
     smallest_graph_mb: float
     warmup_chooses: bool
-    backend: str
+    compile_once: bool
+    backend: Backend
     fullgraph: bool
     dynamic: bool | None
     mode: str | None
@@ -99,14 +104,14 @@ class BucketOptions:
     bucket_rule: BucketRule | None = None  # in place of sizes in bytes: of the adapters in compiled_ddp.compat alone
 
     def _check_buckets(self) -> None:
-        if not _is_listed(self.bucket_cap_mb_list or ()):
+        if self.bucket_cap_mb_list is not None and not _is_listed(self.bucket_cap_mb_list):
             raise WrongKindError(f"bucket_cap_mb_list must be a list of sizes, found {self.bucket_cap_mb_list!r}.")
         sizes = [("first_bucket_mb", self.first_bucket_mb)]
         if self.bucket_cap_mb is not None:
             sizes.append(("bucket_cap_mb", self.bucket_cap_mb))
         sizes += [("each of bucket_cap_mb_list", size) for size in self.bucket_cap_mb_list or ()]
         for name, size in sizes:
-            if not _is_positive_number(size):
+            if not (is_number(size) and size > 0):
                 raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
 
 
@@ -117,19 +122,19 @@ class CompilerOptions:
     strict: bool = False
     smallest_graph_mb: float = 0.5  # what it does: compiled_ddp/planning/small_graphs.py
     warmup_chooses: bool = True
-    backend: str = "inductor"
+    compile_once: bool = True  # how: compiled_ddp/graph/compile_once.py
+    backend: Backend = "inductor"
     fullgraph: bool = False
     dynamic: bool | None = None
     mode: str | None = None
     options: dict[str, Any] | None = None
 
     def _check_compiler(self) -> None:
-        if not (self.smallest_graph_mb == 0 or _is_positive_number(self.smallest_graph_mb)):
+        if not (is_number(self.smallest_graph_mb) and self.smallest_graph_mb >= 0):
             raise ValueError(f"smallest_graph_mb must be a number of MiB, 0 or more, found {self.smallest_graph_mb!r}.")
         if not isinstance(self.options, dict | None):
             raise ValueError(f"options must be a dict, as in torch.compile, found {self.options!r}.")
-        if self.backend not in ("inductor", "aot_eager"):
-            raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {self.backend!r}.")
+        check_compiler(self.backend, self.mode, self.dynamic)
         if self.mode is not None and self.options is not None:
             raise ValueError("mode and options are alternatives, as in torch.compile: pass one of them.")
         self.inductor_options()  # refuses what is unknown
@@ -150,7 +155,7 @@ class CompilerOptions:
         return self.options and {key: value for key, value in self.options.items() if key != NAIVE}
 
     def inductor_options(self) -> dict[str, Any]:
-        """What Inductor is given for `mode` and `options`. Raises RuntimeError or ValueError for what it has not."""
+        """What Inductor is given for `mode` and `options`. Raises ValueError for what it has not."""
         return torch_private.compiler_options.inductor_options(self.mode, self.compiler_options, self.dynamic)
 
 
@@ -167,8 +172,8 @@ class Options(CompilerOptions, BucketOptions):
     reduction: ReductionKind = "mean"
     piggyback: Sequence[str] = ()
     comm_hook: CommHook | None = None
-    check_steps: str = "error"
-    verify: str = "first"
+    check_steps: CheckSteps = "error"
+    verify: Verify = "first"
     # Of the adapters in compiled_ddp.compat alone, where hooks reduce everything.
     scaling: Scaling | None = None  # in place of the mean
     follows_model: bool = False  # take what was replaced, removed or frozen in the model, and find the buckets anew
@@ -240,16 +245,28 @@ class Options(CompilerOptions, BucketOptions):
 
 _SWITCHES = (
     *("broadcast_buffers", "init_sync", "static_graph", "gradient_as_bucket_view", "keep_buffers"),
-    *("strict", "fullgraph", "warmup_chooses"),
+    *("strict", "fullgraph", "warmup_chooses", "compile_once"),
 )
 
 
+def check_compiler(backend: object, mode: object, dynamic: object) -> None:
+    """Raise ValueError, with what is allowed, for a value that is not."""
+    if backend not in ("inductor", "aot_eager"):
+        raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {backend!r}.")
+    if not isinstance(dynamic, bool | None):
+        raise ValueError(f"dynamic must be True, False or None, as in torch.compile, found {dynamic!r}.")
+    modes = torch_private.compiler_options.modes() if mode is not None else ()
+    if mode is not None and not (isinstance(mode, str) and mode in modes):
+        raise OptionError(f"mode must be one of {', '.join(modes)}, as in torch.compile, or None, found {mode!r}.")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """A real number of Python's, no truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _is_listed(value: object) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _is_positive_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0  # false for nan
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 NAIVE = "compiled_ddp.naive"

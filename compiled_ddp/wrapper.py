@@ -16,6 +16,7 @@ from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionSequence
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import Description
+from compiled_ddp.ranks.alone import begin_alone
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.report.explain import Explanation, explain_sequence
@@ -28,7 +29,7 @@ from compiled_ddp.wrapping.checkpoints import Checkpointed
 from compiled_ddp.wrapping.closing import Closable
 from compiled_ddp.wrapping.comm_hook_registration import TakesCommHooks
 from compiled_ddp.wrapping.copies import Copyable
-from compiled_ddp.wrapping.ddp_arguments import DDPArguments, group_of
+from compiled_ddp.wrapping.ddp_arguments import DDPArguments, group_of, options_as_under_ddp
 from compiled_ddp.wrapping.ddp_attributes import DDPAttributes
 from compiled_ddp.wrapping.forwards import Forwards
 from compiled_ddp.wrapping.joining import TakesUnevenInputs
@@ -77,12 +78,18 @@ class DataParallelWrapper(
         options: Options,
         ddp_arguments: DDPArguments,
     ) -> None:
+        begin_alone()
         on_default_group = process_group is None and ddp_arguments.get("device_mesh") is None
+        options = options_as_under_ddp(options, ddp_arguments)
         self._settings = Settings(options, ddp_arguments, on_default_group=on_default_group)
-        ranks = RankGroup(group_of(process_group, ddp_arguments))
-        name = type(self).__name__
+        wrong_group: Exception | None = None
+        try:
+            group = group_of(process_group, ddp_arguments)
+        except (TypeError, ValueError, RuntimeError) as error:
+            group, wrong_group = None, error  # which is told to all ranks there are
+        ranks, name = RankGroup(group), type(self).__name__
         self._setup = Setup(name, self._settings, ranks, self._check_devices)
-        self._setup.agree(module, self._check_and_describe)
+        self._setup.agree(module, self._check_and_describe, wrong_group)
         communicator = Communicator(ranks)
         self.module, self._managed = module, self._setup.managed_state
         try:
@@ -167,8 +174,9 @@ class DataParallelWrapper(
         to the logger `compiled_ddp.graph.warmup`, or to stderr where logging has not been set up (docs/api.md, "What is
         told").
 
-        At its end the ranks wait for each other in the store, for up to two hours, so a slow compiler delays here and
-        not in a collective. Under `EagerDDP` there is nothing to compile, and it returns at once.
+        At its end the ranks wait for each other in the store, so a slow compiler delays here and not in a collective:
+        for two hours at most, and for one that does not tell any more that it lives, for the group's timeout. Under
+        `EagerDDP` there is nothing to compile, and it returns at once.
 
         Raises what forward or the compiler raises on this rank, RuntimeError if that happened on another rank or after
         unwrap().

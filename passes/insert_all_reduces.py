@@ -43,7 +43,8 @@ def insert_all_reduces(
     """Reduce every planned gradient of a backward graph, on its own, to its mean, sum or weighted mean over ranks.
 
     Assumes that `output_positions` maps each of the plan's indices to its place among the graph's outputs, and that
-    a None there is a gradient known to be zero.
+    a None there is a gradient known to be zero. A gradient of another dtype than its bucket's is cast to that, as
+    autograd would cast it: [Note: a dtype of its own].
 
     Appends one input, the riders (float32, `plan.riders.numel` elements), and one output, the riders' sum over
     ranks. With `fold`, appends one more input per gradient in plan order: a pending gradient that an earlier
@@ -61,7 +62,9 @@ def insert_all_reduces(
     for bucket, gradient in plan.gradients:
         position = output_positions[gradient.index]
         local = outputs[position]
-        if local is None:
+        if local is not None:
+            local = _of_dtype(graph, local, bucket.dtype, first_after_inputs)
+        else:
             with graph.inserting_before(first_after_inputs):
                 local = _emit_zeros(graph, bucket, gradient)
         with graph.inserting_before(first_after_inputs if local.op == "placeholder" else local.next):
@@ -78,7 +81,11 @@ def insert_all_reduces(
             for _, gradient in plan.gradients:
                 position = output_positions[gradient.index]
                 outputs[position] = emit(graph, _mul, outputs[position], inverse)
+    replaced = dict.fromkeys(filter(None, output_values(graph)))
     set_output_values(graph, outputs)
+    for node in replaced:
+        if node.target in _CASTS and not node.users:  # as what it casts is reduced in its place
+            graph.erase_node(node)
 
 
 def emit_share(graph: Graph, plan: BucketPlan, riders: Node) -> float | Node:
@@ -88,6 +95,28 @@ def emit_share(graph: Graph, plan: BucketPlan, riders: Node) -> float | Node:
     first_other = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first_other):
         return emit(graph, _select, riders, 0, WEIGHT)
+
+
+# [Note: a dtype of its own] Autograd casts what reaches a parameter to its grad_dtype. AOTAutograd (2.11 to 2.14) knows
+# no grad_dtype and ends a traced backward with a cast to the parameter's own dtype. What it casts is taken from before
+# that where it is of the bucket's dtype already, as in eager mode, and as Inductor does with two casts in a row.
+_convert = torch.ops.prims.convert_element_type.default
+_CASTS = (_aten._to_copy.default, _convert)
+
+
+def _of_dtype(graph: Graph, gradient: Node, dtype: torch.dtype, first_after_inputs: Node) -> Node:
+    value = gradient.meta.get("val")
+    if value is None or value.dtype == dtype:
+        return gradient
+    (source, *_) = gradient.args or (None,)
+    if gradient.target in _CASTS and isinstance(source, Node) and gradient.kwargs.keys() <= {"dtype"}:
+        before = source.meta.get("val")
+        if before is not None and before.dtype == dtype:
+            return source
+    with graph.inserting_before(first_after_inputs if gradient.op == "placeholder" else gradient.next):
+        cast = emit(graph, _convert, gradient, dtype)
+    cast.meta["val"] = value.to(dtype)
+    return cast
 
 
 def _times(graph: Graph, value: Node, share: float | Node) -> Node:

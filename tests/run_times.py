@@ -49,7 +49,7 @@ class Call:
         self.plan, self.fingerprint = plan, plan.fingerprint
         self.index_of, self.undefined = {index: index for index in plan.indices}, frozenset[int]()
         self._node: weakref.ref[Any] | None = None
-        self._ran_locally_in: int | None = None
+        self.ran_locally_in: int | None = None
 
     def made(self, node: Any) -> None:
         self._node = weakref.ref(node)
@@ -65,10 +65,13 @@ class Call:
     def compile(self, *, folds: bool) -> None: ...
 
     def note_local_run(self) -> None:
-        self._ran_locally_in = torch_private.autograd.current_graph_task()
+        self.ran_locally_in = torch_private.autograd.current_graph_task()
+
+    def has_run_locally(self) -> bool:
+        return self.ran_locally_in == torch_private.autograd.current_graph_task()
 
     def is_still_to_run(self) -> bool:
-        return self._ran_locally_in != torch_private.autograd.current_graph_task() and self.will_run()
+        return not self.has_run_locally() and self.will_run()
 
     def note_defined(self, indices: Set[int]) -> None: ...
 

@@ -54,5 +54,5 @@ class GraphRun:
         means = {g.index: g.view(flat).clone() for bucket, flat in of_buckets for g in bucket.gradients}
         means = {index: mean for index, mean in means.items() if index not in left_out}
         self._communicator.progress.graph_ended()
-        self.reserved.complete(riders, list(means), list(means.values()), left_out)
-        return means
+        handed_out = self.reserved.complete(riders, list(means), list(means.values()), left_out)
+        return dict(zip(means, handed_out, strict=True))

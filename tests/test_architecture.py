@@ -4,7 +4,7 @@ Passes know the plan's plain data types, torch and the standard library; private
 """
 
 import ast
-import importlib
+import itertools
 import re
 import sys
 import tomllib
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from compiled_ddp.torch_private import names as private_names
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH_PRIVATE = sorted((ROOT / "compiled_ddp" / "torch_private").glob("*.py"))
@@ -212,7 +214,7 @@ def names_of_torch_private() -> set[str]:
 
 def test_every_private_name_is_in_the_table() -> None:
     (face,) = (path for path in TORCH_PRIVATE if path.name == "__init__.py")
-    listed = tuple(listed_names(ast.get_docstring(parse(face)) or ""))
+    listed = (*itertools.chain(*private_names.NAMES.values()), *listed_names(ast.get_docstring(parse(face)) or ""))
     # An import of what a name stands in says nothing yet.
     stand_in = {name for name in names_of_torch_private() if any(lies_in(other, (name,)) for other in listed)}
     missing = {name for name in names_of_torch_private() - stand_in if not lies_in(name, listed)}
@@ -230,19 +232,10 @@ NOT_BEFORE = {
 @pytest.mark.parametrize("name", sorted({name.partition(".V.graph.")[0] for name in names_of_torch_private()}))
 def test_every_private_name_exists_in_this_torch(name: str) -> None:
     if torch.__version__ >= NOT_BEFORE.get(name, (0,)):
-        _find(name)
+        private_names.find(name)
     else:
         with pytest.raises(ImportError):
-            _find(name)
-
-
-def _find(name: str) -> None:
-    parts = name.split(".")
-    found: object = importlib.import_module(parts[0])
-    for number, part in enumerate(parts[1:], start=2):
-        if not hasattr(found, part):
-            importlib.import_module(".".join(parts[:number]))
-        found = getattr(found, part)
+            private_names.find(name)
 
 
 def room_of(path: Path) -> str:

@@ -49,7 +49,7 @@ def test_a_capture_is_set_up_wherever_dynamo_has_no_code_yet(module: nn.Module) 
         in_backend.append(_is_set_up())
         return graph_module.forward
 
-    run = Capture(backend, fullgraph=False, dynamic=False, compiling=noted).of(module)
+    run = Capture(backend, fullgraph=False, dynamic=False, recurrent=False, compiling=noted).of(module)
     x = torch.ones(4, 3)
     assert torch.equal(run(x), module(x))
     once = len(captures)

@@ -34,5 +34,5 @@ def test_other_variables_are_left_alone(monkeypatch: pytest.MonkeyPatch, variabl
 
 def test_another_value_of_the_log_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPILED_DDP_LOG", "loud")
-    with pytest.raises(ValueError, match="COMPILED_DDP_LOG must be 'auto', 'stderr' or 'off', found 'loud'"):
+    with pytest.raises(ValueError, match="COMPILED_DDP_LOG must be 'auto', 'stderr' or 'quiet', found 'loud'"):
         check_environment()

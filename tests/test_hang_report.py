@@ -1,13 +1,15 @@
 """The words of a report: who is behind, and equal ranks together. Without ranks."""
 
+import dataclasses
 import operator
 
 import pytest
 import torch
 
 from compiled_ddp.plan import Bucket, Gradient
-from compiled_ddp.ranks.hang_report import Answer, compare
+from compiled_ddp.ranks.hang_report import Answer, compare, who_parted
 from compiled_ddp.ranks.progress import (
+    Course,
     Position,
     failed_in_collective,
     format_bucket,
@@ -51,6 +53,19 @@ def test_ranks_that_are_level_are_not_behind() -> None:
     assert report.startswith("No rank is behind (collectives launched by each: 9).\n  ranks 0, 1: somewhere")
 
 
+def test_a_rank_that_broadcasts_where_others_are_in_a_backward_has_parted_from_them() -> None:
+    level, behind, parted = (
+        dataclasses.replace(position(9, text=text), course=Course(backwards=backwards, broadcasts=broadcasts))
+        for text, backwards, broadcasts in (("level", 3, 3), ("behind", 2, 3), ("parted", 2, 4))
+    )
+    report = compare((4, 5, 6), 0, {0: level, 1: behind, 2: parted})
+    assert report.startswith("rank 6 has begun another forward, which brings the buffers"), report
+    assert "where rank 4 is in the backward of the one before." in report
+    assert "skip_step()" in report and "\n  rank 5: behind" in report
+    assert not who_parted((4, 5), {0: level, 1: behind}), "one that has begun less is late"
+    assert not who_parted((4, 5), {0: behind, 1: parted}), "one that has begun more is early"
+
+
 def test_a_report_of_64_ranks_stays_short() -> None:
     equal = {place: position(9) for place in range(64) if place not in (5, 6, 20)}
     report = compare(range(64), 0, equal)
@@ -68,7 +83,7 @@ def test_a_report_of_64_ranks_stays_short() -> None:
 
 
 def test_an_answer_comes_back_as_it_was_written() -> None:
-    answer = Answer(3, True, position(9))
+    answer = Answer(3, True, dataclasses.replace(position(9), course=Course(2, 4)))
     assert Answer.decode(answer.encode()) == answer
 
 

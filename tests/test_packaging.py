@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from compiled_ddp.torch_private.versions import SUPPORTED_TORCH
+from compiled_ddp.torch_private.versions import NEWEST, OLDEST
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -50,8 +50,9 @@ def test_rounds_of_versions_cover_all_that_the_metadata_admits() -> None:
         if isinstance(target, ast.Name)
     }
     torches, pythons = (ast.literal_eval(assigned[name]) for name in ("TORCH", "PYTHON"))
-    (major, oldest), beyond = SUPPORTED_TORCH
-    assert [version.rpartition(".")[0] for version in torches] == [f"{major}.{n}" for n in range(oldest, beyond[1])]
+    (major, oldest), (_, newest) = OLDEST, NEWEST
+    assert [version.rpartition(".")[0] for version in torches] == [f"{major}.{n}" for n in range(oldest, newest + 1)]
+    assert f"\ntorch=={torches[-1]}\n" in (ROOT / "constraints-newest.txt").read_text()
     classified = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), flags=re.MULTILINE)
     assert ["3.11", *pythons][: len(classified)] == classified
     makefile = (ROOT / "Makefile").read_text()

@@ -105,6 +105,27 @@ def test_it_is_told_while_it_goes_on(lines: Lines, monkeypatch: pytest.MonkeyPat
     assert len(lines.found) == 2
 
 
+def test_it_is_told_again_and_again_while_it_goes_on(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_work, "SECONDS", 0.05)
+    monkeypatch.setattr(slow_work, "HEARTBEAT_SECONDS", 0.05)
+    with compiling(why=lambda: "first used in step 2"):
+        while len(lines.found) < 3:
+            lines.wait_for("still compiling backward of Net, 0 s")
+    first, *between, last = lines.found
+    assert first == "compiling backward of Net, first used in step 2"
+    assert set(between) == {"still compiling backward of Net, 0 s"}
+    assert last.startswith("compiled backward of Net, ")
+
+
+def test_a_part_is_no_time_of_the_wholes_heartbeat(clock: Clock, lines: Lines) -> None:
+    with compiling("forward") as work:
+        clock.now += 3.0
+        with part_of_slow_work("backward"):
+            clock.now += 100.0
+            work._tell_that_it_goes_on()  # as a timer that has run out just before
+            assert lines.found == []
+
+
 def test_no_timer_is_left_behind(lines: Lines) -> None:
     with compiling("forward"), part_of_slow_work("backward"):
         timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
@@ -163,7 +184,7 @@ def test_a_level_of_the_application_silences_the_line(levels: dict[str, int]) ->
         assert on_stderr() == ""
 
 
-@pytest.mark.parametrize(("switch", "expected"), [("auto", LINE), ("stderr", LINE), ("off", "")])
+@pytest.mark.parametrize(("switch", "expected"), [("auto", LINE), ("stderr", LINE), ("quiet", ""), ("off", "")])
 def test_the_switch(monkeypatch: pytest.MonkeyPatch, switch: str, expected: str) -> None:
     monkeypatch.setenv("COMPILED_DDP_LOG", switch)
     log.check_switch()
@@ -171,7 +192,7 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch, switch: str, expected: str)
         assert on_stderr() == expected
 
 
-@pytest.mark.parametrize(("switch", "expected", "logged"), [("auto", "", 1), ("stderr", LINE, 0), ("off", "", 0)])
+@pytest.mark.parametrize(("switch", "expected", "logged"), [("auto", "", 1), ("stderr", LINE, 0), ("quiet", "", 0)])
 def test_the_switch_where_logging_is_set_up(
     monkeypatch: pytest.MonkeyPatch, switch: str, expected: str, logged: int
 ) -> None:
@@ -185,5 +206,5 @@ def test_the_switch_where_logging_is_set_up(
 
 def test_another_value_of_the_switch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COMPILED_DDP_LOG", "loud")
-    with pytest.raises(ValueError, match="COMPILED_DDP_LOG must be 'auto', 'stderr' or 'off', found 'loud'"):
+    with pytest.raises(ValueError, match="COMPILED_DDP_LOG must be 'auto', 'stderr' or 'quiet', found 'loud'"):
         log.check_switch()

@@ -43,7 +43,7 @@ def test_the_console_script_is_the_module() -> None:
 def test_public_names_are_there_and_nothing_else_is() -> None:
     for name in public.__all__:
         assert getattr(compiled_ddp, name) is getattr(public, name)
-    assert set(public.__all__) <= set(dir(compiled_ddp))
+    assert set(dir(compiled_ddp)) == {"__version__", "comm_hooks", *public.__all__}
     for name in ("nothing", "_nothing", "compile_dpp"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
             getattr(compiled_ddp, name)

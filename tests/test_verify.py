@@ -141,12 +141,14 @@ def _twice_on_every_rank(rank: int, name: str) -> list[float]:
     original = SynchronisedBackward.write_back
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SynchronisedBackward, "write_back", write_back_twice)
-        report = verify_parity(Mlp(), row_batch(rank), 1, loss=lambda y, _: y.sum(), wrap=wrap(name, verify="always"))
+        report = verify_parity(Mlp(), row_batch(rank), 1, loss=lambda y, _: y.sum(), wrap=wrap(name, verify="off"))
     return [difference.relative for difference in report.differences]
 
 
 @pytest.mark.parametrize("name", BOTH)
-def test_what_is_wrong_and_equal_on_all_ranks_is_seen_by_parity_alone(ranks2: RankPool, name: str) -> None:
+def test_what_is_wrong_and_equal_on_all_ranks_is_seen_by_parity_where_the_proof_is_off(
+    ranks2: RankPool, name: str
+) -> None:
     for relative in ranks2.run(_twice_on_every_rank, name):
         assert relative == pytest.approx([1.0] * 6, rel=1e-4)
 

@@ -57,6 +57,18 @@ def test_what_is_unfrozen_or_of_another_dtype_is_a_change(model: nn.Sequential) 
     assert watch.look().changed
 
 
+def test_a_grad_dtype_is_a_change_where_it_is_another_dtype_than_gradients_had(model: nn.Sequential) -> None:
+    watch = ModelWatch(ManagedState(model))
+    assert watch.in_what() == ""
+    model[1].weight.grad_dtype = torch.float64
+    assert watch.look().changed
+    assert watch.in_what().endswith("of 1.weight")
+    model[1].weight.grad_dtype = None  # which stands for the parameter's own
+    assert not watch.look().changed
+    calls = calls_in(watch.look)
+    assert not watch.look().changed and calls_in(watch.look) == calls < 10
+
+
 def test_a_replaced_parameter_is_an_error_unless_it_is_followed(model: nn.Sequential) -> None:
     strict, following = ModelWatch(ManagedState(model)), ModelWatch(ManagedState(model), follows=True)
     model[1].weight = nn.Parameter(model[1].weight.detach().clone())

@@ -30,7 +30,7 @@ def _gpt(size: str, batch: int, context: int) -> Workload:
 
 
 SIZES = ("large", "tiny")
-SIZED = (_mlp("large", 256), _gpt("large", 4, 512), _mlp("tiny", 8), _gpt("tiny", 2, 16))
+SIZED = (_mlp("large", 8192), _gpt("large", 16, 512), _mlp("tiny", 8), _gpt("tiny", 2, 16))
 ALL = {**WORKLOADS, **{workload.name: workload for workload in SIZED}}
 
 

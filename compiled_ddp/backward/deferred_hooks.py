@@ -1,4 +1,4 @@
-"""Users' post-accumulate hooks on parameters that hooks reduce: deferred until they can see the reduced gradient.
+"""Users' post-accumulate hooks on parameters: deferred until they can see the reduced gradient.
 
 Autograd calls every post-accumulate hook of a parameter, ours and the users', as soon as it has accumulated. A user's
 hook is therefore replaced by a stand-in, in the very dictionary it was registered in: its handle still removes it.
@@ -40,6 +40,11 @@ def defer(parameter: torch.Tensor, own_id: int, comes: Callable[[], None], waits
     for key, hook in list(hooks.items()):
         if key != own_id and not isinstance(hook, Deferred):
             hooks[key] = Deferred(hook, comes, waits)
+
+
+def defers_any(parameter: torch.Tensor) -> bool:
+    """Whether a hook of the user's on `parameter` is deferred."""
+    return any(isinstance(hook, Deferred) for hook in torch_private.tensors.post_accumulate_hooks(parameter).values())
 
 
 def run_deferred(parameter: torch.Tensor) -> None:

@@ -15,10 +15,10 @@ from compiled_ddp.planning.trained_parameters import TrainedParameters
 
 def any_has_gradient(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether one of them has a .grad. In C, for every parameter in every backward."""
-    return any(map(operator.is_not, map(_gradient_of, parameters), itertools.repeat(None)))
+    return any(map(operator.is_not, map(gradient_of, parameters), itertools.repeat(None)))
 
 
-_gradient_of = operator.attrgetter("grad")
+gradient_of = operator.attrgetter("grad")
 
 
 class ExistingGradients:
@@ -42,9 +42,8 @@ class ExistingGradients:
         buffers.renew_held(there.values())
         self.apart |= self._taken_out_of(buffers, there)
         self.begun_with |= {
-            index: (weakref.ref(gradient), torch_private.tensors.version_of(gradient))
+            index: (weakref.ref(gradient), torch_private.tensors.version_if_any(gradient))
             for index, gradient in {**there, **self.apart}.items()
-            if not gradient.is_inference()
         }
         self._sharing |= _with_equal_memory(self.apart)
 
@@ -69,13 +68,13 @@ class ExistingGradients:
             return gradient is not None
         begun_with, version = self.begun_with[index]
         return gradient is not begun_with() or (
-            gradient is not None and torch_private.tensors.version_of(gradient) != version
+            gradient is not None and torch_private.tensors.version_if_any(gradient) != version
         )
 
     def check_all(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
         """Raise RuntimeError unless these parameters' gradients, which go into one bucket, can be reduced."""
-        first = self._parameters.tensors[indices[0]]
-        usual = torch_private.tensors.are_strided(gradients, first.dtype, first.device)
+        planned = self._parameters.gradients[indices[0]]
+        usual = torch_private.tensors.are_strided(gradients, planned.dtype, planned.device)
         if not usual or not self._sharing.isdisjoint(indices):
             for index, gradient in zip(indices, gradients, strict=True):
                 self.check(index, gradient)
@@ -83,22 +82,39 @@ class ExistingGradients:
     def check(self, index: int, gradient: torch.Tensor) -> None:
         """Raise RuntimeError unless a parameter's gradient can be reduced."""
         name = self._parameters.names[index]
-        parameter = self._parameters.tensors[index]
         if gradient.layout != torch.strided:
             raise RuntimeError(
                 f"parameter {name} got a {gradient.layout} gradient; only dense gradients can be reduced. "
                 "Pass sparse=False to its nn.Embedding or nn.EmbeddingBag."
             )
-        if gradient.dtype != parameter.dtype or gradient.device != parameter.device:
-            raise RuntimeError(
-                f"the gradient of parameter {name} is {gradient.dtype} on {gradient.device}, the parameter is "
-                f"{parameter.dtype} on {parameter.device}. Assign gradients of the parameter's dtype and device."
-            )
+        self._check_kind(index, gradient)
         if index in self._sharing:
             raise RuntimeError(
                 f"the gradients of parameters {self._parameters.named(sorted(self._sharing))} share memory, so that "
                 "each would be added to the others. Assign a tensor of its own to each .grad."
             )
+
+    def _check_kind(self, index: int, gradient: torch.Tensor) -> None:
+        """Raise RuntimeError unless a gradient is of the dtype and on the device of its bucket."""
+        planned = self._parameters.gradients[index]
+        if gradient.dtype == planned.dtype and gradient.device == planned.device:
+            return
+        name, parameter = self._parameters.names[index], self._parameters.tensors[index]
+        advice = "Assign gradients of the parameter's dtype, or its grad_dtype, and device."
+        if parameter.grad_dtype is None:
+            advice = (
+                "Its grad_dtype is None, which admits any dtype, and ranks add up gradients of one: set its grad_dtype "
+                f"to {gradient.dtype} between two steps, on every rank."
+            )
+        elif parameter.grad_dtype != planned.dtype:
+            advice = (
+                "Its grad_dtype was set after the forward of this backward had begun. Drop this step on every rank "
+                "(zero_grad): the next forward takes it as it is."
+            )
+        raise RuntimeError(
+            f"the gradient of parameter {name} is {gradient.dtype} on {gradient.device}, where {planned.dtype} on "
+            f"{planned.device} is reduced. {advice}"
+        )
 
 
 def _with_equal_memory(gradients: Mapping[int, torch.Tensor]) -> set[int]:

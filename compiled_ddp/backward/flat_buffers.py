@@ -84,14 +84,17 @@ class FlatBuffer:
         if elsewhere:
             self.put_in_place(elsewhere, parameters)
 
-    def put_in_place(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> None:
-        """The same of those that are known not to be there.
+    def put_in_place(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The same of those that are known not to be there; returns what .grad is now.
 
-        Each .grad is a new tensor that shares the memory of the bucket, with a version of its own: what autograd adds
-        to one is no sign that it has added to another of the same buffer.
+        Each is a new tensor that shares the memory of the bucket, with a version of its own: what autograd adds to one
+        is no sign that it has added to another of the same buffer.
         """
+        gradients = []
         for index in indices:
-            parameters[index].grad = self.views[index].data
+            gradient = parameters[index].grad = self.views[index].data
+            gradients.append(gradient)
+        return gradients
 
     @property
     def gradients(self) -> torch.Tensor:

@@ -1,12 +1,12 @@
 """Counting forwards begun to be synchronised: what tells ranks that average different steps from ranks that do not.
 
-[Note: forwards that are no step] A rank whose forward raised may have left the others in that step's backward: so the
-forward counts, and the ranks differ from then on. Or every rank has dropped the step, as they had agreed: then the
-others have given up a forward too, whose output they threw away. Ranks thus average one step if they have begun equally
-many forwards; or, leaving out those that raised, equally many, and have given up equally many since the last backward.
+[Note: forwards that are no step] A rank whose forward raised may try again, with two halves of its batch say: then what
+it sends belongs to the step in which the others are, and only forwards that returned count. Or all ranks have dropped
+that step, as they had agreed, and each has given up one forward. So ranks average one step if equally many of their
+forwards have returned, or if they have begun equally many. (A rank that goes on with its next batch after one that
+raised cannot be told from one that tries again: as under DDP its next step is averaged with the others' step.)
 """
 
-import operator
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,20 +19,10 @@ class Forwards:
 
     begun: int  # but for those whose output was thrown away
     returned: int  # these without those that raised, as far as other ranks have not forgiven them
-    given_up: int = 0  # that raised or were thrown away, since the last backward of which all ranks know the outcome
 
 
 class _Graph:
     """Lives as long as one of the autograd nodes it is kept with."""
-
-
-@dataclass
-class _GivenUp:
-    raised: int = 0
-    thrown_away: int = 0
-
-
-_raised, _thrown_away = operator.attrgetter("raised"), operator.attrgetter("thrown_away")
 
 
 class ForwardCount:
@@ -40,14 +30,14 @@ class ForwardCount:
 
     A forward whose graph is dead before the next one begins, without a backward having reached it, is taken back:
     nobody can run its backward any more, so throwing an output away harms nothing. One that raised stays counted until
-    all ranks turn out to have dropped its step; `take_back` is for what has ended on every rank.
+    the ranks turn out to average one step without it; `take_back` is for what has ended on every rank.
     """
 
     def __init__(self) -> None:
         self.value = 0
         self._waiting = 0  # of these, since the latest backward began
-        self._given_up = _GivenUp()  # since the latest backward began
-        self._unsettled: list[_GivenUp] = []  # before each backward whose outcome is not known yet
+        self._raised = 0  # of these
+        self._unsettled: list[int] = []  # that raised before each backward whose outcome is not known yet
         self._latest: weakref.ref[_Graph] | None = None  # of the latest forward, if it has returned and still waits
 
     def begin(self, *, after_exception: Callable[[], object] = bool) -> None:
@@ -55,10 +45,15 @@ class ForwardCount:
         if self._latest is not None and not self.waits_alive and not after_exception():
             self.value -= 1
             self._waiting -= 1
-            self._given_up.thrown_away += 1
         self._latest = None
         self.value += 1
         self._waiting += 1
+
+    def begin_late(self) -> None:
+        """Count one that has begun uncounted, and whose backward begins now; a no-op if a counted one waits for it."""
+        if not self._waiting:
+            self.value += 1
+            self._waiting += 1
 
     def returned(self, nodes: Iterable[Any]) -> None:
         """Note the autograd nodes of the outputs that the counted forward has returned."""
@@ -69,7 +64,7 @@ class ForwardCount:
 
     def raised(self) -> None:
         """Note that the counted forward has raised."""
-        self._given_up.raised += 1
+        self._raised += 1
 
     @property
     def waits_alive(self) -> bool:
@@ -79,22 +74,19 @@ class ForwardCount:
     def follow(self, value: int) -> None:
         """Take the number that other ranks have, on one that shadows them."""
         self.value, self._latest = value, None
-        self._given_up = _GivenUp()
+        self._raised = 0
         self._unsettled.clear()
 
     def backward_began(self) -> Forwards:
         """Keep the latest forward counted whatever becomes of its graph; returns what to tell the other ranks."""
-        self._unsettled.append(self._given_up)
-        raised = sum(map(_raised, self._unsettled))
-        thrown_away = sum(map(_thrown_away, self._unsettled))
+        self._unsettled.append(self._raised)
         self._begin_anew()
-        return Forwards(self.value, self.value - raised, raised + thrown_away)
+        return Forwards(self.value, self.value - sum(self._unsettled))
 
     def settle(self, *, backwards: int, forgiven: bool) -> None:
         """The outcome of so many backwards, the earliest ones, is known: whether ranks averaged one step after all."""
-        for given_up in self._unsettled[:backwards]:
-            if forgiven:
-                self.value -= given_up.raised
+        if forgiven:
+            self.value -= sum(self._unsettled[:backwards])
         del self._unsettled[:backwards]
 
     def take_back(self) -> None:
@@ -103,4 +95,4 @@ class ForwardCount:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._latest, self._waiting, self._given_up = None, 0, _GivenUp()
+        self._latest, self._waiting, self._raised = None, 0, 0

@@ -10,8 +10,10 @@ from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.backward.grad_mode import grad_mode_off
 from compiled_ddp.backward.graph_gradients import GraphGradients, sum_in_order
 from compiled_ddp.backward.launches import Launches
+from compiled_ddp.backward.left_by_hooks import LeftByHooks
 from compiled_ddp.backward.streams import on_stream
 from compiled_ddp.backward.usage import Usage
+from compiled_ddp.checks.proof import Recording
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.reducers.averaging import Averaging
 
@@ -37,18 +39,22 @@ class Gradients:
         sends_zeros: bool,
         reduced_before: "Gradients | None",
         as_view: bool,
+        recording: Recording | None = None,
     ) -> None:
         """`reduced_before` has reduced a part of what these `buffers` reduce again, if not the same backward has.
 
         With `sends_zeros`, in a torch.autograd.grad, .grad is neither read nor written. With `as_view`, .grad becomes
-        a view of its bucket where it can.
+        a view of its bucket where it can. A `recording` is told of all that goes into buckets.
         """
+        self._recording = recording
         self._parameters, self._buffers, self._launches = parameters, buffers, launches
         self._usage, self._averaging, self._existing, self._of_graphs = usage, averaging, existing, of_graphs
         self._sends_zeros, self._as_view = sends_zeros, as_view
         self._again, self._before = buffers.reduced_again, reduced_before
         # Where .grad is not simply a view of its bucket.
         self._not_in_place = buffers.shared.union(existing.apart) if existing.apart else buffers.shared
+        self.left = LeftByHooks(parameters.tensors)
+        self._in_place: set[int] = set()  # parameters whose .grad was left as a view of their bucket
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
         self._gathered = 0  # elements that have come since something was put into a bucket
         self._streams: dict[int, torch.Stream | None] = {}  # on which a gathered gradient was accumulated, elsewhere
@@ -69,6 +75,7 @@ class Gradients:
         self._put(index, gradient, first)
         for position in others:
             self._buffers[position].put_zeros(index)
+        self.left.note([index])
         for position in (first, *others):
             self._launches.buckets[position].missing.discard(index)
 
@@ -79,7 +86,7 @@ class Gradients:
             self._usage.note_any([index])
             self.check([index], [gradient])
             self._put(index, gradient, position)
-            self._leave_in_place(position, [index])
+            self._leave(position, [index])
         else:
             launch.gathered[index] = gradient
             self._gathered += gradient.numel()
@@ -111,13 +118,15 @@ class Gradients:
         self.check(indices, gradients)
         buffer = self._buffers[position]
         with grad_mode_off():
+            if self._recording is not None:
+                self._recording.put(indices, gradients, self._averaging.share_brought, is_all=False)
             if self._averaging.has_no_weight:
                 for index in indices:
                     buffer.put_zeros(index)
             else:
                 share = self._averaging.share(buffer.bucket.dtype)
                 buffer.put_all(indices, gradients, share, in_place=may_be_there)
-        self._leave_in_place(position, indices, elsewhere=not may_be_there)
+        self._leave(position, indices, elsewhere=not may_be_there)
 
     def forget_gathered(self) -> None:
         """An exception has ended the backward: what is in no bucket yet counts as missing.
@@ -151,6 +160,7 @@ class Gradients:
             if buffer.holds(index, gradient) and not self._usage.is_used(index):
                 self._untouched[index] = gradient.clone()
             self._put(index, gradient, position)
+        self.left.note([index])
 
     @torch.no_grad()
     def _put(self, index: int, gradient: torch.Tensor, position: int) -> None:
@@ -163,6 +173,9 @@ class Gradients:
             if reduced is not None:
                 gradient = self._averaging.still_to_reduce(gradient, reduced)
         buffer = self._buffers[position]
+        if self._recording is not None:
+            is_again = position in self._again
+            self._recording.put([index], [gradient], self._averaging.share_brought, is_all=is_again)
         if self._averaging.has_no_weight:
             buffer.put_zeros(index)
             return
@@ -180,6 +193,14 @@ class Gradients:
 
     # ---- into .grad --------------------------------------------------------------------------------------------------
 
+    def changed_since(self) -> list[int]:
+        """The parameters whose .grad somebody has written to, or replaced, since it was put into its bucket."""
+        changed = self.left.take_changed()
+        if not changed:
+            return []
+        self._in_place.difference_update(changed)
+        return [index for index in changed if self._parameters.tensors[index].grad is not None]
+
     def write_back(self) -> set[int]:
         """Leave the mean in .grad of what hooks reduced: a view of the bucket, or the tensor that was there before.
 
@@ -191,7 +212,10 @@ class Gradients:
             if launch.work is None:
                 continue  # a graph has launched it
             used = self._launches.riders.used_on_any_rank(position)
-            self._leave_in_place(position, used)
+            if self._as_view and not used <= self._in_place:
+                self._buffers[position].leave_in_place(
+                    used - self._in_place - self._not_in_place, self._parameters.tensors
+                )
             written |= used
         for index in self._untouched.keys() & written:
             del self._untouched[index]
@@ -230,12 +254,19 @@ class Gradients:
         else:
             parameter.grad.copy_(self._sum(index, positions))
 
-    def _leave_in_place(self, position: int, indices: Collection[int], *, elsewhere: bool = False) -> None:
-        """Let .grad be where the bucket has it, of those of its parameters for which it may be.
+    def _leave(self, position: int, indices: Collection[int], *, elsewhere: bool = False) -> None:
+        """A bucket has been filled with these: let .grad be where it has them, if it may be, and note what is there.
 
         `elsewhere` tells that none is there yet.
         """
+        own: Collection[int] = ()
         if self._as_view:
             own = indices if self._not_in_place.isdisjoint(indices) else set(indices) - self._not_in_place
-            buffer = self._buffers[position]
-            (buffer.put_in_place if elsewhere else buffer.leave_in_place)(own, self._parameters.tensors)
+        if elsewhere and own:
+            self.left.note_new(own, self._buffers[position].put_in_place(own, self._parameters.tensors))
+        elif own:
+            self._buffers[position].leave_in_place(own, self._parameters.tensors)
+            self.left.note(own)
+        self._in_place.update(own)
+        if len(own) < len(indices):
+            self.left.note(set(indices).difference(own))

@@ -1,6 +1,6 @@
 """Starting the reduction of each bucket, and waiting for it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -10,7 +10,8 @@ from compiled_ddp.backward.reduced_riders import ReducedRiders
 from compiled_ddp.backward.reservations import Reservations
 from compiled_ddp.backward.riders import Message, write_riders
 from compiled_ddp.backward.usage import Usage
-from compiled_ddp.plan import HOOK_FAILED, Bucket
+from compiled_ddp.checks.proof import Recording
+from compiled_ddp.plan import HOOK_FAILED
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import profiled
 from compiled_ddp.ranks.progress import failed_in_collective
@@ -34,9 +35,9 @@ class Launches:
         averaging: Averaging,
         reducer: Reducer,
         communicator: Communicator,
-        launching: Callable[[Bucket, torch.Tensor], None],
+        recording: Recording | None,
     ) -> None:
-        """`launching` is told of every flat buffer right before hooks launch it, which `reducer` does."""
+        """`reducer` launches what hooks have filled; a `recording` is told of it."""
         awaited = zip(buffers.buckets, buffers.indices_in, strict=True)
         self.buckets = [Launch(place, bucket, set(indices), {}) for (place, bucket), indices in awaited]
         self.riders = ReducedRiders(self.buckets, buffers, reservations, usage)
@@ -44,7 +45,7 @@ class Launches:
         self.collectives = reducer.collectives(len(self.buckets))  # of each
         self._buffers, self._reservations = buffers, reservations
         self._message, self._usage, self._averaging = message, usage, averaging
-        self._communicator, self._launching = communicator, launching
+        self._communicator, self._recording = communicator, recording
         self._rank_progress = communicator.progress
         self._launches_before = self._rank_progress.launches
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that the running graph fills
@@ -67,7 +68,8 @@ class Launches:
         layout = launch.bucket.riders
         if layout is not None and buffer.riders is not None:
             write_riders(buffer.riders, layout, self._message, self._usage.unused(layout.indices))
-        self._launching(launch.bucket, buffer.flat)
+        if self._recording is not None:
+            self._recording.launching(launch.bucket)
         outgoing = self._averaging.outgoing(buffer.flat)
         launch.sums(outgoing)
         return outgoing
@@ -190,6 +192,10 @@ class Launches:
         summed, section = launch.take_summed(), launch.section
         if summed is not None:
             self._averaging.conclude(summed, self._buffers[position].gradients, lambda: self.riders.await_of(section))
+
+    def sum_over_result(self) -> float:
+        """What a result is to be multiplied by to be the sum of what ranks have brought. May read from the device."""
+        return self._averaging.sum_over_result(lambda: self.riders.of_every_section()[0])
 
     def flat_gradients(self) -> list[torch.Tensor]:
         """The reduced gradients of every bucket that hooks launched, flat, in launch order and without riders."""

@@ -18,8 +18,6 @@ from compiled_ddp.plan import (
     FIRST_USED,
     FORWARD_COUNT,
     FORWARD_COUNT_SQUARED,
-    GIVEN_UP_COUNT,
-    GIVEN_UP_COUNT_SQUARED,
     HOOK_FAILED,
     LOST,
     MISFIT,
@@ -34,7 +32,6 @@ from compiled_ddp.plan import (
 # A count and its square.
 _BEGUN = FORWARD_COUNT, FORWARD_COUNT_SQUARED
 _RETURNED = RETURNED_COUNT, RETURNED_COUNT_SQUARED
-_GIVEN_UP = GIVEN_UP_COUNT, GIVEN_UP_COUNT_SQUARED
 
 
 class Flag(enum.IntEnum):
@@ -97,17 +94,17 @@ def _leading(message: Message, device: torch.device) -> torch.Tensor:
 def _usual(message: Message, numel: int, device: torch.device) -> torch.Tensor:
     """The same with ones for the parameters behind them, shape (numel,); only to be read."""
     forwards = message.forwards
-    counts = forwards.begun % COUNT_MODULUS, forwards.returned % COUNT_MODULUS, forwards.given_up % COUNT_MODULUS
+    counts = forwards.begun % COUNT_MODULUS, forwards.returned % COUNT_MODULUS
     return _usual_of(*counts, message.weight, frozenset(message.flags), numel, device)
 
 
 # Most steps differ in their counts alone, which begin anew after `COUNT_MODULUS` of them.
 @functools.lru_cache(maxsize=4 * COUNT_MODULUS)
 def _usual_of(
-    begun: int, returned: int, given_up: int, weight: float, flags: Set[Flag], numel: int, device: torch.device
+    begun: int, returned: int, weight: float, flags: Set[Flag], numel: int, device: torch.device
 ) -> torch.Tensor:
     values = [0.0] * FIRST_USED
-    for (count, squared), number in zip((_BEGUN, _RETURNED, _GIVEN_UP), (begun, returned, given_up), strict=True):
+    for (count, squared), number in zip((_BEGUN, _RETURNED), (begun, returned), strict=True):
         values[count], values[squared] = float(number), float(number**2)
     for flag in flags:
         values[flag] = 1.0
@@ -133,7 +130,7 @@ class Findings:
 
     backwards: int = 0  # how many they are of: none, this one, the one before it, or both
     counts_differ: bool = False  # whether the ranks average different steps: [Note: forwards that are no step]
-    forgiven: bool = False  # whether they do not, because all have dropped the step in which some rank's forward raised
+    forgiven: bool = False  # whether they do not, as they have begun different numbers of forwards that raised
     most: Sequence[float] = (0.0,) * FIRST_USED  # the largest sum over ranks of each leading element, over sections
     are_quiet: bool = (
         True  # whether no rank has told anything that another one would have to heed: `most` is zeros then
@@ -197,11 +194,11 @@ class RiderReader:
             same_begun = same_begun and self._agree(sums, *_BEGUN)
         if same_begun and not any(map(any, map(_flags_in, sections))):
             return _quiet(backwards)
-        all_dropped = all(self._agree(sums, *_RETURNED) and self._agree(sums, *_GIVEN_UP) for sums in sections)
+        same_returned = same_begun or all(self._agree(sums, *_RETURNED) for sums in sections)
         return Findings(
             backwards=backwards,
-            counts_differ=not same_begun and not all_dropped,
-            forgiven=not same_begun and all_dropped,
+            counts_differ=not same_returned,
+            forgiven=same_returned and not same_begun,
             most=[max(sums) for sums in zip(*sections, strict=True)],
             are_quiet=False,
         )

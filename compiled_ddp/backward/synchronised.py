@@ -1,6 +1,12 @@
-"""One synchronised backward."""
+"""One synchronised backward.
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+[Note: what a backward leaves] At its end each .grad is what the wrapper has left in it, at the version at which it did,
+or what it was when the backward began. Anything else came past the reduction, whatever brought it: a reentrant backward
+behind the launch, a hook that writes to .grad, an assignment. So each place that leaves something in .grad notes what,
+and the end compares, by identity and version, in C where nothing has happened.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +22,8 @@ from compiled_ddp.backward.reservations import Reservations
 from compiled_ddp.backward.returned_gradients import ReturnedGradients
 from compiled_ddp.backward.riders import Flag, Message
 from compiled_ddp.backward.usage import Usage
-from compiled_ddp.plan import Bucket, Section
+from compiled_ddp.checks.proof import Recording
+from compiled_ddp.plan import Section
 from compiled_ddp.planning.sequence import Observations
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
@@ -46,7 +53,10 @@ class Circumstances:
 
 
 class SynchronisedBackward:
-    """Told of gradients by hooks and by graphs, it lets them be launched in order, and leaves their mean in .grad."""
+    """Told of gradients by hooks and by graphs, it lets them be launched in order, and leaves their mean in .grad.
+
+    `came_past` are the parameters with something in .grad at its end that nobody expects there and nothing reduced.
+    """
 
     def __init__(
         self,
@@ -60,17 +70,16 @@ class SynchronisedBackward:
         circumstances: "Circumstances",
         averaging: Averaging,
         reducer: Reducer,
-        launching: Callable[[Bucket, torch.Tensor], None],
+        recording: Recording | None,
         gradient_as_bucket_view: bool = True,
     ) -> None:
-        """`launching` is told of every flat buffer right before hooks launch it, which `reducer` does."""
+        """`reducer` launches what hooks have filled. A backward that verifies has a `recording`."""
         self.sections, self.circumstances, self.message = sections, circumstances, message
-        self.usage, self.averaging, self.observations = usage, averaging, Observations()
-        self._parameters = parameters
-        self._sole_positions = circumstances.sole_positions(buffers)
-        self.existing = ExistingGradients(parameters, buffers)
-        self.folded = FoldedGradients(parameters, self.existing)
-        self.of_graphs, self.reservations = GraphGradients(), Reservations(sections)
+        self.usage, self.averaging, self.observations, self.came_past = usage, averaging, Observations(), set[int]()
+        self._again, self._sole_positions = buffers.reduced_again, circumstances.sole_positions(buffers)
+        self._parameters, self.existing = parameters, ExistingGradients(parameters, buffers)
+        self.folded, self.reservations = FoldedGradients(parameters, self.existing), Reservations(sections)
+        self.of_graphs = GraphGradients(copies=averaging.needs_parts and self._may_reduce_again())
         self.launches = Launches(
             buffers,
             self.reservations,
@@ -79,7 +88,7 @@ class SynchronisedBackward:
             averaging=averaging,
             reducer=reducer,
             communicator=communicator,
-            launching=launching,
+            recording=recording,
         )
         self.gradients = Gradients(
             parameters,
@@ -92,10 +101,11 @@ class SynchronisedBackward:
             sends_zeros=circumstances.returned is not None,
             reduced_before=circumstances.reduces_again,
             as_view=gradient_as_bucket_view,
+            recording=recording,
         )
-        rank_progress = communicator.progress
-        self.launcher = Launcher(buffers, self.launches, self.gradients, self.reservations, message, rank_progress)
-        rank_progress.backward_began(
+        progress = communicator.progress
+        self.launcher = Launcher(buffers, self.launches, self.gradients, self.reservations, message, progress)
+        progress.backward_began(
             message.forwards.begun, buffers.buckets, buffers.origins, parameters.names, self.launches.collectives
         )
 
@@ -127,7 +137,7 @@ class SynchronisedBackward:
         if self.circumstances.observes_order:
             self.observations.note_arrival("hook", index)
         self.usage.note_gradient(index)
-        if self.usage.awaits_more(index):
+        if self.usage.awaits_more(index) or self._again.issuperset(positions):  # which are launched last, at the end
             self.gradients.check([index], [gradient])
             return
         for position in positions:
@@ -145,9 +155,9 @@ class SynchronisedBackward:
             "when two threads run backwards of one wrapper at the same time: let one wait for the other."
         )
 
-    def is_by_hooks(self, index: int) -> bool:
-        """Whether hooks launch a bucket that carries this gradient."""
-        return bool(self.launches.positions_by_hooks(index))
+    def _may_reduce_again(self) -> bool:
+        """Whether what graphs reduce may turn out to be a part of a gradient, or is known to be one."""
+        return self.circumstances.observes_order or bool(self._again)
 
     def reserve(self, section: int) -> None:
         """Hand a section to a captured graph that is about to run."""
@@ -200,29 +210,38 @@ class SynchronisedBackward:
         if self.circumstances.returned is not None:
             self.gradients.restore_untouched()
             return set()
-        elsewhere = self.of_graphs.found_elsewhere(self._parameters.tensors) if self.of_graphs.addresses else ()
-        if elsewhere:
-            self._find_graph_and_eager(elsewhere)
-        if self.of_graphs.left_out:
-            self._find_eager_alone(self.of_graphs.left_out)
+        self._look_at_what_is_left()
         written = self.gradients.write_back()
         if self.folded.taken:
             self.folded.give_back()
         return written
 
-    def _find_graph_and_eager(self, elsewhere: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """A .grad that is not what graphs returned has another contribution, which was not reduced."""
+    def _look_at_what_is_left(self) -> None:
+        """Find what has come past the reduction: [Note: what a backward leaves]"""
+        tensors, addresses, left = self._parameters.tensors, self.of_graphs.addresses, self.gradients.left
+        changed = set(self.of_graphs.changed(tensors)).difference(left.there) if addresses else ()
+        if changed:
+            self._find_beside_graphs(changed)
+        if len(tensors) not in (len(addresses), len(left.there) + len(left.nothing)):
+            self._find_unexpected(set(range(len(tensors))).difference(addresses, left.there, left.nothing))
+        if left.there or left.nothing:
+            self.came_past.update(self.gradients.changed_since())
+
+    def _find_beside_graphs(self, changed: Iterable[int]) -> None:
+        """What is not simply what graphs have left may have another part, which was not reduced."""
         looks = self.circumstances.looks_at_values
-        for index, gradient in elsewhere:
-            if not self.is_by_hooks(index) and self.of_graphs.has_another(index, gradient, looks_at_values=looks):
+        for index in changed:
+            gradient = self._parameters.tensors[index].grad
+            if self.of_graphs.has_another(index, gradient, looks_at_values=looks):  # type: ignore[arg-type]
                 self.observations.graph_and_eager.add(index)
 
-    def _find_eager_alone(self, left_out: Iterable[int]) -> None:
-        """A .grad of which graphs were to reduce a part, and have none, came after them: it was not reduced."""
-        for index in left_out:
+    def _find_unexpected(self, others: Iterable[int]) -> None:
+        """Nothing was reduced of these, but for what is announced and will be."""
+        for index in others:
             has_come = self._parameters.tensors[index].grad is not None and self.existing.has_accumulated(index)
-            if has_come and not self.is_by_hooks(index):
-                self.observations.graph_and_eager.add(index)
+            if has_come and index not in self.circumstances.newly_used:
+                of_graph = index in self.of_graphs.left_out
+                (self.observations.graph_and_eager if of_graph else self.came_past).add(index)
 
     def outcome(self, index: int, written: Set[int]) -> torch.Tensor | None:
         """What the reduction left of a parameter's gradient; None where no rank has produced one.

@@ -15,7 +15,7 @@ from compiled_ddp.plan import Bucket, BucketPlan, Gradient
 
 def as_planned(value: torch.Tensor | None, gradient: Gradient, bucket: Bucket) -> torch.Tensor:
     """What a graph folds in for a gradient of `bucket`: the value itself, if it lies as planned; zeros for None."""
-    if value is not None and value.stride() == gradient.stride:
+    if value is not None and value.stride() == gradient.stride and value.dtype == bucket.dtype:
         return value.detach()
     laid_out = torch.empty_strided(gradient.size, gradient.stride, dtype=bucket.dtype, device=bucket.device)
     return laid_out.zero_() if value is None else laid_out.copy_(value)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from compiled_ddp.checks.checksum import checksum
+from compiled_ddp.checks.signs import signed_sum, signs
 
 _SMALL = 4096  # elements of a row that is taken together with others
 _TOGETHER = 2**20  # elements that are taken together, about: there are some words of memory for each
@@ -31,9 +32,21 @@ class SmallRows:
     def checksums(self) -> torch.Tensor:
         """Of each row: int64, shape (rows,). It depends on nothing but the row, wherever that lies among others."""
         words = self._values.view(_INTEGERS[self._values.element_size()])
-        starts = (self._ends - self._sizes).repeat_interleave(self._sizes, output_size=len(words))
-        places = torch.arange(len(words), dtype=torch.int64, device=words.device) - starts
-        return self._sums((2 * places + 1) * words)
+        return self._sums((2 * self._places() + 1) * words)
+
+    def signed_sums(self) -> torch.Tensor:
+        """Of each row, see `signed_sum`: float64, shape (rows, 2). What is not finite stays in its row."""
+        exact = self._values.double()
+        both = torch.stack((exact * signs(exact.device)[self._places()], exact * exact), dim=1)
+        rows = torch.arange(len(self._sizes), dtype=torch.int64, device=both.device)
+        of_elements = rows.repeat_interleave(self._sizes, output_size=len(both))
+        return torch.zeros(len(rows), 2, dtype=both.dtype, device=both.device).index_add_(0, of_elements, both)
+
+    def _places(self) -> torch.Tensor:
+        """Of each element in its row."""
+        numel = len(self._values)
+        starts = (self._ends - self._sizes).repeat_interleave(self._sizes, output_size=numel)
+        return torch.arange(numel, dtype=torch.int64, device=starts.device) - starts
 
     def are_finite(self) -> torch.Tensor:
         """Whether all elements of each row are: shape (rows,)."""
@@ -53,6 +66,9 @@ class LargeRow:
 
     def checksums(self) -> torch.Tensor:
         return checksum(self._row).view(1)
+
+    def signed_sums(self) -> torch.Tensor:
+        return signed_sum(self._row).view(1, 2)
 
     def are_finite(self) -> torch.Tensor:
         """A sum tells it, four times as fast as a look at each element; an overflow in it counts as not finite."""

@@ -1,19 +1,27 @@
-"""Proving that gradients were reduced: what differed between ranks before the reduction must agree after it.
+"""Proving that gradients were reduced: what each is after the reduction is what the ranks' own ones add up to.
 
-[Note: all ranks verify or none does] A backward that verifies ends with one collective more, so every rank must know
+[Note: all ranks verify or none does] A backward that verifies ends with two collectives more, so every rank must know
 by then that it is one. It is one because of what all ranks know alike: the number of synchronised backwards, what the
 last such exchange left unverified, or a wish a rank has sent in the riders. A rank whose backward broke off, or that
 raises because of what the riders say, takes part all the same, and proves nothing.
+
+[Note: two steps of a proof] From gradients to buckets: what lies in a graph's bucket before it is launched is compared
+with the same backward without the passes, where the graph is new (`checks.values`); hooks' gradients are noted where
+autograd leaves them. From there to the result: sums with random signs, of what each rank brings and of what comes out
+(`checks.signs`), and checksums, which must be the same on all ranks.
 """
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 import torch
 
+from compiled_ddp import torch_private
 from compiled_ddp.checks.batches import batched, batched_in_place
 from compiled_ddp.checks.checksum import as_row
+from compiled_ddp.checks.exchange import Account, Verdict, exchange
+from compiled_ddp.checks.values import Reference, compare, explained, fill_with_pattern
 from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
@@ -31,58 +39,137 @@ _NOT_FINITE = 3
 _BROKEN_OFF = 4
 
 _WORDS = {_NO_GRADIENT: "no gradient so far", _NOT_FINITE: "gradients that are not finite"}
-_EQUAL = "zero or equal gradients so far"
+_ZERO = "zero gradients so far"
+_EQUAL = "zero or equal gradients so far"  # which a communication hook reduces
 _DIFFERENT = "different on the ranks after the reduction"
+_NOT_THE_SUM = "not what the ranks' gradients add up to"
+_WRONG_IN_BUCKET = "wrong in its bucket"
 _UNKNOWN = "not looked at yet"
 _NEW = "in a new graph, not looked at yet"
+_UNSEEN = "the graph launches where nobody can look, and ran first in a backward that did not verify"
+
+_NO_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class _Recording:
-    """Checksums of this rank's gradients right before they are reduced, in one backward."""
+class Recording:
+    """What this rank brings to the reductions of one backward, and what its graphs return of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, strides: Sequence[tuple[int, ...]]) -> None:
+        """`strides` are those of the parameters' gradients, as they lie in buckets."""
         self.seen: set[int] = set()
         self.not_seen: set[int] = set()
-        self._added: list[tuple[Sequence[int], torch.Tensor]] = []  # gradients, checksums of them
+        self._strides = strides
+        # Gradients, of each its signed sum, the sum of its squares and that of what it may be off; whether it is all.
+        self._brought: list[tuple[Sequence[int], torch.Tensor, bool]] = []
+        self._returned: list[tuple[Sequence[int], torch.Tensor]] = []  # gradients, signed sums of them
 
-    def launching(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None:
+    def launching(self, bucket: Bucket) -> None:
+        """Hooks are about to launch it."""
+        self.seen.update(bucket.indices)
+
+    def put(self, indices: Sequence[int], gradients: Sequence[torch.Tensor], share: float, *, is_all: bool) -> None:
+        """Hooks put `share` times these gradients into buckets; with `is_all` in place of what they had put."""
+        for some, batch in batched(self._rows(indices, gradients)):
+            sums = (
+                _scaled(batch.signed_sums(), share)
+                if share
+                else torch.zeros(len(some), 2, dtype=torch.float64, device="cpu")
+            )
+            self._brought.append((some, sums, is_all))
+
+    def graph_launches(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None:
         self.seen.update(bucket.indices)
         sizes = [gradient.numel for gradient in bucket.gradients]
         values = flat_buffer.narrow(0, 0, sum(sizes))
-        self._added += [
-            (indices, batch.checksums()) for indices, batch in batched_in_place(bucket.indices, values, sizes)
-        ]
+        for indices, batch in batched_in_place(bucket.indices, values, sizes):
+            self._brought.append((indices, batch.signed_sums(), False))
 
-    def before(self, parameters: int, device: torch.device) -> torch.Tensor:
-        """The checksums of all parameters, int64, shape (parameters,); 0 where nothing was seen."""
-        sums = torch.zeros(parameters, dtype=torch.int64, device=device)
-        for indices, added in self._added:
-            # A parameter of several sections is launched in each of them, on every rank in the same order.
+    def graph_launches_unseen(self, plan: BucketPlan, reference: Reference | None) -> None:
+        """What a graph launches cannot be looked at: it is taken for what it should be, where that is known."""
+        expected = {} if reference is None else reference.expected
+        known = [index for index in plan.indices if index in expected]
+        self.seen.update(known)
+        self.not_seen.update(set(plan.indices).difference(known))
+        for indices, batch in batched(self._rows(known, [expected[index].value for index in known])):
+            off = [expected[index].tolerances()[0] ** 2 for index in indices]
+            slack = torch.tensor(off, dtype=torch.float64, device="cpu").view(-1, 1)
+            self._brought.append((indices, torch.cat((batch.signed_sums().cpu(), slack), dim=1), False))
+
+    def graph_returns(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        for some, batch in batched(self._rows(indices, gradients)):
+            self._returned.append((some, batch.signed_sums()[:, 0]))
+
+    def _rows(self, indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        for index, tensor in zip(indices, tensors, strict=True):
+            yield index, as_row(tensor.detach(), self._strides[index])
+
+    def brought(self, parameters: int, device: torch.device) -> torch.Tensor:
+        """Of all parameters: float64, shape (3, parameters); 0 where nothing was seen."""
+        sums = torch.zeros(parameters, 3, dtype=torch.float64, device=device)
+        for indices, added, is_all in self._brought:
             places = torch.tensor(indices, dtype=torch.int64, device=device)
-            sums[places] = 3 * sums[places] + added.to(device)
-        return sums
+            columns = added.shape[1]
+            if is_all:
+                sums[places] = 0.0
+            # A parameter of several sections is launched in each of them.
+            sums[places, :columns] += added.to(device)
+        return sums.t().contiguous()
+
+    def returned(self, signed: torch.Tensor, by_hooks: Set[int]) -> torch.Tensor:
+        """The signed sums of all parameters' results: what graphs have returned, of several the sum.
+
+        Those that hooks have left in .grad, as `signed` has them, may have that in them.
+        """
+        of_graphs, are_of_graphs = torch.zeros_like(signed), torch.zeros_like(signed, dtype=torch.bool)
+        for indices, sums in self._returned:
+            places = torch.tensor(indices, dtype=torch.int64, device=signed.device)
+            of_graphs[places] += sums.to(signed.device)
+            are_of_graphs[places] = True
+        are_of_graphs[torch.tensor(sorted(by_hooks), dtype=torch.int64, device=signed.device)] = False
+        return torch.where(are_of_graphs, of_graphs, signed)
+
+
+def _scaled(sums: torch.Tensor, share: float) -> torch.Tensor:
+    return sums * torch.tensor((share, share * share), dtype=sums.dtype, device=sums.device)
 
 
 class Proof:
     """Which of the wrapper's parameters are proven; the same on every rank."""
 
-    def __init__(self, parameters: TrainedParameters, communicator: Communicator, verify: str) -> None:
-        """`verify` is the wrapper's option: "first", "always" or "off"."""
-        self._communicator, self._verify = communicator, verify
+    def __init__(
+        self, parameters: TrainedParameters, communicator: Communicator, verify: str, *, adds_up: bool = True
+    ) -> None:
+        """`verify` is the wrapper's option: "first", "always" or "off".
+
+        Without `adds_up` a communication hook reduces, whose results need not be the sum of what goes in.
+        """
+        self._communicator, self._verify, self._adds_up = communicator, verify, adds_up
+        self._looks_at_graphs = verify != "off"
         self._active = verify != "off" and communicator.world_size > 1
         self._why_off = 'verify="off"' if verify == "off" else ""
         self.unverified: dict[int, str] = {}  # parameter -> why
         self._tried = 0  # synchronised backwards since the first one, or since there was something new to look at
         self.verifies = False  # whether the backward under way ends with the exchange
-        self.recording: _Recording | None = None  # in a backward that verifies
+        self.recording: Recording | None = None  # in a backward that verifies
+        self.reference: Reference | None = None  # of the graph that is about to run, where it is new
         self._met: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
         self.renewed: set[int] = set()  # parameters of graphs that are new on this rank
+        self._compared: set[int] = set()  # whose latest new graph has left in its bucket what it was to leave, here
+        self._not_compared: dict[int, str] = {}
+        self._wrong: dict[int, int] = {}  # what is wrong in buckets, of which the other ranks do not know yet
+        self._parameters = parameters
         self.begin_anew(parameters)
 
     def begin_anew(self, parameters: TrainedParameters) -> None:
         """Hold nothing for proven: the sequence that all ranks keep is about to change, and so may the parameters."""
+        if parameters is not self._parameters:  # which may have other numbers
+            self._met.clear()
+            self._compared.clear()
+            self._not_compared.clear()
         self._parameters = parameters
+        self._strides = [gradient.stride for gradient in parameters.gradients]
         self.renewed.clear()
+        self._wrong.clear()
         self.unverified = dict.fromkeys(range(len(parameters.names)), _UNKNOWN)
         self.look_again()
 
@@ -92,7 +179,7 @@ class Proof:
 
     def switch_off(self, reason: str) -> None:
         """Look at nothing from here on: ranks need not agree after the reduction. On all ranks."""
-        self._active, self._why_off = False, reason
+        self._active, self._looks_at_graphs, self._why_off = False, False, reason
 
     # ---- during a backward -------------------------------------------------------------------------------------------
 
@@ -102,50 +189,90 @@ class Proof:
             return
         self._tried += 1
         self.verifies = self._verify == "always" or (bool(self.unverified) and self._tried in TRIES)
-        self.recording = _Recording() if self.verifies else None
+        self.recording = Recording(self._strides) if self.verifies else None
 
-    def meet_graph(self, backward: Callable[..., object], fingerprint: str, indices: Iterable[int]) -> None:
+    def meet_graph(
+        self,
+        backward: Callable[..., object],
+        fingerprint: str,
+        indices: Iterable[int],
+        run_without_passes: Callable[[], Reference],
+    ) -> None:
         """Note that a compiled backward is about to reduce parameters `indices`, whose plan is `fingerprint`.
 
-        A new one makes its parameters unverified again.
+        A new one makes its parameters unverified again, and is run without the passes too, before it runs itself.
         """
         met = self._met.setdefault(backward, set())
-        if self._active and fingerprint not in met:
+        if self._looks_at_graphs and fingerprint not in met:
             met.add(fingerprint)
-            self.renewed.update(indices)
+            if self._active:
+                self.renewed.update(indices)
+            if self._adds_up:
+                self.reference = run_without_passes()
+            else:
+                self._not_compared.update(dict.fromkeys(indices, "a communication hook reduces it"))
 
-    def launching(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None:
-        """Note what hooks are about to reduce; a no-op in a backward that does not verify."""
-        if self.recording is not None:
-            self.recording.launching(bucket, flat_buffer)
+    def forget_reference(self) -> None:
+        """The graph will not run."""
+        self.reference = None
 
-    def watching(
-        self, plan: BucketPlan, group_name: str, *, sees_values: bool = True
-    ) -> contextlib.AbstractContextManager[None]:
-        """Note what a graph, run in this context, is about to reduce; a no-op in a backward that does not verify.
+    @contextlib.contextmanager
+    def watching(self, plan: BucketPlan, group_name: str, *, sees_values: bool = True) -> Iterator[None]:
+        """Look at what a graph, run in this context, is about to reduce, where it is new or the backward verifies.
 
         It calls its process group `group_name`. Without `sees_values` nothing can be computed from what it launches:
         it runs as a CUDA graph.
         """
+        recording, reference = self.recording, self.reference
+        self.reference = None
         # What a communication hook launches is not the gradients.
-        if self.recording is not None and (plan.reduction == "hook" or not sees_values):
-            self.recording.not_seen.update(plan.indices)
-            return contextlib.nullcontext()
-        if self.recording is None:
-            return contextlib.nullcontext()
-        return self._watching(plan, group_name, self.recording)
+        if plan.reduction == "hook":
+            if recording is not None:
+                recording.not_seen.update(plan.indices)
+            yield
+            return
+        wrong: dict[int, int] = {}
 
-    @contextlib.contextmanager
-    def _watching(self, plan: BucketPlan, group_name: str, recording: _Recording) -> Iterator[None]:
         def launching(number: int, flat_buffer: torch.Tensor) -> contextlib.AbstractContextManager[None]:
             if number < len(plan.buckets):
-                recording.launching(plan.buckets[number], flat_buffer)
+                if recording is not None:
+                    recording.graph_launches(plan.buckets[number], flat_buffer)
+                if reference is not None:
+                    wrong.update(compare(plan.buckets[number], flat_buffer, reference))
             return contextlib.nullcontext()
 
-        with LaunchObserver(group_name, launch=launching) as observer:
+        observer = LaunchObserver(group_name, launch=launching)
+        kinds = {(bucket.numel, bucket.dtype) for bucket in plan.buckets} if reference is not None else set()
+        filled = torch_private.inductor.allocations_filled(kinds, fill_with_pattern) if kinds else _NO_CONTEXT
+        with filled, observer if sees_values else _NO_CONTEXT:
             yield
-        if observer.launched != len(plan.buckets):
+        if observer.launched == len(plan.buckets):
+            self._note_compared(plan, reference, wrong)
+        elif observer.launched == 0:
+            self._note_unseen(plan, reference)
+        elif recording is not None:
             recording.not_seen.update(plan.indices)
+
+    def _note_compared(self, plan: BucketPlan, reference: Reference | None, wrong: dict[int, int]) -> None:
+        if reference is None:
+            return
+        self._wrong.update(wrong)
+        if wrong and self._communicator.world_size == 1:
+            self.verifies = True  # there is nobody to be told, and the backward's end raises
+        for index in plan.indices:
+            self._not_compared.pop(index, None)
+            if index in reference.expected:
+                self._compared.add(index)
+            else:
+                self._compared.discard(index)
+                self._not_compared[index] = reference.why_not
+
+    def _note_unseen(self, plan: BucketPlan, reference: Reference | None) -> None:
+        """What comes out is compared all the same, with what every rank should have brought."""
+        if self.recording is not None:
+            self.recording.graph_launches_unseen(plan, reference)
+        if reference is not None:
+            self._note_compared(plan, reference if self.recording is not None else Reference({}, _UNSEEN), {})
 
     # ---- at its end --------------------------------------------------------------------------------------------------
 
@@ -157,15 +284,20 @@ class Proof:
     def postpone(self) -> None:
         """Take part in the exchange without proving anything; a no-op in a backward that does not verify."""
         if self.verifies:
-            self._exchange([_BROKEN_OFF] * len(self._parameters.names), [None] * len(self._parameters.names))
+            nothing: list[torch.Tensor | None] = [None] * len(self._parameters.names)
+            self._exchange([_BROKEN_OFF] * len(nothing), nothing, None, set())
 
-    def conclude(self, outcome_of: Callable[[int], torch.Tensor | None]) -> None:
-        """Compare the ranks' checksums; a no-op in a backward that does not verify.
+    def conclude(
+        self, outcome_of: Callable[[int], torch.Tensor | None], *, by_hooks: Set[int], factor: float | None
+    ) -> None:
+        """Compare what has come out with what went in, on all ranks; a no-op in a backward that does not verify.
 
         `outcome_of` tells what the reduction has left of a parameter's gradient on this rank; None where it left
-        nothing, because no rank has produced one.
+        nothing, because no rank has produced one. That is what has been reduced `by_hooks`, and what graphs have
+        returned unless a hook of the user's has changed it. `factor` makes of that the sum of what ranks have
+        brought; None where nothing does.
 
-        Raises RuntimeError, on every rank, if a gradient differs between ranks.
+        Raises RuntimeError, on every rank, if a gradient is wrong.
         """
         if not self.verifies:
             return
@@ -174,84 +306,138 @@ class Proof:
             _NO_GRADIENT if outcome is None else _NOTHING if self._is_recorded(index) else _NOT_SEEN
             for index, outcome in enumerate(outcomes)
         ]
-        different = self._exchange(hindrances, outcomes)
-        if different:
+        wrong, different, off = self._exchange(hindrances, outcomes, factor, by_hooks)
+        if wrong or different or off:
             self._tried = 0  # and look again in the next backward
-            raise RuntimeError(
-                f"rank {self._communicator.rank}: the gradient of {self._parameters.named(different)} differs between "
-                "the ranks after it was reduced: on some rank it stayed local, in whole or in part, and from here on "
-                "the models would drift apart. If the model has changed since it was wrapped, call unwrap() and wrap "
-                "it again. COMPILED_DDP_MODE=hooks in the environment reduces everything by hooks; if that helps, "
-                "please report the model with the output of explain(). A hook of yours that changes .grad in another "
-                'way on every rank does this too: then pass verify="off".'
+            raise RuntimeError(self._told(wrong, different, off))
+
+    def _told(self, wrong: dict[int, int], different: list[int], off: list[int]) -> str:
+        rank = self._communicator.rank
+        remedy = (
+            "COMPILED_DDP_MODE=hooks in the environment reduces everything by hooks; if that helps, please report the "
+            "model with the output of explain()."
+        )
+        if wrong:
+            found = "; ".join(f"{self._parameters.named([index])}: {explained(wrong[index])}" for index in [*wrong][:5])
+            return (
+                f"rank {rank}: the gradient of {self._parameters.named(wrong)} was reduced from a bucket in which some "
+                f"rank's compiled backward has left something else than its gradient ({found}). Take no step with "
+                f'these gradients. {remedy} verify="off" looks at nothing.'
             )
+        if different:
+            return (
+                f"rank {rank}: the gradient of {self._parameters.named(different)} differs between the ranks after it "
+                "was reduced: on some rank it stayed local, in whole or in part, and from here on the models would "
+                "drift apart. If the model has changed since it was wrapped, call unwrap() and wrap it again. "
+                f"{remedy} A hook of yours that changes .grad in another way on every rank does this too: then pass "
+                'verify="off".'
+            )
+        return (
+            f"rank {rank}: the gradient of {self._parameters.named(off)} is, after it was reduced, the same on all "
+            "ranks, and not what their own gradients add up to: some were left out, added twice, divided wrongly, or "
+            f"changed on the way. Take no step with these gradients. {remedy}"
+        )
 
     def _is_recorded(self, index: int) -> bool:
         recording = self.recording
         return recording is not None and index in recording.seen and index not in recording.not_seen
 
     @torch.no_grad()
-    def _exchange(self, hindrances: list[int], outcomes: list[torch.Tensor | None]) -> list[int]:
-        """Share what this rank knows, settle what is unverified. Returns the parameters that differ between ranks."""
+    def _exchange(
+        self, hindrances: list[int], outcomes: list[torch.Tensor | None], factor: float | None, by_hooks: Set[int]
+    ) -> tuple[dict[int, int], list[int], list[int]]:
+        """Share what this rank knows, settle what is unverified.
+
+        Returns what is wrong in some bucket, the parameters that differ between ranks, and those that are no sums.
+        """
         device = self._parameters.tensors[0].device
-        before = (self.recording or _Recording()).before(len(outcomes), device)
+        recording = self.recording or Recording(self._strides)
+        after, signed, finite = self._looked_at(outcomes, device)
+        account = Account(
+            recording.brought(len(outcomes), device),
+            recording.returned(signed, by_hooks),
+            after,
+            [(gradient.dtype, gradient.numel) for gradient in self._parameters.gradients],
+            factor if self._adds_up else None,
+        )
+        hindered = torch.where(finite, torch.tensor(hindrances, dtype=torch.int64, device=device), _NOT_FINITE)
+        names = range(len(outcomes))
+        renewed = torch.tensor([index in self.renewed for index in names], dtype=torch.int64, device=device)
+        wrong = torch.tensor([self._wrong.get(index, 0) for index in names], dtype=torch.int64, device=device)
+        verdict = exchange(self._communicator, account, hindered, renewed, wrong)
+        self.renewed.clear()
+        self._wrong.clear()
+        self.recording, self.verifies = None, False
+        return self._settle(verdict, adds_up=account.factor is not None)
+
+    def _looked_at(
+        self, outcomes: list[torch.Tensor | None], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Of what a reduction has left: checksums, signed sums, and whether it is finite."""
         rows = (
-            (index, as_row(outcome, self._parameters.gradients[index].stride))
+            (index, as_row(outcome, self._strides[index]))
             for index, outcome in enumerate(outcomes)
             if outcome is not None
         )
-        after = torch.zeros_like(before)
-        finite = torch.ones_like(before, dtype=torch.bool)
+        after = torch.zeros(len(outcomes), dtype=torch.int64, device=device)
+        signed = torch.zeros(len(outcomes), dtype=torch.float64, device=device)
+        finite = torch.ones_like(after, dtype=torch.bool)
         for indices, batch in batched(rows):
             places = torch.tensor(indices, dtype=torch.int64, device=device)
             after[places], finite[places] = batch.checksums().to(device), batch.are_finite().to(device)
-        hindered = torch.where(finite, torch.tensor(hindrances, dtype=torch.int64, device=device), _NOT_FINITE)
-        new_here = [index in self.renewed for index in range(len(outcomes))]
-        renewed = torch.tensor(new_here, dtype=torch.int64, device=device)
-        shared = torch.stack([*_to_compare(before), *_to_compare(after), hindered, renewed])
-        self._communicator.maximum(shared)
-        self.renewed.clear()
-        self.recording, self.verifies = None, False
-        return self._settle(shared)
+            signed[places] = batch.signed_sums()[:, 0].to(device)
+        return after, signed, finite
 
-    def _settle(self, shared: torch.Tensor) -> list[int]:
-        """Of the rows that `_exchange` has shared. In tensors: in most exchanges all parameters are proven at once."""
-        *rows, hindrances, renewed = shared.cpu()
-        differs = _are_unequal(*rows[2:]) & (hindrances < _NO_GRADIENT)
-        proven = _are_unequal(*rows[:2]) & (hindrances == _NOTHING) & ~differs
+    def _settle(self, verdict: Verdict, *, adds_up: bool) -> tuple[dict[int, int], list[int], list[int]]:
+        """Of what `_exchange` has shared. In tensors: in most exchanges all parameters are proven at once."""
+        hindrances, renewed, findings = verdict.others
+        looked_at = hindrances == _NOTHING
+        differs = verdict.results_differ & (hindrances < _NO_GRADIENT)
+        off = verdict.are_off & looked_at & ~differs
+        shows = verdict.have_values if adds_up else verdict.brought_differ & (not self._adds_up)
+        proven = shows & looked_at & ~differs & ~off & (findings == 0)
         for index in _where(renewed != 0):
             self.unverified.setdefault(index, _NEW)
-        different = _where(differs)
-        self.unverified.update(dict.fromkeys(different, _DIFFERENT))
         for index in _where(proven):
             self.unverified.pop(index, None)
-        for index in _where(~differs & ~proven & (hindrances != _NOT_SEEN) & (hindrances != _BROKEN_OFF)):
+        different, not_sums, in_buckets = _where(differs), _where(off), _where(findings != 0)
+        for index in _where(looked_at & ~proven | (hindrances == _NO_GRADIENT) | (hindrances == _NOT_FINITE)):
             if index in self.unverified:
-                self.unverified[index] = _WORDS.get(int(hindrances[index]), _EQUAL)
-        return different
+                self.unverified[index] = _WORDS.get(int(hindrances[index]), _ZERO if self._adds_up else _EQUAL)
+        self.unverified.update(dict.fromkeys(not_sums, _NOT_THE_SUM))
+        self.unverified.update(dict.fromkeys(different, _DIFFERENT))
+        self.unverified.update(dict.fromkeys(in_buckets, _WRONG_IN_BUCKET))
+        return {index: int(findings[index]) for index in in_buckets}, different, not_sums
+
+    # ---- in words ----------------------------------------------------------------------------------------------------
 
     def __str__(self) -> str:
-        """How far the proof has come, in a sentence; empty where there is but one rank."""
+        """How far the proof has come, in a sentence or two; empty where there is but one rank."""
         if self._why_off:
             return f"Whether gradients were reduced is not looked at: {self._why_off}."
-        if not self._active:
-            return ""
-        everything = len(self._parameters.names)
+        lines = [self._of_buckets()] if self._compared or self._not_compared else []
+        if self._active:
+            everything = len(self._parameters.names)
+            pending = self._listed("pending", self.unverified)
+            lines.append(
+                f"Proven to be reduced: {everything - len(self.unverified)} of {everything} parameters{pending}."
+            )
+        return "\n".join(lines)
+
+    def _of_buckets(self) -> str:
+        """What the latest new graphs have left in their buckets on this rank."""
+        count = len(self._compared) + len(self._not_compared)
+        return (
+            f"Compared with the same backward without the passes: {len(self._compared)} of {count} parameters of graphs"
+            f"{self._listed('not compared', self._not_compared)}."
+        )
+
+    def _listed(self, what: str, whys: dict[int, str]) -> str:
         reasons: dict[str, list[int]] = {}
-        for index, reason in self.unverified.items():
+        for index, reason in whys.items():
             reasons.setdefault(reason, []).append(index)
         listed = "; ".join(f"{self._parameters.named(indices)} ({reason})" for reason, indices in reasons.items())
-        pending = f"; pending: {listed}" if listed else ""
-        return f"Proven to be reduced: {everything - len(self.unverified)} of {everything} parameters{pending}."
-
-
-def _to_compare(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two rows whose maxima over ranks tell whether the ranks' values are equal. Unlike -x, ~x cannot overflow."""
-    return values, ~values
-
-
-def _are_unequal(most: torch.Tensor, most_inverted: torch.Tensor) -> torch.Tensor:
-    return most != ~most_inverted
+        return f"; {what}: {listed}" if listed else ""
 
 
 def _where(mask: torch.Tensor) -> list[int]:

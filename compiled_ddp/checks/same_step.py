@@ -1,8 +1,7 @@
 """What is said when the ranks have begun different numbers of forwards, so that steps were paired up wrongly."""
 
-import warnings
-
 from compiled_ddp.ranks.communicator import Communicator
+from compiled_ddp.users_code import warn_user
 
 
 class StepCheck:
@@ -34,6 +33,7 @@ class StepCheck:
             'torch.no_grad(). Where ranks differ on purpose, wrap with check_steps="warn" or "off".'
         )
         if self._check_steps == "error":
+            ranks.outlast(key)
             return RuntimeError(f"{message} Load the latest checkpoint on every rank.")
-        warnings.warn(message, stacklevel=2)
+        warn_user(message)
         return None

@@ -3,12 +3,12 @@
 import statistics
 from dataclasses import dataclass
 
-from compiled_ddp.comparison.arguments import FLOORS
+from compiled_ddp.comparison.arguments import FLOORS, WARMED_UP
 from compiled_ddp.comparison.derived import Row, derive, ratios, steps_ms
 from compiled_ddp.comparison.result import Comparison, VariantResult
 
 # The simplest first: of what cannot be told apart the first one is chosen.
-SIMPLEST_FIRST = ("torch DDP", "EagerDDP", "torch.compile(DDP)", "DDP(torch.compile)", "compile_ddp")
+SIMPLEST_FIRST = ("torch DDP", "EagerDDP", "torch.compile(DDP)", "DDP(torch.compile)", "compile_ddp", WARMED_UP)
 LEAST_GAIN = 0.01  # of a step
 SHARE_OF_ROUNDS = 0.75  # in which the faster one has to be faster
 

@@ -5,8 +5,9 @@ from pathlib import Path
 
 # As make_variants has them; those of DEFAULT are compared unless others are asked for.
 FLOORS = ("no communication, eager", "no communication, compiled")
-DEFAULT = (*FLOORS, "torch DDP", "torch.compile(DDP)", "EagerDDP", "compile_ddp")
-VARIANTS = (*FLOORS, "torch DDP", "torch.compile(DDP)", "DDP(torch.compile)", "EagerDDP", "compile_ddp")
+WARMED_UP = "compile_ddp after warmup()"  # which may choose the model as it is
+DEFAULT = (*FLOORS, "torch DDP", "torch.compile(DDP)", "EagerDDP", "compile_ddp", WARMED_UP)
+VARIANTS = (*FLOORS, "torch DDP", "torch.compile(DDP)", "DDP(torch.compile)", "EagerDDP", "compile_ddp", WARMED_UP)
 
 _DESCRIPTION = """\
 Train your own model, on your own batches, under torch DDP, torch.compile(DDP), EagerDDP and compile_ddp, one step of
@@ -31,8 +32,9 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     compare.add_argument("--ranks", type=int, default=2, help="ranks to start without torchrun (default 2)")
     compare.add_argument("--rounds", type=int, default=30, help="each one timed step of every variant (default 30)")
     compare.add_argument("--warmup", type=int, default=5, help="steps of each before the first round (default 5)")
+    names = ", ".join(map(repr, VARIANTS))
     compare.add_argument(
-        "--variants", nargs="+", choices=VARIANTS, default=[*DEFAULT], metavar="NAME", help=f"some of: {list(VARIANTS)}"
+        "--variants", nargs="+", choices=VARIANTS, default=[*DEFAULT], metavar="NAME", help=f"some of: {names}"
     )
     compare.add_argument("--device", choices=("cpu", "cuda"), help="default cuda where there is one for every rank")
     compare.add_argument("--process-group", choices=("gloo", "nccl"), help="default nccl on cuda, gloo on cpu")

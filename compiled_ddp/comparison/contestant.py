@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
-from compiled_ddp.command_line.target import find_function
+from compiled_ddp.command_line.target import NoSuchTarget, find_function
 from compiled_ddp.comparison.collectives import CommunicationAlone
 from compiled_ddp.comparison.measure import Contender, device_name
 from compiled_ddp.comparison.probe import MemoryUnknown, first_step, peak_memory
@@ -212,6 +212,8 @@ def main() -> None:
                 instructions = Instructions.from_json(Path(sys.argv[1]).read_text())
                 contestant = Contestant(instructions, _join(instructions))
             message = {"answer": contestant.answer(request, argument)}
+        except NoSuchTarget as error:
+            message = {"error": str(error)}
         except (
             Exception
         ) as error:  # whatever the user's code, a wrapper or a compiler raises: the parent tells the others

@@ -25,6 +25,7 @@ class Steps:
     p10_ms: float | None = None
     p90_ms: float | None = None
     ratio_to_baseline: float | None = None
+    ratio_spread: str | None = None  # of its rounds, from the tenth percentile to the ninetieth
     ratio_to_limit: float | None = None
 
 
@@ -36,13 +37,18 @@ class Row(Steps):
     backward_ms: float | None = None
     optimizer_ms: float | None = None
     exposed_ms: float | None = None
-    overlap: float | None = None  # 1 where all communication is hidden
+    overlap: float | None = None  # 1 where all communication is hidden, below 0 where more than that is added
     peak_memory_mb: float | None = None
     first_step_cold_s: float | None = None
     first_step_warm_s: float | None = None
     collectives: str | None = None
     gradient_difference: float | None = None
     error: str | None = None
+
+    @property
+    def overlap_in_words(self) -> str | None:
+        """A share, or "none" where a step takes longer than its floor and communication one after the other."""
+        return None if self.overlap is None else "none" if self.overlap < 0.0 else f"{self.overlap:.0%}"
 
 
 @dataclass(frozen=True)
@@ -110,14 +116,20 @@ def percentile(values: Sequence[float], share: float) -> float:
 def _step_statistics(
     name: str, steps: Sequence[float], baseline: Sequence[float] | None, limit: Sequence[float] | None
 ) -> Row:
+    to_baseline = None if baseline is None else ratios(steps, baseline)
     return Row(
         name,
         step_ms=statistics.median(steps),
         p10_ms=percentile(steps, 0.1),
         p90_ms=percentile(steps, 0.9),
-        ratio_to_baseline=None if baseline is None else statistics.median(ratios(steps, baseline)),
+        ratio_to_baseline=None if to_baseline is None else statistics.median(to_baseline),
+        ratio_spread=None if to_baseline is None else _spread(to_baseline),
         ratio_to_limit=None if limit is None else statistics.median(ratios(steps, limit)),
     )
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{percentile(values, 0.1):.2f}-{percentile(values, 0.9):.2f}"
 
 
 def derive(comparison: Comparison) -> Table:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from compiled_ddp.comparison.collectives import CommunicationAlone, count_collectives, even_buckets
 from compiled_ddp.comparison.progress import with_progress
@@ -24,6 +24,7 @@ from compiled_ddp.comparison.reference import Reference, largest_of, trainable
 from compiled_ddp.comparison.result import Comparison, Samples, VariantResult
 from compiled_ddp.comparison.variants import Variant
 from compiled_ddp.comparison.workload import Workload, on_device
+from compiled_ddp.wrapper import DataParallelWrapper
 
 T = TypeVar("T")
 
@@ -64,6 +65,13 @@ class Contender:
         marks.append(self._now())
         return [after - before for before, after in pairwise(marks)]
 
+    def compile_ahead(self, batch: Any) -> None:
+        """Where the variant is one that is warmed up: with what the model is called with for the loss of `batch`."""
+        if self.variant.warms_up:
+            assert isinstance(self.module, DataParallelWrapper)
+            args, kwargs = _arguments(self.module, lambda: self.workload.loss(self.module, batch))
+            self.module.warmup(*args, **kwargs)
+
     def take_turn(self, untimed: int) -> list[float]:
         """As `step`, from where all ranks have come to it, behind so many steps that are not timed."""
         for _ in range(untimed):
@@ -74,6 +82,7 @@ class Contender:
 
     def warm_up(self, reference: Reference, steps: int) -> float:
         """Train `steps` steps; returns the largest gradient difference at the first backward and after them."""
+        self.compile_ahead(reference.batch)
         communicates = self.variant.communicates
         first = reference.difference(self.workload, self.module, self.rank, communicates=communicates)
         for _ in range(steps):
@@ -100,6 +109,27 @@ class Contender:
     def _now(self) -> float:
         self.rank.synchronize()
         return time.perf_counter()
+
+
+class _CalledWith(Exception):
+    """Ends what calls a module, where that is called."""
+
+
+def _arguments(module: nn.Module, call: Callable[[], object]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `call` calls `module` with, which does not run."""
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _CalledWith(args, kwargs)
+
+    handle = module.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        call()
+    except _CalledWith as called:
+        args, kwargs = called.args
+        return args, kwargs
+    finally:
+        handle.remove()
+    raise AssertionError("the loss does not call the model")
 
 
 def warm_up(

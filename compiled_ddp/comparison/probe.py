@@ -42,7 +42,7 @@ def probe(workload: Workload, variant: Variant, *, warmup: int, steps: int, rank
 
 
 def first_step(workload: Workload, variant: Variant, rank: Rank) -> tuple[Contender, float]:
-    """A contender after one step, and this rank's seconds for both.
+    """A contender after one step, and this rank's seconds for both, and for `warmup()` where the variant is warmed up.
 
     The seconds begin before the model is built and wrapped, so they hold what a wrapper does at once.
     """
@@ -52,7 +52,9 @@ def first_step(workload: Workload, variant: Variant, rank: Rank) -> tuple[Conten
     wrapping_s = time.perf_counter() - begin
     batch = contender.next_batch()  # reads the data: no part of the first step
     rank.barrier()
-    return contender, wrapping_s + sum(contender.step(batch))
+    begin = time.perf_counter()
+    contender.compile_ahead(batch)
+    return contender, wrapping_s + time.perf_counter() - begin + sum(contender.step(batch))
 
 
 def peak_memory(contender: Contender, *, warmup: int, steps: int) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from compiled_ddp import torch_private
 from compiled_ddp.comparison.contestant import Instructions
-from compiled_ddp.ranks.store import Store
+from compiled_ddp.ranks.store import Store, part_of_default
 
 POLL_S = 0.2
 GRACE_S = 5.0  # for a process to fail by itself once it failed on another rank
@@ -27,17 +28,17 @@ class Failures:
     """The first failure of each process label, in the launcher's store: ranks learn of it while they wait."""
 
     def __init__(self, prefix: str) -> None:
-        self._store = Store(prefix)
+        world = dist.group.WORLD
+        assert world is not None
+        self._store = Store(part_of_default(prefix), torch_private.groups.group_timeout(world))
 
     def note(self, label: str, problem: str) -> str:
         """Tell the other ranks; returns what all of them say, which another rank may have told before."""
-        with self._store.connection() as store:
-            return store.compare_set(label, "", problem).decode()
+        return self._store.ask(lambda store: store.compare_set(label, "", problem)).decode()
 
     def noted(self, label: str) -> str | None:
         """What has been told of this label so far."""
-        with self._store.connection() as store:
-            return store.get(label).decode() if store.check([label]) else None
+        return self._store.ask(lambda store: store.get(label).decode() if store.check([label]) else None)
 
 
 class RemoteContender:

@@ -17,9 +17,10 @@ COLUMNS = {
     "p10_ms": ("step\np10", ".1f"),
     "p90_ms": ("step\np90", ".1f"),
     "ratio_to_baseline": ("x torch\nDDP", ".3f"),
+    "ratio_spread": ("p10-p90\nof that", "s"),
     "ratio_to_limit": ("x limit\n1", ".3f"),
     "exposed_ms": ("exposed\nms", ".1f"),
-    "overlap": ("over-\nlap", ".0%"),
+    "overlap_in_words": ("over-\nlap", "s"),
     "peak_memory_mb": ("peak\nMiB", ".0f"),
     "first_step_cold_s": ("first\ncold s", ".1f"),
     "first_step_warm_s": ("first\nwarm s", ".1f"),
@@ -68,12 +69,16 @@ def render(comparison: Comparison, tablefmt: str = "simple", *, left_out: Sequen
     megabytes = sum(comparison.bucket_bytes) / 2**20
     title = (
         f"{comparison.workload}: {comparison.parameters / 1e6:.2f} M parameters, {megabytes:.1f} MiB of gradients in "
-        f"{len(comparison.bucket_bytes)} buckets, {comparison.world_size} ranks on {comparison.device}, "
-        f"link {comparison.link}, {len(comparison.communication_samples)} rounds"
+        f"{_count(len(comparison.bucket_bytes), 'bucket')}, {_count(comparison.world_size, 'rank')} on "
+        f"{comparison.device}, link {comparison.link}, {_count(len(comparison.communication_samples), 'round')}"
     )
     notes = [f"{row.name}: {LIMITS[row.name]}, from the compiled floor" for row in table.limits]
     notes += [f"{row.name} failed: {row.error}" for row in table.variants if row.error is not None]
     return "\n\n".join(filter(None, [title, body, "\n".join(notes)]))
+
+
+def _count(number: int, of: str) -> str:
+    return f"{number} {of}" if number == 1 else f"{number} {of}s"
 
 
 def fields_without_values(comparison: Comparison) -> list[str]:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from compiled_ddp.comparison.arguments import WARMED_UP
 from compiled_ddp.compiled import compile_ddp
 from compiled_ddp.eager import EagerDDP
+from compiled_ddp.options import Backend
 from compiled_ddp.wrapper import DataParallelWrapper
 
 Floor = Literal["eager", "compiled"]
@@ -33,6 +35,7 @@ class Variant:
     bucket_bytes: Callable[[nn.Module], list[int]] | None = None
     unwrap: Callable[[nn.Module], object] | None = None
     by_default: bool = True  # whether it is a row where no variants are asked for
+    warms_up: bool = False  # whether `warmup()` is called before the first step
 
     @property
     def label(self) -> str:
@@ -49,7 +52,7 @@ class WrapperOptions:
 
     bucket_cap_mb: float | None = None
     find_unused_parameters: bool = False
-    backend: str = "inductor"
+    backend: Backend = "inductor"
 
     def of_ours(self) -> dict[str, Any]:
         """Keywords of both our wrappers."""
@@ -77,11 +80,25 @@ class WrapperOptions:
 
 
 def of_this_package(
-    name: str, floor: Floor, wrap: Callable[..., nn.Module], *, by_default: bool = True, **further: Any
+    name: str,
+    floor: Floor,
+    wrap: Callable[..., nn.Module],
+    *,
+    by_default: bool = True,
+    warms_up: bool = False,
+    **further: Any,
 ) -> Variant:
     """A row of one of our wrappers, which can tell its buckets; `further` is passed to `wrap`."""
     wrapped = partial(wrap, **further) if further else wrap
-    return Variant(name, floor, wrapped, bucket_bytes=_planned_bytes, unwrap=_unwrap, by_default=by_default)
+    return Variant(
+        name,
+        floor,
+        wrapped,
+        bucket_bytes=_planned_bytes,
+        unwrap=_unwrap,
+        by_default=by_default,
+        warms_up=warms_up,
+    )
 
 
 def make_variants(options: WrapperOptions) -> dict[str, Variant]:
@@ -94,6 +111,7 @@ def make_variants(options: WrapperOptions) -> dict[str, Variant]:
         Variant("DDP(torch.compile)", "compiled", lambda model: options.torch_ddp(options.compiled(model))),
         of_this_package("EagerDDP", "eager", options.eager_ddp),
         of_this_package("compile_ddp", "compiled", options.compile_ddp),
+        of_this_package(WARMED_UP, "compiled", options.compile_ddp, warms_up=True),
     )
     return {variant.name: variant for variant in variants}
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from compiled_ddp.compat.arguments import ApexArguments
 from compiled_ddp.errors import NotPicklableError
+from compiled_ddp.options import CheckSteps, Verify
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.wrapper import DataParallelWrapper
 from compiled_ddp.wrapping.lifecycle import Lifecycle
@@ -25,8 +26,8 @@ class ApexAdapter(DataParallelWrapper):
         arguments: ApexArguments,
         *,
         process_group: dist.ProcessGroup | None,
-        check_steps: str,
-        verify: str,
+        check_steps: CheckSteps,
+        verify: Verify,
     ) -> None:
         self._arguments = arguments
         ready = dist.is_initialized() and isinstance(process_group, dist.ProcessGroup | None)

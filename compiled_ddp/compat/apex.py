@@ -10,6 +10,7 @@ from compiled_ddp.compat.adapter import ApexAdapter
 from compiled_ddp.compat.arguments import ApexArguments, listed
 from compiled_ddp.compat.reducer import Reducer
 from compiled_ddp.keywords import suggests_keywords
+from compiled_ddp.options import CheckSteps, Verify
 
 __all__ = ["DistributedDataParallel", "Reducer"]
 
@@ -66,8 +67,8 @@ class DistributedDataParallel(ApexAdapter):
         prof: bool = False,
         *,
         process_group: dist.ProcessGroup | None = None,
-        check_steps: str = "error",
-        verify: str = "first",
+        check_steps: CheckSteps = "error",
+        verify: Verify = "first",
     ) -> None:
         self.prof = prof
         arguments = ApexArguments(

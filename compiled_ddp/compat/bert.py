@@ -13,6 +13,7 @@ from compiled_ddp.compat.adapter import ApexAdapter
 from compiled_ddp.compat.arguments import ApexArguments, listed
 from compiled_ddp.compat.reducer import Reducer
 from compiled_ddp.keywords import suggests_keywords
+from compiled_ddp.options import CheckSteps, Verify
 
 __all__ = ["DistributedDataParallel", "Reducer"]
 
@@ -54,8 +55,8 @@ class DistributedDataParallel(ApexAdapter):
         gradient_average_split_factor: object = None,
         *,
         process_group: dist.ProcessGroup | None = None,
-        check_steps: str = "error",
-        verify: str = "first",
+        check_steps: CheckSteps = "error",
+        verify: Verify = "first",
     ) -> None:
         arguments = ApexArguments(
             message_size=message_size,

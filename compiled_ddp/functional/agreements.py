@@ -8,6 +8,7 @@ ends too, and take part in the comparison that follows. All groups are made anew
 
 import contextlib
 import json
+import time
 import weakref
 from collections.abc import Callable, Hashable
 
@@ -22,7 +23,7 @@ from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.link_speed import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.ranks.rank_group import RankGroup
 
-_PATIENCE_SECONDS = 1.0  # until those that have not come to compare are called
+_PATIENCE_SECONDS = 1.0  # until it is asked where those stand that have not come to compare
 
 _FOR_AN_ERROR = "for an error"  # what a rank calls others for that has nothing to compare
 
@@ -78,7 +79,7 @@ class Agreements:
         """
         self._number += 1
         if explained_by is not None:
-            self.ranks.explain_waits(explained_by.progress.note_wait, explained_by.failure)
+            explained_by.explain_waits_of(self.ranks)
         else:
             self.ranks.leave_waits_unexplained()
         try:
@@ -127,14 +128,21 @@ class Agreements:
     # ---- those that wait elsewhere -----------------------------------------------------------------------------------
 
     def call(self) -> None:
-        """This rank is about to compare. The others are called if some of them do not come to do so soon.
+        """This rank is about to compare. The others are called if some of them wait elsewhere, in vain.
 
-        A no-op while there is no group.
+        One that has launched no more than this rank is only late, and its waits will end: closing the groups would
+        break them. A no-op while there is no group.
         """
-        if self.groups.are_any:
-            self._publish_coming()
-            if self.ranks.silent(self._coming(), seconds=_PATIENCE_SECONDS):
+        if not self.groups.are_any:
+            return
+        self._publish_coming()
+        deadline = time.monotonic() + self.ranks.timeout.total_seconds()
+        while self.ranks.silent(self._coming(), seconds=_PATIENCE_SECONDS) and time.monotonic() < deadline:
+            if self.is_called:
+                return
+            if self.groups.wait_for_this_rank:
                 self.call_at_once()
+                return
 
     def call_at_once(self, *, is_error: bool = False) -> None:
         """End the waits of all others. [Note: closing ends the waits of others]"""

@@ -22,6 +22,7 @@ from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.functional.loss_group import LossGroup
 from compiled_ddp.functional.random_state import folded_in
 from compiled_ddp.functional.session import current_loss_call, current_session
+from compiled_ddp.functional.unit import break_off
 from compiled_ddp.functional.wanted import LossCollective
 
 
@@ -40,8 +41,10 @@ def all_reduce(x: Tensor, op: Literal["mean", "sum"] = "mean") -> Tensor:
 
     Adjoint: the mean, or sum, of all ranks' cotangents.
     """
+    if not isinstance(x, Tensor):
+        raise _told("all_reduce", _no_tensor("all_reduce", x))
     if op not in ("mean", "sum"):
-        raise ValueError(f'op must be "mean" or "sum", found {op!r}.')
+        raise _told("all_reduce", ValueError(f'op must be "mean" or "sum", found {op!r}.'))
     if world_size() == 1:
         return x
     summed: Tensor = _Sum.apply(_ranks(f'all_reduce("{op}")'), x)  # type: ignore[no-untyped-call]
@@ -54,6 +57,8 @@ def all_gather(x: Tensor) -> Tensor:
     `x` has the same shape on every rank, else all raise RuntimeError. Adjoint: this rank's rows of the sum of all
     ranks' cotangents.
     """
+    if not isinstance(x, Tensor):
+        raise _told("all_gather", _no_tensor("all_gather", x))
     if world_size() == 1:
         return x if x.dim() else x[None]
     stacked: Tensor = _Gather.apply(_ranks("all_gather"), rank(), x)  # type: ignore[no-untyped-call]
@@ -65,8 +70,9 @@ def broadcast(tree: Any, src: int = 0) -> Any:
 
     Adjoint: on rank `src` the sum of all ranks' cotangents, zeros elsewhere.
     """
-    if not 0 <= src < world_size():
-        raise ValueError(f"src must be a rank below {world_size()}, found {src!r}.")
+    given: object = src
+    if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < world_size():
+        raise _told("broadcast", ValueError(f"src must be a rank below {world_size()}, found {src!r}."))
     if world_size() == 1:
         return tree
     ranks = _ranks(f"broadcast(src={src})")
@@ -80,6 +86,8 @@ def fold_in_rank(generator: torch.Generator) -> torch.Generator:
 
     For dropout or noise that differs between ranks, of a generator that does not.
     """
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, found {generator!r}.")
     session = current_session()
     if session is not None:
         return session.generators.fold_in(generator, rank())
@@ -92,6 +100,24 @@ def _group() -> dist.ProcessGroup | None:
         return None
     call = current_loss_call()
     return dist.group.WORLD if call is None or call.process_group is None else call.process_group
+
+
+def _no_tensor(collective: str, x: object) -> TypeError:
+    return TypeError(f"{collective} takes a tensor, x, found {x!r}: for a tree map it over the leaves.")
+
+
+def _told(collective: str, error: Exception) -> Exception:
+    """`error`, of which the other ranks know, that may wait in this collective.
+
+    In a loss, and in a step that is traced, those tell that call it.
+    """
+    group = _group()
+    is_told = current_loss_call() is not None or torch_private.tracing.is_tracing()
+    if group is not None and world_size() > 1 and not is_told:
+        agreements = LossGroup.of(group).agreements
+        if agreements.ranks.is_gloo:  # elsewhere nothing ends their wait
+            break_off((), agreements, collective, error)
+    return error
 
 
 @dataclass(frozen=True)

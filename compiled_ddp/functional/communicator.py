@@ -62,6 +62,11 @@ class Communicator:
         """Whether there is a group of its own that can be closed."""
         return self._made is not None and not self._is_in_graphs
 
+    @property
+    def waits_for_this_rank(self) -> bool:
+        """Whether some rank has launched more on the group than this one."""
+        return self._own().waits_for_this_rank
+
     def close(self) -> None:
         """End this rank's part in the group; the next agreement makes another one. What ranks have agreed on stays."""
         if self._made is not None and not self._is_in_graphs:
@@ -98,6 +103,7 @@ class Communicator:
         if self._made is None:
             remedy = "make the gradient functions anew on every rank"
             self._made = ranks.Communicator(self._ranks, occasion=self.agreements.occasion, remedy=remedy)
+            self.agreements.groups.note_open(self.name)
         agreed = self.order.known(wanted)
         if agreed is None:
             cap_mb = wanted.bucket_cap_mb
@@ -109,6 +115,7 @@ class Communicator:
             self.order.note_next(agreed)
         else:
             self._is_in_graphs = True
+            self.agreements.groups.note_kept(self.name)
         return agreed
 
     def begin(

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
+from compiled_ddp.checks.values import fill_with_pattern
 from compiled_ddp.environment import check_environment
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.another_kind import why_another
@@ -19,12 +20,15 @@ from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.flat_buffers import FlatBuffers, empty
 from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
 from compiled_ddp.functional.reduction import last_first
+from compiled_ddp.functional.reference import ReferenceStep
 from compiled_ddp.functional.session import Session, current_session, tracing
 from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
 from compiled_ddp.functional.transforms import Gradient
 from compiled_ddp.functional.unit import Launch, Unit, break_off
+from compiled_ddp.graph import compile_once
 from compiled_ddp.graph.compiling import compiling
-from compiled_ddp.keywords import suggests_keywords
+from compiled_ddp.keywords import check_switches, suggests_keywords
+from compiled_ddp.options import check_compiler
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
 from compiled_ddp.plan import Bucket, BucketPlan
@@ -67,16 +71,20 @@ def compile(
         fullgraph: True; the step is always one graph.
         dynamic: None or False; other shapes are another graph.
 
-    Raises ValueError for arguments that are not as described; TypeError for `donate` that names no argument.
+    Raises TypeError or ValueError for arguments that are not as described; TypeError for `donate` that names no
+    argument.
     """
-    if backend not in ("inductor", "aot_eager"):
-        raise ValueError(f'backend must be "inductor" or "aot_eager", found {backend!r}.')
+    if not callable(step):
+        raise TypeError(f"compile takes a function, step, found {type(step).__name__}.")
+    check_compiler(backend, mode, dynamic)
+    check_switches(fullgraph=fullgraph)
+    if not isinstance(options, Mapping | None):
+        raise TypeError(f"options must be a dict, as in torch.compile, or None, found {options!r}.")
     if not fullgraph or dynamic:
         raise ValueError("a functional step is one graph of fixed shapes: leave out fullgraph=False and dynamic=True.")
     check_environment()
     given = torch_private.compiler_options.inductor_options(mode, options, dynamic)
-    donated = (donate,) if isinstance(donate, str | int) else tuple(donate)
-    compiled = CompiledStep(step, backend, given, donated)
+    compiled = CompiledStep(step, backend, given, _donated(donate))
 
     @functools.wraps(step)
     def compiled_step(*args: Any, **kwargs: Any) -> Any:
@@ -97,16 +105,22 @@ class _Runnable:
         launches: Sequence[Launch],
         flat_buffers: FlatBuffers,
         in_cuda_graphs: Callable[[torch.device], bool],
+        reference: ReferenceStep | None,
     ) -> None:
         self._traced, self._run, self._runs, self._unit = traced, run, session.runs, unit
         self._loss_launches = LossLaunches([each for each in launches if isinstance(each, LossLaunch)])
         self._flat_buffers, self._in_cuda_graphs = flat_buffers, in_cuda_graphs
         self._is_new = True  # has not run yet
+        self._reference = reference  # until a run that ranks verify has been compared with it
         self._orders = [last_first(run.wanted) for run in session.runs]  # of what ranks know by now
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
         return () if self._unit is None else self._unit.communicators
+
+    @property
+    def agreements_of_losses(self) -> tuple[Agreements, ...]:
+        return self._loss_launches.agreements
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -132,7 +146,13 @@ class _Runnable:
         unit.begin(is_new=self._is_new)
         self._is_new = False
         launching = unit.launching(self._flat_buffers.memory)
-        watching = unit.watching(in_cuda_graphs=self._in_cuda_graphs)
+        reference_of = None
+        if self._reference is not None and unit.verifies:
+            reference_of = self._reference.run(inputs[: len(inputs) - len(self._flat_buffers.memory)])
+            self._reference = None
+            for flat_buffer in self._flat_buffers.memory:
+                fill_with_pattern(flat_buffer)
+        watching = unit.watching(in_cuda_graphs=self._in_cuda_graphs, reference_of=reference_of)
         with launching, watching, self._loss_launches.launching():
             results = list(self._run(*inputs))
         first_state = len(results) - len(self._traced.generators)
@@ -155,6 +175,7 @@ class CompiledStep:
         self._compiled: dict[tuple[Any, ...], _Runnable] = {}
         self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
+        self._latest_of_losses: tuple[Agreements, ...] = ()  # by which it agrees on collectives outside of gradients
         self._has_told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +193,7 @@ class CompiledStep:
         if is_new:
             self._compiled[key] = self._compile(args, kwargs, why=why_another(self._compiled, key))
         runnable = self._compiled[key]
-        self._latest = runnable.communicators
+        self._latest, self._latest_of_losses = runnable.communicators, runnable.agreements_of_losses
         return runnable(leaves)
 
     def _tell_of_transforms(self) -> None:
@@ -191,11 +212,14 @@ class CompiledStep:
         with self._telling(session), tracing(session), work(("tracing", "traced")):
             traced = trace(self._step, args, kwargs, self._donated, session)
             graph = traced.graph_module.graph
+            reference = ReferenceStep(traced.graph_module) if session.runs else None
             prepare_step(graph)
             orders = [tuple(arrival_order(node)) for node in find_sums(graph)]
             launches = session.launches_in(graph)
         unit = Unit(launches) if session.runs else None
         agreed = unit.take_turn(orders) if unit is not None else []
+        if unit is None:  # making their groups: Inductor looks for them as it compiles
+            LossLaunches([each for each in launches if isinstance(each, LossLaunch)]).agree()
         with self._telling(session, unit), work(("compiling", "compiled")):
             plans = tuple(
                 (one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)
@@ -203,15 +227,29 @@ class CompiledStep:
             flat_buffers = self._flat_buffers_of([plan for plan, _ in plans])
             traced = traced.add_inputs(flat_buffers.memory)
             pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True)
-            run = torch_private.inductor.compile_step(
-                traced.graph_module,
-                traced.inputs,
-                backend=self._backend,
-                options=self._options,
-                rewriting=torch_private.inductor.rewriting_step(pipeline.run, pipeline.cache_identity),
-            )
+            identity = f"{pipeline.cache_identity} {torch_private.tracing.labels_of(traced.graph_module.graph)}"
+            rewriting = torch_private.inductor.rewriting_step(pipeline.run, identity)
+            with self._in_turn(traced, identity, work):
+                run = torch_private.inductor.compile_step(
+                    traced.graph_module,
+                    traced.inputs,
+                    backend=self._backend,
+                    options=self._options,
+                    rewriting=rewriting,
+                )
         in_cuda_graphs = functools.partial(torch_private.compiler_options.uses_cuda_graphs, self._options)
-        return _Runnable(traced, run, session, unit, launches, flat_buffers, in_cuda_graphs)
+        return _Runnable(traced, run, session, unit, launches, flat_buffers, in_cuda_graphs, reference)
+
+    def _in_turn(
+        self, traced: TracedStep, identity: str, slow_work: Callable[..., SlowWork]
+    ) -> contextlib.AbstractContextManager[object]:
+        """To compile it in: one rank of a host does, and the others load it."""
+        several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if not several or self._backend != "inductor" or not compile_once.is_on():
+            return contextlib.nullcontext()
+        work = compile_once.name_of_work(traced.graph_module, traced.inputs, self._options, identity)
+        waiting = functools.partial(slow_work, ("waiting", "waited"))
+        return compile_once.in_turn(work, lambda owner: waiting(what=compile_once.waiting_for(owner)))
 
     def _flat_buffers_of(self, plans: Sequence[BucketPlan]) -> FlatBuffers:
         """What is compiled for other batches fills the same memory."""
@@ -224,7 +262,7 @@ class CompiledStep:
         try:
             yield
         except BaseException as error:
-            communicators, agreements = self._whom_to_tell(session.called if session is not None else ())
+            communicators, agreements = self._whom_to_tell(session)
             if unit is not None:
                 communicators = unit.communicators
             if agreements is not None:
@@ -233,19 +271,35 @@ class CompiledStep:
 
     def _is_on_rank_zero(self, session: Session) -> bool:
         """Of the ranks that it reduces over, or of all ranks where those are not known yet."""
-        communicators, _ = self._whom_to_tell(session.called)
+        communicators, _ = self._whom_to_tell(session)
         if communicators:
             return communicators[0].rank == 0
         return not dist.is_initialized() or dist.get_rank() == 0
 
-    def _whom_to_tell(self, called: Sequence[Communicator]) -> tuple[tuple[Communicator, ...], Agreements | None]:
+    def _whom_to_tell(self, session: Session | None) -> tuple[tuple[Communicator, ...], Agreements | None]:
         """What other ranks launch on as they run this step, as far as it is known here, and what they agree by."""
         reached_here = [each.reduction for each in reached(self._step) if isinstance(each, Gradient)]
         known = [communicator for each in reached_here for communicator in each.communicators]
+        called, loss_launches = (session.called, session.loss_launches) if session is not None else ((), ())
         communicators = self._latest or tuple(dict.fromkeys(called)) or tuple(known)[:1]
         agreements = [each.agreements for each in communicators]
         agreements += [found for each in reached_here if (found := each.agreements()) is not None]
+        of_losses = [*self._latest_of_losses, *(each.group.agreements for each in loss_launches)]
+        agreements += [each for each in of_losses if each.ranks.is_gloo]  # nothing ends the waits of others elsewhere
         return communicators, agreements[0] if agreements else None
+
+
+def _donated(donate: object) -> tuple[str | int, ...]:
+    """As names and positions. Raises TypeError for what is neither."""
+    is_listed = isinstance(donate, Sequence | Set) and not isinstance(donate, str | bytes)
+    given: tuple[object, ...] = tuple(donate) if is_listed else (donate,)  # type: ignore[arg-type]
+    donated = tuple(each for each in given if isinstance(each, str | int) and not isinstance(each, bool))
+    if len(donated) < len(given):
+        raise TypeError(
+            "donate must be the name or position of an argument, or a sequence of these, empty for none; "
+            f"found {donate!r}."
+        )
+    return donated
 
 
 def _name_of(step: Callable[..., Any]) -> str:

@@ -63,6 +63,12 @@ class LossGroup:
         if self._made is None:
             occasion = self.agreements.occasion
             self._made = ranks.Communicator(self.agreements.ranks, occasion=occasion, is_models=True)
+            self.agreements.groups.note_open(self.name)
+
+    @property
+    def waits_for_this_rank(self) -> bool:
+        """Whether some rank has launched more on the group than this one."""
+        return self._own().waits_for_this_rank
 
     def close(self) -> None:
         """End this rank's part in the group; the next agreement makes another one."""
@@ -135,12 +141,18 @@ class LossLaunches:
     def __init__(self, launches: Sequence[LossLaunch]) -> None:
         groups = dict.fromkeys(launch.group for launch in launches)
         self._of_groups = {group: [each.wanted for each in launches if each.group is group] for group in groups}
+        self.agreements = tuple(dict.fromkeys(group.agreements for group in groups))
         self._is_counted = False  # once a run has launched them all, and nothing else
 
     def agree(self) -> None:
         """They come next on this rank. Raises RuntimeError, on every rank, where that is not so on all of them."""
         for group, collectives in self._of_groups.items():
             group.agree(collectives)
+
+    def note_launched(self) -> None:
+        """They are about to be launched, behind `agree`: what follows them goes by that."""
+        for group, collectives in self._of_groups.items():
+            group.agreements.order.note_launched(collectives)
 
     @contextlib.contextmanager
     def launching(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule, Node
 
 from compiled_ddp.functional.operator import plan_of, spec_of
-from compiled_ddp.keywords import suggests_keywords
+from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import find_sums
 from compiled_ddp.plan import BucketPlan
@@ -24,8 +24,12 @@ def overlap(graph_module: GraphModule, *, in_place: bool = False) -> GraphModule
         in_place: let an all-reduce overwrite its bucket, which saves a copy: for a graph that is run as it is. A
             compiler that does so by itself, as Inductor, needs the default.
 
-    Raises ValueError for a graph without a reduction; where there is one rank, it has none, and stays as it is.
+    Raises TypeError for what is no graph, ValueError for a graph without a reduction; where there is one rank, it has
+    none, and stays as it is.
     """
+    check_switches(in_place=in_place)
+    if not isinstance(graph_module, GraphModule):
+        raise TypeError(f"graph_module must be a torch.fx.GraphModule, as make_fx returns, found {graph_module!r}.")
     sums = find_sums(graph_module.graph)
     if not sums and not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return graph_module

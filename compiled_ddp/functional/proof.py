@@ -1,12 +1,6 @@
-"""Proving that each gradient came out of its reduction as the sum over ranks, once: neither left out nor added twice.
-
-[Note: proof by random signs] The sum of a tensor's elements, each with a random sign that is the same on all ranks, is
-linear in it: that of the sum over ranks is the sum of those of the ranks, to rounding. One number for each gradient is
-enough, as an error that does not know the signs is found unless it is as small as rounding.
-"""
+"""Proving that each gradient came out of its reduction as the sum over ranks, once: [Note: proof by random signs]."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -15,8 +9,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compiled_ddp import torch_private
 from compiled_ddp.checks.checksum import checksum
+from compiled_ddp.checks.exchange import Account, exchange
+from compiled_ddp.checks.signs import signed_sum
+from compiled_ddp.checks.values import Reference, compare, explained
 from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.wanted import Agreed
 from compiled_ddp.plan import Bucket
@@ -24,8 +20,6 @@ from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 
 _TRIES = (1, 2, 4, 8)  # the launches of a reduction that are verified, counted anew where a rank has a new graph
-_CHUNK = 2**20  # elements that are looked at together
-_SIGMAS = 8.0  # how far rounding goes
 
 
 @dataclass
@@ -39,28 +33,39 @@ class Evidence:
     is_seen: bool = True
     before: dict[int, tuple[float, float]] = field(default_factory=dict)  # signed sum, sum of squares
     after: dict[int, tuple[float, int]] = field(default_factory=dict)  # signed sum, checksum
+    reference: Reference | None = None  # of what lies in its buckets, where a compiled step is to be compared
+    wrong: dict[int, int] = field(default_factory=dict)  # what is wrong there
 
     def note_unseen(self) -> None:
         self.is_seen = False
 
+    def note_bucket(self, bucket: Bucket, flat_buffer: Tensor) -> None:
+        """A graph is about to launch it."""
+        for index, gradient in _in_bucket(bucket, flat_buffer):
+            self.note_before(index, gradient)
+        if self.reference is not None:
+            self.wrong |= compare(bucket, flat_buffer, self.reference)
+
     def note_before(self, index: int, gradient: Tensor) -> None:
-        self.before[index] = _signed_sum(gradient), float(_parts(gradient).double().square().sum())
+        signed, squares = signed_sum(gradient).tolist()
+        self.before[index] = signed, squares
 
     def note_after(self, index: int, total: Tensor) -> None:
-        signed = _signed_sum(total)
+        signed = float(signed_sum(total)[0])
         bits = int(checksum(total.detach().contiguous().view(-1))) if math.isfinite(signed) else 0
         self.after[index] = signed, bits
 
-    def judge(self, index: int, signed: float, squares: float, world_size: int) -> tuple[int, int, bool, bool]:
-        """What to compare of a gradient by maxima over ranks; whether it is not what all sums say, and is not seen."""
-        if 0 in self.agreed.wanted.gradients[index][1]:
-            return 0, ~0, False, False  # without elements; where such buckets are awaited nothing tells them apart
-        if index not in self.before or index not in self.after:
-            return 0, ~0, True, not self.is_seen
-        found, bits = self.after[index]
-        rounding = torch.finfo(self.agreed.wanted.gradients[index][2]).eps * world_size
-        is_off = abs(found - signed) > _SIGMAS * rounding * squares**0.5  # not of what is not finite
-        return bits, ~bits, is_off, False
+    def is_noted(self, index: int) -> bool:
+        """On both sides of the reduction. Where empty buckets are awaited nothing tells them apart."""
+        return index in self.before and index in self.after and self.kind(index)[1] > 0
+
+    def is_missing(self, index: int) -> bool:
+        return self.is_seen and self.kind(index)[1] > 0 and not self.is_noted(index)
+
+    def kind(self, index: int) -> tuple[torch.dtype, int]:
+        """Its dtype, and how many elements it has."""
+        _, shape, dtype, _ = self.agreed.wanted.gradients[index]
+        return dtype, math.prod(shape)
 
 
 class Proof:
@@ -105,21 +110,21 @@ class Proof:
         if not evidence:
             return
         every = [(each, index) for each in evidence for index in range(len(each.agreed.order))]
-        before = [each.before.get(index, (0.0, 0.0)) for each, index in every]
-        sums = torch.tensor(before, dtype=torch.float64, device=evidence[0].agreed.wanted.device)
+        account = _account(every)
+        told = [
+            [int(each.is_missing(index)) for each, index in every],
+            [int(not each.is_seen) for each, _ in every],
+            [each.wrong.get(index, 0) for each, index in every],
+        ]
+        others = torch.tensor(told, dtype=torch.int64, device=account.brought.device)
         with communicator.explaining("what gradients should sum up to could not be compared"):
-            communicator.all_reduce(sums).wait()
-        rows = [
-            each.judge(index, signed, squares, communicator.world_size)
-            for (each, index), (signed, squares) in zip(every, sums.tolist(), strict=True)
-        ]
-        shared = torch.tensor(rows, dtype=torch.int64, device=sums.device)
-        communicator.maximum(shared)
-        wrong = [
-            each
-            for each, (most, most_inverted, is_off, is_unseen) in zip(every, shared.tolist(), strict=True)
-            if not is_unseen and (is_off or most != ~most_inverted)
-        ]
+            verdict = exchange(communicator, account, *others)
+        missing, unseen, findings = verdict.others
+        in_buckets = [(each, found) for each, found in zip(every, findings.tolist(), strict=True) if found]
+        if in_buckets:
+            raise RuntimeError(_told_of_buckets(communicator.rank, in_buckets))
+        off = (verdict.are_off | verdict.results_differ | (missing != 0)) & (unseen == 0)
+        wrong = [each for each, is_off in zip(every, off.tolist(), strict=True) if is_off]
         if wrong:
             functions = ", ".join(dict.fromkeys(each.agreed.wanted.function for each, _ in wrong))
             names = [each.agreed.wanted.gradients[index][0] for each, index in wrong]
@@ -131,14 +136,47 @@ class Proof:
             )
 
 
+def _account(every: Sequence[tuple[Evidence, int]]) -> Account:
+    """Nothing of a gradient that was not seen on both sides of its reduction."""
+    seen = [(each, index, each.is_noted(index)) for each, index in every]
+    device = every[0][0].agreed.wanted.device
+    before = [(*each.before[index], 0.0) if noted else (0.0, 0.0, 0.0) for each, index, noted in seen]
+    after = [each.after[index] if noted else (0.0, 0) for each, index, noted in seen]
+    signed, checksums = zip(*after, strict=True)
+    return Account(
+        torch.tensor(before, dtype=torch.float64, device=device).t().contiguous(),
+        torch.tensor(signed, dtype=torch.float64, device=device),
+        torch.tensor(checksums, dtype=torch.int64, device=device),
+        [each.kind(index) for each, index in every],
+        1.0,
+    )
+
+
+def _told_of_buckets(rank: int, found: Sequence[tuple[tuple[Evidence, int], int]]) -> str:
+    names = [(each.agreed.wanted.function, each.agreed.wanted.gradients[index][0]) for (each, index), _ in found]
+    functions = ", ".join(dict.fromkeys(function for function, _ in names))
+    listed = "; ".join(
+        f"{name}: {explained(finding)}" for (_, name), (_, finding) in zip(names[:5], found[:5], strict=True)
+    )
+    return (
+        f"rank {rank}: the gradients of {functions} with respect to {format_names([name for _, name in names])} were "
+        f"reduced from a bucket in which some rank's compiled step has left something else ({listed}). Use no result "
+        "of it. Please report the function; eager calls, without compiled_ddp.functional.compile, may be right."
+    )
+
+
 @contextlib.contextmanager
-def watching(runs: Sequence[tuple[Agreed, bool]], group_name: str, *, sees_values: bool) -> Iterator[list[Evidence]]:
+def watching(
+    runs: Sequence[tuple[Agreed, bool, Reference | None]], group_name: str, *, sees_values: bool
+) -> Iterator[list[Evidence]]:
     """Note what a graph launches on this group; `runs` are its reductions there, with whether each is verified.
+
+    A reduction that has a reference is compared with it, before its buckets are launched.
 
     Without `sees_values` nothing can be computed from what it launches: it runs as a CUDA graph.
     """
-    found = [Evidence(agreed) for agreed, _ in runs]
-    if not any(verifies for _, verifies in runs):
+    found = [Evidence(agreed, reference=reference) for agreed, _, reference in runs]
+    if not any(verifies for _, verifies, _ in runs):
         yield []
         return
     buckets = [(each, bucket) for each in found for bucket in each.agreed.plan.buckets]
@@ -153,8 +191,7 @@ def watching(runs: Sequence[tuple[Agreed, bool]], group_name: str, *, sees_value
         if following is not None:
             place = following
             evidence, bucket = buckets[place]
-            for index, gradient in _in_bucket(bucket, flat_buffer):
-                evidence.note_before(index, gradient)
+            evidence.note_bucket(bucket, flat_buffer)
         if place >= 0 and buckets[place][1].numel == size:  # where it is launched again too
             flat[number] = place, flat_buffer
         return contextlib.nullcontext()
@@ -168,7 +205,7 @@ def watching(runs: Sequence[tuple[Agreed, bool]], group_name: str, *, sees_value
             for index, total in _in_bucket(bucket, flat_buffer):
                 evidence.note_after(index, total)
 
-    verified = [each for each, (_, verifies) in zip(found, runs, strict=True) if verifies]
+    verified = [each for each, (_, verifies, _) in zip(found, runs, strict=True) if verifies]
     observer = LaunchObserver(group_name, launch=launching, wait=waiting)
     with observer if sees_values else contextlib.nullcontext():
         yield verified
@@ -189,24 +226,3 @@ def observed(agreed: Agreed, gradients: Sequence[Tensor], sums: Sequence[Tensor]
 def _in_bucket(bucket: Bucket, flat_buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
     for gradient in bucket.gradients:
         yield gradient.index, gradient.view(flat_buffer)
-
-
-def _parts(tensor: Tensor) -> Tensor:
-    """The elements in a row, of a complex tensor both parts."""
-    values = tensor.detach().contiguous()
-    return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
-
-
-def _signed_sum(tensor: Tensor) -> float:
-    total = 0.0
-    for chunk in _parts(tensor).split(_CHUNK):
-        total += float(torch.dot(chunk.double(), _signs(chunk.device)[: chunk.numel()])) if chunk.numel() else 0.0
-    return total
-
-
-@functools.lru_cache(maxsize=8)
-def _signs(device: torch.device) -> Tensor:
-    with torch_private.tracing.outside_of_traces():
-        generator = torch.Generator().manual_seed(16)
-        drawn = torch.randint(0, 2, (_CHUNK,), generator=generator, dtype=torch.int64, device="cpu")
-        return (2 * drawn - 1).to(device=device, dtype=torch.float64)

@@ -17,7 +17,9 @@ from compiled_ddp.functional.session import Session, current_session
 from compiled_ddp.functional.turn_riders import new_leading
 from compiled_ddp.functional.unit import Run, Unit, break_off
 from compiled_ddp.functional.wanted import Agreed, Wanted
+from compiled_ddp.options import is_number
 from compiled_ddp.plan import FIRST_USED
+from compiled_ddp.ranks.rank_group import check_kind
 from compiled_ddp.users_code import warn_user
 
 Kind = Literal["mean", "sum", "weighted"]
@@ -32,10 +34,12 @@ class Options:
     bucket_cap_mb: float | None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.process_group, Communicator):
+            check_kind(self.process_group)
         if self.reduction not in get_args(Kind):
             raise ValueError(f"reduction must be one of {', '.join(get_args(Kind))}, found {self.reduction!r}.")
-        cap = self.bucket_cap_mb
-        if cap is not None and not cap >= 0:
+        cap: object = self.bucket_cap_mb
+        if cap is not None and not (is_number(cap) and cap >= 0):
             raise ValueError(f"bucket_cap_mb must be a size in MiB, 0 or more, found {cap!r}.")
 
 
@@ -61,6 +65,10 @@ class GradientReduction:
     @property
     def world_size(self) -> int:
         return 1 if self._communicator is None else self._communicator.world_size
+
+    @property
+    def global_rank(self) -> int:
+        return 0 if self._communicator is None else dist.get_rank()
 
     def find_ranks(self) -> None:
         """At the first call: make the communicator, or warn that there is nothing to reduce over."""

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 from compiled_ddp import torch_private
 from compiled_ddp.functional.random_state import DrawnGenerator
 from compiled_ddp.functional.session import Session
+from compiled_ddp.users_code import line_that_raised
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,17 @@ def trace(
         return [*written, *session.sums, *session.generators.states()]
 
     inputs = [given[place].detach() for place in places]
-    graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)
+    try:
+        graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)
+    except Exception as error:
+        if not torch_private.tracing.depends_on_values(error):
+            raise
+        raise RuntimeError(
+            f"a compiled step asks at {line_that_raised(error)} for a value that is known only when the graph runs "
+            f"({error}). Choose with torch.where(...) in place of `if`, keep numbers as tensors in place of .item(), "
+            "float() and print(), multiply by a mask in place of x[mask]; or return the value and decide outside of "
+            "the step."
+        ) from None
     _refuse_others_collectives(graph_module.graph)
     constants = [constant.detach() for constant in constants]
     generators = session.generators.drawn(given)

@@ -14,7 +14,8 @@ from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.differentiated import named_tensors, refuse_sparse
 from compiled_ddp.functional.reduction import GradientReduction, Kind, Options
 from compiled_ddp.functional.session import LossCall, calling_loss
-from compiled_ddp.keywords import suggests_keywords
+from compiled_ddp.keywords import check_switches, suggests_keywords
+from compiled_ddp.reducers.weights import weight_in_trace
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
 
@@ -47,12 +48,15 @@ def grad(
         has_aux: whether `f` returns a pair; then so does what is returned: the gradients, and its second part.
         process_group: the ranks; None for all of them. A `Communicator` is used in place of one of its own.
         reduction: "mean" of the ranks' gradients, "sum", or "weighted": each call then takes this rank's `weight=`, a
-            number or a tensor of one element, and returns the gradients of the weighted mean of the ranks' losses.
+            number or a tensor of one element, and returns the gradients of the weighted mean of the ranks' losses:
+            zeros where no rank has a weight. One that is negative or not finite, or that float32 makes infinite or
+            zero, is refused on every rank; in a graph or on a GPU, where it is not read, all gradients become NaN.
         bucket_cap_mb: the size at which a bucket is full, in MiB; 0 for a bucket for each gradient. None measures, at
             the first call on these ranks, how fast they reduce: 2 on a slow link, 8 on a faster one, 25 on the fastest.
 
-    Raises ValueError for options that are none; what is returned raises RuntimeError on every rank, with the names,
-    where ranks call it with other trees, shapes, dtypes or options, or where one of them has raised.
+    Raises TypeError or ValueError for arguments that are not as described; what is returned raises RuntimeError, on
+    every rank and with the names, where ranks call it with other trees, shapes, dtypes or options, or where one of them
+    has raised.
     """
     differentiate = Gradient(f, argnums, has_aux, Options(process_group, reduction, bucket_cap_mb), "grad")
 
@@ -104,7 +108,11 @@ class Gradient:
         reduce_value: bool = False,
     ) -> None:
         if not callable(f):
-            raise TypeError(f"{transform} takes a function, found {type(f).__name__}.")
+            raise TypeError(f"{transform} takes a function, f, found {type(f).__name__}.")
+        check_switches(has_aux=has_aux, reduce_value=reduce_value)
+        numbers = argnums if isinstance(argnums, tuple) else (argnums,)
+        if not numbers or any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
+            raise TypeError(f"argnums must be an int or a tuple of ints, as of torch.func.grad, found {argnums!r}.")
         self._f, self._argnums, self._has_aux, self._reduce_value = f, argnums, has_aux, reduce_value
         name = getattr(f, "__qualname__", type(f).__name__).replace("<locals>.", "")
         self.reduction = GradientReduction(f"{transform}({name})", options)
@@ -125,9 +133,11 @@ class Gradient:
         reduction = self.reduction
         reduction.find_ranks()
         if reduction.is_alone:
-            self._take_weight(kwargs)
+            weight = self._take_weight(kwargs)
             named_tensors(args, self._argnums, reduction.name)
             gradients, value, aux = self._local(args, kwargs, None)
+            if weight is not None:
+                gradients, value = self._weighed_alone(gradients, value, weight)
             return gradients, (value, aux) if self._has_aux else value
         reduction.note_call()
         failures = reduction.failures
@@ -165,8 +175,19 @@ class Gradient:
             return None
         if "weight" not in kwargs:
             raise TypeError(f'{self.reduction.name} has reduction="weighted": pass this rank\'s weight= in each call.')
-        weight = kwargs.pop("weight")
-        return weight.reshape(()) if isinstance(weight, Tensor) else weight
+        taker = f"rank {self.reduction.global_rank}: weight= of {self.reduction.name}"
+        return weight_in_trace(kwargs.pop("weight"), taker=taker, world_size=self.reduction.world_size)
+
+    def _weighed_alone(self, gradients: Any, value: Tensor, weight: float | Tensor) -> tuple[Any, Tensor]:
+        """What a weighted mean over one rank is: zeros where that has no weight, and NaN where its weight is none."""
+        own = torch.as_tensor(weight, dtype=torch.float32, device=value.device)
+
+        def weighed(tensor: Tensor) -> Tensor:
+            return torch.where(own > 0, tensor, own.to(tensor.dtype))
+
+        flat, structure = torch_private.trees.flatten(gradients)
+        mean_value = weighed(value) if self._reduce_value else value
+        return torch_private.trees.unflatten([weighed(each) for each in flat], structure), mean_value
 
     def _local(self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any) -> tuple[Any, Tensor, Any]:
         """The gradients of this rank's loss, times its weight where it has one; the loss, and what comes with it."""
@@ -213,7 +234,7 @@ class Gradient:
         reduced, ridden = sums[:gradients], sums[gradients:]
         if self._is_weighted:
             total = ridden[0].double()  # for gradients in float64
-            inverse = torch.where(total > 0, 1.0 / total, 0.0)
+            inverse = torch.where(total == 0, 0.0, 1.0 / total)  # NaN where a rank's weight was none
             reduced = [(gradient * inverse).to(gradient.dtype) for gradient in reduced]
             mean_value = ridden[-1] * inverse
         else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from compiled_ddp.checks.values import Reference
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.failed_launches import forget_launches
@@ -75,20 +76,39 @@ class Unit:
             launched.append((run.communicator, agreed, run.communicator.proof.verifies(agreed)))
         self._launched = launched
         self._agreements.order.note_launched([each.key for each in self._launches])
+        self._apart.note_launched()
 
     @contextlib.contextmanager
-    def watching(self, *, in_cuda_graphs: Callable[[torch.device], bool]) -> Iterator[None]:
-        """Note, where ranks verify it, what the graph that runs in here launches; `prove` compares it."""
+    def watching(
+        self, *, in_cuda_graphs: Callable[[torch.device], bool], reference_of: Callable[[int], Reference] | None = None
+    ) -> Iterator[None]:
+        """Note, where ranks verify it, what the graph that runs in here launches; `prove` compares it.
+
+        `reference_of` tells of each reduction what it should be, where that is to be looked at.
+        """
         sees_values = not any(in_cuda_graphs(run.wanted.device) for run in self._runs)
         with contextlib.ExitStack() as stack:
             self._evidence = {
-                each: stack.enter_context(watching(self._launched_on(each), each.group_name, sees_values=sees_values))
+                each: stack.enter_context(
+                    watching(self._launched_on(each, reference_of), each.group_name, sees_values=sees_values)
+                )
                 for each in self.communicators
             }
             yield
 
-    def _launched_on(self, communicator: Communicator) -> list[tuple[Agreed, bool]]:
-        return [(agreed, verifies) for each, agreed, verifies in self._launched if each is communicator]
+    @property
+    def verifies(self) -> bool:
+        """Whether ranks verify every reduction that is about to be launched."""
+        return all(verifies for _, _, verifies in self._launched)
+
+    def _launched_on(
+        self, communicator: Communicator, reference_of: Callable[[int], Reference] | None
+    ) -> list[tuple[Agreed, bool, Reference | None]]:
+        return [
+            (agreed, verifies, reference_of(number) if reference_of is not None else None)
+            for number, (each, agreed, verifies) in enumerate(self._launched)
+            if each is communicator
+        ]
 
     def note_reduced(self, gradients: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """Note, where ranks verify it, what the one reduction here has made of gradients."""

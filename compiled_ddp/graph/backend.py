@@ -71,11 +71,14 @@ class Entry:
         compiler_options: Mapping[str, Any],
         fullgraph: bool,
         dynamic: bool | None,
+        recurrent: bool,
     ) -> None:
         self._module = module
         options = tuple(sorted((name, _comparable(value)) for name, value in compiler_options.items()))
-        self._key = _structure(module), backend, options, fullgraph, dynamic
-        self._new_capture = functools.partial(_new_capture, backend, dict(compiler_options), fullgraph, dynamic)
+        self._key = _structure(module), backend, options, fullgraph, dynamic, recurrent
+        self._new_capture = functools.partial(
+            _new_capture, backend, dict(compiler_options), fullgraph=fullgraph, dynamic=dynamic, recurrent=recurrent
+        )
         self._runs: dict[tuple[Hashable, ...], Callable[..., Any]] = {}  # by the places of hooks
         self._find()
 
@@ -98,11 +101,13 @@ class Entry:
 
 
 def _new_capture(
-    backend: str, compiler_options: dict[str, Any], fullgraph: bool, dynamic: bool | None
+    backend: str, compiler_options: dict[str, Any], *, fullgraph: bool, dynamic: bool | None, recurrent: bool
 ) -> torch_private.captures.Capture:
     """By a function of its own, as Dynamo looks for what it has captured by the backend, which that is to it."""
     compile_graph = functools.partial(_compile_graph, backend=backend, compiler_options=compiler_options)
-    return torch_private.captures.Capture(compile_graph, fullgraph=fullgraph, dynamic=dynamic, compiling=_capturing)
+    return torch_private.captures.Capture(
+        compile_graph, fullgraph=fullgraph, dynamic=dynamic, recurrent=recurrent, compiling=_capturing
+    )
 
 
 def _capturing(callback: Callable[..., Any]) -> Callable[..., Any]:

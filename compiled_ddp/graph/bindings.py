@@ -3,7 +3,10 @@
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from compiled_ddp.graph.bound import Binding, Bound
 from compiled_ddp.graph.program import Program
@@ -105,11 +108,12 @@ class Bindings:
     def _bind(self, known: "_Known", segment: Segment, parameters: _Parameters) -> Bound:
         pairs = zip(segment.gradient_order, parameters, strict=True)
         index_of = {position: index for position, index in pairs if index is not None}
-        pattern = tuple(index is not None for index in parameters)
+        planned = self._runtime.parameters.gradients
+        # One graph may run for parameters that tell autograd to cast their gradients to different dtypes.
+        pattern = tuple(None if index is None else planned[index].dtype for index in parameters)
         programs = known.programs
         if pattern not in programs:
-            tensors = self._runtime.parameters.tensors
-            gradients = [GradientSpec.of(position, tensors[index]) for position, index in index_of.items()]
+            gradients = [replace(planned[index], index=position) for position, index in index_of.items()]
             programs[pattern] = self._new_program(segment, gradients)
         plan = programs[pattern].plan.renumbered(index_of)
         return Bound(programs[pattern], plan, plan.fingerprint, index_of)
@@ -133,6 +137,8 @@ class Bindings:
     def _refuse_replaced(self, inputs: Sequence[Any]) -> None:
         sparse = self._managed.sparse()
         names = {id(parameter): name for name, parameter in self._managed.parameters().items() if name not in sparse}
+        for newcomer in self._runtime.reduction.newcomers().values():  # which this forward's end takes in
+            names.pop(id(newcomer), None)
         for value in inputs:
             if id(value) in names and value.requires_grad and id(value) not in self._index_of_parameter:
                 raise RuntimeError(
@@ -155,7 +161,8 @@ class _Known:
     """Of one segment."""
 
     def __init__(self) -> None:
-        self.programs: dict[tuple[bool, ...], Program] = {}  # by which of the inputs are parameters
+        # By which of the inputs are parameters, and the dtypes of their gradients.
+        self.programs: dict[tuple[torch.dtype | None, ...], Program] = {}
         self.bound: dict[_Parameters, Bound] = {}
         self.bindings: dict[_Parameters, Binding] = {}  # those with all parameters of a call
 

@@ -1,6 +1,7 @@
 """A captured graph, compiled: its forward once, and its backward as often as somebody wants another one."""
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,9 +12,12 @@ from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph.compiling import compiling
+from compiled_ddp.graph.reference import NoReference, ReferenceGraph, Rounded
 from compiled_ddp.graph.telling import CapturedFor, Teller
 from compiled_ddp.torch_private.aot import BackwardImplementation, TracedBackward
 from compiled_ddp.torch_private.inductor import Rewriting
+
+_log = logging.getLogger(__name__)
 
 LOCAL = Rewriting()  # the backward as plain torch.compile has it, whose cache entry it shares
 
@@ -49,8 +53,11 @@ class CompiledGraph:
         options: dict[str, Any],
         teller: Teller,
         first: Rewriting = LOCAL,
+        work: str | None = None,
     ) -> None:
         """`first` is the backward that AOTAutograd compiles and caches by itself. `graph_module` is consumed.
+
+        `work` is what others know the work on it by, and find in the cache what has come of it, if they do.
 
         `teller` is that of the wrapper for which Dynamo has captured the graph.
 
@@ -58,6 +65,7 @@ class CompiledGraph:
         """
         self._compiler: dict[str, Any] = {"backend": backend, "options": options}
         self._captured_for = CapturedFor(teller)
+        self._work = work
         self._first = self._rewriting = first
         self._kept = torch_private.dynamo.copy_captured(graph_module)
         self._fake_inputs = torch_private.dynamo.captured_inputs(graph_module)
@@ -66,6 +74,8 @@ class CompiledGraph:
         self._lock = threading.RLock()
         self.compiled: dict[str, BackwardImplementation] = {}  # the backwards, by the identity of their rewriting
         self._traced: TracedBackward | None = None
+        self._reference: ReferenceGraph | None = None
+        self.is_dynamic = any(isinstance(value, torch.SymInt) for value in self._fake_inputs)
         self._inputs_when_traced_again: int | None = None
         self._spares_saved_tensors = False  # from the first backward with retain_graph on
         try:
@@ -90,6 +100,15 @@ class CompiledGraph:
             cached=cached,
         )
 
+    def compile_first_ahead(self) -> None:
+        """Compile the first backward before it is needed: it is then that AOTAutograd puts the graph into its cache."""
+        if self.function is None or self.is_dynamic:
+            return
+        try:
+            self.backward(self._first, None)
+        except Exception as error:  # it is raised again where the backward is needed
+            _log.debug("the first backward of a graph was not compiled ahead: %s", error)
+
     def backward(self, rewriting: Rewriting, needed_by: HasTeller | None) -> tuple[BackwardImplementation, bool]:
         """The backward after `rewriting`, compiled, and whether it has been compiled just now.
 
@@ -103,7 +122,8 @@ class CompiledGraph:
         teller = None if needed_by is None else needed_by.teller
         again = self._spares_saved_tensors
         work = self._captured_for.compiling_backward(rewriting.name, teller, spares_saved_tensors=again)
-        with self._lock, work:
+        turn = self._captured_for.in_turn(None if self._work is None else f"{self._work} {rewriting.identity} {again}")
+        with self._lock, turn, work:
             is_first = rewriting.identity == self._first.identity and not self._spares_saved_tensors
             compiled, is_new = self._compile_first() if is_first else (self._compile_another(rewriting), True)
             compiled = self.compiled[rewriting.identity] = self._by_input(compiled)
@@ -128,6 +148,30 @@ class CompiledGraph:
         """The backward graph as it was traced, without any rewriting, run operator by operator."""
         with self._lock:
             return self._by_input(self._trace().uncompiled())
+
+    def run_without_passes(self, saved_and_tangents: Sequence[Any]) -> tuple[Sequence[Rounded | None], float]:
+        """The gradients of the graph's inputs, and the coarsest epsilon in them, with nothing of ours in the backward.
+
+        Raises NoReference.
+        """
+        if self._reference is None:
+            try:
+                traced = torch_private.aot.traced_backward_graph(self._function, self._first_backward)
+            except LookupError as error:
+                raise NoReference(str(error)) from error
+            graph_module, without_autocast = traced
+            self._reference = ReferenceGraph(graph_module, without_autocast=without_autocast)
+        if self.parts_of_gradients is not None:
+            raise NoReference("some of its gradients are tensor subclasses")
+        return self._reference.gradients(saved_and_tangents)
+
+    def fingerprint_at(self, fingerprint: str, saved_and_tangents: Sequence[Any]) -> str:
+        """That of a plan, in a graph of dynamic sizes: another one for sizes at which kernels may take other ways.
+
+        Those of another order of magnitude, or that are a multiple of 16 where others are none.
+        """
+        sizes = [value for value in saved_and_tangents if type(value) is int]
+        return f"{fingerprint} {[(size.bit_length(), size % 16 == 0) for size in sizes]}"
 
     @property
     def parts_of_gradients(self) -> torch_private.subclasses.PartsOfGradients | None:

@@ -12,7 +12,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.checks.values import Expected, Reference
 from compiled_ddp.graph.compiled_graph import CompiledGraph
+from compiled_ddp.graph.reference import NoReference
 from compiled_ddp.graph.telling import Teller
 from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.pipeline import Pipeline
@@ -80,8 +82,6 @@ class Program:
         self._rewritings: dict[tuple[Variant, str], Rewriting] = {}
         self._lent_buckets = self._pipeline.lent_buckets
         self._has_hooks = bool(hooks)
-        # The inputs whose gradients have a bucket of their own, and may be the lent flat buffer itself.
-        self._alone = [bucket.indices[0] for bucket in plan.buckets if len(bucket.gradients) == 1]
         self._failures: dict[Variant, str] = {}
 
     def rewriting(self, variant: Variant, group_name: str | None = None) -> Rewriting:
@@ -148,7 +148,12 @@ class Program:
             variant: Variant = "folding" if to_fold else "synchronised"
             rewriting = self._rewritings.get((variant, group_name)) or self.rewriting(variant, group_name)
             compiled = graph.compiled.get(rewriting.identity) or graph.backward(rewriting, self)[0]
-            section.note_graph(compiled, call.fingerprint)
+            fingerprint = (
+                graph.fingerprint_at(call.fingerprint, saved_and_tangents) if graph.is_dynamic else call.fingerprint
+            )
+            section.note_graph(
+                compiled, fingerprint, functools.partial(self._without_passes, call, saved_and_tangents, to_fold)
+            )
             flat_buffers = section.lend_buffers(self._lent_buckets)
             state = section.hook_state() if self._has_hooks else []
             undefined = [call.index_of[n] for n in call.undefined & call.index_of.keys()] if call.undefined else []
@@ -158,6 +163,32 @@ class Program:
             section.give_up()
             raise
         return compiled, len(state)
+
+    def _without_passes(
+        self, call: GraphCall, saved_and_tangents: Sequence[Any], to_fold: Sequence[torch.Tensor], share: float
+    ) -> Reference:
+        """What the gradients of the call's parameters are, and times `share` in their bucket: `checks.values`."""
+        try:
+            return self._run_without_passes(call, saved_and_tangents, to_fold, share)
+        except NoReference as error:
+            return Reference({}, str(error))
+        except torch.OutOfMemoryError:
+            torch_private.tensors.give_back_cached_memory()
+            return Reference({}, "there was no memory for it")
+
+    def _run_without_passes(
+        self, call: GraphCall, saved_and_tangents: Sequence[Any], to_fold: Sequence[torch.Tensor], share: float
+    ) -> Reference:
+        gradients, epsilon = self._graph().run_without_passes(saved_and_tangents)
+        folded = dict(zip(self.plan.indices, to_fold, strict=True)) if to_fold else {}
+        expected = {}
+        for place, index in call.index_of.items():
+            rounded = gradients[place]
+            if rounded is not None:
+                value = rounded.gradient if place not in folded else rounded.gradient + folded[place]
+                noise = (abs(share) * rounded.noise_norm, abs(share) * rounded.noise_most)
+                expected[index] = Expected(value * share if share else torch.zeros_like(value), *noise, epsilon)
+        return Reference(expected, "its gradient is known before the backward runs")
 
     def _hand_over(
         self, section: ReservedSection, call: GraphCall, gradients: list[Any], riders: torch.Tensor, state: int
@@ -169,8 +200,6 @@ class Program:
             if self._in_cuda_graphs:  # the next replay writes over what this one returned
                 new_state = [tensor.clone() for tensor in new_state]
             section.keep_hook_state(new_state, left_out)
-        for place in self._alone:
-            gradients[place] = gradients[place].detach()  # autograd would copy what anyone else holds
         positions = call.index_of
         if call.undefined:
             reduced_too = {place for place, index in positions.items() if index not in left_out}
@@ -179,7 +208,9 @@ class Program:
         if any(map(operator.is_, reduced, itertools.repeat(None))):
             positions = {place: index for place, index in positions.items() if gradients[place] is not None}
             reduced = [*map(gradients.__getitem__, positions)]
-        section.complete(riders, [*positions.values()], reduced, left_out)
+        handed_out = section.complete(riders, [*positions.values()], reduced, left_out)
+        for place, gradient in zip(positions, handed_out, strict=True):
+            gradients[place] = gradient
         return tuple(gradients)
 
 

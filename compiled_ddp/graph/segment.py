@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.graph import compile_once
 from compiled_ddp.graph.bound import Binding, Bound
 from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own_outputs
 from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph, HasTeller
@@ -93,7 +94,7 @@ class SegmentCall:
         self.synchronise = backwards.forward.synchronises
         self.until_backward = UntilBackward(backwards)
         self._node = weakref.ref(node)
-        self._ran_locally_in: int | None = None  # a task of autograd
+        self.ran_locally_in: int | None = None  # a task of autograd
 
     @property
     def teller(self) -> Teller:
@@ -138,11 +139,15 @@ class SegmentCall:
 
     def note_local_run(self) -> None:
         """The backward that this thread runs evaluates the call's node while none of the wrapper's is under way."""
-        self._ran_locally_in = torch_private.autograd.current_graph_task()
+        self.ran_locally_in = torch_private.autograd.current_graph_task()
+
+    def has_run_locally(self) -> bool:
+        """Whether this thread's backward has evaluated the node while none of the wrapper's was under way."""
+        return self.ran_locally_in == torch_private.autograd.current_graph_task()
 
     def is_still_to_run(self) -> bool:
         """Whether the backward that this thread runs will evaluate the node, and has not done so locally."""
-        return self._ran_locally_in != torch_private.autograd.current_graph_task() and self.will_run()
+        return self.ran_locally_in != torch_private.autograd.current_graph_task() and self.will_run()
 
     def note_defined(self, indices: Set[int]) -> None:
         """The running backward brings these parameters a gradient, through other calls if not through this one."""
@@ -193,27 +198,38 @@ class Segment:
         self._uncompiled: torch_private.aot.BackwardImplementation | None = None  # in place of the local one
         caller = caller_of_this_thread()
         first = caller.segment_captured(self, example_inputs)
-        with contextlib.nullcontext() if first is None else first.named():
+        rewriting = LOCAL if first is None else first.rewriting("synchronised")
+        work = None
+        if caller.teller.takes_turns:
+            work = compile_once.name_of_work(graph_module, example_inputs, compiler_options, rewriting.identity)
+        self.why_hooks: str | None = None  # why no wrapper reduces anything in this graph
+        with contextlib.nullcontext() if first is None else first.named(), caller.teller.in_turn(work):
             self.graph = CompiledGraph(
                 graph_module,
                 example_inputs,
                 backend=backend,
                 options=compiler_options,
                 teller=caller.teller,
-                first=LOCAL if first is None else first.rewriting("synchronised"),
+                first=rewriting,
+                work=work,
             )
-        self.why_hooks: str | None = None  # why no wrapper reduces anything in this graph
-        if self.graph.function is not None:  # None without gradients: an inference graph has no backward
-            traced = torch_private.aot.inputs_with_gradient(self.graph.function)
-            if traced is not None:
-                self._keep(traced.__contains__)
-            parts = self.graph.parts_of_gradients
-            if parts is not None:  # hooks reduce what has such a gradient, and AOTAutograd takes no None for it
-                self._keep(parts.is_whole)
-            if torch_private.aot.merges_inputs(self.graph.function, len(example_inputs)):
-                self.why_hooks = MERGED  # what comes back is not in the order of the captured graph's inputs
-                self._keep(lambda place: False)
-            self.graph.replace_backward(self._run_backward)
+            if self.graph.function is not None:  # None without gradients: an inference graph has no backward
+                self._look_at_backward(self.graph.function, len(example_inputs))
+            if work is not None and caller.teller.backward_follows:
+                self.graph.compile_first_ahead()
+
+    def _look_at_backward(self, function: type[torch.autograd.Function], inputs: int) -> None:
+        """As it was traced, which is not known any more when it has been compiled and is in AOTAutograd's cache."""
+        traced = torch_private.aot.inputs_with_gradient(function)
+        if traced is not None:
+            self._keep(traced.__contains__)
+        parts = self.graph.parts_of_gradients
+        if parts is not None:  # hooks reduce what has such a gradient, and AOTAutograd takes no None for it
+            self._keep(parts.is_whole)
+        if torch_private.aot.merges_inputs(function, inputs):
+            self.why_hooks = MERGED  # what comes back is not in the order of the captured graph's inputs
+            self._keep(lambda place: False)
+        self.graph.replace_backward(self._run_backward)
 
     def _keep(self, is_meant: Callable[[int], bool]) -> None:
         """Of the inputs that may get a gradient, those alone: it is the graph that gives it, and may leave it out."""

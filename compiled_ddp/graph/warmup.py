@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from compiled_ddp.graph.choice import PassTimes
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.telling import log
-from compiled_ddp.telling.slow_work import SlowWork
-
-# How long ranks wait for each other's compilers, whatever the group's timeout is.
-PATIENCE_SECONDS = 2 * 3600.0
 
 _log = logging.getLogger(__name__)
 
@@ -40,28 +36,28 @@ def warm_up(
     Returns what every rank has had from `measure`, called after the steps.
     Raises what a step raises, and RuntimeError, with its message, if that happened on another rank.
     """
-    here = f"warmup/{ordinal}/{ranks.rank}"
-    try:
-        for step in steps:
-            tell(ranks, f"warm-up: {step.what}, {step.seconds:.1f} s")
-        measured = measure()
-    except BaseException as error:
-        ranks.publish(here, json.dumps({"failure": f"{type(error).__name__}: {error}"}))
-        raise
+    occasion = f"warmup/{ordinal}"
+    here = f"{occasion}/{ranks.rank}"
+    with ranks.living():
+        try:
+            for step in steps:
+                tell(ranks, f"warm-up: {step.what}, {step.seconds:.1f} s")
+            measured = measure()
+        except BaseException as error:
+            ranks.publish(here, json.dumps({"failure": f"{type(error).__name__}: {error}"}))
+            ranks.outlast(occasion)
+            raise
     ranks.publish(here, json.dumps({"measured": measured}))
-    patience = PATIENCE_SECONDS / ranks.timeout.total_seconds()
     of_ranks: list[PassTimes | None] = []
-    with SlowWork(_log, ("waiting", "waited"), what="for other ranks' warm-up", is_told=lambda: ranks.rank == 0):
-        for writer, rank in enumerate(ranks.ranks):
-            found = json.loads(
-                ranks.read(f"warmup/{ordinal}/{writer}", writer=writer, purpose="to end its warm-up", patience=patience)
+    for writer, rank in enumerate(ranks.ranks):
+        found = json.loads(ranks.read(f"{occasion}/{writer}", writer=writer, purpose="to end its warm-up"))
+        if "failure" in found:
+            ranks.outlast(occasion)
+            raise RuntimeError(
+                f"warmup() failed on rank {rank}: {found['failure']}. Nothing was reduced and no parameter "
+                "changed; mend it there and call warmup() again on every rank, or go without."
             )
-            if "failure" in found:
-                raise RuntimeError(
-                    f"warmup() failed on rank {rank}: {found['failure']}. Nothing was reduced and no parameter "
-                    "changed; mend it there and call warmup() again on every rank, or go without."
-                )
-            of_ranks.append(found["measured"] and PassTimes(*found["measured"]))
+        of_ranks.append(found["measured"] and PassTimes(*found["measured"]))
     return of_ranks
 
 

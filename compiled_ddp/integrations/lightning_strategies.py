@@ -30,7 +30,7 @@ class ConstructsOurs:
     def __init__(self, *args: Any, backend: str = "inductor", **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         check_replacement(type(self).__name__, backend, self._ddp_kwargs)
-        self._backend = backend
+        self._backend: Any = backend  # one of the compilers, or "hooks"
 
     def _ours(self) -> contextlib.AbstractContextManager[None]:
         return replace_ddp(backend=self._backend)

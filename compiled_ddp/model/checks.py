@@ -11,6 +11,7 @@ from compiled_ddp.formatting import format_names
 from compiled_ddp.model.managed import Contents, ManagedState
 from compiled_ddp.model.owners import other_state_of, owner_of_state
 from compiled_ddp.options import Options
+from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.ranks.agreement import Description
 
 
@@ -82,6 +83,11 @@ def check_layouts(contents: Contents, options: Options) -> None:
                 f"{name} has layout {tensor.layout}: only strided tensors are broadcast. If it is the same on all "
                 "ranks, name it in model._ddp_params_and_buffers_to_ignore; otherwise keep a dense one."
             )
+        if tensor.is_quantized:
+            raise ModelError(
+                f"{name} is quantised ({tensor.dtype}), which cannot be broadcast. If it is the same on all ranks, "
+                "name it in model._ddp_params_and_buffers_to_ignore."
+            )
 
 
 def _check_not_owned(state: ManagedState, contents: Contents) -> None:
@@ -118,6 +124,16 @@ def _check_parameters(parameters: dict[str, nn.Parameter]) -> None:
     for name, parameter in parameters.items():
         if parameter.layout != torch.strided:
             raise ModelError(f"parameter {name} has layout {parameter.layout}: only strided parameters are supported.")
+        if parameter.is_inference():
+            raise ModelError(
+                f"parameter {name} was made in torch.inference_mode(), where nothing can be trained: make the model "
+                "outside of it, or put nn.Parameter(parameter.clone()) in its place there."
+            )
+        if parameter.dtype.itemsize == 1:
+            raise ModelError(
+                f"parameter {name} is of {parameter.dtype}, in which no gradient can be summed up: train it in a wider "
+                "dtype and convert it in forward, or freeze it with requires_grad_(False)."
+            )
     check_stepped_after_backward(parameters)
 
 
@@ -139,6 +155,8 @@ def describe_model(contents: Contents, options: Options, mode: str) -> Descripti
     for name, parameter in contents.parameters.items():
         kind = "sparse gradient" if name in contents.sparse else "trained" if parameter.requires_grad else "frozen"
         description[f"parameter {name}"] = [*_properties(parameter), places[parameter.device], kind]
+        if parameter.requires_grad and gradient_dtype(parameter) != parameter.dtype:
+            description[f"parameter {name}"].append(f"grad_dtype {parameter.grad_dtype}")
     for name, buffer in contents.buffers.items():
         description[f"buffer {name}"] = _properties(buffer)
     for option, value in options.shared().items():

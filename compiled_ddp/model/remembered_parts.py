@@ -26,6 +26,7 @@ class RememberedParts:
         filled = [now for now in self._dictionaries if now]
         self._names, self._values = [now.keys() for now in filled], [now.values() for now in filled]
         self._lengths_before = [*map(len, self._dictionaries)]
+        self.number = sum(self._lengths_before)
         self._names_before, self._values_before = [*_chained(self._names)], [*_chained(self._values)]
 
     def are_untouched(self) -> bool:
@@ -36,6 +37,11 @@ class RememberedParts:
             and [*_chained(self._names)] == self._names_before
             and all(itertools.starmap(_are_the_same, self._others))
         )
+
+    @property
+    def dictionaries(self) -> Sequence[dict[str, Part]]:
+        """Those of them that are plain ones, which hold `number` parts together."""
+        return self._dictionaries
 
     def are_in_place(self) -> bool:
         """Whether each holds the same in the same order, under whatever names."""

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from compiled_ddp import torch_private
+from compiled_ddp.formatting import format_names
 from compiled_ddp.model.checks import check_stepped_after_backward
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.model.own_methods import every_parameter
 from compiled_ddp.model.remembered_parts import RememberedParts
+from compiled_ddp.plan import gradient_dtype
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,7 @@ class ModelWatch:
         memory: dict[_Memory, _Memory] = {}  # a model has many parameters of few shapes
         self._memory = [memory.setdefault(of_one, of_one) for of_one in map(_memory, self._trained)]
         self._take_contents()
-        self._are_of_same_kind = torch_private.dynamo.guard_of(self._trained)
+        self._take_kinds()
 
     def look(self) -> Look:
         """Compare the model with what it was.
@@ -126,6 +128,7 @@ class ModelWatch:
         return (
             self._are_untouched()
             and self._are_of_same_kind(*self._trained)
+            and [*map(_grad_dtype, self._trained)] == self._grad_dtypes
             and not any(map(_requires_grad, self._frozen))
             and not torch_private.tensors.any_has_optimizer_in_backward(self._trained)
         )
@@ -148,8 +151,12 @@ class ModelWatch:
             return Look(changed=True)
         if not self._are_untouched():
             self._take_contents()  # another module without trained parameters: no other rank need know
-        self._are_of_same_kind = torch_private.dynamo.guard_of(self._trained)  # as under autocast, say
+        self._take_kinds()  # as under autocast, say
         return _UNCHANGED
+
+    def has_grown(self) -> bool:
+        """Whether a module holds more parts than it did, or fewer: the quick part of a look, for other moments."""
+        return sum(map(len, self._dictionaries)) != self._number_of_parts
 
     def buffers(self) -> Sequence[torch.Tensor]:
         """Those that the wrapper looks after, as they are now: each once, in registration order."""
@@ -165,6 +172,13 @@ class ModelWatch:
         return any(parameter.requires_grad for parameter in self._frozen) or any(
             map(operator.ne, map(_memory, self._trained), self._memory)
         )
+
+    def in_what(self) -> str:
+        """Which parameters are of another kind than they were, behind a sentence that tells of a change."""
+        now = zip(self._trained, self._memory, strict=True)
+        converted = {id(parameter) for parameter, before in now if _memory(parameter) != before}
+        names = [name for name, parameter in self._state.parameters().items() if id(parameter) in converted]
+        return f", in the dtype, grad_dtype, device, shape or strides of {format_names(names)}" if names else ""
 
     def _look_through(self, given: Mapping[int, object]) -> Look:
         """The model as it is but for what functional_calls under way were `given`, by id."""
@@ -213,7 +227,13 @@ class ModelWatch:
         parts = [part for _, part in self._state.modules()]
         self._modules = RememberedParts([part._modules for part in parts])
         self._parameters = RememberedParts([part._parameters for part in parts])
+        self._dictionaries = [*self._modules.dictionaries, *self._parameters.dictionaries]
+        self._number_of_parts = self._modules.number + self._parameters.number
         self._take_buffers()
+
+    def _take_kinds(self) -> None:
+        self._are_of_same_kind = torch_private.dynamo.guard_of(self._trained)
+        self._grad_dtypes = [*map(_grad_dtype, self._trained)]  # which no guard of Dynamo's looks at
 
     def _take_buffers(self) -> None:
         self._siblings_of_buffers = RememberedParts([part._buffers for _, part in self._state.modules()])
@@ -222,11 +242,12 @@ class ModelWatch:
 
 _UNCHANGED = Look()
 
-_requires_grad = operator.attrgetter("requires_grad")
+_requires_grad, _grad_dtype = operator.attrgetter("requires_grad"), operator.attrgetter("grad_dtype")
 
 
 _Memory = tuple[object, ...]
 
 
 def _memory(parameter: torch.Tensor) -> _Memory:
-    return parameter.dtype, parameter.device, parameter.shape, parameter.stride()
+    dtypes = parameter.dtype, gradient_dtype(parameter)
+    return dtypes, parameter.device, parameter.shape, parameter.stride()

@@ -125,10 +125,18 @@ def _agree_on_arguments(ranks: RankGroup, model: nn.Module, steps: int, *functio
     def check() -> Description:
         nonlocal copied
         _check_arguments(model, steps, *functions)
-        copied = copy.deepcopy(model)
+        copied = _copy_of(model)
         return {"steps": [steps]}
 
     agree_on_description(ranks, check, occasion="arguments", purpose=_PURPOSE, failure=_FAILURE)
+    return copied
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    """With the grad_dtype of each parameter, which a deepcopy leaves out."""
+    copied = copy.deepcopy(model)
+    for parameter, of_model in zip(copied.parameters(), model.parameters(), strict=True):
+        parameter.grad_dtype = of_model.grad_dtype
     return copied
 
 
@@ -169,7 +177,7 @@ def _compare(
             raise TypeError(
                 f"wrap must return a wrapper, as compile_ddp and EagerDDP do, found {type(given).__name__}."
             )
-        reference = copy.deepcopy(wrapper.module)
+        reference = _copy_of(wrapper.module)
         make = optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1e-3))
         mover = make(parameter for parameter in wrapper.parameters() if parameter.requires_grad)
         if not callable(getattr(mover, "step", None)):

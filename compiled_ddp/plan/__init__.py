@@ -20,7 +20,7 @@ sequence
 Sizes are in elements where a name ends in `_elements`, in bytes where it ends in `_bytes`.
 """
 
-from compiled_ddp.plan.buckets import Bucket, BucketPlan, Gradient, GradientSpec, ReductionKind
+from compiled_ddp.plan.buckets import Bucket, BucketPlan, Gradient, GradientSpec, ReductionKind, gradient_dtype
 from compiled_ddp.plan.riders import (
     ABORTED,
     ANNOUNCED,
@@ -28,8 +28,6 @@ from compiled_ddp.plan.riders import (
     FIRST_USED,
     FORWARD_COUNT,
     FORWARD_COUNT_SQUARED,
-    GIVEN_UP_COUNT,
-    GIVEN_UP_COUNT_SQUARED,
     HOOK_FAILED,
     LOST,
     MISFIT,
@@ -52,9 +50,9 @@ from compiled_ddp.plan.sequence import (
     Section,
 )
 
-__all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders"]
+__all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders", "gradient_dtype"]
 __all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED", "TOO_SMALL"]
 __all__ += ["Origin", "ReductionSequence", "Section"]
 __all__ += ["ABORTED", "ANNOUNCED", "COUNT_MODULUS", "FIRST_USED", "FORWARD_COUNT", "FORWARD_COUNT_SQUARED"]
-__all__ += ["GIVEN_UP_COUNT", "GIVEN_UP_COUNT_SQUARED", "HOOK_FAILED", "LOST", "MISFIT", "RETURNED_COUNT"]
+__all__ += ["HOOK_FAILED", "LOST", "MISFIT", "RETURNED_COUNT"]
 __all__ += ["RETURNED_COUNT_SQUARED", "STATE_LOST", "VERIFY", "WEIGHT"]

@@ -30,8 +30,8 @@ class GradientSpec:
     @classmethod
     def of(cls, index: int, parameter: torch.Tensor) -> "GradientSpec":
         """The gradient of `parameter`: strided like it where it is dense, contiguous where it has gaps or overlaps."""
-        size = tuple(parameter.shape)
-        return cls(index, size, _dense_stride(size, parameter.stride()), parameter.dtype, parameter.device)
+        size, dtype = tuple(parameter.shape), gradient_dtype(parameter)
+        return cls(index, size, _dense_stride(size, parameter.stride()), dtype, parameter.device)
 
     @property
     def numel(self) -> int:
@@ -40,6 +40,11 @@ class GradientSpec:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """What autograd casts the gradients of a leaf to, its `grad_dtype`; where that admits any (None), its own dtype."""
+    return parameter.grad_dtype or parameter.dtype
 
 
 @functools.lru_cache(maxsize=1024)  # a model has many parameters of few shapes

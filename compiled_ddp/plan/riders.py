@@ -10,17 +10,15 @@ FORWARD_COUNT = 0
 FORWARD_COUNT_SQUARED = 1
 RETURNED_COUNT = 2
 RETURNED_COUNT_SQUARED = 3
-GIVEN_UP_COUNT = 4
-GIVEN_UP_COUNT_SQUARED = 5
-ABORTED = 6
-LOST = 7
-VERIFY = 8
-ANNOUNCED = 9
-MISFIT = 10
-WEIGHT = 11
-HOOK_FAILED = 12
-STATE_LOST = 13
-FIRST_USED = 14
+ABORTED = 4
+LOST = 5
+VERIFY = 6
+ANNOUNCED = 7
+MISFIT = 8
+WEIGHT = 9
+HOOK_FAILED = 10
+STATE_LOST = 11
+FIRST_USED = 12
 
 COUNT_MODULUS = 64  # sums of squares stay exact in float32 up to 4096 ranks
 
@@ -34,7 +32,6 @@ class Riders:
     | `FORWARD_COUNT` | forwards begun to be synchronised, modulo `COUNT_MODULUS` |
     | `FORWARD_COUNT_SQUARED` | its square: the counts agree if and only if the variance over ranks is zero |
     | `RETURNED_COUNT`, `..._SQUARED` | the same without the forwards that raised; [Note: forwards that are no step] |
-    | `GIVEN_UP_COUNT`, `..._SQUARED` | forwards since the last backward that raised, or whose output was thrown away |
     | `ABORTED` | 1 where the backward broke off and the rest of it goes out as zeros |
     | `LOST` | 1 where the backward before broke off when everything of it had been sent |
     | `STATE_LOST` | 1 where that one has left no state of a traced communication hook that fits the other ranks' |

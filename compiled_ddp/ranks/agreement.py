@@ -41,6 +41,8 @@ def agree_on_description(
         problems = _exchange(ranks, occasion, purpose, description, own_problem)
     except RuntimeError as silence:
         raise own_error or silence from silence
+    if problems:
+        ranks.outlast(occasion)
     if own_error is not None:
         raise own_error
     if problems:
@@ -88,6 +90,7 @@ def _collect_verdicts(ranks: RankGroup, occasion: str, purpose: str, own_problem
             verdicts[rank] = json.loads(ranks.read(f"{occasion}/verdict/{rank}", writer=rank, purpose=purpose))
         except RuntimeError as error:
             ranks.publish(f"{occasion}/problems", json.dumps([f"- {error}"]))
+            ranks.outlast(occasion)
             raise
     return [f"- rank {ranks.ranks[rank]}: {problem}" for rank, problem in verdicts.items() if problem]
 

@@ -11,7 +11,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import Ranks
 from compiled_ddp.ranks import group_name
 from compiled_ddp.ranks.progress import RankProgress, frames_of_error
-from compiled_ddp.ranks.rank_group import RankGroup, is_gloo
+from compiled_ddp.ranks.rank_group import RankGroup
 
 # The groups of communicators that were collected as garbage. A group ends when what it has launched has ended on other
 # ranks too, which a destructor must not wait for: the next communicator to be made does.
@@ -51,8 +51,12 @@ class Communicator:
         self._at_end = weakref.finalize(self, _abandoned.append, self._group)
         self._at_end.atexit = False
         self.progress = RankProgress(group)
-        self._hangs = ranks.hang_reporter(self.progress, occasion)
-        ranks.explain_waits(self.progress.note_wait, self.failure)
+        self._hangs = ranks.hang_reporter(group, self.progress, occasion)
+        self.explain_waits_of(ranks)
+
+    def explain_waits_of(self, ranks: RankGroup) -> None:
+        """Waits of these ranks through the store are explained as those of collectives are."""
+        ranks.explain_waits(self.progress.note_wait, self.failure, lambda: self._hangs.knows_why)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -67,7 +71,7 @@ class Communicator:
 
     def for_hooks(self) -> Ranks:
         """The ranks as a communication hook sees them."""
-        return Ranks(self.world_size, self.group_name, self.rank if is_gloo(self.group) else None)
+        return Ranks(self.world_size, self.group_name, self.rank if torch_private.groups.is_gloo(self.group) else None)
 
     def all_reduce(self, flat_buffer: torch.Tensor) -> dist.Work:
         """Launch the sum over ranks of `flat_buffer`, in place."""
@@ -83,7 +87,7 @@ class Communicator:
         """Overwrite `tensors` with those of the group's rank `source`."""
         if tensors and self.world_size > 1:
             self.refuse_if_failed()
-            self.progress.note_wait(f"the parameters and buffers of {self._format_rank(source)}")
+            self.progress.broadcast_began(f"the parameters and buffers of {self._format_rank(source)}")
             try:  # `explaining` takes six calls, in each step of a model with buffers
                 torch_private.groups.broadcast_coalesced(self.group, list(tensors), source=source)
             except RuntimeError as error:
@@ -95,8 +99,11 @@ class Communicator:
 
     def failure(self, error: Exception, what: str | None = None) -> RuntimeError:
         """`error`, of a wait or a launch, in the words of `what`, with a report of where every rank stands."""
+        report = self._hangs.report(frames_of_error(error))
+        if report.is_reason:
+            return RuntimeError(f"rank {self.ranks.ranks[self.rank]}: {report.text}")
         message = f"{what}: {error}" if what else str(error)
-        return RuntimeError(f"{message}\n{self._hangs.report(frames_of_error(error))}")
+        return RuntimeError(f"{message}\n{report.text}")
 
     @contextlib.contextmanager
     def explaining(self, what: str) -> Iterator[None]:
@@ -108,6 +115,14 @@ class Communicator:
 
     def _explained(self, error: RuntimeError, what: str) -> RuntimeError:
         return self.failure(error, f"rank {self.ranks.ranks[self.rank]}: {what}")
+
+    @property
+    def waits_for_this_rank(self) -> bool:
+        """Whether some rank has launched more here than this one has. A question to all, that takes a second or two.
+
+        True as well where launches cannot be counted.
+        """
+        return not self.progress.counts_launches or self._hangs.most_launches() > self.progress.launches
 
     def give_up(self, why: str) -> RuntimeError:
         """Launch nothing from here on, as other ranks may launch what this one does not; returns an error to raise."""
@@ -149,7 +164,7 @@ def _end(group: dist.ProcessGroup | None, *, only_gloo: bool = False) -> None:
         return
     group_name.forget(group)
     is_open = dist.is_initialized() and torch_private.groups.is_registered(group)
-    if is_open and (not only_gloo or is_gloo(group)):
+    if is_open and (not only_gloo or torch_private.groups.is_gloo(group)):
         dist.destroy_process_group(group)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,25 @@ def format_bucket(position: int, bucket: Bucket, parameter_names: Sequence[str])
     return f"bucket {position} ({names or 'riders'}; {format_bytes(bucket.nbytes)})"
 
 
+class Course(NamedTuple):
+    """How many of the things that all ranks do in one order a rank has begun.
+
+    [Note: ranks on different courses] Of two ranks on one course, the one that has begun more backwards has not begun
+    fewer broadcasts. If it has, they have parted: one of them waits for buffers at the beginning of a forward where the
+    other one has gone into a backward, and neither will ever come to what the other waits for.
+    """
+
+    backwards: int  # synchronised ones
+    broadcasts: int  # of parameters and buffers
+
+    def has_parted_from(self, other: "Course") -> bool:
+        """Whether this rank broadcasts where the other one has gone into a backward."""
+        return self.broadcasts > other.broadcasts and self.backwards < other.backwards
+
+
+_BEGINNING = Course(0, 0)
+
+
 @dataclass(frozen=True)
 class Position:
     """One rank's place, in words, and in numbers by which ranks can be compared."""
@@ -40,6 +59,7 @@ class Position:
     point: tuple[int, int, bool]  # step, stage, whether it waits: later is larger
     text: str
     python: tuple[str, ...]  # innermost first
+    course: Course = _BEGINNING
 
 
 @dataclass
@@ -116,6 +136,8 @@ class RankProgress:
         self._thread = threading.main_thread().ident
         self._backward = _Backward()
         self._awaits = ""  # what this rank waits for that is no bucket; empty for nothing
+        self._backwards = self._broadcasts = 0  # begun so far
+        self._comes = 0  # 1 where a backward waits for what ranks agree on before it begins
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -128,6 +150,15 @@ class RankProgress:
         """This rank waits for `what`, which is no bucket, from here on; empty for nothing."""
         self._awaits = what
 
+    def broadcast_began(self, what: str) -> None:
+        """As `note_wait`, for a broadcast."""
+        self._broadcasts += 1
+        self._awaits = what
+
+    def backward_comes(self) -> None:
+        """Ranks agree on something before a backward begins."""
+        self._comes = 1
+
     def backward_began(
         self,
         step: int,
@@ -139,6 +170,7 @@ class RankProgress:
         """`buckets` come with their sections, in launch order; `collectives` tells how many reduce each of them."""
         self._backward = _Backward(buckets, origins, parameter_names, collectives)
         self._step, self._stage, self._awaits = step, _IN, ""
+        self._comes, self._backwards = 0, self._backwards + 1
         self._thread = threading.get_ident()
 
     def backward_ended(self) -> None:
@@ -180,6 +212,26 @@ class RankProgress:
         return 0 if group is None else self._count_launches(group)
 
     @property
+    def standing(self) -> tuple[object, ...]:
+        """Another one as soon as this rank has gone on."""
+        return self._step, self._stage, self._awaits, self._comes, self._backwards, self._broadcasts, self.launches
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has begun, or is about to."""
+        return self._stage == _IN or self._comes == 1
+
+    def at_most_broadcasts(self) -> Course:
+        """When so many backwards had begun, there had been so many broadcasts, or fewer: it may go on meanwhile."""
+        backwards = self._backwards + self._comes
+        return Course(backwards, self._broadcasts)
+
+    def at_most_backwards(self) -> Course:
+        """When so many broadcasts had begun, there had been so many backwards, or fewer."""
+        broadcasts = self._broadcasts
+        return Course(self._backwards + self._comes, broadcasts)
+
+    @property
     def first_of_graph(self) -> int:
         """Position of the first bucket of the graph that is running."""
         assert self._backward.graph is not None
@@ -205,7 +257,8 @@ class RankProgress:
             parts.append(f"first awaited: {awaited}")
         python = python_position(frames) or python_position(_frames_of(threading.main_thread().ident))
         parts.append(f"collectives launched: {launches}")
-        return Position(launches, (step, stage, bool(awaited)), "; ".join(parts), python)
+        point = step, stage, bool(awaited)
+        return Position(launches, point, "; ".join(parts), python, self.at_most_backwards())
 
 
 def _one_of(names: Sequence[str]) -> str:

@@ -1,7 +1,10 @@
 """The user's ranks, and the store through which they agree on things; no collective is needed for that."""
 
 import contextlib
+import functools
 import hashlib
+import itertools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,11 +14,19 @@ import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.errors import NotInitialisedError, WrongKindError
+from compiled_ddp.ranks.clock import OUTLAST_SECONDS, again_and_again, grace_seconds, within
 from compiled_ddp.ranks.hang_report import HangReporter
 from compiled_ddp.ranks.progress import RankProgress
-from compiled_ddp.ranks.store import Store
+from compiled_ddp.ranks.store import Store, part_of_default
+from compiled_ddp.telling.slow_work import SlowWork
 
-_POLL_SECONDS = 0.002
+_log = logging.getLogger(__name__)
+
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.2
+_LOOK_SECONDS = 1.0  # how often a rank that waits for a key looks at what else there is to know
+# How long a rank that tells that it lives is waited for at most: as long as compilers may take.
+_PATIENCE_SECONDS = 2 * 3600.0
+_BEATS_PER_TIMEOUT, _SHORTEST_BEAT_SECONDS, _LONGEST_BEAT_SECONDS = 10, 0.2, 5.0
 
 # How many wrappers each rank set has had, per default process group. [Note: one communicator per wrapper]
 _wrappers_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
@@ -45,11 +56,7 @@ class RankGroup:
                 f"global rank {dist.get_rank()} is not a member of process_group: wrap the model only on the ranks "
                 "that belong to the group."
             )
-        if not isinstance(group, dist.ProcessGroup | None):
-            raise TypeError(
-                f"process_group must be a ProcessGroup, as torch.distributed.new_group() returns, or None, found "
-                f"{group!r}."
-            )
+        check_kind(group)
         default_group = dist.group.WORLD
         assert default_group is not None
         group = group or default_group
@@ -70,16 +77,25 @@ class RankGroup:
         made[self.ranks] = ordinal + 1
         ranks_hash = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
         self.name = f"compiled_ddp/{ranks_hash}/{ordinal}"
-        self._store = Store(self.name)
+        self._store = Store(part_of_default(self.name), self.timeout)
+        self._beats = itertools.count()
         self.leave_waits_unexplained()
 
-    def explain_waits(self, note_wait: Callable[[str], None], failure: Callable[[RuntimeError], RuntimeError]) -> None:
-        """From now on waits for other ranks are noted, and their errors go through `failure`, which explains them."""
-        self.note_wait, self.failure = note_wait, failure
+    def explain_waits(
+        self,
+        note_wait: Callable[[str], None],
+        failure: Callable[[RuntimeError], RuntimeError],
+        is_called_off: Callable[[], bool],
+    ) -> None:
+        """From now on waits for other ranks are noted, and their errors go through `failure`, which explains them.
+
+        They end early once `is_called_off` tells that ranks know why they fail.
+        """
+        self.note_wait, self.failure, self._is_called_off = note_wait, failure, is_called_off
 
     def leave_waits_unexplained(self) -> None:
         """As before `explain_waits`."""
-        self.explain_waits(lambda _: None, lambda error: error)
+        self.explain_waits(lambda _: None, lambda error: error, lambda: False)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -89,34 +105,84 @@ class RankGroup:
 
     def publish(self, key: str, value: str) -> None:
         """Make `value` readable by every rank under `key`."""
-        with self._reaching_store(f"to publish {key!r} for the other ranks"), self._store.connection() as store:
-            store.set(key, value)
+        with self._reaching_store(f"to publish {key!r} for the other ranks"):
+            self._store.ask(lambda store: store.set(key, value))
 
     def read(self, key: str, *, writer: int, purpose: str, patience: float = 1.0) -> str:
         """Wait for what the group's rank `writer` publishes under `key`.
 
-        Raises RuntimeError, naming the silent rank, when `patience` times the group's timeout is over.
+        Raises RuntimeError, naming the silent rank, when `patience` times the group's timeout is over; one that tells
+        that it lives, see `living`, is waited for until it has not told so for the timeout.
         """
-        timeout = self.timeout * patience
+        timeout = self.timeout.total_seconds()
         here, there = self.ranks[self.rank], self.ranks[writer]
         self.note_wait(f"rank {there}, through the store, {purpose}")
-        value: str | None = None
-        silence: Exception | None = None
-        with self._reaching_store(f"to wait for rank {there} ({purpose})"), self._store.connection() as store:
-            try:
-                store.wait([key], timeout)
-                value = store.get(key).decode()
-            except dist.DistStoreError as error:
-                silence = error
+        with self._reaching_store(f"to wait for rank {there} ({purpose})"):
+            value, waited = self._await(key, writer, seconds=timeout * patience, purpose=purpose)
         if value is None:
             silent = RuntimeError(
-                f"rank {here} waited {timeout.total_seconds():g} s for rank {there} ({purpose}), which "
+                f"rank {here} waited {waited:.3g} s for rank {there} ({purpose}), which "
                 f"stayed silent: it has stopped, or does not take part in {self.name}. Every rank of the group must "
                 "wrap the same models in the same order and run the same synchronised backwards."
             )
-            raise self.failure(silent) from silence
+            raise self.failure(silent)
         self.note_wait("")
         return value
+
+    def _await(self, key: str, writer: int, *, seconds: float, purpose: str) -> tuple[str | None, float]:
+        """The value of `key`, and how many seconds it was waited for.
+
+        None where it does not come in time, or where ranks have called off what waits for it.
+        """
+        began = time.monotonic()
+        deadline, beat = began + seconds, None
+        look = min(_LOOK_SECONDS, self.timeout.total_seconds() / 5)
+        with contextlib.ExitStack() as telling:
+            while True:
+                left = deadline - time.monotonic()
+                value = self._store.ask(functools.partial(_wait, key, min(max(left, 0.001), look)))
+                if value is not None or left <= look or self._is_called_off():
+                    return value, min(time.monotonic(), deadline) - began
+                beat_now = self.published(_life(writer)) or ""
+                if beat is None:
+                    telling.enter_context(self._telling_of_wait(writer, purpose))
+                elif beat_now != beat:
+                    deadline = max(deadline, time.monotonic() + self.timeout.total_seconds())
+                    deadline = min(deadline, began + max(seconds, _PATIENCE_SECONDS))
+                    self._tell_that_this_lives()  # for those who wait for this rank
+                beat = beat_now
+
+    def _telling_of_wait(self, writer: int, purpose: str) -> SlowWork:
+        what = f"for rank {self.ranks[writer]} ({purpose})"
+        return SlowWork(_log, ("waiting", "waited"), what=what, is_told=lambda: self.rank == 0)
+
+    def living(self) -> contextlib.AbstractContextManager[None]:
+        """While in this context, tell again and again that this rank lives: it may be in a compiler for long."""
+        seconds = self.timeout.total_seconds() / _BEATS_PER_TIMEOUT
+        seconds = min(max(seconds, _SHORTEST_BEAT_SECONDS), _LONGEST_BEAT_SECONDS)
+
+        def beat() -> bool:
+            with contextlib.suppress(RuntimeError):  # this rank finds out by itself that the store has ended
+                self._tell_that_this_lives()
+                return True
+            return False
+
+        return again_and_again(beat, seconds=seconds, name="compiled_ddp living")
+
+    def _tell_that_this_lives(self) -> None:
+        self._store.ask(functools.partial(_set, _life(self.rank), str(next(self._beats))))
+
+    def outlast(self, occasion: str) -> None:
+        """Stay until every rank knows of `occasion`, so has called this too, or a second has passed.
+
+        Before an error that all ranks raise: the store may end with this process.
+        """
+        key, deadline = f"{occasion}/known", time.monotonic() + OUTLAST_SECONDS
+        with contextlib.suppress(RuntimeError):
+            known = self._store.ask(lambda store: store.add(key, 1))
+            while known < self.world_size and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                known = self._store.ask(lambda store: store.add(key, 0))
 
     @contextlib.contextmanager
     def _reaching_store(self, what: str) -> Iterator[None]:
@@ -126,27 +192,31 @@ class RankGroup:
         except RuntimeError as error:  # those of torch.distributed among them
             unreachable = RuntimeError(
                 f"rank {self.ranks[self.rank]} could not reach the store of torch.distributed {what}: {error} The "
-                "process that hosts the store (rank 0, or the agent of torchrun) has ended, or the connection to it "
-                "is lost. Look there for the first error, and start all ranks again."
+                "process that hosts the store (rank 0, or the agent of torchrun) has ended or is stopped, or the "
+                "connection to it is lost. Look there for the first error, and start all ranks again."
             )
             raise self.failure(unreachable) from error
 
     @property
     def is_gloo(self) -> bool:
         """Whether the user's group has no other backend, for no kind of device."""
-        return is_gloo(self.process_group)
+        return torch_private.groups.is_gloo(self.process_group)
 
     def published(self, key: str) -> str | None:
         """What any rank has published under `key`, waiting for nobody; None where the store cannot be reached, too."""
-        with contextlib.suppress(RuntimeError), self._store.connection() as store:
-            return store.get(key).decode() if store.check([key]) else None
+        with contextlib.suppress(RuntimeError):
+            return self._store.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
         return None
 
     def silent(self, key: str, *, seconds: float) -> list[int]:
         """The ranks of the group that do not publish anything under `key`/rank within so many seconds."""
         deadline, left = time.monotonic() + seconds, [*range(self.world_size)]
-        with self._reaching_store(f"to look for {key!r}"), self._store.connection() as store:
-            while left := [rank for rank in left if not store.check([f"{key}/{rank}"])]:
+
+        def look(store: dist.Store) -> list[int]:
+            return [rank for rank in left if not store.check([f"{key}/{rank}"])]
+
+        with self._reaching_store(f"to look for {key!r}"):
+            while left := self._store.ask(look):
                 if time.monotonic() > deadline:
                     break
                 time.sleep(_POLL_SECONDS)
@@ -157,24 +227,60 @@ class RankGroup:
 
         One that is made again needs an `occasion` of its own; for `is_models` see `Communicator`.
         """
+        make = functools.partial(
+            torch_private.groups.new_group_named,
+            self.name,
+            self.ranks,
+            self.process_group,
+            timeout=self.timeout,
+            occasion=occasion,
+            is_models=is_models,
+        )
+        # It waits for the others in the store, and then for each of them to connect.
+        seconds = 2 * self.timeout.total_seconds() + grace_seconds(self.timeout)
         try:
-            return torch_private.groups.new_group_named(
-                self.name, self.ranks, self.process_group, timeout=self.timeout, occasion=occasion, is_models=is_models
-            )
+            # Gloo needs no device, which a process that has been forked could not even ask for.
+            call = make if self.is_gloo else torch_private.groups.on_this_device(make)
+            return within(seconds, call, name="compiled_ddp group")
         except RuntimeError as error:
             here, others = self.ranks[self.rank], list(self.ranks)
             raise RuntimeError(
                 f"rank {here} could not make the process group of {self.name} with ranks {others}: {error} One of "
                 "them, or the process that hosts the store of torch.distributed (rank 0, or the agent of torchrun), "
-                "has ended or cannot be reached. Look there for the first error, and start all ranks again."
+                "has ended, is stopped or cannot be reached. Look there for the first error, and start all ranks again."
             ) from error
 
-    def hang_reporter(self, rank_progress: RankProgress, occasion: str) -> HangReporter:
-        """What explains failed waits of these ranks; it has the store too."""
+    def hang_reporter(self, group: dist.ProcessGroup, rank_progress: RankProgress, occasion: str) -> HangReporter:
+        """What explains failed waits of these ranks on `group`; it has the store too."""
         store = dist.PrefixStore(occasion, self._store.shared)
-        return HangReporter(rank_progress, store, rank=self.rank, ranks=self.ranks, timeout=self.timeout)
+        return HangReporter(rank_progress, store, group, rank=self.rank, ranks=self.ranks, timeout=self.timeout)
 
 
-def is_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether `group` has no other backend, for no kind of device."""
-    return {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")} == {"gloo"}
+def check_kind(group: object) -> None:
+    """Raise TypeError for what is neither a process group, nor None, nor what those outside of a group are given."""
+    if not isinstance(group, dist.ProcessGroup | None) and group is not dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            f"process_group must be a ProcessGroup, as torch.distributed.new_group() returns, or None, found {group!r}."
+        )
+
+
+def _life(rank: int) -> str:
+    return f"lives/{rank}"
+
+
+def _set(key: str, value: str, store: dist.Store) -> None:
+    store.set(key, value)
+
+
+def _wait(key: str, seconds: float, store: dist.Store) -> str | None:
+    """What comes under `key` within so many seconds; None if nothing does.
+
+    Not by the store's own `wait`: torch logs two lines of warning wherever one ends without its key.
+    """
+    deadline, pause = time.monotonic() + seconds, _POLL_SECONDS
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_POLL_SECONDS)
+    return store.get(key).decode()

@@ -59,6 +59,7 @@ class Averaging:
         self.has_no_weight = self._share == 0.0
         self._of_other_ranks = 1.0 - 1.0 / plan.world_size
         self._scaling = scaling
+        self.needs_parts = self._summed  # of a gradient: what `still_to_reduce` is told
         self.changes_sums = scaling is not None or self._weighted  # whether they are not yet what .grad shall be
 
     def share(self, dtype: torch.dtype) -> float:
@@ -85,7 +86,7 @@ class Averaging:
         if self._scaling is not None:
             self._scaling.bring_back(summed, gradients)
         elif self._weighted:
-            weights = riders()[WEIGHT].to(gradients.device)
+            weights = riders()[WEIGHT].to(gradients.device, torch.float64)  # for gradients that are float64 too
             gradients.mul_(torch.where(weights > 0, 1.0 / weights, 0.0))
 
     def share_of_all(self, riders: Callable[[], torch.Tensor]) -> float:
@@ -94,6 +95,16 @@ class Averaging:
             return self._share
         weights = float(riders()[WEIGHT])
         return self._share / weights if weights > 0 else 0.0
+
+    @property
+    def share_brought(self) -> float:
+        """The factor of a gradient in what is summed over ranks, and done to the sum."""
+        return self._share if self._scaling is None else self._scaling.before * self._scaling.after
+
+    def sum_over_result(self, riders: Callable[[], torch.Tensor]) -> float:
+        """What a result is to be multiplied by to be the sum of what ranks bring. Reads in a weighted mean."""
+        weights = float(riders()[WEIGHT]) if self._weighted else 1.0
+        return weights if weights > 0 else 1.0
 
     def correct(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Make means over all ranks those over the ranks that still have data: where `correction` is not 1."""

@@ -11,6 +11,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import CommHook, Ranks, StatefulHook
 from compiled_ddp.passes.graph_edit import output_values, set_output_values
 from compiled_ddp.passes.ops import LAUNCHES, all_gather, all_reduce, wait_tensor
+from compiled_ddp.plan import gradient_dtype
 
 _aten = torch.ops.aten
 _clone = _aten.clone.default
@@ -32,7 +33,7 @@ def check_hook(hook: CommHook, parameters: Mapping[str, torch.Tensor]) -> None:
     """
     first_of: dict[tuple[torch.dtype, torch.device], str] = {}
     for name, parameter in parameters.items():
-        first_of.setdefault((parameter.dtype, parameter.device), name)
+        first_of.setdefault((gradient_dtype(parameter), parameter.device), name)
     for (dtype, device), name in first_of.items():
         flat = example(_CHECKED_ELEMENTS, dtype, device)
         try:

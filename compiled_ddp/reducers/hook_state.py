@@ -13,7 +13,6 @@ means. That holds because
 
 import functools
 import re
-import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from compiled_ddp.comm_hooks import CommHook, Ranks, StatefulHook
 from compiled_ddp.plan import Bucket, Gradient, GradientSpec, ReductionSequence, Section
 from compiled_ddp.planning.assignment import place_buckets
 from compiled_ddp.reducers.hook_program import HookProgram, elementwise_state, example, initial_state
+from compiled_ddp.users_code import warn_user
 
 
 @dataclass
@@ -188,10 +188,9 @@ class BucketHook:
 
     def _warn_of_another_shape(self, index: int, found: torch.Tensor, now: torch.Tensor) -> None:
         assert self._sequence is not None
-        warnings.warn(
+        warn_user(
             f"parameter {self._sequence.parameter_names[index]} had the shape {tuple(found.shape)} and has "
-            f"{tuple(now.shape)} now: what the communication hook {self._hook!r} kept of its gradients is dropped.",
-            stacklevel=2,
+            f"{tuple(now.shape)} now: what the communication hook {self._hook!r} kept of its gradients is dropped."
         )
 
     # ---- as a state dict ---------------------------------------------------------------------------------------------

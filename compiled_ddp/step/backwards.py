@@ -2,7 +2,6 @@
 
 import functools
 import threading
-import warnings
 from typing import Any
 
 from compiled_ddp import torch_private
@@ -19,6 +18,7 @@ from compiled_ddp.step.reduction import Reduction, Wrapped
 from compiled_ddp.step.reserved_section import ReservedSection
 from compiled_ddp.step.under_way import UnderWay
 from compiled_ddp.torch_private.autograd import current_graph_task, evaluating_node
+from compiled_ddp.users_code import warn_user
 
 _DISTRIBUTED_AUTOGRAD = (
     "the backward is torch.distributed.autograd's, which leaves .grad alone: there is nothing that could be averaged. "
@@ -94,7 +94,7 @@ class Backwards:
         if torch_private.dynamo.in_compiled_autograd():
             raise RuntimeError(torch_private.dynamo.COMPILED_AUTOGRAD)
         if evaluating_node() is None and torch_private.autograd.in_distributed_backward():
-            warnings.warn(_DISTRIBUTED_AUTOGRAD, stacklevel=3)  # a hook's error becomes "python_error" there
+            warn_user(_DISTRIBUTED_AUTOGRAD)  # a hook's error becomes "python_error" there
             raise RuntimeError(_DISTRIBUTED_AUTOGRAD)
         tasks = self.under_way.tasks
         if tasks.noted and self.reduction.parameters.on_cpu and tasks.are_of_other_threads():
@@ -132,9 +132,10 @@ class Backwards:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self.lock:
             if not self.under_way.has_begun():
-                if call.synchronise and self.reduction.sparse.names:
+                synchronises = call.synchronise or self._will_reach_synchronised()
+                if synchronises and self.reduction.sparse.names:
                     self._refuse_returned_sparse()
-                if not call.synchronise or self._is_local():
+                if not synchronises or self._is_local():
                     self._note_local_run(call)
                     return None
             backward = self.enter()
@@ -143,6 +144,14 @@ class Backwards:
                 self._note_local_run(call)
                 return None
             return self._reservations.reserve(backward, call, self.conducted)
+
+    def _will_reach_synchronised(self) -> bool:
+        """Whether the running backward, come to a graph of a local forward, is to reach one of a synchronised one too.
+
+        Then it is synchronised as a whole, and this is where it begins: what the local graph gives would be added to
+        what the other one has reduced.
+        """
+        return any(call.synchronise and call.is_still_to_run() for call in self.reduction.live_calls())
 
     def _note_local_run(self, call: GraphCall) -> None:
         call.note_local_run()
@@ -164,8 +173,6 @@ class Backwards:
             elif backward is None and self.conducted.local:
                 self.forward.count.take_back()
             if backward is not None:
-                if index in self.reduction.agreed.unused:
-                    self._refuse_unannounced(backward, index)
                 backward.gradient_arrived(index)
             elif self.reduction.parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
                 self.reduction.carried.note_local_use([index])
@@ -190,28 +197,9 @@ class Backwards:
             backward.existing.begun_by(index)
         return backward
 
-    def _refuse_unannounced(self, backward: SynchronisedBackward, index: int) -> None:
-        """Of a parameter that was frozen since its forward, autograd calls the hooks without a gradient."""
-        if index not in backward.circumstances.newly_used and backward.existing.has_accumulated(index):
-            raise RuntimeError(
-                f"parameter {self.reduction.parameters.names[index]} had been used on no rank before, and its first "
-                "gradient comes from inside a reentrant checkpoint, too late to be reduced. Use "
-                "checkpoint(..., use_reentrant=False)."
-            )
-
     def synchronises(self) -> bool:
         """Whether what autograd has just accumulated belongs to a synchronised backward."""
         return self.under_way.has_begun() or (self.forward.awaits_backward and not self.conducted.local)
-
-    def is_reduced_by_hooks(self, index: int) -> bool:
-        """Whether hooks will reduce the gradient that autograd has just accumulated into parameter `index`."""
-        if not self.synchronises():
-            return False
-        backward, agreed = self.under_way.backward, self.reduction.agreed
-        if backward is None or not agreed.refined:
-            # Until the first backward has ended, a parameter of a graph may turn out to be used outside of it too.
-            return True
-        return index in agreed.unused or backward.is_by_hooks(index)
 
     # ---- the end of a task -------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class Beginning:
         `leave_to_hooks` follows.
         """
         return self._new(
-            lambda call: call.will_run(),
+            lambda call: call.is_still_to_run(),
             accumulates=self._reduction.will_accumulate,
             returned=returned,
             graphs_to_run=functools.partial(self._graphs_to_run, accumulates=returned is None),
@@ -116,10 +116,10 @@ class Beginning:
         """Count a backward that begins; returns the numbers of forwards before it."""
         reduction, count = self._reduction, self._forward.count
         reduction.refuse_if_broken()
+        self._forward.backward_began(accumulates=accumulates)
         if reduction.uneven is not None:
             reduction.uneven.begin_backward(count.value)
         self.number += 1
-        self._forward.backward_began(accumulates=accumulates)
         if accumulates:
             reduction.hooks.disarm()
         reduction.hooks.defer_users()
@@ -135,6 +135,7 @@ class Beginning:
         must_agree = agreed.must_agree
         if agreed.sequence is not None and not must_agree and not (agreed.among_collectives and agreed.graph_sections):
             return agreed.sequence, False
+        self._reduction.communicator.progress.backward_comes()
         running = [call for call in live_calls() if must_agree and takes_part(call) and call.plan.indices]
         calls, repeated = _last_of_equal(running), _repeated(running)
         wholes = [call.every_parameter().plan for call in calls]
@@ -185,7 +186,7 @@ class Beginning:
         agreed, running = self._reduction.agreed, []
         for call in self._reduction.live_calls():
             is_reduced = call.fingerprint in agreed.graph_sections or not agreed.leaves_to_hooks(call)
-            if is_reduced and call.plan.indices and call.will_run():
+            if is_reduced and call.plan.indices and call.is_still_to_run():
                 running.append(call)
         return running
 
@@ -254,6 +255,11 @@ class Beginning:
         if repeated:
             backward.folded.expect(repeated)
         fits, unmatched = set[str](), set[int]()
+        for call in reduction.live_calls():
+            # A local graph that ran before this backward came to a synchronised forward, which has run eagerly: what it
+            # gave is added to what comes, outside of any graph.
+            if call.ran_locally_in is not None and call.has_run_locally():
+                unmatched.update(call.plan.indices)
         accumulates = backward.circumstances.returned is None
         for call in running:
             is_repeated = call.fingerprint in repeated

@@ -1,6 +1,7 @@
 """A wrapper's part in backwards of several wrappers: [Note: waiting in one order]"""
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable
 
@@ -130,6 +131,25 @@ class ConductedWrapper:
             backward.launcher.launch_rest()
 
     # ---- an exception ------------------------------------------------------------------------------------------------
+
+    def backward_failed(self, failed: torch_private.autograd.FailedBackward) -> None:
+        """The others are to be told of one that would have come to a gradient here, if the forward waits for it."""
+        under_way, forward = self._under_way, self._forward
+        waits = forward.awaits_backward and not forward.was_reached and forward.is_of_this_thread and not self.local
+        if not waits or under_way.phase is not Phase.IDLE:
+            return
+        dense, sparse = self._reduction.parameters.tensors, self._reduction.sparse.tensors
+        if not failed.accumulates and not failed.leaves.isdisjoint(map(id, sparse)):
+            return  # it was refused, whatever other ranks do
+        parameters = itertools.chain(dense, sparse)
+        if not failed.leaves.isdisjoint(map(id, parameters)):
+            under_way.expect()
+
+    def has_begun(self) -> bool:
+        return self._under_way.has_begun()
+
+    def expect_no_more(self) -> None:
+        self._under_way.expect_no_more()
 
     def outlast_threads(self) -> None:
         if self._under_way.phase is not Phase.IDLE and self._forward.is_of_this_thread:

@@ -8,6 +8,7 @@ nothing. When the backward has ended, everything of all its wrappers is sent bef
 are awaited in that order. The order is that of the rank that came first, kept in the store.
 """
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
@@ -16,6 +17,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
+from compiled_ddp.ranks.store import Store, part_of_default
 
 
 class Conducted(Protocol):
@@ -33,6 +35,15 @@ class Conducted(Protocol):
 
     def expect_in_task(self) -> None:
         """If the backward that this thread runs will reach the wrapper: note that it has begun elsewhere."""
+
+    def backward_failed(self, failed: torch_private.autograd.FailedBackward) -> None:
+        """If a backward of this thread that has failed was to reach the wrapper: note that it has begun elsewhere."""
+
+    def has_begun(self) -> bool:
+        """Whether a backward has reached the wrapper that has not ended."""
+
+    def expect_no_more(self) -> None:
+        """Drop what `expect_in_task` or `backward_failed` has noted."""
 
     def unsent(self) -> Iterable[str]:
         """Of what ranks wait for in the middle of a backward, that which this rank has not sent in this one."""
@@ -82,8 +93,12 @@ class Conductor:
         # To them. Where there is one, as in most processes, nobody need be asked.
         self.references: list[weakref.ref[Conducted]] = []
         self._orders: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedOrder] = weakref.WeakKeyDictionary()
+        self._is_told = False  # of backwards that fail
 
     def add(self, wrapper: Conducted) -> None:
+        if not self._is_told:
+            self._is_told = True
+            torch_private.autograd.tell_of_failed_backwards(self.backward_failed)
         self.references.append(weakref.ref(wrapper, self.references.remove))
 
     def _wrappers(self) -> list[Conducted]:
@@ -95,6 +110,18 @@ class Conductor:
         for other in self._wrappers():
             if other is not wrapper:
                 other.expect_in_task()
+
+    def backward_failed(self, failed: torch_private.autograd.FailedBackward) -> None:
+        """An exception has ended a backward, maybe before it reached the wrappers in which other ranks wait for it."""
+        for wrapper in self._wrappers():
+            wrapper.backward_failed(failed)
+
+    def forget_unbegun(self) -> None:
+        """Let a backward that has failed before it reached any wrapper be none: nothing of it has been sent."""
+        wrappers = self._wrappers()
+        if not any(wrapper.has_begun() for wrapper in wrappers):
+            for wrapper in wrappers:
+                wrapper.expect_no_more()
 
     def broken_off(self) -> Sequence[Conducted]:
         """Those of whose backwards an exception has ended one in this thread."""
@@ -178,10 +205,8 @@ class Conductor:
         world = dist.group.WORLD
         assert world is not None
         if world not in self._orders:
-            store = dist.PrefixStore("compiled_ddp/order", torch_private.groups.default_store())
-            self._orders[world] = SharedOrder(
-                torch_private.groups.with_own_connection(store)
-            )  # [Note: threads and the store]
+            timeout = torch_private.groups.group_timeout(world)
+            self._orders[world] = SharedOrder(Store(part_of_default("compiled_ddp/order"), timeout))
         return self._orders[world]
 
 
@@ -190,7 +215,7 @@ class SharedOrder:
 
     _KEY = "events"
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._places: dict[str, int] = {}  # as far as this rank has read them
         self._text = ""
@@ -208,20 +233,24 @@ class SharedOrder:
         If no rank has come to it so far, it comes after those of them that have a place, and gets none itself: a rank
         that may not wait for it must not take the place of what the others come to while this one makes them wait.
         """
-        if event not in self._places and self._store.check([self._KEY]):
-            self._read(self._store.get(self._KEY))
+        if event not in self._places:
+            self._read(self._store.ask(lambda store: store.get(self._KEY) if store.check([self._KEY]) else b""))
         if event not in self._places and not others.isdisjoint(self._places):
             return False
         return others.isdisjoint(self.events_before(event))
 
     def _append(self, event: str) -> None:
         while event not in self._places:
-            wanted = f"{self._text}{event}\n"
-            self._read(self._store.compare_set(self._KEY, self._text, wanted))
+            known, wanted = self._text, f"{self._text}{event}\n"
+            self._read(self._store.ask(functools.partial(_compare_set, self._KEY, known, wanted)))
 
     def _read(self, events: bytes) -> None:
         self._text = events.decode()
         self._places = {event: place for place, event in enumerate(self._text.splitlines())}
+
+
+def _compare_set(key: str, expected: str, wanted: str, store: dist.Store) -> bytes:
+    return store.compare_set(key, expected, wanted)
 
 
 def _end_of(wrapper: Conducted) -> str:

@@ -1,15 +1,18 @@
 """The end of a synchronised backward: stages, one after another, until one of them says that it is over."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 
+from compiled_ddp import torch_private
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.backward.riders import Findings, Flag
 from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
-from compiled_ddp.plan import Section
+from compiled_ddp.formatting import format_names
+from compiled_ddp.plan import GradientSpec, Section
 from compiled_ddp.step.giving_up import GivingUpAfterAnyException
 from compiled_ddp.step.reduction import Reduction
 
@@ -34,8 +37,8 @@ class Ending:
         self._flat_buckets: list[torch.Tensor] = []
         self._reduced: set[int] = set()  # parameters with the mean in .grad, that hooks have reduced
 
-    def run(self) -> set[int]:
-        """All stages; returns the parameters whose users' hooks may see .grad now."""
+    def run(self) -> None:
+        """All stages."""
         self._reduced = self._backward.write_back()
         if self._reduction.sparse.names:
             self._average_sparse()
@@ -43,7 +46,14 @@ class Ending:
             self._return_from_autograd_grad()
         else:
             self._conclude()
-        return self._reduced
+
+    def averaged(self, among: Set[int]) -> set[int]:
+        """Of these parameters, those with the mean in .grad, which users' hooks may see now."""
+        if self._backward.circumstances.returned is not None:
+            return set()
+        tensors = self._reduction.parameters.tensors
+        of_graphs = among & self._backward.of_graphs.indices
+        return self._reduced & among | {index for index in of_graphs if tensors[index].grad is not None}
 
     def _conclude(self) -> None:
         """The stages of a backward that has left its mean in .grad."""
@@ -55,11 +65,16 @@ class Ending:
                 self._forget_a_skip_of_all()
                 return
             self._refine()
-        if self.is_first or self._reduction.proof.verifies or self._backward.averaging.correction != 1.0:
-            self._prove()
-        if self._backward.observations.graph_and_eager:
-            self._refuse_graph_and_eager()
-        self._rebuild()
+        try:
+            if self._reduction.proof.verifies or self._backward.averaging.correction != 1.0:
+                self._prove()
+            if self._backward.observations.graph_and_eager or self._backward.came_past:
+                self._refuse_what_came_past()
+            newcomers = self._reduction.newcomers()
+            if newcomers:
+                self._refuse_newcomers(newcomers)
+        finally:  # as the other ranks do, which may have nothing to raise
+            self._rebuild()
 
     def run_broken(self) -> None:
         """Of a backward that is broken on this rank alone: what the others' stages communicate in."""
@@ -157,26 +172,68 @@ class Ending:
     def _prove(self) -> None:
         reduction, backward = self._reduction, self._backward
         averages_anew = backward.averaging.correction != 1.0
-        averaged = self._reduced | backward.of_graphs.addresses.keys() if averages_anew or self.is_first else set()
         if averages_anew:
+            averaged = self._reduced | backward.of_graphs.addresses.keys()
             backward.averaging.correct(reduction.parameters.tensors[index].grad for index in averaged)
         if reduction.proof.verifies:
             by_hooks = frozenset(self._reduced)
-            reduction.proof.conclude(lambda index: backward.outcome(index, by_hooks))
-        if self.is_first:
-            self._reduced = averaged
+            factor = None if averages_anew else backward.launches.sum_over_result()
+            outcome_of = functools.partial(backward.outcome, written=by_hooks)
+            reduction.proof.conclude(outcome_of, by_hooks=by_hooks, factor=factor)
 
-    def _refuse_graph_and_eager(self) -> None:
-        """A gradient from outside of its graph has not been reduced, and the sequence does not know it."""
-        found = self._backward.observations.graph_and_eager
-        reduction = self._reduction
-        not_reduced = found.difference(*(s.plan.indices for s in reduction.agreed.by_hooks if s.reduces_again))
-        if not_reduced:
-            reduction.carried.note_lost()  # other ranks may have stepped, and are told in the next backward
+    def _refuse_what_came_past(self) -> None:
+        """[Note: what a backward leaves] What the sequence does not know has not been reduced."""
+        reduction, backward = self._reduction, self._backward
+        again = (section.plan.indices for section in reduction.agreed.by_hooks if section.reduces_again)
+        beside_graphs, others = backward.observations.graph_and_eager.difference(*again), backward.came_past
+        if not beside_graphs and not others:
+            return
+        reduction.carried.note_lost()  # other ranks may have stepped, and are told in the next backward
+        if beside_graphs:
+            self._refuse_converted(beside_graphs)
             raise RuntimeError(
-                f"parameter {reduction.parameters.named(not_reduced)} got a gradient from outside of its captured "
-                "graph, which it did on no rank in the first backward (or create_graph=True made autograd copy it); it "
-                "was not reduced. Call unwrap() and wrap the model again, or set COMPILED_DDP_MODE=hooks."
+                f"parameter {reduction.named(beside_graphs)} got a gradient from outside of its captured graph, which "
+                "it did on no rank in the first backward; it was not reduced. It came from code that uses the "
+                "parameter besides the graph, or behind it (inside a reentrant checkpoint: pass use_reentrant=False), "
+                "or what writes to .grad or replaces it in a backward. Call unwrap() and wrap the model again, or set "
+                "COMPILED_DDP_MODE=hooks. A hook that is to change the mean: register_post_accumulate_grad_hook."
+            )
+        unused = others & reduction.agreed.unused
+        if unused:
+            raise RuntimeError(
+                f"parameter {reduction.named(unused)} had been used on no rank before, and its first gradient came "
+                "too late to be reduced: from inside a reentrant checkpoint, or by an assignment to .grad in the "
+                "backward. Use checkpoint(..., use_reentrant=False)."
+            )
+        raise RuntimeError(
+            f"the .grad of parameter {reduction.named(others)} was written to, or replaced, in the backward after its "
+            "gradient had been put into its bucket, so that what was written was not reduced. Change the mean in a "
+            "hook of register_post_accumulate_grad_hook, which runs when the gradient has been reduced, or this "
+            "rank's own gradient in one of Tensor.register_hook."
+        )
+
+    def _refuse_newcomers(self, newcomers: Mapping[str, torch.nn.Parameter]) -> None:
+        """Of what was put into the model behind its forward, nothing has reduced a gradient of this backward."""
+        in_task = torch_private.autograd.current_graph_task() != -1
+        brought = torch_private.autograd.backward_will_accumulate
+        late = [name for name, p in newcomers.items() if p.grad is not None and in_task and brought(p)]
+        if late:
+            self._reduction.carried.note_lost()
+            raise RuntimeError(
+                f"parameter {format_names(late)} was put into the model after its forward and got a gradient in this "
+                "backward, which was not reduced. Put it there before the forward, or in it, on every rank."
+            )
+
+    def _refuse_converted(self, indices: Iterable[int]) -> None:
+        """Raise RuntimeError where autograd had to copy what a graph returned: the parameter is of another kind now."""
+        parameters = self._reduction.parameters
+        planned, now = parameters.gradients, parameters.tensors
+        converted = [index for index in sorted(indices) if GradientSpec.of(index, now[index]) != planned[index]]
+        if converted:
+            raise RuntimeError(
+                f"parameter {parameters.named(converted)} was converted (dtype, grad_dtype) after the "
+                "forward of this backward had begun. Drop this step on every rank (zero_grad), and convert the model "
+                "between a backward and the next forward, which takes it as it is."
             )
 
     def _rebuild(self) -> None:

@@ -1,7 +1,8 @@
 """What hooks reduce although a graph was wanted, told once."""
 
-import warnings
 from collections.abc import Sequence
+
+from compiled_ddp.users_code import warn_user
 
 TENSOR_HOOK = "a tensor hook on the parameter must see its local gradient"
 FROZEN = "the parameter was frozen between forward and backward, so that on this rank it counts as zero"
@@ -21,7 +22,7 @@ class Fallback:
             raise RuntimeError(f"{message} compile_ddp(strict=True) does not fall back.")
         if reason not in self._reasons:
             self._reasons.add(reason)
-            warnings.warn(message, stacklevel=2)
+            warn_user(message)
 
     @property
     def reasons(self) -> Sequence[str]:

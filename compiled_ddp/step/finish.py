@@ -49,10 +49,10 @@ class Finish:
                 raise
         ending = Ending(reduction, backward, findings, not_reduced)
         with self._giving_up:
-            reduced = ending.run()
+            ending.run()
         reduction.communicator.progress.backward_ended()
-        if reduced:
-            reduction.hooks.run_users(reduced)
+        if reduction.hooks.deferred:
+            reduction.hooks.run_users(ending.averaged(reduction.hooks.deferred))
         if ending.is_first:
             ending.remove_needless_hooks()
 

@@ -29,8 +29,8 @@ class Listener(Protocol):
     def users_hook_comes(self, index: int) -> None:
         """Before a hook of the user's on parameter `index`, which may come before our own, of a new gradient."""
 
-    def is_reduced_by_hooks(self, index: int) -> bool:
-        """Whether what has just been accumulated is still to be reduced, so that users' hooks may not see it yet."""
+    def synchronises(self) -> bool:
+        """Whether what has just been accumulated belongs to a synchronised backward, at whose end users' hooks run."""
 
 
 class GradientHooks:
@@ -47,7 +47,8 @@ class GradientHooks:
         tripped = functools.partial(_tripped, self._listener, index_of)
         # Between forward and backward: let the first gradient of a parameter that is not watched be told of, or not.
         self.arm, self.disarm = _turned_into(self._tripwire, tripped), _turned_into(self._tripwire, _DO_NOTHING)
-        self._deferred: set[int] = set()  # the parameters on which users' hooks were found
+        self.deferred: set[int] = set()  # the parameters on which users' hooks were found, which wait for `run_users`
+        self._hooks_registered = 0  # by anybody on anything, when these were looked for
         # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
         by_weak = [weakref.ref(parameter) for parameter in parameters]
         weakref.finalize(self, _remove_all, self._ids, by_weak).atexit = False
@@ -65,11 +66,16 @@ class GradientHooks:
 
     def install(self) -> None:
         """Watch every parameter, and hold back the users' hooks on them; a no-op where every one is watched."""
-        if self.everywhere:
+        if not self.everywhere:
+            self.watch(range(len(self._parameters)))
+
+    def watch(self, indices: Iterable[int]) -> None:
+        """The same of these parameters."""
+        unwatched = sorted(set(indices) - self._watched)
+        if not unwatched:
             return
-        for index, parameter in enumerate(self._parameters):
-            if index in self._watched:
-                continue
+        for index in unwatched:
+            parameter = self._parameters[index]
             hook = functools.partial(_gradient_accumulated, self._listener, index)
             if index in self._ids and self._ids[index] in torch_private.tensors.post_accumulate_hooks(parameter):
                 torch_private.tensors.post_accumulate_hooks(parameter)[self._ids[index]] = hook
@@ -79,18 +85,18 @@ class GradientHooks:
                 parameter.requires_grad_(True)  # one that was frozen refuses hooks, and may be trained again
                 self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
                 parameter.requires_grad_(False)
-        self._watched.update(self._ids)
+            self._watched.add(index)
         self.defer_users()
 
     def rest(self, keep: Set[int]) -> None:
-        """Watch only the parameters in `keep` from now on, and the others where the tripwire is armed."""
-        for index in self._watched - keep:
+        """Watch only these parameters from now on, and those with hooks of the user's; others by the tripwire alone."""
+        self.deferred = {index for index in self.deferred if deferred_hooks.defers_any(self._parameters[index])}
+        for index in self._watched.difference(keep, self.deferred):
             own_id, parameter = self._ids[index], self._parameters[index]
             hooks = torch_private.tensors.post_accumulate_hooks(parameter)
             if own_id in hooks:
                 hooks[own_id] = self._tripwire
-            deferred_hooks.restore(parameter)
-        self._watched &= keep
+        self._watched &= keep | self.deferred
 
     def remove(self) -> None:
         """Watch no parameter, and leave none of our hooks."""
@@ -100,20 +106,27 @@ class GradientHooks:
         self._watched.clear()
 
     def defer_users(self) -> None:
-        """Let the users' hooks on watched parameters wait for `run_users` where the gradient is still to be reduced."""
+        """Let the users' hooks on parameters wait for `run_users`, where a backward is synchronised.
+
+        Where any were registered since the latest look, on whatever it is, their parameters are watched from now on.
+        """
+        registered = torch_private.modules.hooks_registered()
+        if registered != self._hooks_registered and len(self._watched) < len(self._parameters):
+            self._hooks_registered = registered
+            self.watch(torch_private.tensors.with_several_hooks(self._parameters))
         if not self._watched:
             return  # in most steps of a captured model
         watched = list(self._watched)
         for place in torch_private.tensors.with_several_hooks(map(self._parameters.__getitem__, watched)):
             index = watched[place]
             comes = functools.partial(_users_hook_comes, self._listener, index)
-            waits = functools.partial(_is_reduced_by_hooks, self._listener, index)
+            waits = functools.partial(_synchronises, self._listener)
             deferred_hooks.defer(self._parameters[index], self._ids[index], comes, waits)
-            self._deferred.add(index)
+            self.deferred.add(index)
 
     def run_users(self, indices: Iterable[int]) -> None:
         """Call the users' hooks that were held back on these parameters, whose .grad is reduced now."""
-        for index in sorted(self._deferred.intersection(indices)):
+        for index in sorted(self.deferred.intersection(indices)):
             deferred_hooks.run_deferred(self._parameters[index])
 
 
@@ -161,6 +174,6 @@ def _users_hook_comes(listener: weakref.ref[Listener], index: int) -> None:
         alive.users_hook_comes(index)
 
 
-def _is_reduced_by_hooks(listener: weakref.ref[Listener], index: int) -> bool:
+def _synchronises(listener: weakref.ref[Listener]) -> bool:
     alive = listener()
-    return alive is not None and alive.is_reduced_by_hooks(index)
+    return alive is not None and alive.synchronises()

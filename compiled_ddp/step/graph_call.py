@@ -30,6 +30,7 @@ class GraphCall(Protocol):
     index_of: dict[int, int]  # graph input -> parameter
     undefined: frozenset[int]  # graph inputs that the running backward brings no gradient
     may_leave_out: bool  # whether there can be any
+    ran_locally_in: int | None  # the task of autograd that has evaluated its node outside of the wrapper's backwards
 
     @property
     def leaves_out(self) -> bool:
@@ -49,6 +50,9 @@ class GraphCall(Protocol):
 
     def note_local_run(self) -> None:
         """The backward that this thread runs evaluates the call's node while none of the wrapper's is under way."""
+
+    def has_run_locally(self) -> bool:
+        """Whether this thread's backward has evaluated the node while none of the wrapper's was under way."""
 
     def is_still_to_run(self) -> bool:
         """Whether the backward that this thread runs will evaluate the node, and has not done so locally."""

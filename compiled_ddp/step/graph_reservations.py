@@ -90,8 +90,14 @@ class GraphReservations:
                 "in the same order in every step, or set COMPILED_DDP_MODE=hooks."
             )
         hooked, frozen = self.with_tensor_hooks(call), self._frozen(call)
-        reason = TENSOR_HOOK if hooked else FROZEN if frozen else DOES_NOT_FIT
+        reason = TENSOR_HOOK if hooked else FROZEN if frozen else self._why_it_does_not_fit()
         reduction.fallback.report(reason, reduction.parameters.named(hooked or frozen or call.plan.indices))
+
+    def _why_it_does_not_fit(self) -> str:
+        """With the parameters that have been frozen since: their graph is another one."""
+        parameters = self._reduction.parameters
+        frozen = [index for index, tensor in enumerate(parameters.tensors) if not tensor.requires_grad]
+        return f"{DOES_NOT_FIT}: {parameters.named(frozen)} frozen on this rank since" if frozen else DOES_NOT_FIT
 
     # ---- what both a backward that begins and a graph that is reached ask --------------------------------------------
 

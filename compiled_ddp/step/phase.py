@@ -16,7 +16,7 @@ class Phase(enum.StrEnum):
     """What a wrapper is doing for the other ranks."""
 
     IDLE = "no backward is under way"
-    EXPECTED = "a backward that has reached another wrapper will reach this one"
+    EXPECTED = "a backward that has reached another wrapper, or has failed before it did, would reach this one"
     POSTPONED = "a backward has reached it, which begins for the other ranks when it has ended here"
     REDUCING = "a backward is under way"
     SKIPPING = "zeros are sent in place of a backward"
@@ -26,8 +26,8 @@ class Phase(enum.StrEnum):
 class Event(enum.StrEnum):
     """What changes the phase."""
 
-    OTHER_REACHED = "a backward has reached another wrapper first"
-    EXPECTATION_OVER = "that backward has reached this one, too, or has ended"
+    OTHER_REACHED = "a backward has reached another wrapper first, or none before an exception ended it"
+    EXPECTATION_OVER = "that backward, or another, has reached this one, too, or has ended"
     POSTPONE = "a backward has reached it that must not wait for other ranks now"
     BEGIN = "a synchronised backward begins"
     SKIP = "zeros are to be sent in place of a backward"

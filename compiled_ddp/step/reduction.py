@@ -1,6 +1,6 @@
 """How the gradients of one wrapper are reduced, in all of its backwards."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -62,12 +62,15 @@ class Reduction:
         self.ddp_hook: TorchCommHook | None = None
         self.uneven: UnevenInputs | None = None
         self.agreed = AgreedSequence(options, communicator, wrapped.why_not_graph, self.traced_hook)
-        self.proof = Proof(parameters, communicator, options.verify)
+        adds_up = options.planned_reduction != "hook"
+        self.proof = Proof(parameters, communicator, options.verify, adds_up=adds_up)
         self.fallback = Fallback(strict=options.strict)
         self.models_collectives = ModelsCollectives()
         self.carried = CarriedOver()
         # Takes the reduced flat buckets of each backward, and none when the next one begins; None where nobody does.
         self.receive: Callable[[list[torch.Tensor]], None] | None = None
+        # What has been put into the model since its latest forward looked at it, by name.
+        self.newcomers: Callable[[], Mapping[str, torch.nn.Parameter]] = dict
         self.hooks = GradientHooks(parameters.tensors, backwards)
         self.sparse = SparseGradients(wrapped.sparse, communicator, backwards)
         self.forget_sequence()
@@ -125,6 +128,10 @@ class Reduction:
     def expect_static_graph(self) -> None:
         """A parameter may get several gradients in one backward, from here on as many in each."""
         self.options = replace(self.options, static_graph=True)
+
+    def ask_for_newcomers(self, newcomers: Callable[[], Mapping[str, torch.nn.Parameter]]) -> None:
+        """Let `newcomers` tell, at the end of each backward, what nothing reduces yet."""
+        self.newcomers = newcomers
 
     def hand_out_to(self, receive: Callable[[list[torch.Tensor]], None]) -> None:
         """Let `receive` have the reduced flat buckets of each backward, and none when the next one begins."""
@@ -193,7 +200,7 @@ class Reduction:
                 scaling=self.options.scaling,
                 correction=self._correction,
             ),
-            launching=self.proof.launching,
+            recording=self.proof.recording,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             reducer=reducer_of(
                 self.communicator,

@@ -1,5 +1,6 @@
 """A section of the backward under way, reserved for a captured graph that is about to run."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import TypeVar
 
@@ -8,6 +9,7 @@ import torch
 from compiled_ddp import torch_private
 from compiled_ddp.backward.riders import Flag, ranks_using, write_riders
 from compiled_ddp.backward.synchronised import SynchronisedBackward
+from compiled_ddp.checks.values import Reference, fill_with_pattern
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.step.graph_run import run_graph
 from compiled_ddp.step.reduction import Reduction
@@ -40,7 +42,11 @@ class ReservedSection:
 
     def lend_buffers(self, buckets: Iterable[int]) -> list[torch.Tensor]:
         """Memory for these buckets of the section, for the graph to pack them into."""
-        return self._backward.launches.lend(map(self._positions.__getitem__, buckets))
+        lent = self._backward.launches.lend(map(self._positions.__getitem__, buckets))
+        if self._reduction.proof.reference is not None:
+            for flat_buffer in lent:
+                fill_with_pattern(flat_buffer)
+        return lent
 
     def hook_state(self) -> list[torch.Tensor]:
         """What a communication hook keeps for the section."""
@@ -56,16 +62,23 @@ class ReservedSection:
         values = torch.empty(riders.numel, dtype=torch.float32, device=self._plan.buckets[-1].device)
         return write_riders(values, riders, self._backward.message, self._unused)
 
-    def note_graph(self, compiled: Callable[..., object], fingerprint: str) -> None:
-        """It is `compiled` that will run, for the plan with this fingerprint: a new one is to be proven."""
+    def note_graph(
+        self, compiled: Callable[..., object], fingerprint: str, run_without_passes: Callable[[float], Reference]
+    ) -> None:
+        """It is `compiled` that will run, for the plan with this fingerprint: a new one is to be proven.
+
+        Then it is run without the passes too, which is given the factor of a gradient in its bucket.
+        """
         proof = self._reduction.proof
-        proof.meet_graph(compiled, fingerprint, self._plan.indices)
+        share = self._backward.message.weight if self._plan.reduction == "weighted" else self._plan.share
+        proof.meet_graph(compiled, fingerprint, self._plan.indices, functools.partial(run_without_passes, share))
         if proof.renewed and proof.recording is None:  # in a backward that does not verify here
             self._backward.message.note(Flag.VERIFY)
 
     def give_up(self) -> None:
         """The graph has launched nothing, and will not: hooks launch the section, others get zeros."""
         self.break_off()
+        self._reduction.proof.forget_reference()
         self._backward.launcher.release(self._section)
 
     # ---- while it runs -----------------------------------------------------------------------------------------------
@@ -76,7 +89,7 @@ class ReservedSection:
         Without `sees_values` nothing can be computed from what it launches: it runs as a CUDA graph.
         """
         proof, watching = self._reduction.proof, None
-        if proof.recording is not None:
+        if proof.recording is not None or proof.reference is not None:
             watching = proof.watching(self._plan, group_name, sees_values=sees_values)
         return run_graph(graph, self._reduction.communicator, group_name, watching)
 
@@ -111,10 +124,10 @@ class ReservedSection:
 
     def complete(
         self, riders: torch.Tensor, indices: Sequence[int], gradients: Sequence[torch.Tensor], left_out: Set[int]
-    ) -> None:
+    ) -> list[torch.Tensor]:
         """The graph has run, with these reduced riders, and gradients of the parameters `indices`.
 
-        The parameters `left_out` get none.
+        The parameters `left_out` get none. Returns what autograd is to get of the gradients.
         """
         backward = self._backward
         if left_out:
@@ -122,5 +135,7 @@ class ReservedSection:
             backward.of_graphs.note_left_out(left_out)
         backward.reservations.complete(self._section, riders)
         backward.launches.take_back()
-        backward.of_graphs.note(indices, gradients)
+        if self._reduction.proof.recording is not None:
+            self._reduction.proof.recording.graph_returns(indices, gradients)
         backward.usage.note_gradients(indices)
+        return backward.of_graphs.hand_out(indices, gradients)

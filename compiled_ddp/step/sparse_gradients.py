@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.step.gradient_hooks import GradientHooks
@@ -31,7 +32,7 @@ class SparseGradients:
 
     def __init__(self, parameters: TrainedParameters, communicator: Communicator, backwards: Backwards) -> None:
         self._parameters, self._communicator, self._backwards = parameters, communicator, backwards
-        self.names = parameters.names
+        self.names, self.tensors = parameters.names, parameters.tensors
         self._used: set[int] = set()  # since the last synchronised backward
         self._hooks = GradientHooks(parameters.tensors, self)
         self._hooks.install()
@@ -44,7 +45,7 @@ class SparseGradients:
     def users_hook_comes(self, index: int) -> None:
         self._backwards.gradient_comes()
 
-    def is_reduced_by_hooks(self, index: int) -> bool:
+    def synchronises(self) -> bool:
         return self._backwards.synchronises()
 
     def defer_users(self) -> None:
@@ -130,12 +131,13 @@ def _ready_to_send(parameter: torch.Tensor, gradient: torch.Tensor | None, facto
     if gradient is not None and factor != 0.0:
         return (gradient * factor).coalesce()
     indices = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
-    values = parameter.new_zeros(0, *parameter.shape[1:])
+    dtype = gradient_dtype(parameter)
+    values = parameter.new_zeros(0, *parameter.shape[1:], dtype=dtype)
     return torch.sparse_coo_tensor(
         indices,
         values,
         parameter.shape,
-        dtype=parameter.dtype,
+        dtype=dtype,
         device=parameter.device,
         is_coalesced=True,
         check_invariants=False,

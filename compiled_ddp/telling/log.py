@@ -15,14 +15,15 @@ _SWITCH = "COMPILED_DDP_LOG"
 def check_switch() -> None:
     """Raise ValueError for a value of `COMPILED_DDP_LOG` that is none.
 
-    "auto" (the default) is as above, "stderr" writes every line there and none to the logger, "off" none anywhere.
+    "auto" (the default) is as above, "stderr" writes every line there and none to the logger, "quiet" none anywhere.
     """
-    if _switch() not in ("auto", "stderr", "off"):
-        raise ValueError(f"{_SWITCH} must be 'auto', 'stderr' or 'off', found {_switch()!r}.")
+    if _switch() not in ("auto", "stderr", "quiet"):
+        raise ValueError(f"{_SWITCH} must be 'auto', 'stderr' or 'quiet', found {_switch()!r}.")
 
 
 def _switch() -> str:
-    return os.environ.get(_SWITCH, "auto")
+    switch = os.environ.get(_SWITCH, "auto")
+    return "quiet" if switch == "off" else switch  # as it was called before
 
 
 def tell(logger: logging.Logger, message: str) -> None:
@@ -30,7 +31,7 @@ def tell(logger: logging.Logger, message: str) -> None:
     if _switch() == "stderr" or (_switch() == "auto" and _is_left_alone(logger)):
         sys.stderr.write(f"compiled_ddp: {message}\n")
         sys.stderr.flush()
-    elif _switch() != "off":
+    elif _switch() != "quiet":
         logger.info("%s", message)
 
 

@@ -5,7 +5,7 @@ import copy
 import functools
 import types
 import unittest.mock
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
@@ -112,12 +112,25 @@ def compile_backward_now(implementation: BackwardImplementation) -> bool:
     (has_compiled,) = compilers or [part for part in parts if hasattr(part, "compiled_bw")]
     if has_compiled.compiled_bw is not None:
         return False
-    with torch.no_grad():
+    with torch.no_grad(), _metrics_apart():
         if compilers:
             has_compiled.get_or_compile(saved_tensors_use_once=True)
         else:
             _run_without_its_graph(implementation)
     return True
+
+
+@contextlib.contextmanager
+def _metrics_apart() -> Iterator[None]:
+    """Where a forward is being compiled, which what Dynamo notes of a backward would stand in the way of, and raise."""
+    from torch._dynamo.utils import get_metrics_context
+
+    context: Any = get_metrics_context()
+    before, context._metrics = context._metrics, {}
+    try:
+        yield
+    finally:
+        context._metrics = before
 
 
 def _run_without_its_graph(implementation: Any) -> None:
@@ -206,6 +219,22 @@ class TracedBackward:
             )
 
         return run
+
+
+def traced_backward_graph(
+    compiled_function: type[torch.autograd.Function], implementation: BackwardImplementation
+) -> tuple[GraphModule, bool]:
+    """The backward graph that AOTAutograd has traced, to be run, and whether it runs without autocast.
+
+    Where AOTAutograd took the function from its cache, the graph is there too, for compiled autograd. `implementation`
+    is AOTAutograd's own one. Raises LookupError where there is none.
+    """
+    info: Any = compiled_function._lazy_backward_info  # type: ignore[attr-defined]
+    make = getattr(info, "bw_module_fn", None)
+    graph_module = getattr(info, "bw_module", None) if make is None else make()
+    if not isinstance(graph_module, GraphModule):
+        raise LookupError("AOTAutograd has kept no backward graph")
+    return graph_module, bool(_named_cells_of(implementation)["disable_amp"])
 
 
 def overwrites_saved_tensors(compiled_function: type[torch.autograd.Function]) -> bool:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -72,7 +72,7 @@ def backward_accumulates_nothing() -> bool:
     A backward evaluates all that it can reach, down to a leaf that it accumulates into, or would if that had not been
     frozen since the forward.
     """
-    accumulators = [node for node in _nodes_from_here() if hasattr(node, "variable")]
+    accumulators = [node for node in _nodes_from([evaluating_node()]) if hasattr(node, "variable")]
     return bool(accumulators) and not any(map(_is_evaluated_to_accumulate, accumulators))
 
 
@@ -83,8 +83,8 @@ def _is_evaluated_to_accumulate(accumulator: Any) -> bool:
     return evaluated
 
 
-def _nodes_from_here() -> Iterator[Any]:
-    open_nodes = [evaluating_node()]
+def _nodes_from(roots: Iterable[Any]) -> Iterator[Any]:
+    open_nodes = [*roots]
     seen = set(open_nodes)
     while open_nodes:
         node = open_nodes.pop()
@@ -112,6 +112,46 @@ def in_reentrant_checkpoint() -> bool:
 
 # Runs a callback when the backward that this thread runs, or its reentrant inner one, has evaluated all nodes.
 call_at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class FailedBackward:
+    """A backward, or a torch.autograd.grad, that an exception has ended, as it was called."""
+
+    def __init__(self, roots: Sequence[Any], inputs: Sequence[Any], *, accumulates: bool) -> None:
+        """`inputs` are the leaves whose gradients were asked for; all that can be reached where there are none.
+
+        A torch.autograd.grad does not accumulate.
+        """
+        self._roots, self._inputs, self.accumulates = roots, inputs, accumulates
+
+    @functools.cached_property
+    def leaves(self) -> set[int]:
+        """The ids of the tensors that it was to bring a gradient. Walks the graph, whose edges outlast a backward."""
+        if self._inputs:
+            return {*map(id, self._inputs)}
+        nodes = [root.grad_fn if isinstance(root, torch.Tensor) else root.node for root in self._roots]
+        return {id(node.variable) for node in _nodes_from(nodes) if hasattr(node, "variable")}
+
+
+def tell_of_failed_backwards(tell: Callable[[FailedBackward], None]) -> None:
+    """Let `tell` be called in the thread that has called a backward which an exception ended, when it has.
+
+    Whatever raised it, before any hook of this package or after. Autograd has no hook for that: what all backwards are
+    handed to is one object, whose place another of its kind takes for the rest of the process.
+    """
+    kind: Any = type(torch.autograd.Variable._execution_engine)
+
+    class TellingEngine(kind):
+        def run_backward(self, roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().run_backward(roots, *args, **kwargs)
+            except BaseException:
+                if current_graph_task() == -1:  # not a reentrant one, inside of another
+                    inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+                    tell(FailedBackward(roots, inputs, accumulates=kwargs.get("accumulate_grad", True)))
+                raise
+
+    torch.autograd.Variable._execution_engine = TellingEngine()
 
 
 # Whether the backward that this thread runs was asked for with retain_graph or create_graph.

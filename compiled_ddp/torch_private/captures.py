@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from compiled_ddp.torch_private.versions import _minor_version
+from compiled_ddp.torch_private.versions import minor_version
 
 
 def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
@@ -30,9 +30,10 @@ class Capture:
         *,
         fullgraph: bool,
         dynamic: bool | None,
+        recurrent: bool,
         compiling: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
-        """`fullgraph` and `dynamic` as in torch.compile.
+        """`fullgraph` and `dynamic` as in torch.compile; `recurrent` layers are captured, or run eagerly as there.
 
         `compiling` decorates what Dynamo calls wherever it has no code yet: capturing, and compiling by `backend`.
         """
@@ -44,6 +45,7 @@ class Capture:
             callback: Any = context.callback  # what is put around it has its attributes, by which Dynamo knows backends
             context.callback = compiling(callback)
         self._context: Any = context
+        self._recurrent = recurrent
         self._entry: Callable[..., Any] = self._context(_entry_function())
 
     def of(self, module: torch.nn.Module) -> Callable[..., Any]:
@@ -52,7 +54,7 @@ class Capture:
             run: Callable[..., Any] = functools.partial(self._entry, module)  # [Note: an entry's own code]
         else:
             run = self._context(module)
-        return _captured_whole(run, module)
+        return _captured_as_it_is(run, module, recurrent=self._recurrent)
 
 
 # [Note: an entry's own code] Dynamo does not capture the forward of torch's own modules when that is called from the
@@ -73,16 +75,17 @@ def _entry_function() -> Callable[..., Any]:
     return entry
 
 
-def _captured_whole(run: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    """`run` under the settings by which Dynamo captures all of `module`.
+def _captured_as_it_is(run: Callable[..., Any], module: torch.nn.Module, *, recurrent: bool) -> Callable[..., Any]:
+    """`run` under the settings by which Dynamo captures `module` in the state that it is in.
 
-    It leaves nn.LSTM, nn.GRU and nn.RNN to eager by default. torch 2.11 also takes a parameter for unchanged as long as
-    it is in the same place: an unfrozen one would get no gradient, and one of other strides would go into an old graph.
+    It leaves nn.LSTM, nn.GRU and nn.RNN to eager unless told otherwise. torch 2.11 takes a parameter for unchanged
+    as long as it is in the same place: an unfrozen one would get no gradient, and one of other strides would go into an
+    old graph.
     """
     settings: dict[str, Any] = {}
-    if any(isinstance(part, torch.nn.RNNBase) for part in module.modules()):
+    if recurrent and any(isinstance(part, torch.nn.RNNBase) for part in module.modules()):
         settings["allow_rnn"] = True
-    if _minor_version() == (2, 11):
+    if minor_version() == (2, 11):
         settings["skip_tensor_guards_with_matching_dict_tags"] = False
     if not settings:
         return run

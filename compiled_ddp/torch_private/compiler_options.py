@@ -8,16 +8,23 @@ import torch
 from compiled_ddp.keywords import suggestion
 
 
+def modes() -> tuple[str, ...]:
+    """Those that torch.compile takes."""
+    import torch._inductor
+
+    return tuple(torch._inductor.list_mode_options())
+
+
 def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None) -> dict[str, Any]:
     """Inductor's config patches for torch.compile's `mode` and `options`.
 
-    Raises RuntimeError for an unknown mode, ValueError for an unknown option.
+    Raises ValueError for an unknown option.
     """
     import torch._inductor
     from torch._inductor import config
 
     patches = torch._inductor.list_mode_options(mode, dynamic) if mode and mode != "default" else {}
-    patches = {**patches, **{key.replace("-", "_"): value for key, value in (options or {}).items()}}
+    patches = {**patches, **{str(key).replace("-", "_"): value for key, value in (options or {}).items()}}
     known = config.get_config_copy() if patches else {}
     unknown = [key for key in patches if key not in known]
     if unknown:

@@ -99,6 +99,28 @@ def inner_compiler_replaced(compile_inner: Callable[..., Any]) -> Iterator[None]
         yield
 
 
+@contextlib.contextmanager
+def generated_code_changed(change: Callable[[str], str]) -> Iterator[None]:
+    """Run what `change` makes of the code that Inductor generates, which then is in no cache."""
+    from torch._inductor import config
+    from torch._inductor.codecache import PyCodeCache
+
+    write = PyCodeCache.write
+
+    def write_changed(source_code: str, *args: Any, **kwargs: Any) -> Any:
+        return write(change(source_code), *args, **kwargs)
+
+    with unittest.mock.patch.object(PyCodeCache, "write", write_changed), config.patch(force_disable_caches=True):
+        yield
+
+
+def generated_modules_are(modules: list[Any]) -> contextlib.AbstractContextManager[object]:
+    """Within this context Inductor has generated these alone."""
+    from torch._inductor.codecache import PyCodeCache
+
+    return unittest.mock.patch.object(PyCodeCache, "modules", modules)
+
+
 def compiler_counters() -> dict[str, dict[str, int]]:
     """Dynamo's and Inductor's counters so far: cache hits and misses, graphs captured."""
     from torch._dynamo.utils import counters

@@ -2,15 +2,18 @@
 
 import contextlib
 import functools
+import operator
 import unittest.mock
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+Result = TypeVar("Result")
 
 GLOO_COLLECTIVES_IN_FLIGHT = 4  # docs/benchmarks.md, "Collectives in flight"
 
@@ -96,10 +99,13 @@ def check_backends(group: dist.ProcessGroup, devices: Sequence[torch.device]) ->
                 'backend: name one for each kind of device, as in init_process_group("cpu:gloo,cuda:nccl").'
             ) from error
     bound = distributed_c10d._get_default_group().bound_device_id
-    if bound is not None and any(device.type == bound.type and device != bound for device in devices):
+    if bound is None or bound.type == "cpu":  # which has no parts; torch 2.15 takes it
+        return
+    if any(device.type == bound.type and device != bound for device in devices):
         raise ValueError(
-            f"parameters are on {', '.join(map(str, devices))}, and init_process_group(device_id=...) has bound this "
-            f"process to {bound}: put the model there, or leave device_id out."
+            f"parameters are on {', '.join(map(str, devices))}, and this process is bound to {bound}, by "
+            "init_process_group(device_id=...), or by NCCL from torch 2.15 on, which goes by LOCAL_RANK: put the model "
+            "there, or name the model's device."
         )
 
 
@@ -114,9 +120,38 @@ def forget_group_name(name: str) -> None:
     torch._C._distributed_c10d._unregister_process_group(distributed_c10d.GroupName(name))
 
 
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether `group` has no other backend, for no kind of device."""
+    return {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")} == {"gloo"}
+
+
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Whether `group` is one of those that torch.distributed was initialised with, or that were made since."""
     return group in distributed_c10d._world.pg_map
+
+
+def on_this_device(call: Callable[[], Result]) -> Callable[[], Result]:
+    """`call`, for another thread, which begins with another device than this one has chosen."""
+    if not torch.accelerator.is_available():
+        return call
+    device = torch.accelerator.current_device_index()
+
+    def on_device() -> Result:
+        torch.accelerator.set_device_index(device)
+        return call()
+
+    return on_device
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """Let whatever this process waits for on a gloo `group`, in any thread, fail now, and on the other ranks too.
+
+    A receipt that nobody has sent for: where gloo has waited in vain, it closes the connections of the whole group.
+    """
+    nothing = torch.zeros(1, dtype=torch.float32, device="cpu")
+    neighbour = (group.rank() + 1) % group.size()
+    with contextlib.suppress(RuntimeError):
+        group.recv([nothing], neighbour, 0).wait(timedelta(milliseconds=1))
 
 
 def default_store() -> dist.Store:
@@ -209,8 +244,26 @@ def _launched_on(backend: Any) -> int | None:
 BROADCAST_BYTES = 250 * 1024 * 1024  # as torch's DDP
 
 
+_BROADCAST_AS_THEY_ARE = frozenset(
+    (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64),
+        *(torch.complex32, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    )
+)
+_AS_BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}  # others: of their size, for any shape
+_dtype_of = operator.attrgetter("dtype")
+
+
 def broadcast_coalesced(group: dist.ProcessGroup, tensors: list[torch.Tensor], *, source: int) -> None:
-    """Overwrite `tensors` with those of group rank `source`, in pieces of at most `BROADCAST_BYTES`."""
+    """Overwrite `tensors` with those of group rank `source`, in pieces of at most `BROADCAST_BYTES`.
+
+    No backend knows float8, int16 and unsigned integers of every version: their bits travel as what it does know.
+    """
+    if not _BROADCAST_AS_THEY_ARE.issuperset(map(_dtype_of, tensors)):
+        tensors = [
+            tensor if tensor.dtype in _BROADCAST_AS_THEY_ARE else tensor.view(_AS_BITS[tensor.dtype.itemsize])
+            for tensor in tensors
+        ]
     dist._broadcast_coalesced(group, tensors, BROADCAST_BYTES, source)
 
 

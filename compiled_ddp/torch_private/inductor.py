@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,20 @@ def compile_step(
     with torch.no_grad():
         if backend == "aot_eager":
             return _compile_aot_eager(graph_module, example_inputs, always, whole=True)
-        return _compile_inductor(graph_module, example_inputs, always, dict(options), whole=True)
+        with _for_caches():
+            return _compile_inductor(graph_module, example_inputs, always, dict(options), whole=True)
+
+
+@contextlib.contextmanager
+def _for_caches() -> Iterator[None]:
+    """What torch's caches ask for where no graph of Dynamo's is compiled, though nothing in it is symbolic."""
+    from torch._guards import TracingContext, tracing
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
+    with tracing(TracingContext(mode)):
+        yield
 
 
 def _is_symbolic(value: object) -> bool:
@@ -282,6 +296,112 @@ def _with_cache_identity(users_pass: Any, cache_identity: str) -> Any:
     if takes_several:
         return [*custom_graph_pass.get_custom_graph_passes(users_pass), CacheIdentity()]
     return CacheIdentity()
+
+
+_NOTHING_TO_FILL: tuple[Collection[tuple[int, torch.dtype]], Callable[[torch.Tensor], object]] = (), torch.Tensor.zero_
+
+
+class _OfThread(threading.local):
+    filling = _NOTHING_TO_FILL
+
+
+class _Allocating:
+    """What generated modules allocate with, replaced while any thread runs in `allocations_filled`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._replaced: list[tuple[Any, str, Callable[..., torch.Tensor]]] = []
+        self._of_thread = _OfThread()
+
+    @contextlib.contextmanager
+    def filled(
+        self, kinds: Collection[tuple[int, torch.dtype]], fill: Callable[[torch.Tensor], object]
+    ) -> Iterator[None]:
+        with self._lock:
+            self._users += 1
+            self._replace()
+        before, self._of_thread.filling = self._of_thread.filling, (kinds, fill)
+        try:
+            yield
+        finally:
+            self._of_thread.filling = before
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._restore()
+
+    def _replace(self) -> None:
+        from torch._inductor.codecache import PyCodeCache
+
+        done = {(id(module), name) for module, name, _ in self._replaced}
+        for module in PyCodeCache.modules:
+            for name, allocate in [*vars(module).items()]:
+                if name.startswith("empty_strided_") and (id(module), name) not in done:
+                    setattr(module, name, self._filling(allocate))
+                    self._replaced.append((module, name, allocate))
+
+    def _restore(self) -> None:
+        while self._replaced:
+            setattr(*self._replaced.pop())
+
+    def _filling(self, allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def allocate_filled(size: Any, stride: Any, dtype: torch.dtype, *others: Any) -> torch.Tensor:
+            memory = allocate(size, stride, dtype, *others)
+            kinds, fill = self._of_thread.filling
+            if len(size) == 1 and (size[0], dtype) in kinds:
+                fill(memory)
+            return memory
+
+        return allocate_filled
+
+
+_allocating = _Allocating()
+
+
+def allocations_filled(
+    kinds: Collection[tuple[int, torch.dtype]], fill: Callable[[torch.Tensor], object]
+) -> contextlib.AbstractContextManager[None]:
+    """In this context and thread generated code gets one-dimensional memory of these sizes and dtypes filled.
+
+    That are flat buffers, where the code allocates them; C++ code allocates its own.
+    """
+    return _allocating.filled(kinds, fill)
+
+
+# What Inductor draws by itself, from a seed and an element's place: other numbers than these operators draw eagerly.
+RANDOM = ("prims::inductor_random", "prims::inductor_randint")
+
+
+def drawn(operator: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> torch.Tensor:
+    """What one of those with a name in `RANDOM` is in compiled code. Compiles it, once for each size."""
+    (seed,) = (argument for argument in arguments if isinstance(argument, torch.Tensor))
+    others = tuple(
+        None if argument is seed else tuple(argument) if isinstance(argument, list | torch.Size) else argument
+        for argument in arguments
+    )
+    (values,) = _drawing(operator, others, tuple(keywords.items()), seed.device, tuple(seed.shape))(seed)
+    return values  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(maxsize=64)
+def _drawing(
+    operator: Any,
+    others: tuple[Any, ...],
+    keywords: tuple[tuple[str, Any], ...],
+    device: torch.device,
+    seed_shape: tuple[int, ...],
+) -> Callable[..., Any]:
+    """Of an operator's arguments the one that is None is the seed."""
+    from torch._inductor.compile_fx import compile_fx
+
+    graph = torch.fx.Graph()
+    seed = graph.placeholder("seed")
+    arguments = [seed if argument is None else argument for argument in others]
+    arguments = [list(argument) if isinstance(argument, tuple) else argument for argument in arguments]
+    graph.output((graph.call_function(operator, tuple(arguments), dict(keywords)),))
+    example = torch.zeros(seed_shape, dtype=torch.int64, device=device)
+    return _callable(compile_fx(GraphModule(torch.nn.Module(), graph), [example]))
 
 
 def _callable(compiled: object) -> Callable[..., Any]:

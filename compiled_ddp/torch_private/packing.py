@@ -3,6 +3,13 @@
 [Note: read in flight] What is produced inside a bucket has no memory of its own: whatever else reads it, as the weights
 behind `a + b` read the gradient of both, would read the bucket, and nothing in Inductor keeps that reader before the
 all-reduce that writes over it. So such a part has its own memory, and the bucket a copy.
+
+[Note: bound, not written] A mix-order reduction (a sum over the rows and one over the columns of the same tensor, in
+one kernel, as in LayerNorm's backward; on GPUs from 4,096 rows on) leaves partial sums in a workspace. Up to torch 2.14
+Inductor binds their sum to the name of the result, in memory of its own, even where the result was to be written into a
+view: `buf9 = workspace_0[...].sum(dim=0)`. A sum placed in a bucket would never arrive there. Which sums become such is
+decided after the lowering, so all that may have their own memory, and the bucket a copy. Where one becomes an ordinary
+reduction after all, the copy is fused into it: the kernel stores what it has computed into the bucket at once.
 """
 
 import functools
@@ -12,6 +19,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.fx import Node
+
+from compiled_ddp.torch_private.versions import minor_version
 
 # Views that schemas do not tell, and operators that Inductor may lower to their input itself.
 _MAY_BE_THEIR_INPUT = {
@@ -53,13 +62,25 @@ def _may_be_its_input(node: Node) -> bool:
     return len(node.all_input_nodes) > 0 and (is_view or node.target in _MAY_BE_THEIR_INPUT)
 
 
+def _may_be_bound(part: Any) -> bool:
+    """Whether a part may become the sum over the rows of a mix-order reduction: [Note: bound, not written]"""
+    from torch._inductor import config, ir
+    from torch._inductor.virtualized import V
+
+    if minor_version() >= (2, 15) or V.graph.cpp_wrapper or part.get_device_or_error().type == "cpu":
+        return False
+    computed = part.data.data if isinstance(part.data, ir.StorageBox) else None  # a view is copied anyway
+    loops = computed.data if isinstance(computed, ir.ComputedBuffer) else computed
+    return isinstance(loops, ir.Reduction) and config.triton.mix_order_reduction
+
+
 @functools.cache
 def register_pack_lowering() -> None:
     """Teach Inductor to place the parts of `compiled_ddp::pack` inside the packed buffer.
 
     Each part becomes a ReinterpretView of the buffer; a producer whose output Inductor allocates writes there, unless
-    others read it, and any other part is copied. The same as ConcatKernel's lowering of aten.cat, for parts of any
-    rank; and the buffer itself may be a view of lent memory.
+    others read it or Inductor may bind it, and any other part is copied. The same as ConcatKernel's lowering of
+    aten.cat, for parts of any rank; and the buffer itself may be a view of lent memory.
     """
     from torch._inductor import ir
     from torch._inductor.lowering import clone, register_lowering
@@ -85,7 +106,7 @@ def register_pack_lowering() -> None:
         placed = []
         nodes: Any = pack.args[0]
         for node, part, size, numel in zip(nodes, parts, sizes, numels, strict=True):
-            if is_read_elsewhere(node, pack):
+            if is_read_elsewhere(node, pack) or _may_be_bound(part):
                 part.realize()
                 part = clone(part)
             stride = ir.FlexibleLayout.contiguous_strides(size)

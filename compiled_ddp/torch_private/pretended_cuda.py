@@ -9,6 +9,7 @@ import contextlib
 import copy
 import functools
 import importlib
+import itertools
 import unittest.mock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
 CUDA = torch.device("cuda", 0)
@@ -93,9 +94,20 @@ def pretended_gpu() -> Iterator[None]:
         stack.enter_context(unittest.mock.patch.object(driver, "_active", drivers))
         # A backward of fake tensors on a GPU needs its context, which none runs here; 2.11 asks for it before a driver.
         stack.enter_context(unittest.mock.patch("torch._subclasses.fake_tensor.init_gpu_context"))
+        for name, operator in (
+            ("__invert__", torch.ops.aten.bitwise_not.default),
+            ("copy_", torch.ops.aten.copy_.default),
+        ):
+            # Torch's own guard the device first, which a build without CUDA has no guard for.
+            unguarded = functools.partialmethod(_call, operator)
+            stack.enter_context(unittest.mock.patch.object(Tensor, name, unguarded, create=True))
         for function in answers:
             function.cache_clear()
         yield
+
+
+def _call(tensor: Tensor, operator: Callable[..., Tensor], *args: Any) -> Tensor:
+    return operator(tensor, *args)
 
 
 def _remembered_answers() -> list[Any]:
@@ -112,7 +124,10 @@ def _remembered_answers() -> list[Any]:
 def backward_graph(
     model: Callable[..., Tensor], batch: Sequence[Tensor], dynamic: bool | None, options: Mapping[str, Any]
 ) -> tuple[GraphModule, list[Any]]:
-    """The graph of the backward and its inputs, on the CPU, as Inductor would compile them under these options."""
+    """The graph of the backward and its inputs, on the CPU, as Inductor would compile them under these options.
+
+    Nothing is computed, so that real sizes cost no more than small ones.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     found: list[tuple[GraphModule, list[Any]]] = []
@@ -121,8 +136,10 @@ def backward_graph(
         if options.get("is_backward"):
             found.append((copy.deepcopy(graph_module), list(inputs)))
 
-        def run(args: list[Any]) -> Any:
-            return graph_module.forward(*args)
+        outputs: Any = graph_module.graph.output_node().args[0]
+
+        def run(_: list[Any]) -> Any:
+            return [_like_the_result(output) for output in outputs]
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
@@ -134,6 +151,19 @@ def backward_graph(
         compiled(*batch).backward()
     (backward,) = found
     return backward
+
+
+def _like_the_result(output: Any) -> Any:
+    """Memory that nothing is computed into, of the size of what this node of a traced graph would return."""
+    value = output.meta["val"] if isinstance(output, Node) else output
+    if isinstance(value, Tensor):
+        size, stride = ([_hint(number) for number in numbers] for numbers in (value.shape, value.stride()))
+        return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+    return _hint(value)
+
+
+def _hint(value: Any) -> Any:
+    return value.node.hint if isinstance(value, torch.SymInt) else value
 
 
 @contextlib.contextmanager
@@ -205,8 +235,14 @@ def code_of(compiling: Callable[[], object], options: Mapping[str, Any], *, temp
 
 @contextlib.contextmanager
 def _pretended_timings(templates: bool) -> Iterator[None]:
-    """In here Inductor times no kernels: each takes a millisecond, the slower ones among its choices two."""
+    """In here Inductor times no kernels: each takes a millisecond, the slower ones among its choices two.
+
+    Of sizes that it would try one after the other it keeps the first. Of each template it sees the first two
+    configurations, as equal ones take most of the time: some do not fit every shape.
+    """
+    from torch._inductor.choices import InductorChoices
     from torch._inductor.ir import ChoiceCaller
+    from torch._inductor.runtime.coordinate_descent_tuner import CoordescTuner
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.select_algorithm import AlgorithmSelectorCache, TritonTemplateCaller
 
@@ -214,8 +250,18 @@ def _pretended_timings(templates: bool) -> Iterator[None]:
         (choices,) = (given for given in arguments if isinstance(given, list) and isinstance(given[0], ChoiceCaller))
         return {choice: 1.0 if isinstance(choice, TritonTemplateCaller) == templates else 2.0 for choice in choices}
 
+    of_all = InductorChoices._finalize_template_configs
+
+    def of_few(
+        self: InductorChoices, of_templates: Mapping[str, Iterator[Any]], *others: Any, **more: Any
+    ) -> list[Any]:
+        first = {name: itertools.islice(configurations, 2) for name, configurations in of_templates.items()}
+        return of_all(self, first, *others, **more)  # type: ignore[arg-type]
+
     with (
+        unittest.mock.patch.object(InductorChoices, "_finalize_template_configs", of_few),
         unittest.mock.patch.object(AlgorithmSelectorCache, "do_autotuning", timings),
+        unittest.mock.patch.object(CoordescTuner, "autotune_single_field", lambda _, first, *__: first, create=True),
         unittest.mock.patch.object(Scheduler, "compile_kernel", return_value=(None, None)),
         unittest.mock.patch.object(Scheduler, "benchmark_fused_nodes", return_value=(1.0, "")),
         unittest.mock.patch.object(Scheduler, "benchmark_codegened_module", return_value=(1.0, "")),

@@ -30,9 +30,19 @@ def storage_holders(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """A number that grows with each change of `tensor` in place."""
-    return tensor._version
+# A number that grows with each change of a tensor in place. In C, for every parameter in every step.
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+def version_if_any(tensor: torch.Tensor) -> int:
+    """The same; -1 for what was made in inference mode, which has none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def give_back_cached_memory() -> None:
+    """After an error for lack of memory; a no-op where there is no accelerator."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
 
 
 def has_tensor_hooks(parameter: torch.Tensor) -> bool:

@@ -79,6 +79,12 @@ def label_launch(awaited: torch.Tensor, key: str, value: object) -> None:
     launch.meta["custom"] = launch.meta.get("custom", {}) | {key: value}
 
 
+def labels_of(graph: torch.fx.Graph) -> list[tuple[str, str]]:
+    """What nodes are labelled with (`meta["custom"]`), by name: no cache of a compiler's looks at it."""
+    labelled = [(node.name, node.meta["custom"]) for node in graph.nodes if node.meta.get("custom")]
+    return [(name, repr(sorted(label.items()))) for name, label in labelled]
+
+
 @contextlib.contextmanager
 def outside_of_traces() -> Iterator[None]:
     """In here operators run at once, on tensors with values, whatever is traced or transformed around."""
@@ -104,6 +110,15 @@ def trace_without_mutations(
     for node in graph_module.graph.find_nodes(op="call_function", target=_aten._efficientzerotensor.default):
         node.target = _aten.zeros.default
     return graph_module, _lift_constants(graph_module)
+
+
+def depends_on_values(error: BaseException) -> bool:
+    """Whether this is what a trace raises where Python, or the shape of a result, depends on what is computed."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    kinds = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
+    return isinstance(error, kinds)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Attributes of torch's DistributedDataParallel that scripts assign: each changes what it changes there."""
 
+from compiled_ddp.wrapping.lifecycle import Lifecycle
 from compiled_ddp.wrapping.parts import HasParts
 
 
@@ -10,12 +11,16 @@ class AssignableAttributes(HasParts):
     def require_backward_grad_sync(self) -> bool:
         """DDP's switch: whether the backwards of forwards from here on are synchronised. May be assigned.
 
-        False is what `no_sync()` sets, which gives back at its end what it found.
+        False is what `no_sync()` sets, which gives back at its end what it found. As under DDP it does nothing to the
+        backward of a forward before it, of which it warns once.
         """
         return self._switches.synchronises
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
+        in_use = self._lifecycle is Lifecycle.IN_USE
+        if in_use and not value and self._switches.synchronises and self._runtime.is_awaited():
+            self._switches.tell_too_late()
         self._switches.synchronise(bool(value))
 
     @property

@@ -65,7 +65,7 @@ class CopiedModule:
         if self._expected and not is_owned(self._parameters[index]):
             raise RuntimeError(self._why)
 
-    def is_reduced_by_hooks(self, index: int) -> bool:
+    def synchronises(self) -> bool:
         return False
 
     def close(self) -> None:

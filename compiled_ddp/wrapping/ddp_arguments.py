@@ -1,9 +1,10 @@
 """The arguments of torch's DistributedDataParallel that are nothing of ours: what each of them means here.
 
-Those of torch 2.13 (torch/nn/parallel/distributed.py). What the wrappers take themselves stands in their signatures.
+Those of torch 2.15 (torch/nn/parallel/distributed.py). What the wrappers take themselves stands in their signatures.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compiled_ddp.errors import WrongKindError
+from compiled_ddp.errors import ModelError, WrongKindError
 from compiled_ddp.keywords import suggestion
 from compiled_ddp.model.own_methods import every_parameter
-from compiled_ddp.options import CompilerKeywords
+from compiled_ddp.options import CompilerKeywords, Options
+from compiled_ddp.ranks.rank_group import check_kind
 
 Device = int | str | torch.device
 
@@ -25,6 +27,7 @@ class DDPKeywords(TypedDict, total=False):
     device_mesh: DeviceMesh | None  # in place of process_group
     check_reduction: bool  # without effect, as there
     batched_grad_copy: bool  # without effect: graphs write gradients into their bucket
+    lazy_bucket_allocation: bool  # keep_buffers=False, by another name
     skip_all_reduce_unused_params: bool  # without effect: what no rank uses is not reduced in any case
     # Which gradients to launch last, and by whose hook: both only order launches, which the graph does.
     delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None
@@ -50,6 +53,11 @@ def check_ddp_arguments(arguments: DDPArguments, module: nn.Module, wrapper: str
             "precision before wrapping it."
         )
     _check_delayed(arguments, module)
+
+
+def options_as_under_ddp(options: Options, arguments: DDPArguments) -> Options:
+    """What is asked for by an argument of DDP's that has another name here is asked for."""
+    return replace(options, keep_buffers=False) if arguments.get("lazy_bucket_allocation") else options
 
 
 def refuse_unknown(arguments: Iterable[str], function: str) -> None:
@@ -102,7 +110,8 @@ def input_device(arguments: DDPArguments, devices: Sequence[torch.device]) -> to
             "them out."
         )
     (model_device,) = devices
-    named = [_device(name, model_device.type) for name in [*(ids or ()), *([] if output is None else [output])]]
+    named = [_device("device_ids", name, model_device.type) for name in ids or ()]
+    named += [_device("output_device", output, model_device.type)] if output is not None else []
     if model_device.type == "cpu" or any(device != model_device for device in named):
         raise ValueError(
             f"device_ids and output_device must name the model's GPU, found device_ids={ids}, output_device={output} "
@@ -111,8 +120,15 @@ def input_device(arguments: DDPArguments, devices: Sequence[torch.device]) -> to
     return model_device if ids else None
 
 
-def _device(name: Device, kind: str) -> torch.device:
-    return torch.device(kind, name) if isinstance(name, int) else torch.device(name)
+def _device(argument: str, name: object, kind: str) -> torch.device:
+    if isinstance(name, bool) or not isinstance(name, int | str | torch.device):
+        raise WrongKindError(
+            f"{argument} must name a device by its number, a string or a torch.device, found {name!r}."
+        )
+    try:
+        return torch.device(kind, name) if isinstance(name, int) else torch.device(name)
+    except RuntimeError as error:
+        raise ModelError(f"{argument} names no device, found {name!r}: {str(error).splitlines()[0]}.") from error
 
 
 def without_group(arguments: DDPArguments) -> DDPArguments:
@@ -124,10 +140,19 @@ def without_group(arguments: DDPArguments) -> DDPArguments:
 
 
 def group_of(process_group: dist.ProcessGroup | None, arguments: DDPArguments) -> dist.ProcessGroup | None:
-    """The ranks to average over. Raises RuntimeError, as DDP does, for two of them or a mesh of several dimensions."""
-    mesh = arguments.get("device_mesh")
+    """The ranks to average over.
+
+    Raises TypeError for what names none; RuntimeError, as DDP does, for two of them or a mesh of several dimensions.
+    """
+    check_kind(process_group)
+    mesh: object = arguments.get("device_mesh")
     if mesh is None:
         return process_group
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            "device_mesh must be a DeviceMesh, as torch.distributed.init_device_mesh() returns, or None, "
+            f"found {mesh!r}."
+        )
     if process_group is not None:
         raise RuntimeError("process_group and device_mesh both name the ranks to average over: pass one of them.")
     if mesh.ndim != 1:

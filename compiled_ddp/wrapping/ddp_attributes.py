@@ -1,4 +1,4 @@
-"""Attributes of torch's DistributedDataParallel (2.13): each has its meaning here, or an error that says what to use.
+"""Attributes of torch's DistributedDataParallel (2.15): each has its meaning here, or an error that says what to use.
 
 A name of DDP's never reaches the model: what a model has under such a name is at `wrapper.module`, as under DDP.
 `tests/runtime/test_ddp_attributes.py` reads the names off an instance of torch's class.
@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from compiled_ddp import torch_private
 from compiled_ddp.wrapping.assignable_attributes import AssignableAttributes
 from compiled_ddp.wrapping.parts import HasParts
+
+_FINISHED = "a backward that has returned has reduced everything"
 
 # What there is nothing of here, and what to use instead.
 INSTEAD = {
@@ -36,7 +38,9 @@ INSTEAD = {
     "_distributed_rank": "use torch.distributed.get_rank(process_group)",
     "_has_rebuilt_buckets": "stats() has has_rebuilt_buckets",
     "_comm_hooks": "stats() has the comm_hook's name",
-    "_check_reducer_finalized": "a backward that has returned has reduced everything",
+    "should_finalize_after_backward": _FINISHED,
+    "finalize_backward": _FINISHED,
+    "_check_reducer_finalized": _FINISHED,
     "_remove_autograd_hooks": "call unwrap()",
 }
 _INTERNAL = "it is internal to torch's class"
@@ -104,6 +108,16 @@ class FixedByArguments(HasParts):
     def batched_grad_copy(self) -> bool:
         """What was passed; without effect."""
         return self._settings.ddp_arguments.get("batched_grad_copy", False)
+
+    @Fixed
+    def lazy_bucket_allocation(self) -> bool:
+        """Whether flat buffers are given back when a forward begins, as with `keep_buffers=False`."""
+        return not self._settings.options.keep_buffers
+
+    @Fixed
+    def require_manual_backward_finalization(self) -> bool:
+        """False: a backward that has returned has reduced everything."""
+        return False
 
     @Fixed
     def skip_all_reduce_unused_params(self) -> bool:

@@ -55,6 +55,8 @@ class Forwards:
         look = self._model.look()
         if look.stand_ins is StandIns.ALL:
             return self._run_on_stand_ins(args, kwargs, look, recomputing=recomputing)
+        if self._model.to_broadcast and with_gradients and not recomputing:
+            self._model.broadcast_newcomers()
         if look.changed and with_gradients:
             self._take_changes(recomputing=recomputing)
         transformed = torch_private.autograd.transforms_are_active()
@@ -70,6 +72,8 @@ class Forwards:
         fits = not transformed and look.stand_ins is StandIns.NOTHING
         may_count = with_gradients and not recomputing and not transformed
         outputs = self._run_between(self._run_module if fits else self._run_eagerly, args, kwargs, may_count=may_count)
+        if may_count and fits and self._model.has_grown() and self._model.look().changed:
+            self._model.take_changes(in_forward=True)  # what the model has made for itself in this forward
         if with_gradients and self._switches.synchronises is not synchronises:
             # Turned by the module itself, as Lightning does where a training step calls backward.
             self._switches.refresh_buffers(put_off or self._switches.synchronises)

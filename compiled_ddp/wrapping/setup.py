@@ -40,11 +40,21 @@ class Setup:
         self._wrapper, self._settings, self._ranks, self._check_devices_too = wrapper, settings, ranks, check_devices
         self.link_bytes_per_second: float | None = None  # unless it was measured
 
-    def agree(self, module: nn.Module, check_and_describe: Callable[[nn.Module], Description]) -> None:
-        """Check and compare the model, or raise on every rank; a wrapper that it has already is closed then."""
+    def agree(
+        self,
+        module: nn.Module,
+        check_and_describe: Callable[[nn.Module], Description],
+        wrong_group: Exception | None,
+    ) -> None:
+        """Check and compare the model, or raise on every rank; a wrapper that it has already is closed then.
+
+        `wrong_group` is the error of a rank that was given no ranks to average over.
+        """
         before = owner_of(module)
 
         def describe() -> Description:
+            if wrong_group is not None:
+                raise wrong_group
             if before is not None:
                 before.make_way()
             description = check_and_describe(module)
@@ -58,7 +68,7 @@ class Setup:
 
     def check_and_describe(self, module: nn.Module) -> Description:
         """What must be equal on every rank. Raises an error, with what to do, where `module` cannot be wrapped."""
-        torch_private.versions.check_torch_version()
+        check_environment()
         options, ddp_arguments = self._settings.options, self._settings.ddp_arguments
         options.check()
         self.managed_state, self.contents = check_model(module, self._wrapper)
@@ -76,7 +86,6 @@ class Setup:
                 "of apex's scalings: pass sparse=False to its embedding."
             )
         self.mode = mode_from_environment()
-        check_environment()
         return {"wrapper": [self._wrapper], **describe_model(self.contents, options, self.mode)}
 
     def check_and_describe_parts(self, known_sparse: Collection[str]) -> Description:

@@ -27,6 +27,7 @@ class SkipsSteps(HasParts):
         skipped = [self, *others]
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside())]
         synchronised = [w for w in wrappers if w._switches.synchronises and not w._runtime.conducted.local]
+        conductor.forget_unbegun()
         broken = conductor.finish_broken()
         skipping = [w for w in synchronised if w._runtime.conducted not in broken]
         for wrapper in sorted(skipping, key=lambda w: w._forwards.began):

@@ -3,6 +3,8 @@
 import contextlib
 from collections.abc import Iterator
 
+from compiled_ddp.users_code import warn_user
+
 
 class Switches:
     """DDP's two switches of a wrapper, which its users may turn too."""
@@ -11,6 +13,16 @@ class Switches:
         self.synchronises = True  # whether the backwards of forwards from here on do; False under no_sync
         # Whether the next forward brings rank 0's buffers, if forwards do. DDP's rule: it follows a synchronised one.
         self.buffers_are_stale = buffers_are_stale
+        self._has_told = False
+
+    def tell_too_late(self) -> None:
+        """Say once that a forward has been called with the switch on, and that its backward goes by that."""
+        if not self._has_told:
+            self._has_told = True
+            warn_user(
+                "require_backward_grad_sync = False comes behind a forward that still waits for its backward, which "
+                "stays synchronised: as under torch's DDP the forward decides. Assign it before the forward."
+            )
 
     def synchronise(self, wanted: bool) -> None:
         """Let the backwards of forwards from here on be synchronised, or stay local."""

@@ -36,11 +36,15 @@ class WatchedModel:
         self._setup, self._settings, self._runtime = setup, settings, runtime
         self._why_not_graph, self._refreshed = why_not_graph, refreshed
         self._refreshes = 0
-        self._watch = self._new_watch()
+        self._take_as_it_is()
+        runtime.reduction.ask_for_newcomers(self.newcomers)
+        self.to_broadcast: list[torch.Tensor] = []  # behind the backward of the forward that has used them
+        self._added_before = 0  # so many synchronised backwards had begun then
         _of_wrappers_in_use.add(self)
 
-    def _new_watch(self) -> ModelWatch:
-        return ModelWatch(self._setup.managed_state, follows=self._settings.options.follows_model)
+    def _take_as_it_is(self) -> None:
+        self._watch = ModelWatch(self._setup.managed_state, follows=self._settings.options.follows_model)
+        self.has_grown = self._watch.has_grown
 
     def look(self) -> Look:
         """Compare the model with what it was when the wrapper was made, or when its changes were last taken.
@@ -49,21 +53,30 @@ class WatchedModel:
         """
         return self._watch.look()
 
+    def newcomers(self) -> dict[str, nn.Parameter]:
+        """What has been put into the model since the latest look at it and is to be trained, by name."""
+        if not self.has_grown():  # as in most steps, which ask
+            return {}
+        known = {*map(id, self._runtime.parameters.tensors), *map(id, self._runtime.reduction.sparse.tensors)}
+        trained = self._setup.managed_state.trained()
+        return {name: parameter for name, parameter in trained.items() if id(parameter) not in known}
+
     def buffers(self) -> Sequence[torch.Tensor]:
         """Those that the wrapper looks after, as they are now: each once, in registration order."""
         return self._watch.buffers()
 
-    def take_changes(self) -> None:
+    def take_changes(self, *, in_forward: bool = False) -> None:
         """Let every wrapper of this process whose model has changed take it as it is: a collective of all ranks.
 
         All at once, in an order that ranks share: each one waits for all ranks, whose forwards may come in other
         orders. Raises where this one cannot; another one tries again in its own forward, and raises there.
+        With `in_forward`, a forward has used what was added: rank 0's values of that come in the next one.
         """
         changed = [model for model in _of_wrappers_in_use if model._can_be_followed()]
         error: Exception | None = None
         for model in sorted(changed, key=lambda model: model._runtime.communicator.group_name):
             try:
-                model._refresh()
+                model._refresh(in_forward=in_forward)
             except Exception as refused:
                 error = refused if model is self else error
         if error is not None:
@@ -76,25 +89,39 @@ class WatchedModel:
         except (RuntimeError, ValueError):
             return False
 
-    def _refresh(self) -> None:
-        """Take the model as it is now: on every rank before the same forward, or an error on every rank."""
+    def broadcast_newcomers(self) -> None:
+        """Before a forward with gradients: give every rank rank 0's values of what was added in an earlier one.
+
+        Not before that one's backward, for which autograd has saved what is there.
+        """
+        if self._runtime.backwards.beginning.number > self._added_before:
+            tensors, self.to_broadcast = self.to_broadcast, []
+            self._setup.broadcast(tensors, self._runtime.communicator)
+
+    def _refresh(self, *, in_forward: bool) -> None:
+        """Take the model as it is now: on every rank before the same forward or backward, or an error on every rank."""
         self._refreshes += 1
         communicator = self._runtime.communicator
         agree_on_description(
             communicator.ranks,
             self._check_and_describe,
             occasion=f"refresh/{self._refreshes}",
-            purpose="to compare the models of all ranks, as this rank's has changed since it was wrapped",
+            purpose="to compare the models of all ranks, as this rank's has changed since it was wrapped"
+            + self._watch.in_what(),
             failure="the model has changed since it was wrapped, and its gradients cannot be reduced as it is",
         )
         kept, added = self._kept(), self._added()
         if self._settings.options.init_sync:
-            self._setup.broadcast([parameter for _, parameter in added], communicator)
+            if in_forward:
+                self.to_broadcast += [parameter for _, parameter in added]
+                self._added_before = self._runtime.backwards.beginning.number
+            else:
+                self._setup.broadcast([parameter for _, parameter in added], communicator)
         mark_parts(self._setup.managed_state)
         self._runtime.reduction.agreed.leave_to_hooks(self._why_not_graph())
         trained = [*kept, *added]
         self._runtime.reduction.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
-        self._watch = self._new_watch()
+        self._take_as_it_is()
         self._refreshed()
 
     def _check_and_describe(self) -> Description:

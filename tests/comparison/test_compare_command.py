@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,7 +128,7 @@ def test_variants_that_fail_have_their_errors_and_the_others_go_on(script: Path)
 
 # What is wrong, and what every rank says.
 WRONG = {
-    "missing.py:small": "ValueError: there is no file missing.py",
+    "missing.py:small": "rank 0: there is no file missing.py",
     "script.py:returns_nothing": "TypeError: the function returned None: return (model, batches), (model",
     "script.py:breaks_on_one_rank": "rank 1: RuntimeError: no data here",
     "script.py:differs": "the models of the ranks differ: rank 0 has ('weight', (4, 16)",
@@ -151,6 +152,77 @@ def test_what_cannot_be_compared_is_said_on_every_rank(ranks2: RankPool, script:
         assert f"compare, rank {rank}: {target} cannot be compared. rank " in message
         assert WRONG[target] in message
     assert len({message.partition("cannot be compared. ")[2] for _, message in answers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("missing.py:small", r"compare: there is no file missing\.py \(seen from"),
+        ("no_module:small", r"compare: there is no module 'no_module' \(looked for from"),
+        (":small", r"compare: there is no module '' \(looked for from"),
+        ("script.py:missing", r"compare: script.py:missing cannot be compared. rank \d: script.py has no function 'mi"),
+    ],
+)
+def test_a_target_that_is_not_there_is_one_line_of_words(script: Path, target: str, words: str) -> None:
+    command = [sys.executable, "-m", "compiled_ddp", "compare", target, *QUICK]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, cwd=script.parent, env=environment(), check=False
+    )
+    told = [line for line in done.stderr.splitlines() if "socket.cpp" not in line]
+    assert done.returncode == 2
+    assert len(told) == 1, done.stderr
+    assert re.match(words, told[0])
+
+
+# What would fail in the end is found in the beginning: SCRIPT is not even read.
+LATE = {
+    ("--json", "script.py/samples.json"): "rank 0: script.py/samples.json cannot be written (",
+    ("--png", "folder"): "rank 0: folder cannot be written (Is a directory): name another file by --png",
+    ("--device", "cuda"): "rank 0: --device cuda needs a GPU for each of 2 ranks on this machine, found 0",
+}
+
+
+def _fail_early(rank: int, folder: str, port: int) -> list[tuple[int, str]]:
+    os.chdir(folder)
+    found = []
+    with torchrun.environment(rank, 2, port), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.device_count", lambda: 0)
+        for number, options in enumerate(LATE):
+            patch.setenv("MASTER_PORT", str(port + number))
+            errors = io.StringIO()
+            with contextlib.redirect_stderr(errors):
+                found.append((main(["compare", "missing.py:small", *QUICK, *options]), errors.getvalue()))
+    return found
+
+
+def test_results_and_devices_that_are_not_there_are_told_of_before_anything_is_measured(
+    ranks2: RankPool, script: Path
+) -> None:
+    (script.parent / "folder").mkdir()
+    for found in ranks2.run(_fail_early, str(script.parent), torchrun.free_port(), process_group=False):
+        for (status, message), expected in zip(found, LATE.values(), strict=True):
+            assert status == 2 and expected in message, message
+    assert {path.name for path in script.parent.iterdir()} <= {"script.py", "folder", "__pycache__"}
+
+
+@pytest.mark.slow
+def test_a_comparison_that_is_told_to_end_leaves_no_folder_and_no_process(script: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    command = [sys.executable, "-m", "compiled_ddp", "compare", "script.py:small", *QUICK, "--rounds", "100000"]
+    process = subprocess.Popen(
+        command, cwd=script.parent, env=environment(TMPDIR=str(folder)), stderr=subprocess.DEVNULL
+    )
+    try:
+        deadline = time.monotonic() + 250
+        while not any(folder.glob("compiled-ddp-compare-*/*.json")):  # the instructions of a process
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        process.terminate()
+        process.wait(timeout=60)
+    finally:
+        process.kill()
+    assert not [*folder.glob("compiled-ddp-compare-*")]
 
 
 @pytest.fixture

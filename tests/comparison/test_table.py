@@ -80,6 +80,13 @@ def test_ratios_are_paired_by_round_so_that_drift_cancels() -> None:
     row = rows(comparison(baseline, half))["half"]
     assert row.ratio_to_baseline == pytest.approx(0.5)
     assert (row.p10_ms, row.p90_ms) == (pytest.approx(6), pytest.approx(42))
+    assert row.ratio_spread == "0.50-0.50"
+
+
+def test_the_spread_of_a_ratio_is_that_of_its_rounds() -> None:
+    baseline = steady("torch DDP", "eager", [0, 10, 0])
+    other = result("other", "eager", [[[0, step, 0]] * 2 for step in (8, 10, 20)])
+    assert rows(comparison(baseline, other))["other"].ratio_spread == "0.84-1.80"
 
 
 def test_a_slower_row_is_printed_as_it_is() -> None:
@@ -87,7 +94,8 @@ def test_a_slower_row_is_printed_as_it_is() -> None:
     row = rows(comparison(EAGER_FLOOR, TORCH_DDP, loser))["loser"]
     assert row.ratio_to_baseline == pytest.approx(102 / 72)
     assert row.overlap == pytest.approx(1 - 70 / 40)
-    assert "-75%" in table.render(comparison(EAGER_FLOOR, TORCH_DDP, loser))
+    text = table.render(comparison(EAGER_FLOOR, TORCH_DDP, loser))
+    assert "none" in next(line for line in text.splitlines() if line.startswith("loser"))
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
@@ -104,7 +112,7 @@ def test_short_steps_have_a_decimal_more() -> None:
 def test_columns_without_a_value_can_be_left_out() -> None:
     alone = comparison(steady("torch DDP", "eager", [10, 60, 2]))
     left_out = table.fields_without_values(alone)
-    assert left_out[:3] == ["ratio_to_limit", "exposed_ms", "overlap"] and "step_ms" not in left_out
+    assert left_out[:3] == ["ratio_to_limit", "exposed_ms", "overlap_in_words"] and "step_ms" not in left_out
     text = table.render(alone, left_out=left_out)
     assert "exposed" not in text and "limit 1" not in text
 

@@ -1,6 +1,8 @@
 """Reductions prove themselves in the first launches: a planted fault is found by name, on every rank."""
 
-from typing import Any
+import math
+from collections.abc import Callable
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -10,6 +12,8 @@ from torch import Tensor
 from torch.fx import Graph
 
 from compiled_ddp import functional as ddp
+from compiled_ddp.checks.exchange import Account, exchange
+from compiled_ddp.checks.signs import signed_sum
 from compiled_ddp.functional import operator, proof
 from compiled_ddp.functional.transforms import Gradient
 from compiled_ddp.passes.ops import all_reduce_in_place, is_launch
@@ -149,16 +153,40 @@ def test_ranks_compare_in_the_first_launches_and_behind_a_new_graph(ranks2: Rank
     assert any(first[13:]) == ("compiled" in ways) and not any(first[22:])
 
 
-def test_signs_find_what_rounding_does_not_explain() -> None:
-    evidence = proof.Evidence(mock.Mock(wanted=mock.Mock(gradients=[("p", (9,), torch.float32, None)])))
-    local = [torch.randn(9, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    sums = sum(map(proof._signed_sum, local)), float(sum(value.square().sum() for value in local))
-    for total, is_off in ((local[0] + local[1], False), (local[0], True), (2 * (local[0] + local[1]), True)):
-        evidence.note_before(0, local[0])
-        evidence.note_after(0, total)
-        assert evidence.judge(0, *sums, 2)[2] == is_off
-    evidence.note_after(0, torch.full((9,), float("nan")))
-    assert evidence.judge(0, *sums, 2) == (0, ~0, False, False)
+class _TwoRanks:
+    """The first of two, which find the same; the other brings `theirs`."""
+
+    world_size = 2
+
+    def __init__(self, theirs: Tensor) -> None:
+        self._theirs = theirs
+
+    def all_reduce(self, sums: Tensor) -> Any:
+        sums += self._theirs
+        return mock.Mock()
+
+    def maximum(self, values: Tensor) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("found", "is_off"),
+    [
+        (lambda own, other: own + other, False),
+        (lambda own, other: own, True),
+        (lambda own, other: 2 * (own + other), True),
+        (lambda own, other: torch.full((9,), math.nan), False),  # not finite is not off
+    ],
+)
+def test_signs_find_what_rounding_does_not_explain(found: Callable[..., Tensor], is_off: bool) -> None:
+    own, other = (torch.randn(9, generator=torch.Generator().manual_seed(rank)) for rank in range(2))
+    accounts = [
+        torch.tensor((*signed_sum(each).tolist(), 0.0), dtype=torch.float64).view(3, 1) for each in (own, other)
+    ]
+    result = signed_sum(found(own, other))[:1]
+    account = Account(accounts[0], result, torch.zeros(1, dtype=torch.int64), [(torch.float32, 9)], 1.0)
+    verdict = exchange(cast(Any, _TwoRanks(accounts[1])), account)
+    assert bool(verdict.are_off) == is_off and not verdict.results_differ and bool(verdict.have_values)
 
 
 def _launches_from_cpp(rank: int) -> None:

@@ -1,5 +1,6 @@
 """Ranks that want different reductions, or raise, in any call: every rank raises soon, by name, and goes on."""
 
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
@@ -123,6 +124,26 @@ def _learns(rank: int) -> list[int]:
             f(parameters(), rows(rank))
         launched.append(shared._calls - before)
     return launched
+
+
+def _kept_on_one_rank(rank: int, way: str) -> None:
+    kept = []
+    for _ in range(4):
+        gradient = ddp.grad(loss)
+        step = in_way(way, gradient)
+        if rank == 0:
+            kept.append((gradient, step))
+        expected = by_hand(loss, 2)
+        for _ in range(3):
+            assert_same(step(parameters(), rows(rank)), expected)
+        del gradient, step
+        gc.collect()
+
+
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_functions_that_one_rank_alone_keeps_are_called_in_one_order(ranks2: RankPool, way: str) -> None:
+    """What is garbage, and when it is collected, differs between ranks, and what they agree on must not."""
+    ranks2.run(_kept_on_one_rank, way)
 
 
 def test_an_order_of_functions_that_repeats_costs_no_further_collective(ranks2: RankPool) -> None:

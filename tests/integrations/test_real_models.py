@@ -101,7 +101,7 @@ def test_nothing_breaks_and_is_captured_again_but_what_torch_compile_breaks(rank
         assert ours.breaks <= plain.breaks, ours
         assert set(ours.break_reasons) <= set(plain.break_reasons), (ours, plain)
         assert ours.recompilations <= plain.recompilations, (ours, plain)
-        if plain.breaks == 0:
+        if plain.breaks == 0 and plain.graphs > 0:  # it leaves a forward with an LSTM to eager
             assert reduced.share_run >= 0.9, reduced
 
 

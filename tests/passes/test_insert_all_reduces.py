@@ -1,5 +1,7 @@
 """`insert_all_reduces`: the naive program, one all-reduce and one wait for every gradient."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.fx import Graph, Node
@@ -213,3 +215,42 @@ def test_gradient_that_is_not_reduced_is_refused() -> None:
     replace_outputs(graph, dw3, wait, dx)
     with pytest.raises(AssertionError, match="gradient 5 is not reduced"):
         read_reductions(graph, plan_of(5, 3), POSITIONS)
+
+
+def traced(gradient: Callable[[torch.Tensor], torch.Tensor], tangent: torch.dtype = torch.float32) -> Graph:
+    """A backward graph with values, of one gradient that is made of a tangent of shape (2, 3)."""
+
+    def backward(tangents_1: torch.Tensor) -> tuple[torch.Tensor]:
+        return (gradient(tangents_1),)
+
+    return make_fx(backward, tracing_mode="fake")(torch.ones(2, 3, dtype=tangent)).graph
+
+
+def test_a_gradient_is_taken_from_before_a_cast_that_undoes_itself_and_the_cast_goes() -> None:
+    graph = traced(lambda tangent: (tangent * tangent).bfloat16())
+    insert_all_reduces(graph, plan_of(0), group_name="ours", output_positions={0: 0})
+    graph.lint()
+    (reduction,) = read_reductions(graph, plan_of(0), {0: 0})
+    assert reduction.local.target == aten.mul.Tensor
+    assert reduction.local.meta["val"].dtype == torch.float32
+    assert not graph.find_nodes(op="call_function", target=aten._to_copy.default)
+
+
+def test_a_gradient_of_another_dtype_is_cast_to_its_buckets_before_it_is_scaled() -> None:
+    for cast_before in (False, True):
+        graph = traced(lambda tangent: tangent.double() if cast_before else tangent + tangent)  # noqa: B023
+        plan = plan_of(0, dtype=torch.bfloat16)
+        insert_all_reduces(graph, plan, group_name="ours", output_positions={0: 0})
+        graph.lint()
+        (reduction,) = read_reductions(graph, plan, {0: 0})
+        assert reduction.local.target == torch.ops.prims.convert_element_type.default
+        assert reduction.local.meta["val"].dtype == torch.bfloat16
+        assert reduction.mean is not None and reduction.mean.args[0] is reduction.local
+        reads = reduction.local.all_input_nodes[0]
+        assert reads.meta["val"].dtype == (torch.float64 if cast_before else torch.float32)
+
+
+def test_a_gradient_of_its_buckets_dtype_is_not_cast() -> None:
+    graph = traced(lambda tangent: tangent + tangent)
+    insert_all_reduces(graph, plan_of(0), group_name="ours", output_positions={0: 0})
+    assert not graph.find_nodes(op="call_function", target=torch.ops.prims.convert_element_type.default)

@@ -63,7 +63,7 @@ def _twenty(rank: int, model: Callable[[], nn.Module], backend: str, count: int)
     alive = []
     with backwards_rewritten() as rewritten:
         for number in range(count):
-            ddp = compile_ddp(model(), strict=True, backend=backend, smallest_graph_mb=0)
+            ddp = compile_ddp(model(), strict=True, backend=backend, smallest_graph_mb=0, compile_once=False)
             alive.append(ddp)
             for step in range(2):
                 _right_step(ddp, row_batch(rank, 10 * number + step))
@@ -351,7 +351,9 @@ def _compiler_fails(where: str) -> Iterator[None]:
 
 def _not_compiled(rank: int, where: str, on: str, width: int) -> None:
     """`on` says on which ranks: "all", or rank "0" or "1" alone. `width` is that of no model compiled before."""
-    ddp = compile_ddp(Mlp(width), backend="aot_eager" if where == "passes" else "inductor", smallest_graph_mb=0)
+    backend = "aot_eager" if where == "passes" else "inductor"
+    # Else a rank whose compiler fails would load what the other one has compiled.
+    ddp = compile_ddp(Mlp(width), backend=backend, smallest_graph_mb=0, compile_once=False)
     failing = _compiler_fails(where) if on in ("all", str(rank)) else contextlib.nullcontext()
     with failing, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

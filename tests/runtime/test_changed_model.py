@@ -528,3 +528,32 @@ def test_a_model_may_change_while_another_one_has_in_what_its_wrapper_cannot_fol
     ranks2: RankPool, wrapper: str, ranks: tuple[int, ...]
 ) -> None:
     ranks2.run(_another_cannot_follow, wrapper, ranks)
+
+
+def _frozen_after_no_sync(rank: int, wrapper: str) -> None:
+    """On one rank alone, the last, it has accumulated something: the others get the mean too."""
+    ddp = wrappers(BOTH)[wrapper](Mlp())
+    head = {name for name, _ in ddp.module.named_parameters() if name.startswith("head")}
+    assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank, 0)).square().sum())
+    ddp.zero_grad()
+    if rank == dist.get_world_size() - 1:
+        with ddp.no_sync():
+            ddp(row_batch(rank, 1)).square().sum().backward()
+    local = {name: parameter.grad for name, parameter in ddp.module.named_parameters()}
+    expected = {name: value for name, value in mean_over_ranks(local, ddp.module).items() if name in head}
+    ddp.module.head.requires_grad_(False)
+    for step in (2, 3, 4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of buckets that go by hooks
+            ddp(row_batch(rank, step)).square().sum().backward()
+        found = {name: parameter.grad for name, parameter in ddp.module.named_parameters() if name in head}
+        for name in head:
+            torch.testing.assert_close(
+                found[name], expected[name].to(found[name].dtype), rtol=1e-5, atol=1e-6, msg=name
+            )
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_what_accumulated_under_no_sync_before_it_was_frozen_is_averaged(ranks2: RankPool, wrapper: str) -> None:
+    """As under DDP: all optimizers would step with it."""
+    ranks2.run(_frozen_after_no_sync, wrapper)

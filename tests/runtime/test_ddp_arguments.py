@@ -63,6 +63,7 @@ def _with_others(rank: int, wrapper: str) -> None:
         device_mesh=init_device_mesh("cpu", (2,)),
         check_reduction=True,
         batched_grad_copy=True,
+        lazy_bucket_allocation=True,
         skip_all_reduce_unused_params=True,
         find_unused_parameters=True,
         static_graph=True,
@@ -71,6 +72,7 @@ def _with_others(rank: int, wrapper: str) -> None:
     )
     for _ in range(2):
         step(ddp, rank)
+    assert ddp.lazy_bucket_allocation and not wrappers([wrapper])[wrapper](Mlp()).lazy_bucket_allocation
 
 
 @pytest.mark.parametrize("wrapper", BOTH)

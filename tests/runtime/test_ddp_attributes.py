@@ -65,6 +65,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "find_unused_parameters": True,
         "gradient_as_bucket_view": True,
         "batched_grad_copy": True,
+        "lazy_bucket_allocation": True,
         "skip_all_reduce_unused_params": True,
         "bucket_cap_mb": 3,
     },

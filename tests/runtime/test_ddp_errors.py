@@ -1,6 +1,8 @@
 """Where torch's DDP raises, our error is of the class that it raises: scripts may catch that."""
 
+import os
 import pickle
+import unittest.mock
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -154,9 +156,11 @@ def test_under_compile_ddp_too(ranks2: RankPool) -> None:
 
 
 def _without_process_group(rank: int) -> None:
-    for wrap in (DistributedDataParallel, *wrappers(BOTH).values()):
-        with pytest.raises(ValueError, match=r"initiali[sz]ed"):
-            wrap(Mlp())
+    launched = {"RANK": str(rank), "WORLD_SIZE": "2"}  # as torchrun leaves it: no process that trains alone
+    with unittest.mock.patch.dict(os.environ, launched):
+        for wrap in (DistributedDataParallel, *wrappers(BOTH).values()):
+            with pytest.raises(ValueError, match=r"initiali[sz]ed"):
+                wrap(Mlp())
 
 
 def test_without_a_process_group_too(ranks2: RankPool) -> None:

@@ -4,6 +4,8 @@ The devices are the test's own, of CPU memory (`second_device.py`): what is done
 one backward late among it, is done here too. Races of streams: test_streams.py.
 """
 
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import comm_hooks
 from compiled_ddp.compat import apex
+from compiled_ddp.torch_private import versions
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -128,6 +131,21 @@ def test_sums_weights_and_passengers_of_a_model_on_two_devices(
     twin_ranks2: RankPool, twins_library: Path, wrapper: str, devices: tuple[str, str]
 ) -> None:
     twin_ranks2.run(_each_reduction, twins_library, wrapper, devices)
+
+
+BOUND_TO_THE_CPU = """
+import torch
+import torch.distributed as dist
+from compiled_ddp import EagerDDP
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cpu:0"))
+EagerDDP(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+"""
+
+
+@pytest.mark.skipif(versions.minor_version() < (2, 15), reason="older ones bind a process to accelerators alone")
+def test_a_process_that_is_bound_to_the_cpu_trains() -> None:
+    ran = subprocess.run([sys.executable, "-c", BOUND_TO_THE_CPU], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
 
 
 def _autograd_threads(rank: int, library: Path) -> None:

@@ -5,6 +5,7 @@ import copy
 import unittest.mock
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from models import (
 )
 from torch import Tensor, nn
 
-from compiled_ddp import compile_ddp
+from compiled_ddp import EagerDDP, compile_ddp
 from compiled_ddp.graph.program import Program
 from ranks import RankPool
 
@@ -144,7 +145,7 @@ def test_a_graph_that_is_kept_runs_all_its_calls_again(ranks2: RankPool) -> None
 
 
 def _one_in_no_sync(rank: int) -> None:
-    """What the later forward says holds for the backward, as under torch's DDP."""
+    """Whichever of them comes first, as under torch's DDP: see `ORDERS`."""
     ddp = wrap(Mlp())
     for step in range(3):
         ddp.zero_grad()
@@ -158,6 +159,70 @@ def _one_in_no_sync(rank: int) -> None:
 
 def test_a_forward_under_no_sync_before_one_outside_of_it_is_reduced_too(ranks2: RankPool) -> None:
     ranks2.run(_one_in_no_sync, **LIMITS)
+
+
+ORDERS = ("s", "sn", "ns", "ss", "ssn", "sns", "nss", "snn", "nsn", "nns", "sss")  # s: synchronised, n: under no_sync
+
+
+def _in_order(ddp: Any, order: str, x: list[Tensor], *, eager: str = "") -> Tensor:
+    """The loss of one forward for each letter; those of the letter `eager` run without graphs."""
+    losses = []
+    for letter, batch in zip(order, x, strict=True):
+        torch.compiler.set_stance("force_eager" if letter == eager else "default")
+        with contextlib.nullcontext() if letter == "s" else ddp.no_sync():
+            losses.append(ddp(batch).square().sum())
+    torch.compiler.set_stance("default")
+    return torch.stack(losses).sum()
+
+
+def _every_order(rank: int, wrapper: str, first: str, alone: bool) -> None:
+    """After a first step in the order `first`; `alone`: rank 1 has the orders turned round."""
+    ddp = compile_ddp(Mlp(), backend=wrapper) if wrapper != "EagerDDP" else EagerDDP(Mlp())
+    clear = [partial(ddp.zero_grad, set_to_none=True), partial(ddp.zero_grad, set_to_none=False), lambda: None]
+    for step, order in enumerate((first, *ORDERS)):
+        order = order[::-1] if alone and rank == 1 else order
+        clear[step % 3]()
+        x = batches(rank, step, len(order))
+        before = {name: p.grad.double() for name, p in ddp.module.named_parameters() if p.grad is not None}
+        expected = mean_by_hand(ddp, lambda module: loss_of(module, *x))  # noqa: B023
+        expected = {name: value + before.get(name, 0.0) for name, value in expected.items()}
+        _in_order(ddp, order, x).backward()
+        assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "first", "alone"),
+    [
+        ("aot_eager", "s", False),
+        ("aot_eager", "nsn", True),
+        ("aot_eager", "sn", False),
+        ("EagerDDP", "s", True),
+        pytest.param("inductor", "s", True, marks=pytest.mark.inductor),
+    ],
+)
+def test_forwards_under_no_sync_and_outside_of_it_are_reduced_together_in_every_order(
+    ranks2: RankPool, wrapper: str, first: str, alone: bool
+) -> None:
+    ranks2.run(_every_order, wrapper, first, alone, **LIMITS)
+
+
+def test_three_ranks_reduce_them_together_in_every_order(ranks3: RankPool) -> None:
+    ranks3.run(_every_order, "aot_eager", "ss", True, **LIMITS)
+
+
+def _synchronised_without_a_graph(rank: int) -> None:
+    """On rank 1, in the second step: what the graph of the local forward gives has come before the others begin."""
+    ddp = compile_ddp(Mlp(), backend="aot_eager")
+    for step, order in enumerate(("s", "sn", "snn", "s")):
+        ddp.zero_grad()
+        x = batches(rank, step, len(order))
+        expected = mean_by_hand(ddp, lambda module: loss_of(module, *x))  # noqa: B023
+        _in_order(ddp, order, x, eager="s" if rank == 1 and len(order) > 1 else "").backward()
+        assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_graph_of_a_local_forward_before_an_eager_synchronised_one_is_reduced_too(ranks2: RankPool) -> None:
+    ranks2.run(_synchronised_without_a_graph, **LIMITS)
 
 
 def _asked_for(rank: int) -> None:

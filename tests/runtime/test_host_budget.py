@@ -106,7 +106,7 @@ def _assert_within(limits: tuple[float, float, float], found: tuple[float, float
 
 
 # With zero_grad(), whose question for the parameters is one of them.
-FORWARD_CALLS = {"EagerDDP": 59, "compile_ddp": 82 if torch.__version__ < "2.12" else 81}
+FORWARD_CALLS = {"EagerDDP": 60, "compile_ddp": 83 if torch.__version__ < "2.12" else 82}
 
 
 @pytest.mark.parametrize(("wrapper", "limit"), FORWARD_CALLS.items())
@@ -115,8 +115,8 @@ def test_a_forward_costs_as_many_calls_whatever_the_models_size(ranks2: RankPool
 
 
 # Of the step itself, of each gradient, of each bucket.
-CALLS = {"EagerDDP": (112, 4, 44), "compile_ddp": (168, 0, 4)}
-OPERATORS = {"EagerDDP": (4, 2, 3), "compile_ddp": (5, 2, 4.1)}
+CALLS = {"EagerDDP": (115, 4, 44), "compile_ddp": (174, 0, 4)}
+OPERATORS = {"EagerDDP": (4, 2, 3), "compile_ddp": (6, 2, 3.1)}
 
 
 @pytest.mark.parametrize("wrapper", CALLS)
@@ -155,7 +155,7 @@ def _first_steps(_: int, layers: int, backend: str) -> tuple[FirstStep, FirstSte
 
     both = (
         lambda model: torch.compile(model, backend=backend),
-        lambda model: compile_ddp(model, backend=backend),
+        lambda model: compile_ddp(model, backend=backend, compile_once=False),
     )
     for wrap in both:
         first_step(wrap, 1)  # what is imported once
@@ -168,19 +168,21 @@ def test_a_first_step_compiles_with_hardly_more_calls_than_under_plain_torch_com
     for plain, ours in ranks2.run(_first_steps, 20, "aot_eager"):
         assert ours.forward <= 1.05 * plain.forward, f"forward: {ours}, plain torch.compile has {plain}"
         whole = plain.forward + plain.backward
-        assert ours.forward + ours.backward <= 1.1 * whole, f"{ours}, plain torch.compile has {plain}"
+        assert ours.forward + ours.backward <= 1.13 * whole, f"{ours}, plain torch.compile has {plain}"
 
 
 def test_a_gradient_costs_the_first_backward_few_calls_more_than_under_plain_torch_compile(ranks2: RankPool) -> None:
     few, many = (ranks2.run(_first_steps, layers, "aot_eager")[0] for layers in (10, 20))
     plain, ours = ((many[who].backward - few[who].backward) / 20 for who in (0, 1))
-    assert ours - plain <= 890, f"{ours:g}, plain torch.compile has {plain:g}"
+    assert ours - plain <= 1510, f"{ours:g}, plain torch.compile has {plain:g}"  # 620 of them for the proof by values
 
 
 @pytest.mark.inductor
 def test_a_first_step_through_inductor_compiles_with_few_calls_more(ranks2: RankPool) -> None:
-    """Inductor looks at the view of each gradient as at any other operator: 17 % of layers as small as these."""
+    """17 % of layers as small as these: Inductor looks at the view of each gradient as at any other operator. 2 % more
+    are the first run, which is compared by values.
+    """
     for plain, ours in ranks2.run(_first_steps, 10, "inductor", timeout_seconds=400, collective_timeout_seconds=120):
         assert ours.forward <= 1.05 * plain.forward, f"forward: {ours}, plain torch.compile has {plain}"
         whole = plain.forward + plain.backward
-        assert ours.forward + ours.backward <= 1.18 * whole, f"{ours}, plain torch.compile has {plain}"
+        assert ours.forward + ours.backward <= 1.21 * whole, f"{ours}, plain torch.compile has {plain}"

@@ -466,6 +466,40 @@ def test_synchronisation_may_be_switched_by_ddps_attribute(ranks2: RankPool, wra
     ranks2.run(_switched_off, wrapper)
 
 
+def _switched_off_too_late(rank: int, wrapper: str) -> None:
+    """Between a forward and its backward the flag does nothing, as under torch's DDP; ours says so, once."""
+    model = Mlp()
+    for ddp in (DistributedDataParallel(copy.deepcopy(model)), wrap(wrapper, model)):
+        told = []
+        for _ in range(3):
+            x = batch(rank)
+            bare = copy.deepcopy(ddp.module)
+            bare.zero_grad()
+            expected = mean_over_ranks(local_gradients(bare, lambda module: loss_of(module, x)), bare)  # noqa: B023
+            ddp.zero_grad()
+            ddp.require_backward_grad_sync = False  # in time: nothing is said
+            ddp.require_backward_grad_sync = True
+            loss = loss_of(ddp, x)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                ddp.require_backward_grad_sync = False
+            told += [each for each in caught if "comes behind a forward" in str(each.message)]
+            loss.backward()
+            assert_gradients(ddp.module, expected)
+        if isinstance(ddp, DistributedDataParallel):
+            assert not told
+        else:
+            assert [each.filename for each in told] == [__file__]
+            ddp.require_backward_grad_sync = True
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_the_flag_behind_a_forward_changes_nothing_about_its_backward_and_says_so_once(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_switched_off_too_late, wrapper)
+
+
 def _forward_decides(rank: int, wrapper: str) -> None:
     """Backward's own place, inside of no_sync or not, makes no difference."""
     ddp = wrap(wrapper, Mlp())

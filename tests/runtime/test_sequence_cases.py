@@ -214,6 +214,24 @@ def test_ranks_that_break_their_graphs_in_other_places_go_by_hooks(ranks2: RankP
     assert len(first) == moving
 
 
+def _freezes_on_one_rank(rank: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    ddp = wrappers(["compile_ddp"])["compile_ddp"](model, **ONE_BUCKET_EACH)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            if step == 1 and rank == 0:
+                model[0].requires_grad_(False)
+            ddp(rows(rank, step)).square().sum().backward()
+    return fallback_warnings(caught)
+
+
+def test_where_a_layer_was_frozen_on_one_rank_the_warning_names_it(ranks2: RankPool) -> None:
+    (told,), others = ranks2.run(_freezes_on_one_rank)
+    assert "does not fit the agreed sequence of this backward: 0.weight, 0.bias frozen on this rank since" in told
+    assert others == []
+
+
 def test_three_ranks_that_break_their_graphs_in_other_places_go_by_hooks(ranks3: RankPool) -> None:
     assert [len(said) for said in ranks3.run(_breaks, False)] == [0, 1, 1]
 

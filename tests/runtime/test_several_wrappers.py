@@ -5,6 +5,7 @@ import copy
 import time
 import warnings
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from compiled_ddp.ranks.store import Store
 from compiled_ddp.step.conductor import Conductor, SharedOrder
 from ranks import RankPool
 
@@ -22,7 +24,7 @@ from ranks import RankPool
 
 
 def test_events_come_in_the_order_of_the_rank_that_was_first() -> None:
-    store = dist.HashStore()
+    store = Store(dist.HashStore(), timedelta(seconds=10))
     here, there = SharedOrder(store), SharedOrder(store)
     assert here.events_before("b") == set()
     assert there.events_before("a") == {"b"}
@@ -33,7 +35,7 @@ def test_events_come_in_the_order_of_the_rank_that_was_first() -> None:
 
 def test_an_event_that_comes_too_late_takes_no_place_before_those_to_come() -> None:
     """Rank 0 has begun "a" and will come to its graph; rank 1 comes to "b" first, and may not wait before "a"."""
-    store = dist.HashStore()
+    store = Store(dist.HashStore(), timedelta(seconds=10))
     rank0, rank1 = SharedOrder(store), SharedOrder(store)
     assert rank0.precedes("begin a", {"begin b"})
     assert not rank1.precedes("begin b", {"begin a"})
@@ -76,7 +78,7 @@ def conducted(players: Sequence[Player]) -> Conductor:
     conductor = Conductor()
     for player in players:
         conductor.add(player)
-    order = SharedOrder(dist.HashStore())
+    order = SharedOrder(Store(dist.HashStore(), timedelta(seconds=10)))
     for event in ("z end", "y end", "x end", "second", "first"):
         order.events_before(event)
     conductor._order = lambda: order

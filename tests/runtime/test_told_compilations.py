@@ -1,6 +1,8 @@
 """Compilers that take long are told of on rank 0, with what and why; on a clock that stands, which a compiler moves."""
 
 import contextlib
+import re
+import time
 import unittest.mock
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +16,10 @@ from torch.fx import Graph
 
 from compiled_ddp import EagerDDP, compile_ddp, functional
 from compiled_ddp.functional import compiled
-from compiled_ddp.graph import telling, warmup
+from compiled_ddp.graph import telling
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.passes.step_pipeline import StepPipeline
-from compiled_ddp.ranks import link_speed
+from compiled_ddp.ranks import link_speed, rank_group
 from compiled_ddp.telling import slow_work
 from ranks import RankPool
 
@@ -266,25 +268,17 @@ def test_a_warm_up_says_so(ranks2: RankPool) -> None:
 
 
 def _waits(rank: int) -> list[str]:
-    torch.compiler.reset()
-    clock, read = Clock(), warmup.RankGroup.read
-
-    def slow_read(*args: Any, writer: int, **kwargs: Any) -> str:
-        clock.now += SLOW * writer
-        return read(*args, writer=writer, **kwargs)
-
-    with (
-        unittest.mock.patch.object(slow_work, "clock", clock),
-        unittest.mock.patch.object(warmup.RankGroup, "read", slow_read),
-        told_lines("compiled_ddp.graph.warmup") as lines,
-    ):
-        _wrapped(Mlp()).warmup(row_batch(rank))
-    return [line for line in lines.found if not line.startswith("warm-up")]
+    ddp = _wrapped(Mlp())
+    with unittest.mock.patch.object(slow_work, "SECONDS", 0.1), told_lines("compiled_ddp.ranks.rank_group") as lines:
+        if rank == 1:
+            time.sleep(3.0)
+        ddp.warmup(row_batch(rank))
+    return [re.sub(r"[\d.]+ s$", "... s", line) for line in lines.found]
 
 
-def test_a_wait_for_the_other_ranks_warm_up_is_told_of(ranks2: RankPool) -> None:
+def test_a_wait_for_another_rank_is_told_of(ranks2: RankPool) -> None:
     assert ranks2.run(_waits) == [
-        ["waiting for other ranks' warm-up", "waited for other ranks' warm-up, 7.0 s"],
+        ["waiting for rank 1 (to end its warm-up)", "waited for rank 1 (to end its warm-up), ... s"],
         [],
     ]
 
@@ -354,8 +348,9 @@ def test_a_switch_that_is_none_is_refused_when_a_model_is_wrapped(ranks2: RankPo
 
 
 def test_loggers_are_children_of_the_packages_and_work_is_slow_after_five_seconds() -> None:
-    names = {module._log.name for module in (telling, warmup, link_speed, compiled)}
+    names = {module._log.name for module in (telling, rank_group, link_speed, compiled)}
     assert names == {
-        f"compiled_ddp.{name}" for name in ("graph.telling", "graph.warmup", "ranks.link_speed", "functional.compiled")
+        f"compiled_ddp.{name}"
+        for name in ("graph.telling", "ranks.rank_group", "ranks.link_speed", "functional.compiled")
     }
     assert slow_work.SECONDS == 5.0

@@ -20,7 +20,6 @@ from models import (
 from torch import Tensor, nn
 
 from compiled_ddp import EagerDDP, compile_ddp, torch_private
-from compiled_ddp.graph import warmup as warmup_module
 from ranks import RankPool
 
 LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}  # ranks wait for each other's compiler
@@ -220,14 +219,13 @@ def test_a_warmup_that_fails_on_one_rank_is_an_error_on_all_and_can_be_repeated(
 
 def _one_rank_stays_away(rank: int) -> None:
     ddp = wrappers(["compile_ddp"])["compile_ddp"](Mlp())
-    warmup_module.PATIENCE_SECONDS = 3.0
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"waited 3 s for rank 1 \(to end its warm-up\)"):
             ddp.warmup(row_batch(rank))
 
 
 def test_a_rank_that_stays_away_from_a_warmup_is_named(ranks2: RankPool) -> None:
-    ranks2.run(_one_rank_stays_away)
+    ranks2.run(_one_rank_stays_away, collective_timeout_seconds=3.0)
 
 
 def _unwrapped(rank: int, wrapper: str) -> None:

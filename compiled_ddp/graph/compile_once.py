@@ -1,0 +1,192 @@
+"""One process of a host compiles a graph, and the others load what it has compiled from Inductor's cache.
+
+[Note: turns] The caches of torch are looked at before a graph is compiled and filled afterwards: ranks that begin at
+the same time each compile everything. So whoever is to compile takes a lock in the folder of the cache, and others with
+the same work wait for it. Nothing else depends on that: what a process finds in the cache when it has waited, or finds
+missing, is for torch to say by its own key, and one that cannot wait compiles as if it were alone.
+
+The lock is the kernel's (flock), which a process leaves when it dies, however that happens: the next one takes it over.
+One that has been stopped holds it, and is given up when it has not told for `SILENT_SECONDS` that it lives. No
+collective is called within a turn, so that no rank which waits for one is waited for.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from filelock import FileLock, Timeout
+from torch.fx import GraphModule
+
+from compiled_ddp import torch_private
+from compiled_ddp.ranks.clock import again_and_again
+from compiled_ddp.telling import log
+
+_log = logging.getLogger(__name__)
+
+SWITCH = "COMPILED_DDP_COMPILE_ONCE"
+SILENT_SECONDS = 15.0
+# However alive: longer than all but few graphs take to compile, and less than ranks wait for each other in a collective
+# by default.
+PATIENCE_SECONDS = 900.0
+
+_POLL_SECONDS, _LONGEST_POLL_SECONDS, _BEAT_SECONDS = 0.01, 0.2, 1.0
+
+
+class Owner(NamedTuple):
+    """The process that compiles."""
+
+    rank: int  # 0 where torch.distributed is not initialised
+    pid: int
+    host: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+Waiting = Callable[[Owner | None], contextlib.AbstractContextManager[object]]
+
+
+def waiting_for(owner: Owner | None) -> str:
+    """What a rank tells of that."""
+    return f"for {owner or 'another process'}, which compiles the same graph"
+
+
+def is_on() -> bool:
+    """`COMPILED_DDP_COMPILE_ONCE`: "1" (the default) or "0". Raises ValueError for anything else."""
+    switch = os.environ.get(SWITCH, "1")
+    if switch not in ("0", "1"):
+        raise ValueError(f"{SWITCH} must be '1' or '0', found {switch!r}.")
+    return switch == "1"
+
+
+def name_of_work(
+    graph_module: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], rewritten: str
+) -> str | None:
+    """What other ranks know the work on this graph by; None where they do not find in the cache what has come of it.
+
+    `rewritten` is the identity of how it is rewritten, `options` are Inductor's.
+    """
+    if not torch_private.compiler_cache.keeps_graphs(options):
+        return None
+    return f"{torch_private.compiler_cache.identity_of(graph_module, inputs, options)} {rewritten}"
+
+
+@contextlib.contextmanager
+def in_turn(work: str | None, waiting: Waiting) -> Iterator[None]:
+    """Compile in here what `work` is a name of: alone, or after whoever is compiling it. None is of nobody else's.
+
+    `waiting(owner)` is a context for the time in which this process waits; one that has just begun is not known, None.
+    [Note: turns]
+    """
+    if work is None:
+        yield
+        return
+    name = hashlib.sha256(work.encode()).hexdigest()
+    turn = _Turn(torch_private.compiler_cache.folder() / "compiled_ddp" / name, waiting)
+    if not turn.take():
+        yield
+        return
+    with turn.taken():
+        yield
+
+
+class _Turn:
+    def __init__(self, path: Path, waiting: Waiting) -> None:
+        self._lock = FileLock(path.with_suffix(".lock"), thread_local=False)
+        self._owner_file, self._done = path.with_suffix(".owner"), path.with_suffix(".done")
+        self._waiting = waiting
+
+    def take(self) -> bool:
+        """Whether this process is to compile for the others, and has the lock; else it goes on by itself.
+
+        It does where the work has been done, by whoever it was, where its owner is silent, and where the folder cannot
+        be written.
+        """
+        try:
+            if self._done.exists():
+                return False
+            self._owner_file.parent.mkdir(parents=True, exist_ok=True)
+            if not self._try():
+                self._wait()
+            if self._done.exists():
+                self._lock.release()
+        except OSError as error:  # of a file system without locks, for example
+            _tell_of(error)
+        return self._lock.is_locked
+
+    def _try(self) -> bool:
+        with contextlib.suppress(Timeout):
+            self._lock.acquire(timeout=0)
+        return self._lock.is_locked
+
+    def _wait(self) -> None:
+        """Until the lock is this process's, or there is nothing to wait for any more."""
+        with self._waiting(self._owner()):
+            began = heard = time.monotonic()
+            beat, pause = self._beat(), _POLL_SECONDS
+            while not self._done.exists():
+                if self._try():
+                    return
+                now, beat_now = time.monotonic(), self._beat()
+                if beat_now != beat:
+                    beat, heard = beat_now, now
+                if now - heard > SILENT_SECONDS or now - began > PATIENCE_SECONDS or self._is_of_this_process():
+                    return
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+
+    def _is_of_this_process(self) -> bool:
+        """Another thread of it has the lock, which may wait for what this one holds."""
+        return self._owner() == _this_process()
+
+    def _owner(self) -> Owner | None:
+        try:
+            return Owner(**json.loads(self._owner_file.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None  # it has just taken the lock, and not yet written who it is
+
+    def _beat(self) -> int:
+        try:
+            return self._owner_file.stat().st_mtime_ns
+        except OSError:
+            return 0
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """Tell that this process compiles, while it does, and that it has, unless that fails."""
+        try:
+            self._write(lambda: self._owner_file.write_text(json.dumps(_this_process()._asdict())))
+            with again_and_again(self._tell_that_it_lives, seconds=_BEAT_SECONDS, name="compiled_ddp compiling"):
+                yield
+            self._write(self._done.touch)
+        finally:
+            self._lock.release()
+
+    def _write(self, write: Callable[[], object]) -> bool:
+        """Whether that succeeded; where it does not (a full disk, a cleared cache) this compiles all the same."""
+        try:
+            write()
+        except OSError as error:
+            _tell_of(error)
+            return False
+        return True
+
+    def _tell_that_it_lives(self) -> bool:
+        return self._write(lambda: os.utime(self._owner_file))
+
+
+def _tell_of(error: OSError) -> None:
+    log.tell(_log, f"each rank compiles by itself what one might compile for all of its host: {error}")
+
+
+def _this_process() -> Owner:
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return Owner(rank, os.getpid(), socket.gethostname())

@@ -1,0 +1,69 @@
+"""Inductor's cache on disk: where it is, whether it keeps what is compiled, and what a graph is there."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+
+def folder() -> Path:
+    """Of all that Inductor keeps: `TORCHINDUCTOR_CACHE_DIR`, or one of the user's own below that of temporary files."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
+
+
+# A pass of the user's that has no identity (`CustomGraphPass.uuid`) keeps whatever it rewrites out of the cache.
+_USERS_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+)
+
+
+def keeps_graphs(options: Mapping[str, Any]) -> bool:
+    """Whether another process finds there what is compiled with these config patches.
+
+    Not what it cannot keep for what stands in the graph: that is known when it has been compiled.
+    """
+    from torch._inductor import config
+
+    with config.patch(dict(options)):
+        users = [getattr(config, name, None) for name in _USERS_PASSES]
+        return bool(config.fx_graph_cache) and not config.force_disable_caches and all(map(_has_identity, users))
+
+
+def _has_identity(passes: Any) -> bool:
+    every = passes if isinstance(passes, Sequence) else [passes]
+    return all(one is None or (hasattr(one, "uuid") and one.uuid() is not None) for one in every)
+
+
+def identity_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """Equal in two processes whose caches have the same key for the graph: that of a graph is made as it is compiled.
+
+    In it are the graph's operators, its inputs, Inductor's settings, this torch, and what the processor can do.
+    """
+    from torch._inductor import config
+
+    described = [_described(value) for value in inputs]
+    autocast = [
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in sorted({value.device.type for value in inputs if isinstance(value, torch.Tensor)})
+    ]
+    with config.patch(dict(options)):
+        settings = sorted((name, repr(value)) for name, value in config.save_config_portable().items())
+    around = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.is_grad_enabled(), autocast
+    text = graph_module.print_readable(print_output=False)
+    return hashlib.sha256(repr((text, described, settings, around)).encode()).hexdigest()
+
+
+def _described(value: object) -> object:
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    stride = value.stride() if value.layout == torch.strided else ()
+    return str(value.shape), str(stride), value.dtype, str(value.device), value.requires_grad, type(value).__name__

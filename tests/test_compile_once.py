@@ -1,0 +1,178 @@
+"""One process of a host compiles, and the others wait for it, but for no one that is dead, silent or done."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from compiled_ddp.graph import compile_once
+from ranks import RankPool
+
+OWNER = """
+import contextlib, sys, time
+from compiled_ddp.graph import compile_once
+with compile_once.in_turn(sys.argv[1], lambda owner: contextlib.nullcontext()):
+    print("compiling", flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path / "compiled_ddp"
+
+
+class Waits:
+    """Whom a process has waited for."""
+
+    def __init__(self) -> None:
+        self.owners: list[compile_once.Owner | None] = []
+        self.has_begun = threading.Event()
+
+    @contextlib.contextmanager
+    def __call__(self, owner: compile_once.Owner | None) -> Iterator[None]:
+        self.owners.append(owner)
+        self.has_begun.set()
+        yield
+
+
+@contextlib.contextmanager
+def owner_elsewhere(work: str = "a graph") -> Iterator["subprocess.Popen[str]"]:
+    with subprocess.Popen([sys.executable, "-c", OWNER, work], stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            assert owner.stdout.readline() == "compiling\n"
+            yield owner
+        finally:
+            owner.kill()
+
+
+def _each_compiles(rank: int, folder: str) -> tuple[float, float, bool, int]:
+    """When this began and ended, whether it has found the work done, and for how many it has waited."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    waits = Waits()
+    with compile_once.in_turn("a graph", waits):
+        began, is_done = time.time(), bool([*Path(folder, "compiled_ddp").glob("*.done")])
+        if not is_done:
+            time.sleep(1.0)
+        ended = time.time()
+    return began, ended, is_done, len(waits.owners)
+
+
+def test_the_second_process_waits_for_the_first_and_then_goes_on(ranks2: RankPool, tmp_path: Path) -> None:
+    first, second = sorted(ranks2.run(_each_compiles, str(tmp_path), process_group=False))
+    assert second[0] >= first[1]
+    assert (first[2:], second[2:]) == ((False, 0), (True, 1))
+
+
+def test_what_has_been_done_is_waited_for_by_nobody(folder: Path) -> None:
+    waits = Waits()
+    for _ in range(2):
+        with compile_once.in_turn("a graph", waits):
+            pass
+    (done,) = folder.glob("*.done")
+    with owner_elsewhere("another graph"), compile_once.in_turn("a graph", waits):
+        pass
+    assert waits.owners == []
+    assert done.exists()
+
+
+def test_work_that_fails_is_not_done(folder: Path) -> None:
+    def fail() -> None:
+        with compile_once.in_turn("a graph", Waits()):
+            assert [*folder.glob("*.owner")]
+            raise ZeroDivisionError
+
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            fail()
+    assert not [*folder.glob("*.done")]
+
+
+def test_what_a_killed_process_was_compiling_is_taken_over(folder: Path) -> None:
+    waits = Waits()
+    with owner_elsewhere() as owner:
+        threading.Thread(target=lambda: (waits.has_begun.wait(), owner.kill()), daemon=True).start()
+        with compile_once.in_turn("a graph", waits):
+            assert not [*folder.glob("*.done")]
+    assert [found.pid for found in waits.owners if found] == [owner.pid]
+    assert [*folder.glob("*.done")], "this process has done it"
+
+
+def test_a_stopped_process_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_once, "SILENT_SECONDS", 2.0)
+    waits = Waits()
+    with owner_elsewhere() as owner:
+        os.kill(owner.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with compile_once.in_turn("a graph", waits):
+            waited = time.monotonic() - began
+        os.kill(owner.pid, signal.SIGCONT)
+    assert len(waits.owners) == 1
+    assert 2.0 <= waited < 20.0
+    assert not [*folder.glob("*.done")], "it was compiled, but not in a turn"
+
+
+def test_one_that_lives_is_waited_for_up_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_once, "SILENT_SECONDS", 2.5)
+    monkeypatch.setattr(compile_once, "PATIENCE_SECONDS", 5.0)
+    with owner_elsewhere():
+        began = time.monotonic()
+        with compile_once.in_turn("a graph", Waits()):
+            assert time.monotonic() - began >= 5.0, "it tells each second that it lives"
+
+
+def test_another_thread_of_this_process_is_not_waited_for(folder: Path) -> None:
+    waits, has_begun, may_end = Waits(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with compile_once.in_turn("a graph", Waits()):
+            has_begun.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    has_begun.wait()
+    with compile_once.in_turn("a graph", waits):
+        assert not may_end.is_set()
+    may_end.set()
+    thread.join()
+
+
+def test_where_nothing_can_be_written_each_process_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("COMPILED_DDP_LOG", "stderr")
+    (tmp_path / "compiled_ddp").write_text("a file in the place of the folder")
+    with compile_once.in_turn("a graph", Waits()):
+        pass
+    assert "each rank compiles by itself what one might compile for all of its host: " in capsys.readouterr().err
+
+
+def test_a_cache_that_is_cleared_meanwhile_is_told_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMPILED_DDP_LOG", "stderr")
+    with compile_once.in_turn("a graph", Waits()):
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+    assert "each rank compiles by itself" in capsys.readouterr().err
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compile_once.is_on()
+    monkeypatch.setenv(compile_once.SWITCH, "0")
+    assert not compile_once.is_on()
+    monkeypatch.setenv(compile_once.SWITCH, "no")
+    with pytest.raises(ValueError, match="COMPILED_DDP_COMPILE_ONCE must be '1' or '0', found 'no'"):
+        compile_once.is_on()

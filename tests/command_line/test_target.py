@@ -29,8 +29,8 @@ def test_a_function_is_found_in_a_file_and_in_a_module_with_what_stands_beside_i
     ("target", "message"),
     [
         ("other.py:make", r"there is no file other.py \(seen from .*\): name a Python file, as in train.py:make"),
-        ("other:make", r"there is no module other \(looked for from .*\): name a Python file"),
-        ("other.inner:make", "there is no module other.inner "),
+        ("other:make", r"there is no module 'other' \(looked for from .*\): name a Python file"),
+        ("other.inner:make", "there is no module 'other.inner' "),
         ("of_a_user.py:nothing", "of_a_user.py has no function 'nothing': name one that returns a model."),
         ("of_a_user:made", "of_a_user has no function 'made': name one that returns a model."),
     ],

@@ -29,7 +29,7 @@ from compiled_ddp.comparison.table import tabulate_rows
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
-from compiled_ddp.torch_private import inductor, packing, pretended_cuda
+from compiled_ddp.torch_private import groups, inductor, packing, pretended_cuda
 from compiled_ddp.torch_private.inductor import Rewriting
 
 WORLD_SIZE = 8
@@ -106,7 +106,7 @@ def measure(layers: int, device: str, repetitions: int) -> CompileTime:
     graph_module, inputs = pretended_cuda.backward_graph(Gpt(layers), [torch.randn(BATCH, TOKENS, WIDTH)], False, {})
     packing.register_pack_lowering()
     with contextlib.ExitStack() as stack:
-        group_name = stack.enter_context(pretended_cuda.world(WORLD_SIZE))
+        group_name = stack.enter_context(groups.pretended(WORLD_SIZE))
         mode = next(value.fake_mode for value in inputs if isinstance(value, Tensor))
         if device == "cuda":
             stack.enter_context(pretended_cuda.pretended_gpu())

@@ -9,6 +9,7 @@ import compiled_ddp
 from compiled_ddp.comparison import arguments as comparison
 from compiled_ddp.keywords import suggestion
 from compiled_ddp.parity import arguments as parity
+from compiled_ddp.precompile import arguments as precompile
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +23,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from compiled_ddp.comparison.command import run as compare
 
         return compare(options)
+    if options.command == "precompile":
+        from compiled_ddp.precompile.command import run as precompile
+
+        return precompile(options)
     from compiled_ddp.parity.command_line import run as verify
 
     return verify(options)
@@ -36,6 +41,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     comparison.add_to(commands)
     parity.add_to(commands)
+    precompile.add_to(commands)
     told = "print what a report of a fault needs: versions, hardware, the environment"
     commands.add_parser("env", help=told, description=f"{told[0].upper()}{told[1:]}.")
     options, unknown = parser.parse_known_args(arguments)
@@ -51,6 +57,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _problem(options: argparse.Namespace) -> str | None:
     if ":" not in options.target:
         return f"{options.target!r} has no colon: write SCRIPT:FUNCTION, for example train.py:make"
+    if options.command == "precompile":
+        return precompile.problem(options)
     return comparison.problem(options) if options.command == "compare" else parity.problem(options)
 
 

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.graph import compile_once
+from compiled_ddp.graph import compile_once, precompiled
 from compiled_ddp.graph.backend import Entry
 from compiled_ddp.graph.bindings import Bindings
 from compiled_ddp.graph.calls import SegmentCalls
 from compiled_ddp.graph.choice import Choice
+from compiled_ddp.graph.compilations import describe
 from compiled_ddp.graph.program import Program
 from compiled_ddp.graph.segment import Calling, Segment, SegmentCall
 from compiled_ddp.graph.telling import Teller
@@ -155,6 +156,8 @@ class CompiledDDP(DataParallelWrapper):
         self._index_of_parameter: dict[int, int] = {}
         once = options.compile_once and compile_once.is_on() and options.backend == "inductor"
         self.teller = Teller(self._runtime, type(self.module).__name__, compiles_once=once)
+        if once:
+            precompiled.tell_if_foreign(self._runtime.communicator.world_size)
         policy = options.bucket_policy(self._runtime.communicator.world_size)
         index_of, naive = self._index_of_parameter, options.naive
         self._bindings = Bindings(self._runtime, self._managed, policy, index_of, self.teller, naive=naive)
@@ -239,6 +242,9 @@ class CompiledDDP(DataParallelWrapper):
 
     def _chosen(self) -> str:
         return str(self._choice)
+
+    def _compiled_from(self) -> str:
+        return describe(self.teller.compilations)
 
     # ---- told by segments --------------------------------------------------------------------------------------------
 

@@ -1,13 +1,12 @@
 """How a user's model is called on a batch, and where its loss is found."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 
-def call_model(model: nn.Module, inputs: Any) -> Any:
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """The output of `model`: a mapping is passed as named arguments, a tuple or list as positional ones."""
     if isinstance(inputs, Mapping):
         return model(**inputs)

@@ -246,10 +246,15 @@ class DataParallelWrapper(
             self._runtime.reduction.sparse.names,
             tuple(self._managed.left_alone()),
             self._chosen(),
+            self._compiled_from(),
         )
 
     def _chosen(self) -> str:
         """What a warm-up has chosen; empty where none has."""
+        return ""
+
+    def _compiled_from(self) -> str:
+        """What was compiled here, and what was found in the cache; empty where nothing is compiled."""
         return ""
 
     @torch_private.dynamo.untraced

@@ -16,6 +16,7 @@ from compiled_ddp.plan import Bucket, BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.reducers.hook_state import BucketHook
 from compiled_ddp.torch_private import compiler_options, inductor, packing
+from compiled_ddp.torch_private.groups import pretended
 from compiled_ddp.torch_private.pretended_cuda import (
     CUDA,
     backward_graph,
@@ -23,7 +24,6 @@ from compiled_ddp.torch_private.pretended_cuda import (
     move_to_cuda,
     pretended_gpu,
     tracing_in,
-    world,
 )
 
 WORLD_SIZE = 8
@@ -73,7 +73,7 @@ def cuda_code(
     patches: dict[str, Any] = compiler_options.inductor_options(mode, options, dynamic)
     graph_module, inputs = backward_graph(model, batch, dynamic, patches)
     positions = inductor.gradient_output_positions(graph_module.graph)
-    with world(world_size) as group_name, pretended_gpu():
+    with pretended(world_size) as group_name, pretended_gpu():
         fake_mode, inputs = move_to_cuda(graph_module, inputs)
         plan = _plan(graph_module, positions, capacity_bytes, hook, world_size)
         expected = _expected(graph_module.graph, plan, positions)

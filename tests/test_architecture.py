@@ -48,6 +48,7 @@ LAYERS = (
     ("functional", "wrapper"),
     ("compiled", "eager"),
     ("comparison", "compat", "integrations", "parity"),
+    ("precompile",),
     ("public",),
     ("__init__", "__main__"),
 )

@@ -30,13 +30,14 @@ def run_on_own_ranks(
     interface = {
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     }
-    with _environment({**interface, **environment}):  # the launcher hands its own to the ranks
+    with environment_with({**interface, **environment}):  # the launcher hands its own to the ranks
         returned: dict[int, Any] = elastic_launch(config, entry)(*arguments)
     return returned
 
 
 @contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+def environment_with(settings: Mapping[str, str]) -> Iterator[None]:
+    """This process has `settings` in its environment, and hands them to those that it starts."""
     before = dict(os.environ)
     os.environ.update(settings)
     try:

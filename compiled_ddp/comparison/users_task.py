@@ -55,12 +55,12 @@ def call_function(function: Callable[..., Any], **offered: Any) -> Any:
     return function(**{name: value for name, value in offered.items() if takes_all or name in known})
 
 
-def training_of(returned: Any) -> Training:
+def training_of(returned: Any, *, may_be_wrapped: bool = False) -> Training:
     """`returned`, of the user's function, checked. Raises TypeError or ValueError with what to return."""
     given = _named(returned)
     if unknown := given.keys() - set(_FIELDS):
         raise TypeError(f"the function returned {sorted(unknown)}, which are none of {list(_FIELDS)}")
-    _check_model(given["model"])
+    _check_model(given["model"], may_be_wrapped=may_be_wrapped)
     _check_batches(given["batches"])
     if given.get("optimizer") is None:
         given["optimizer"] = default_optimizer
@@ -93,11 +93,11 @@ def _kind(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, *, may_be_wrapped: bool) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model must be a torch.nn.Module, found {_kind(model)}: return {RETURNS}")
     wrapped = [name for name, part in model.named_modules() if is_wrapper(part)]
-    if wrapped:
+    if wrapped and not may_be_wrapped:
         where = f"has a wrapper inside, {wrapped[0]}" if wrapped[0] else "is wrapped already"
         raise ValueError(f"the model {where}: return it bare, as each variant wraps it in another way")
     if not trainable(model):

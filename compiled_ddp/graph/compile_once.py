@@ -54,9 +54,9 @@ class Owner(NamedTuple):
 Waiting = Callable[[Owner | None], contextlib.AbstractContextManager[object]]
 
 
-def waiting_for(owner: Owner | None) -> str:
+def waiting_for(owner: Owner | None, what: str = "the same graph") -> str:
     """What a rank tells of that."""
-    return f"for {owner or 'another process'}, which compiles the same graph"
+    return f"for {owner or 'another process'}, which compiles {what}"
 
 
 def is_on() -> bool:
@@ -80,22 +80,22 @@ def name_of_work(
 
 
 @contextlib.contextmanager
-def in_turn(work: str | None, waiting: Waiting) -> Iterator[None]:
+def in_turn(work: str | None, waiting: Waiting) -> Iterator[Owner | None]:
     """Compile in here what `work` is a name of: alone, or after whoever is compiling it. None is of nobody else's.
 
-    `waiting(owner)` is a context for the time in which this process waits; one that has just begun is not known, None.
-    [Note: turns]
+    What it gives is who has compiled it before, if somebody is known to have. `waiting(owner)` is a context for the
+    time in which this process waits; one that has just begun is not known, None. [Note: turns]
     """
     if work is None:
-        yield
+        yield None
         return
     name = hashlib.sha256(work.encode()).hexdigest()
     turn = _Turn(torch_private.compiler_cache.folder() / "compiled_ddp" / name, waiting)
     if not turn.take():
-        yield
+        yield turn.done_by()
         return
     with turn.taken():
-        yield
+        yield None
 
 
 class _Turn:
@@ -148,10 +148,11 @@ class _Turn:
         return self._owner() == _this_process()
 
     def _owner(self) -> Owner | None:
-        try:
-            return Owner(**json.loads(self._owner_file.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None  # it has just taken the lock, and not yet written who it is
+        return _read(self._owner_file)  # None where it has just taken the lock, and not yet written who it is
+
+    def done_by(self) -> Owner | None:
+        """Who has done the work, if it is done."""
+        return _read(self._done)
 
     def _beat(self) -> int:
         try:
@@ -163,10 +164,11 @@ class _Turn:
     def taken(self) -> Iterator[None]:
         """Tell that this process compiles, while it does, and that it has, unless that fails."""
         try:
-            self._write(lambda: self._owner_file.write_text(json.dumps(_this_process()._asdict())))
+            this = json.dumps(_this_process()._asdict())
+            self._write(lambda: self._owner_file.write_text(this))
             with again_and_again(self._tell_that_it_lives, seconds=_BEAT_SECONDS, name="compiled_ddp compiling"):
                 yield
-            self._write(self._done.touch)
+            self._write(lambda: self._done.write_text(this))
         finally:
             self._lock.release()
 
@@ -181,6 +183,13 @@ class _Turn:
 
     def _tell_that_it_lives(self) -> bool:
         return self._write(lambda: os.utime(self._owner_file))
+
+
+def _read(file: Path) -> Owner | None:
+    try:
+        return Owner(**json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def _tell_of(error: OSError) -> None:

@@ -122,7 +122,8 @@ class CompiledGraph:
         teller = None if needed_by is None else needed_by.teller
         again = self._spares_saved_tensors
         work = self._captured_for.compiling_backward(rewriting.name, teller, spares_saved_tensors=again)
-        turn = self._captured_for.in_turn(None if self._work is None else f"{self._work} {rewriting.identity} {again}")
+        shared = None if self._work is None else f"{self._work} {rewriting.identity} {again}"
+        turn = self._captured_for.in_turn(shared, rewriting.name)
         with self._lock, turn, work:
             is_first = rewriting.identity == self._first.identity and not self._spares_saved_tensors
             compiled, is_new = self._compile_first() if is_first else (self._compile_another(rewriting), True)

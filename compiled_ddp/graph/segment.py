@@ -203,7 +203,10 @@ class Segment:
         if caller.teller.takes_turns:
             work = compile_once.name_of_work(graph_module, example_inputs, compiler_options, rewriting.identity)
         self.why_hooks: str | None = None  # why no wrapper reduces anything in this graph
-        with contextlib.nullcontext() if first is None else first.named(), caller.teller.in_turn(work):
+        with (
+            contextlib.nullcontext() if first is None else first.named(),
+            caller.teller.in_turn(work, "forward", caller.teller.next_graph),
+        ):
             self.graph = CompiledGraph(
                 graph_module,
                 example_inputs,

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph import compile_once
+from compiled_ddp.graph.compilations import MOST_OF_A_GRAPH, Compilation, note_seconds, seconds_of_last_time
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.telling.slow_work import SlowWork
 
@@ -26,6 +28,9 @@ class Teller:
         self._model, self._is_told = model, runtime.communicator.rank == 0
         self._graphs = 0  # that have been captured and compiled for this wrapper
         self._is_warming_up = False
+        self.compilations = list[Compilation]()
+        self._begun = 0  # of them
+        self._compiled_by: compile_once.Owner | None = None  # what this process is to look for now
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -36,7 +41,7 @@ class Teller:
         finally:
             self._is_warming_up = False
 
-    def capturing(self) -> contextlib.AbstractContextManager[None]:
+    def capturing(self) -> contextlib.AbstractContextManager[object]:
         """The work of Dynamo on the model's forward, in this thread."""
         occasion, guard = self._occasion(), _failed_guard()
         return self._work(("capturing", "captured"), "forward", self._model, lambda: f"{occasion}{guard()}")
@@ -50,22 +55,33 @@ class Teller:
         """The one that was next has been captured, and its forward compiled. Dynamo may begin a capture anew."""
         self._graphs += 1
 
-    def compiling_forward(self, graph: int) -> contextlib.AbstractContextManager[None]:
+    def compiling_forward(self, graph: int) -> contextlib.AbstractContextManager[object]:
         """The work of a compiler on a captured graph."""
         occasion, guard = self._occasion(), _failed_guard()()
         return self._compiling("forward", graph, f"{occasion}{guard}" if guard else f"first used {occasion}")
 
     def compiling_backward(
         self, name: str, graph: int, *, spares_saved_tensors: bool
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> contextlib.AbstractContextManager[object]:
         """The same for a backward of it, that needs to leave the saved tensors as they are or does not."""
         occasion = self._occasion()
         again = f"again {occasion}, for backwards with retain_graph=True"
         return self._compiling(f"backward ({name})", graph, again if spares_saved_tensors else f"first used {occasion}")
 
-    def in_turn(self, work: str | None) -> contextlib.AbstractContextManager[object]:
-        """To compile `work` in, as `compile_once.in_turn`."""
-        return compile_once.in_turn(work, self._waiting_for)
+    @contextlib.contextmanager
+    def in_turn(self, work: str | None, what: str, graph: int) -> Iterator[None]:
+        """To compile `work` in, the forward or a backward of a graph, as `compile_once.in_turn`."""
+
+        def waiting(owner: compile_once.Owner | None) -> contextlib.AbstractContextManager[object]:
+            compiles = compile_once.waiting_for(owner, f"{what} of {self._model} (graph {graph})")
+            return self._work(("waiting", "waited"), compiles, "", lambda: self._estimate(what, graph))
+
+        with compile_once.in_turn(work, waiting) as owner:
+            before, self._compiled_by = self._compiled_by, owner
+            try:
+                yield
+            finally:
+                self._compiled_by = before
 
     @property
     def backward_follows(self) -> bool:
@@ -73,18 +89,45 @@ class Teller:
         runtime = self._runtime()
         return runtime is not None and runtime.backwards.forward.synchronises
 
-    def _waiting_for(self, owner: compile_once.Owner | None) -> contextlib.AbstractContextManager[None]:
-        return self._work(("waiting", "waited"), compile_once.waiting_for(owner), self._model, str)
+    @contextlib.contextmanager
+    def _compiling(self, what: str, graph: int, why: str) -> Iterator[None]:
+        self._begun += 1
+        number, most = self._begun, MOST_OF_A_GRAPH * max(graph, self._graphs)
+        counted = f", {number} of at most {most}" if number <= most else ""
+        estimate = self._estimate(what, graph)
+        of, began = f"{self._model} (graph {graph}){counted}", time.perf_counter()
+        looked_for = torch_private.compiler_cache.Lookups()
+        why = f"{why}; {estimate}" if estimate else why
+        with self._work(("compiling", "compiled"), what, of, lambda: why) as work:
+            yield
+            if looked_for.found and not looked_for.missed:
+                work.note_result("it was in the cache")
+        self._note(what, graph, time.perf_counter() - began, looked_for)
 
-    def _compiling(self, what: str, graph: int, why: str) -> contextlib.AbstractContextManager[None]:
-        return self._work(("compiling", "compiled"), what, f"{self._model} (graph {graph})", lambda: why)
+    def _note(self, what: str, graph: int, seconds: float, looked_for: torch_private.compiler_cache.Lookups) -> None:
+        """What has been compiled, or has been found in the cache; neither is known of other backends than Inductor."""
+        if looked_for.missed:
+            note_seconds(self._name_of(what, graph), seconds)
+        if looked_for.found or looked_for.missed:
+            owner = None if looked_for.missed else self._compiled_by
+            by = "" if owner is None else f"by rank {owner.rank} on {owner.host}"
+            self.compilations.append(Compilation(what, graph, seconds, not looked_for.missed, by))
+
+    def _estimate(self, what: str, graph: int) -> str:
+        seconds = seconds_of_last_time(self._name_of(what, graph))
+        return "" if seconds is None else f"it took {seconds:.0f} s the last time"
+
+    def _name_of(self, what: str, graph: int) -> str:
+        runtime = self._runtime()
+        elements = 0 if runtime is None else sum(parameter.numel() for parameter in runtime.parameters.tensors)
+        return f"{what} of {self._model}, {elements} elements trained (graph {graph})"
 
     @contextlib.contextmanager
-    def _work(self, verb: tuple[str, str], what: str, of: str, why: Callable[[], str]) -> Iterator[None]:
+    def _work(self, verb: tuple[str, str], what: str, of: str, why: Callable[[], str]) -> Iterator[SlowWork]:
         runtime = self._runtime()
         living = contextlib.nullcontext() if runtime is None else runtime.communicator.ranks.living()
-        with living, SlowWork(_log, verb, what=what, of=of, why=why, is_told=lambda: self._is_told):
-            yield
+        with living, SlowWork(_log, verb, what=what, of=of, why=why, is_told=lambda: self._is_told) as work:
+            yield work
 
     def _occasion(self) -> str:
         """In which step of its wrapper this thread is."""
@@ -118,12 +161,12 @@ class CapturedFor:
             yield
         self._teller.graph_compiled()
 
-    def in_turn(self, work: str | None) -> contextlib.AbstractContextManager[object]:
-        return self._teller.in_turn(work)
+    def in_turn(self, work: str | None, backward: str) -> contextlib.AbstractContextManager[object]:
+        return self._teller.in_turn(work, f"backward ({backward})", self._number)
 
     def compiling_backward(
         self, name: str, teller: Teller | None, *, spares_saved_tensors: bool
-    ) -> contextlib.AbstractContextManager[None]:
+    ) -> contextlib.AbstractContextManager[object]:
         """For another wrapper if that is given."""
         whose = self._teller if teller is None else teller
         return whose.compiling_backward(name, self._number, spares_saved_tensors=spares_saved_tensors)

@@ -24,12 +24,16 @@ class Explanation:
     left_alone: tuple[str, ...] = ()  # parameters to ignore, or of a wrapper inside
     reduction: str = ""  # what a bucket is reduced to, where that is not the mean by an all-reduce
     chosen: str = ""  # what a warm-up has chosen, and by which times
+    compiled: str = ""  # what was compiled here, and what was found in the cache, by whom
     proof: str = ""  # how many parameters are proven to be reduced, and what is pending; empty on one rank
 
     def __str__(self) -> str:
         chosen = f"\n{self.chosen}" if self.chosen else ""
+        compiled = f"\n{self.compiled}" if self.compiled else ""
         if not self.rows:
-            return f"No plan yet: it comes about in the first synchronised backward. {self.bucket_size}{chosen}"
+            return (
+                f"No plan yet: it comes about in the first synchronised backward. {self.bucket_size}{chosen}{compiled}"
+            )
         headers = ("order", "launched by", "gradients", "bytes", "parameters", "why hooks")
         table = str(tabulate(self.rows, headers=headers, tablefmt="simple"))
         notes = "".join(f"\nAt run time some buckets went by hooks: {reason}." for reason in self.fallback_reasons)
@@ -44,7 +48,7 @@ class Explanation:
             notes += f"\nLeft alone, to be ignored or of a wrapper inside: {format_names(self.left_alone, 5)}."
         proof = f"\n{self.proof}" if self.proof else ""
         reduction = f"\n{self.reduction}" if self.reduction else ""
-        return f"{table}\n{self.bucket_size}{reduction}{chosen}{notes}{proof}"
+        return f"{table}\n{self.bucket_size}{reduction}{chosen}{compiled}{notes}{proof}"
 
 
 def explain_sequence(
@@ -56,16 +60,18 @@ def explain_sequence(
     sparse: tuple[str, ...],
     left_alone: tuple[str, ...],
     chosen: str,
+    compiled: str,
 ) -> Explanation:
     """Describe a sequence, bucket by bucket in launch order.
 
     `link_bytes_per_second` is what the bucket size was chosen for; None if it was not measured. `chosen` is what a
-    warm-up has chosen.
+    warm-up has chosen, `compiled` what was compiled here and what was not.
     """
     bucket_size = _format_bucket_size(options, link_bytes_per_second)
     reduction = _format_reduction(options)
     if sequence is None:
-        return Explanation((), tuple(fallback_reasons), bucket_size, (), sparse, left_alone, reduction, chosen, proof)
+        nothing = (), tuple(fallback_reasons), bucket_size, (), sparse, left_alone, reduction
+        return Explanation(*nothing, chosen, compiled, proof)
     rows: list[Row] = []
     for section in sequence.launched:
         for bucket in section.plan.buckets:
@@ -76,7 +82,7 @@ def explain_sequence(
     at_run_time = tuple(reason for reason in fallback_reasons if reason not in planned)
     unused = (sequence.parameter_names[index] for section in sequence.unused for index in section.plan.indices)
     return Explanation(
-        tuple(rows), at_run_time, bucket_size, tuple(unused), sparse, left_alone, reduction, chosen, proof
+        tuple(rows), at_run_time, bucket_size, tuple(unused), sparse, left_alone, reduction, chosen, compiled, proof
     )
 
 

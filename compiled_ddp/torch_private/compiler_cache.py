@@ -57,9 +57,38 @@ def identity_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mappi
     ]
     with config.patch(dict(options)):
         settings = sorted((name, repr(value)) for name, value in config.save_config_portable().items())
-    around = torch.__version__, torch.backends.cpu.get_cpu_capability(), torch.is_grad_enabled(), autocast
+    around = torch.__version__, torch.get_num_threads(), torch.is_grad_enabled(), autocast, *_processors(inputs)
     text = graph_module.print_readable(print_output=False)
     return hashlib.sha256(repr((text, described, settings, around)).encode()).hexdigest()
+
+
+class Lookups:
+    """How many graphs this process has found in the cache since this was made, and how many it has compiled."""
+
+    def __init__(self) -> None:
+        self._before = _counts()
+
+    @property
+    def found(self) -> int:
+        return _counts()[0] - self._before[0]
+
+    @property
+    def missed(self) -> int:
+        return _counts()[1] - self._before[1]
+
+
+def _counts() -> tuple[int, int]:
+    from torch._dynamo.utils import counters
+
+    of_inductor = counters["inductor"]
+    missed = of_inductor["fxgraph_cache_miss"] + of_inductor["fxgraph_cache_bypass"]
+    return of_inductor["fxgraph_cache_hit"], missed
+
+
+def _processors(inputs: Sequence[Any]) -> list[str]:
+    """What code is written for."""
+    gpus = {value.device for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
+    return [torch.backends.cpu.get_cpu_capability(), *sorted({torch.cuda.get_device_name(gpu) for gpu in gpus})]
 
 
 def _described(value: object) -> object:

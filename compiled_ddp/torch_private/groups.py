@@ -5,7 +5,7 @@ import functools
 import operator
 import unittest.mock
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -122,7 +122,26 @@ def forget_group_name(name: str) -> None:
 
 def is_gloo(group: dist.ProcessGroup) -> bool:
     """Whether `group` has no other backend, for no kind of device."""
-    return {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")} == {"gloo"}
+    backends = {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")}
+    return {_stands_for.get(backend, backend) for backend in backends} == {"gloo"}
+
+
+_stands_for = dict[str, str]()  # a backend that is pretended
+
+
+@contextlib.contextmanager
+def pretended(size: int, store: dist.Store | None = None, backend: str = "fake") -> Iterator[str]:
+    """A default group of `size` ranks that communicates nothing, and stands for one of `backend`; its name."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=store or FakeStore(), rank=0, world_size=size)
+    _stands_for["fake"] = backend
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD.group_name
+    finally:
+        del _stands_for["fake"]
+        dist.destroy_process_group()
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:

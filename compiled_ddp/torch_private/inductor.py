@@ -22,7 +22,8 @@ SOURCES = (Path(__file__), Path(packing.__file__))
 
 
 @functools.cache
-def _source_hash() -> str:
+def source_hash() -> str:
+    """What changes whenever a program might be compiled otherwise for what stands in these files."""
     return hashlib.sha256(b"".join(source.read_bytes() for source in SOURCES)).hexdigest()
 
 
@@ -291,7 +292,7 @@ def _with_cache_identity(users_pass: Any, cache_identity: str) -> Any:
             users_identity = stands_for.uuid() if isinstance(stands_for, CustomGraphPass) else None
             if stands_for is not None and users_identity is None:
                 return None
-            return cache_identity, _source_hash(), users_identity
+            return cache_identity, source_hash(), users_identity
 
     if takes_several:
         return [*custom_graph_pass.get_custom_graph_passes(users_pass), CacheIdentity()]

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
@@ -38,19 +37,6 @@ PROPERTIES = SimpleNamespace(
     shared_memory_per_multiprocessor=228 * 2**10,
     L2_cache_size=50 * 2**20,
 )
-
-
-@contextlib.contextmanager
-def world(size: int) -> Iterator[str]:
-    """A process group of `size` ranks that communicates nothing; its name."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD.group_name
-    finally:
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

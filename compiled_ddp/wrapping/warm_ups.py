@@ -15,6 +15,7 @@ from compiled_ddp.graph.telling import Teller
 from compiled_ddp.graph.warmup import Compiled, tell, timed, warm_up
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.model.own_methods import every_parameter
+from compiled_ddp.ranks import pretended
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.users_code import warn_user
 from compiled_ddp.wrapping.settings import Settings
@@ -75,7 +76,12 @@ class WarmUps:
     def _may_choose(self) -> bool:
         """Whether the compiled model may be given up, and another backward than a step's be run now."""
         options = self._settings.options
-        if not options.warmup_chooses or options.strict or options.backend != "inductor":
+        if (
+            pretended.current() is not None
+            or not options.warmup_chooses
+            or options.strict
+            or options.backend != "inductor"
+        ):
             return False
         # Wrappers inside would take what is timed for a step of theirs.
         return torch.is_grad_enabled() and not self._runtime.is_awaited() and not self._managed.wrappers_inside()

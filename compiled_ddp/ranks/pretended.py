@@ -1,0 +1,87 @@
+"""A world of many ranks in which this process is rank 0 and no other one runs, to compile what rank 0 of them would."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Self
+
+import torch.distributed as dist
+
+from compiled_ddp import torch_private
+
+
+class World:
+    """What is pretended, beside the number of ranks."""
+
+    def __init__(self, link_bytes_per_second: float) -> None:
+        self._link_bytes_per_second = link_bytes_per_second
+        self.link_was_measured = False
+
+    def measure_link(self) -> float:
+        """How fast its ranks reduce."""
+        self.link_was_measured = True
+        return self._link_bytes_per_second
+
+
+_current: World | None = None
+
+
+def current() -> World | None:
+    """The world that this process pretends to be in: collectives communicate nothing, and nothing is to be timed.
+
+    None where ranks are real.
+    """
+    return _current
+
+
+@contextlib.contextmanager
+def world(size: int, *, backend: str, link_bytes_per_second: float) -> Iterator[World]:
+    """torch.distributed is initialised for `size` ranks of `backend` ("gloo", "nccl"), which is not started.
+
+    Nothing that depends on what other ranks compute may run in here: no synchronised backward, no optimizer.
+    """
+    global _current
+    with torch_private.groups.pretended(size, _Echo(), backend):
+        _current = World(link_bytes_per_second)
+        try:
+            yield _current
+        finally:
+            _current = None
+
+
+class _Echo(dist.Store):
+    """Every rank has published what rank 0 has, and found nothing wrong with what it wraps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._values[key] = value if isinstance(value, bytes) else value.encode()
+
+    def _find(self, key: str) -> bytes | None:
+        by_rank, _, rank = key.rpartition("/")
+        if key not in self._values and rank.isdecimal():
+            return b"null" if by_rank.endswith("/verdict") else self._values.get(f"{by_rank}/0")
+        return self._values.get(key)
+
+    def get(self, key: str) -> bytes:
+        found = self._find(key)
+        if found is None:
+            raise RuntimeError(
+                f"no rank of a pretended world publishes {key!r}: nothing that waits for it can run there."
+            )
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        """That all ranks have added theirs."""
+        return dist.get_world_size()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._find(key) is not None for key in keys)
+
+    def wait(self, keys: list[str], timeout: object = None) -> None:
+        """Nobody is late."""
+
+    def clone(self) -> Self:
+        """One connection is as good as another."""
+        return self

@@ -1,0 +1,167 @@
+"""`compiled-ddp precompile`: a job finds in its folder all that it needs, and is told where that does not fit."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from compiled_ddp import compile_ddp
+from compiled_ddp.__main__ import main
+from compiled_ddp.graph import precompiled
+from compiled_ddp.ranks import pretended
+from ranks import RankPool
+
+SCRIPT = """
+import torch
+from torch import nn
+from compiled_ddp import EagerDDP, compile_ddp
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+
+def with_options():
+    assert torch.distributed.get_world_size() == 2
+    return compile_ddp(net(), bucket_cap_mb=1.0), [torch.zeros(3, 6)]
+
+def without_batches():
+    return compile_ddp(net(), bucket_cap_mb=1.0), []
+
+def by_hooks():
+    return EagerDDP(net()), [torch.zeros(3, 6)]
+
+def nothing():
+    return None
+"""
+
+LIMITS = {"timeout_seconds": 300, "collective_timeout_seconds": 120}
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def _trains(rank: int, folder: str) -> tuple[list[bool], str]:
+    """Whether each program was found in the folder, by steps that accumulate, reduce and evaluate."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    x = torch.full((3, 6), float(rank + 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        torch.compiler.reset()
+        ddp = compile_ddp(model, bucket_cap_mb=1.0)
+        ddp(x).square().sum().backward()
+        expected = model[0].weight.grad.clone()
+        with ddp.no_sync():
+            ddp(x).square().sum().backward()
+        ddp(x).square().sum().backward()
+        torch.testing.assert_close(model[0].weight.grad, 3 * expected)
+        ddp.eval()
+        with torch.no_grad():
+            ddp(x)
+        told = str(ddp.explain())
+    return [each.was_found for each in ddp.teller.compilations], told
+
+
+@pytest.mark.inductor
+def test_a_job_compiles_nothing_that_was_precompiled(
+    ranks2: RankPool, script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "filled"
+    status = main(["precompile", f"{script}:with_options", "--ranks", "2", "--into", str(folder), "--evaluation"])
+    printed = capfd.readouterr()
+    assert status == 0, printed.err
+    assert f"Start the job with TORCHINDUCTOR_CACHE_DIR={folder}" in printed.out
+    assert "the given buckets: 5 programs" in printed.err
+    for found, told in ranks2.run(_trains, str(folder), **LIMITS):
+        assert found and all(found), told
+        assert f"Loaded from {folder}: forward of graph 1 (by rank 0 on " in told and "Compiled here" not in told
+    (entry,) = json.loads((folder / "compiled_ddp" / "precompiled.json").read_text())
+    assert (entry["ranks"], entry["torch"]) == (2, torch.__version__)
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("without_batches", "without_batches has no batches: return a list with one of each shape"),
+        ("by_hooks", "the model is wrapped by EagerDDP, which compiles nothing: take compile_ddp"),
+        ("nothing", "nothing: the function returned None: return (model, batches)"),
+        ("missing", "has no function 'missing': name one that returns (model, batches)"),
+    ],
+)
+def test_what_cannot_be_compiled_is_named(
+    function: str, why: str, script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["precompile", f"{script}:{function}", "--ranks", "2", "--into", str(tmp_path / "filled")]) == 2
+    told = capfd.readouterr().err
+    assert why in told and "Traceback" not in told
+
+
+@pytest.mark.parametrize(("arguments", "why"), [(["--ranks", "1"], "--ranks must be at least 2"), ([], "--ranks")])
+def test_arguments_are_checked(arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["precompile", "train.py:make", "--into", "filled", *arguments])
+    assert ended.value.code == 2 and why in capsys.readouterr().err
+
+
+# ---- the world that it compiles in -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("speed", [1.0, 2.0**40])
+def test_a_wrapper_of_many_ranks_is_made_and_warmed_up_on_one(speed: float) -> None:
+    with pretended.world(1000, backend="gloo", link_bytes_per_second=speed) as world:
+        ddp = compile_ddp(nn.Linear(4, 3), backend="aot_eager")
+        ddp.warmup(torch.zeros(2, 4))
+        assert dist.get_world_size() == 1000 and world.link_was_measured
+        assert f"A bucket closes at {2 if speed == 1.0 else 25} MiB" in str(ddp.explain())
+    assert not dist.is_initialized() and pretended.current() is None
+
+
+def test_what_needs_other_ranks_fails_and_does_not_wait() -> None:
+    with pretended.world(8, backend="gloo", link_bytes_per_second=1.0):
+        ddp = compile_ddp(nn.Linear(4, 3), backend="aot_eager")
+        with pytest.raises(RuntimeError):
+            ddp(torch.zeros(2, 4)).sum().backward()
+
+
+# ---- a folder that was filled for something else ---------------------------------------------------------------------
+
+
+def _other(name: str, value: object) -> Callable[[int], Any]:
+    conditions = precompiled.conditions
+    return lambda ranks: {**conditions(ranks), name: value}
+
+
+@pytest.mark.parametrize(("name", "value"), [("torch", "2.0.0"), ("processor", "a VAX"), ("threads", 64), ("ranks", 7)])
+def test_a_foreign_folder_is_told_of(
+    name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("COMPILED_DDP_LOG", "stderr")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(precompiled, "conditions", _other(name, value))
+        precompiled.note_filled(tmp_path, 2, "train.py:make")
+    precompiled.tell_if_foreign(2)
+    here = precompiled.conditions(2)[name]
+    assert f"does not fit, and is compiled anew: {name} {here} here, {value} there." in capsys.readouterr().err
+    precompiled.note_filled(tmp_path, 2, "train.py:make")
+    precompiled.tell_if_foreign(2)
+    assert capsys.readouterr().err == "", "it was filled for both"
+
+
+@pytest.mark.parametrize("text", ["", "not json", "{}", "[1, null]"])
+def test_a_broken_note_is_none(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "compiled_ddp").mkdir()
+    (tmp_path / "compiled_ddp" / "precompiled.json").write_text(text)
+    precompiled.tell_if_foreign(2)
+    precompiled.note_filled(tmp_path, 2, "train.py:make")
+    precompiled.tell_if_foreign(2)

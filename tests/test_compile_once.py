@@ -1,6 +1,8 @@
 """One process of a host compiles, and the others wait for it, but for no one that is dead, silent or done."""
 
 import contextlib
+import itertools
+import json
 import os
 import signal
 import subprocess
@@ -9,16 +11,23 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from compiled_ddp.graph import compile_once
+from compiled_ddp.graph import owner as owner_module
+from compiled_ddp.graph.other_hosts import OtherHosts
+from compiled_ddp.graph.owner import Owner
+from compiled_ddp.ranks.rank_group import RankGroup
 from ranks import RankPool
+
+A_GRAPH = {"graph": "a graph"}
 
 OWNER = """
 import contextlib, sys, time
 from compiled_ddp.graph import compile_once
-with compile_once.in_turn(sys.argv[1], lambda owner: contextlib.nullcontext()):
+with compile_once.in_turn({"graph": sys.argv[1]}, lambda owner: contextlib.nullcontext()):
     print("compiling", flush=True)
     time.sleep(1000)
 """
@@ -34,11 +43,11 @@ class Waits:
     """Whom a process has waited for."""
 
     def __init__(self) -> None:
-        self.owners: list[compile_once.Owner | None] = []
+        self.owners: list[Owner | None] = []
         self.has_begun = threading.Event()
 
     @contextlib.contextmanager
-    def __call__(self, owner: compile_once.Owner | None) -> Iterator[None]:
+    def __call__(self, owner: Owner | None) -> Iterator[None]:
         self.owners.append(owner)
         self.has_begun.set()
         yield
@@ -59,7 +68,7 @@ def _each_compiles(rank: int, folder: str) -> tuple[float, float, bool, int]:
     """When this began and ended, whether it has found the work done, and for how many it has waited."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
     waits = Waits()
-    with compile_once.in_turn("a graph", waits):
+    with compile_once.in_turn(A_GRAPH, waits):
         began, is_done = time.time(), bool([*Path(folder, "compiled_ddp").glob("*.done")])
         if not is_done:
             time.sleep(1.0)
@@ -76,10 +85,10 @@ def test_the_second_process_waits_for_the_first_and_then_goes_on(ranks2: RankPoo
 def test_what_has_been_done_is_waited_for_by_nobody(folder: Path) -> None:
     waits = Waits()
     for _ in range(2):
-        with compile_once.in_turn("a graph", waits):
+        with compile_once.in_turn(A_GRAPH, waits):
             pass
     (done,) = folder.glob("*.done")
-    with owner_elsewhere("another graph"), compile_once.in_turn("a graph", waits):
+    with owner_elsewhere("another graph"), compile_once.in_turn(A_GRAPH, waits):
         pass
     assert waits.owners == []
     assert done.exists()
@@ -87,7 +96,7 @@ def test_what_has_been_done_is_waited_for_by_nobody(folder: Path) -> None:
 
 def test_work_that_fails_is_not_done(folder: Path) -> None:
     def fail() -> None:
-        with compile_once.in_turn("a graph", Waits()):
+        with compile_once.in_turn(A_GRAPH, Waits()):
             assert [*folder.glob("*.owner")]
             raise ZeroDivisionError
 
@@ -101,19 +110,19 @@ def test_what_a_killed_process_was_compiling_is_taken_over(folder: Path) -> None
     waits = Waits()
     with owner_elsewhere() as owner:
         threading.Thread(target=lambda: (waits.has_begun.wait(), owner.kill()), daemon=True).start()
-        with compile_once.in_turn("a graph", waits):
+        with compile_once.in_turn(A_GRAPH, waits):
             assert not [*folder.glob("*.done")]
     assert [found.pid for found in waits.owners if found] == [owner.pid]
     assert [*folder.glob("*.done")], "this process has done it"
 
 
 def test_a_stopped_process_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_once, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(owner_module, "SILENT_SECONDS", 2.0)
     waits = Waits()
     with owner_elsewhere() as owner:
         os.kill(owner.pid, signal.SIGSTOP)
         began = time.monotonic()
-        with compile_once.in_turn("a graph", waits):
+        with compile_once.in_turn(A_GRAPH, waits):
             waited = time.monotonic() - began
         os.kill(owner.pid, signal.SIGCONT)
     assert len(waits.owners) == 1
@@ -122,11 +131,11 @@ def test_a_stopped_process_is_given_up(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_one_that_lives_is_waited_for_up_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile_once, "SILENT_SECONDS", 2.5)
-    monkeypatch.setattr(compile_once, "PATIENCE_SECONDS", 5.0)
+    monkeypatch.setattr(owner_module, "SILENT_SECONDS", 2.5)
+    monkeypatch.setattr(owner_module, "PATIENCE_SECONDS", 5.0)
     with owner_elsewhere():
         began = time.monotonic()
-        with compile_once.in_turn("a graph", Waits()):
+        with compile_once.in_turn(A_GRAPH, Waits()):
             assert time.monotonic() - began >= 5.0, "it tells each second that it lives"
 
 
@@ -134,14 +143,14 @@ def test_another_thread_of_this_process_is_not_waited_for(folder: Path) -> None:
     waits, has_begun, may_end = Waits(), threading.Event(), threading.Event()
 
     def hold() -> None:
-        with compile_once.in_turn("a graph", Waits()):
+        with compile_once.in_turn(A_GRAPH, Waits()):
             has_begun.set()
             may_end.wait()
 
     thread = threading.Thread(target=hold)
     thread.start()
     has_begun.wait()
-    with compile_once.in_turn("a graph", waits):
+    with compile_once.in_turn(A_GRAPH, waits):
         assert not may_end.is_set()
     may_end.set()
     thread.join()
@@ -153,7 +162,7 @@ def test_where_nothing_can_be_written_each_process_compiles(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COMPILED_DDP_LOG", "stderr")
     (tmp_path / "compiled_ddp").write_text("a file in the place of the folder")
-    with compile_once.in_turn("a graph", Waits()):
+    with compile_once.in_turn(A_GRAPH, Waits()):
         pass
     assert "each rank compiles by itself what one might compile for all of its host: " in capsys.readouterr().err
 
@@ -162,7 +171,7 @@ def test_a_cache_that_is_cleared_meanwhile_is_told_of(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COMPILED_DDP_LOG", "stderr")
-    with compile_once.in_turn("a graph", Waits()):
+    with compile_once.in_turn(A_GRAPH, Waits()):
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
@@ -176,3 +185,66 @@ def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(compile_once.SWITCH, "no")
     with pytest.raises(ValueError, match="COMPILED_DDP_COMPILE_ONCE must be '1' or '0', found 'no'"):
         compile_once.is_on()
+
+
+# ---- other hosts -----------------------------------------------------------------------------------------------------
+
+
+class _OtherRank:
+    """The ranks as one of two hosts sees them: what rank 1 on the other one has published, and its signs of life."""
+
+    ranks = (0, 1)
+
+    def __init__(self, published: dict[str, str] | None, beats: Iterator[str]) -> None:
+        self._published, self._beats = published, beats
+        self.said = dict[str, str]()
+
+    def claim(self, key: str, value: str) -> str:
+        if self._published is None:
+            raise RuntimeError("the store has ended")
+        return json.dumps({"rank": 1, "pid": 1, "host": "elsewhere"})
+
+    def publish(self, key: str, value: str) -> None:
+        self.said[key] = value
+
+    def published(self, key: str) -> str | None:
+        assert self._published is not None
+        return self._published.get(key.rpartition("/")[2])
+
+    def read(self, key: str, **_: object) -> str:
+        return self.published(key) or ""
+
+    def beat_of(self, rank: int) -> str:
+        return next(self._beats)
+
+
+def _in_turn_with(other: _OtherRank) -> tuple[Owner | None, Waits]:
+    waits, ranks = Waits(), cast(RankGroup, other)
+    with OtherHosts(ranks, "forward of Net (graph 1)", A_GRAPH).in_turn(waits) as owner:
+        return owner, waits
+
+
+def test_a_host_that_dies_in_the_middle_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "SILENT_SECONDS", 0.3)
+    other = _OtherRank({}, itertools.repeat("7"))
+    owner, waits = _in_turn_with(other)
+    assert owner is None and [each.host for each in waits.owners if each] == ["elsewhere"]
+    assert [key.rpartition("/")[2] for key in other.said] == ["wanted"]
+
+
+def test_a_host_that_lives_is_waited_for_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner_module, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(owner_module, "PATIENCE_SECONDS", 2.0)
+    began = time.monotonic()
+    owner, _ = _in_turn_with(_OtherRank({}, map(str, itertools.count())))
+    assert owner is None and time.monotonic() - began >= 2.0
+
+
+def test_what_fails_on_another_host_is_tried_here() -> None:
+    owner, _ = _in_turn_with(_OtherRank({"done": "0 failed"}, itertools.repeat("7")))
+    assert owner is None
+
+
+def test_without_the_store_each_host_compiles() -> None:
+    owner, waits = _in_turn_with(_OtherRank(None, itertools.repeat("7")))
+    assert owner is None and not waits.owners

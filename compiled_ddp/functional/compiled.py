@@ -247,7 +247,7 @@ class CompiledStep:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if not several or self._backend != "inductor" or not compile_once.is_on():
             return contextlib.nullcontext()
-        work = compile_once.name_of_work(traced.graph_module, traced.inputs, self._options, identity)
+        work = compile_once.work_on(traced.graph_module, traced.inputs, self._options, identity)
         waiting = functools.partial(slow_work, ("waiting", "waited"))
         return compile_once.in_turn(work, lambda owner: waiting(what=compile_once.waiting_for(owner)))
 

@@ -15,43 +15,24 @@ import hashlib
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch.distributed as dist
 from filelock import FileLock, Timeout
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.graph.other_hosts import OtherHosts
+from compiled_ddp.graph.owner import Owner, Patience, Waiting, this_process
 from compiled_ddp.ranks.clock import again_and_again
 from compiled_ddp.telling import log
 
 _log = logging.getLogger(__name__)
 
 SWITCH = "COMPILED_DDP_COMPILE_ONCE"
-SILENT_SECONDS = 15.0
-# However alive: longer than all but few graphs take to compile, and less than ranks wait for each other in a collective
-# by default.
-PATIENCE_SECONDS = 900.0
-
 _POLL_SECONDS, _LONGEST_POLL_SECONDS, _BEAT_SECONDS = 0.01, 0.2, 1.0
-
-
-class Owner(NamedTuple):
-    """The process that compiles."""
-
-    rank: int  # 0 where torch.distributed is not initialised
-    pid: int
-    host: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.pid} on {self.host})"
-
-
-Waiting = Callable[[Owner | None], contextlib.AbstractContextManager[object]]
 
 
 def waiting_for(owner: Owner | None, what: str = "the same graph") -> str:
@@ -67,35 +48,37 @@ def is_on() -> bool:
     return switch == "1"
 
 
-def name_of_work(
+def work_on(
     graph_module: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], rewritten: str
-) -> str | None:
-    """What other ranks know the work on this graph by; None where they do not find in the cache what has come of it.
+) -> dict[str, str] | None:
+    """All that has an influence on what becomes of this graph, by what it is called to users.
 
-    `rewritten` is the identity of how it is rewritten, `options` are Inductor's.
+    `rewritten` is the identity of how it is rewritten, `options` are Inductor's. None where other ranks do not find in
+    the cache what has come of it.
     """
     if not torch_private.compiler_cache.keeps_graphs(options):
         return None
-    return f"{torch_private.compiler_cache.identity_of(graph_module, inputs, options)} {rewritten}"
+    return {**torch_private.compiler_cache.identity_of(graph_module, inputs, options), "reduction": rewritten}
 
 
 @contextlib.contextmanager
-def in_turn(work: str | None, waiting: Waiting) -> Iterator[Owner | None]:
-    """Compile in here what `work` is a name of: alone, or after whoever is compiling it. None is of nobody else's.
+def in_turn(
+    work: Mapping[str, str] | None, waiting: Waiting, other_hosts: OtherHosts | None = None
+) -> Iterator[Owner | None]:
+    """Compile in here what `work` describes: alone, or after whoever is compiling it. None is of nobody else's.
 
-    What it gives is who has compiled it before, if somebody is known to have. `waiting(owner)` is a context for the
-    time in which this process waits; one that has just begun is not known, None. [Note: turns]
+    What it gives is who has compiled it before, if somebody is known to have. [Note: turns]
     """
     if work is None:
         yield None
         return
-    name = hashlib.sha256(work.encode()).hexdigest()
+    name = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
     turn = _Turn(torch_private.compiler_cache.folder() / "compiled_ddp" / name, waiting)
     if not turn.take():
         yield turn.done_by()
         return
-    with turn.taken():
-        yield None
+    with turn.taken(), contextlib.nullcontext() if other_hosts is None else other_hosts.in_turn(waiting) as owner:
+        yield owner
 
 
 class _Turn:
@@ -130,22 +113,16 @@ class _Turn:
     def _wait(self) -> None:
         """Until the lock is this process's, or there is nothing to wait for any more."""
         with self._waiting(self._owner()):
-            began = heard = time.monotonic()
-            beat, pause = self._beat(), _POLL_SECONDS
+            patience, pause = Patience(), _POLL_SECONDS
             while not self._done.exists():
-                if self._try():
-                    return
-                now, beat_now = time.monotonic(), self._beat()
-                if beat_now != beat:
-                    beat, heard = beat_now, now
-                if now - heard > SILENT_SECONDS or now - began > PATIENCE_SECONDS or self._is_of_this_process():
+                if self._try() or patience.is_over(self._beat()) or self._is_of_this_process():
                     return
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_POLL_SECONDS)
 
     def _is_of_this_process(self) -> bool:
         """Another thread of it has the lock, which may wait for what this one holds."""
-        return self._owner() == _this_process()
+        return self._owner() == this_process()
 
     def _owner(self) -> Owner | None:
         return _read(self._owner_file)  # None where it has just taken the lock, and not yet written who it is
@@ -164,7 +141,7 @@ class _Turn:
     def taken(self) -> Iterator[None]:
         """Tell that this process compiles, while it does, and that it has, unless that fails."""
         try:
-            this = json.dumps(_this_process()._asdict())
+            this = json.dumps(this_process()._asdict())
             self._write(lambda: self._owner_file.write_text(this))
             with again_and_again(self._tell_that_it_lives, seconds=_BEAT_SECONDS, name="compiled_ddp compiling"):
                 yield
@@ -194,8 +171,3 @@ def _read(file: Path) -> Owner | None:
 
 def _tell_of(error: OSError) -> None:
     log.tell(_log, f"each rank compiles by itself what one might compile for all of its host: {error}")
-
-
-def _this_process() -> Owner:
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return Owner(rank, os.getpid(), socket.gethostname())

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -53,11 +53,11 @@ class CompiledGraph:
         options: dict[str, Any],
         teller: Teller,
         first: Rewriting = LOCAL,
-        work: str | None = None,
+        work: Mapping[str, str] | None = None,
     ) -> None:
         """`first` is the backward that AOTAutograd compiles and caches by itself. `graph_module` is consumed.
 
-        `work` is what others know the work on it by, and find in the cache what has come of it, if they do.
+        `work` is what the work on it depends on, for others who find in the cache what has come of it, if they do.
 
         `teller` is that of the wrapper for which Dynamo has captured the graph.
 
@@ -122,7 +122,7 @@ class CompiledGraph:
         teller = None if needed_by is None else needed_by.teller
         again = self._spares_saved_tensors
         work = self._captured_for.compiling_backward(rewriting.name, teller, spares_saved_tensors=again)
-        shared = None if self._work is None else f"{self._work} {rewriting.identity} {again}"
+        shared = None if self._work is None else {**self._work, "backward": f"{rewriting.identity} {again}"}
         turn = self._captured_for.in_turn(shared, rewriting.name)
         with self._lock, turn, work:
             is_first = rewriting.identity == self._first.identity and not self._spares_saved_tensors

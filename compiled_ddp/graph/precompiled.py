@@ -27,7 +27,7 @@ def conditions(world_size: int) -> Conditions:
         "compiled_ddp": f"{pipeline.source_hash()[:8]}{torch_private.inductor.source_hash()[:8]}",  # what rewrites
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-        "threads": torch.get_num_threads(),
+        "number of threads": torch.get_num_threads(),
         "ranks": world_size,
     }
 

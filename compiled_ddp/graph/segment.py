@@ -201,7 +201,7 @@ class Segment:
         rewriting = LOCAL if first is None else first.rewriting("synchronised")
         work = None
         if caller.teller.takes_turns:
-            work = compile_once.name_of_work(graph_module, example_inputs, compiler_options, rewriting.identity)
+            work = compile_once.work_on(graph_module, example_inputs, compiler_options, rewriting.identity)
         self.why_hooks: str | None = None  # why no wrapper reduces anything in this graph
         with (
             contextlib.nullcontext() if first is None else first.named(),

@@ -4,13 +4,16 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph import compile_once
 from compiled_ddp.graph.compilations import MOST_OF_A_GRAPH, Compilation, note_seconds, seconds_of_last_time
+from compiled_ddp.graph.other_hosts import OtherHosts
+from compiled_ddp.graph.owner import Owner
+from compiled_ddp.ranks import pretended
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.telling.slow_work import SlowWork
 
@@ -30,7 +33,7 @@ class Teller:
         self._is_warming_up = False
         self.compilations = list[Compilation]()
         self._begun = 0  # of them
-        self._compiled_by: compile_once.Owner | None = None  # what this process is to look for now
+        self._compiled_by: Owner | None = None  # what this process is to look for now
 
     @contextlib.contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -69,14 +72,19 @@ class Teller:
         return self._compiling(f"backward ({name})", graph, again if spares_saved_tensors else f"first used {occasion}")
 
     @contextlib.contextmanager
-    def in_turn(self, work: str | None, what: str, graph: int) -> Iterator[None]:
+    def in_turn(self, work: Mapping[str, str] | None, what: str, graph: int) -> Iterator[None]:
         """To compile `work` in, the forward or a backward of a graph, as `compile_once.in_turn`."""
 
-        def waiting(owner: compile_once.Owner | None) -> contextlib.AbstractContextManager[object]:
-            compiles = compile_once.waiting_for(owner, f"{what} of {self._model} (graph {graph})")
+        named, runtime = f"{what} of {self._model} (graph {graph})", self._runtime()
+        other_hosts = None
+        if work is not None and runtime is not None and pretended.current() is None:
+            other_hosts = OtherHosts(runtime.communicator.ranks, named, work)
+
+        def waiting(owner: Owner | None) -> contextlib.AbstractContextManager[object]:
+            compiles = compile_once.waiting_for(owner, named)
             return self._work(("waiting", "waited"), compiles, "", lambda: self._estimate(what, graph))
 
-        with compile_once.in_turn(work, waiting) as owner:
+        with compile_once.in_turn(work, waiting, other_hosts) as owner:
             before, self._compiled_by = self._compiled_by, owner
             try:
                 yield
@@ -161,7 +169,7 @@ class CapturedFor:
             yield
         self._teller.graph_compiled()
 
-    def in_turn(self, work: str | None, backward: str) -> contextlib.AbstractContextManager[object]:
+    def in_turn(self, work: Mapping[str, str] | None, backward: str) -> contextlib.AbstractContextManager[object]:
         return self._teller.in_turn(work, f"backward ({backward})", self._number)
 
     def compiling_backward(

@@ -108,6 +108,15 @@ class RankGroup:
         with self._reaching_store(f"to publish {key!r} for the other ranks"):
             self._store.ask(lambda store: store.set(key, value))
 
+    def claim(self, key: str, value: str) -> str:
+        """The value of the rank that has called this first under `key`: this one's, if that has been this one."""
+        with self._reaching_store(f"to publish {key!r} for the other ranks"):
+            return self._store.ask(lambda store: store.compare_set(key, "", value)).decode()
+
+    def beat_of(self, rank: int) -> str | None:
+        """What the group's rank has left last as a sign of life, see `living`."""
+        return self.published(_life(rank))
+
     def read(self, key: str, *, writer: int, purpose: str, patience: float = 1.0) -> str:
         """Wait for what the group's rank `writer` publishes under `key`.
 
@@ -143,7 +152,7 @@ class RankGroup:
                 value = self._store.ask(functools.partial(_wait, key, min(max(left, 0.001), look)))
                 if value is not None or left <= look or self._is_called_off():
                     return value, min(time.monotonic(), deadline) - began
-                beat_now = self.published(_life(writer)) or ""
+                beat_now = self.beat_of(writer) or ""
                 if beat is None:
                     telling.enter_context(self._telling_of_wait(writer, purpose))
                 elif beat_now != beat:

@@ -59,6 +59,7 @@ try:
     from compiled_ddp.torch_private import (
         aot,
         autograd,
+        cache_artifacts,
         captures,
         checkpoints,
         compiler_cache,
@@ -83,6 +84,7 @@ dynamo.leave_out_of_traces("compiled_ddp", "compiled_ddp.passes")
 __all__ = [
     "aot",
     "autograd",
+    "cache_artifacts",
     "captures",
     "checkpoints",
     "compiler_cache",

@@ -43,10 +43,10 @@ def _has_identity(passes: Any) -> bool:
     return all(one is None or (hasattr(one, "uuid") and one.uuid() is not None) for one in every)
 
 
-def identity_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> str:
+def identity_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]) -> dict[str, str]:
     """Equal in two processes whose caches have the same key for the graph: that of a graph is made as it is compiled.
 
-    In it are the graph's operators, its inputs, Inductor's settings, this torch, and what the processor can do.
+    By what has an influence on the key, in words for users.
     """
     from torch._inductor import config
 
@@ -57,9 +57,19 @@ def identity_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mappi
     ]
     with config.patch(dict(options)):
         settings = sorted((name, repr(value)) for name, value in config.save_config_portable().items())
-    around = torch.__version__, torch.get_num_threads(), torch.is_grad_enabled(), autocast, *_processors(inputs)
-    text = graph_module.print_readable(print_output=False)
-    return hashlib.sha256(repr((text, described, settings, around)).encode()).hexdigest()
+    return {
+        "graph": _digest(graph_module.print_readable(print_output=False)),
+        "inputs": _digest(described),
+        "compiler's options": _digest(settings),
+        "modes": f"gradients {torch.is_grad_enabled()}, autocast {autocast}",
+        "torch": torch.__version__,
+        "processor": ", ".join(_processors(inputs)),
+        "number of threads": str(torch.get_num_threads()),
+    }
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 class Lookups:

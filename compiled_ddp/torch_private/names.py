@@ -31,6 +31,14 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "an identity in the caches' keys": ("torch._inductor.custom_graph_pass",),
     "one rank that compiles for all of its host": ("torch._inductor.runtime.cache_dir_utils.cache_dir",),
+    "what was found in the cache": ("torch._dynamo.utils.counters",),
+    "one host that compiles for all of a job": (
+        "torch.compiler._cache.AppendingByteSerializer",
+        "torch.compiler._cache.CacheArtifactManager._seen_artifacts",
+        "torch.compiler._cache._serialize_single_cache",
+        "torch._inductor.codecache.CppCodeCache.cache",
+    ),
+    "many ranks that one process pretends": ("torch.testing._internal.distributed.fake_pg.FakeStore",),
     'backend="aot_eager"': (
         "torch._dynamo.backends.common.aot_autograd",
         "torch._dynamo.backends.debugging.boxed_nop",

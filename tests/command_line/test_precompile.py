@@ -140,7 +140,9 @@ def _other(name: str, value: object) -> Callable[[int], Any]:
     return lambda ranks: {**conditions(ranks), name: value}
 
 
-@pytest.mark.parametrize(("name", "value"), [("torch", "2.0.0"), ("processor", "a VAX"), ("threads", 64), ("ranks", 7)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("torch", "2.0.0"), ("processor", "a VAX"), ("number of threads", 64), ("ranks", 7)]
+)
 def test_a_foreign_folder_is_told_of(
     name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

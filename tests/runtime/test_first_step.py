@@ -1,8 +1,11 @@
 """What the ranks' compilers do in a first step, where caches are cold, warm, or differ between ranks."""
 
 import functools
+import io
+import logging
 import os
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -161,6 +164,106 @@ def test_functional_steps_that_differ_are_told_apart_by_the_cache(ranks2: RankPo
         for factor, checkpointed in [(1.0, False), (5.0, False), (5.0, True), (7.0, True), (1.0, False)]
     ]
     assert compiled == [1, 0, 1, 0, 0]
+
+
+# ---- several hosts: a cache for each rank ---------------------------------------------------------------------------
+
+
+def _libraries(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.rglob("*.so")}
+
+
+def test_one_host_compiles_and_the_other_loads(ranks2: RankPool, tmp_path: Path) -> None:
+    folders = [tmp_path / "0", tmp_path / "1"]
+    found = run(ranks2, folders, accumulated=True)
+    assert sum(rank.here for rank in found) == 3
+    assert sum(rank.loaded for rank in found) == 3
+    here, there = map(_libraries, folders)
+    assert here == there, "no C++ compiler has run a second time"
+    assert run(ranks2, folders, accumulated=True) == [Compiled(0, 3)] * 2
+
+
+@contextmanager
+def _lines() -> Iterator[list[str]]:
+    """What is told in here."""
+    lines = list[str]()
+    handler, logger = logging.Handler(), logging.getLogger("compiled_ddp")
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    before, _ = logger.level, logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+def _with_spoilt_artifacts(
+    rank: int, folders: list[str], spoil: Callable[[bytes], bytes]
+) -> tuple[Compiled, list[str]]:
+    made = torch_private.cache_artifacts.Made
+    packed = made.packed
+    spoilt = mock.patch.object(made, "packed", lambda this: spoil(packed(this)))
+    with spoilt, _cache_in(folders[rank]), _lines() as lines:
+        return _steps(rank), lines
+
+
+def _truncated(packed: bytes) -> bytes:
+    return packed[:-100]
+
+
+def _of_another_torch(packed: bytes) -> bytes:
+    version = torch.__version__.encode()
+    return _rezipped(packed, "torch", version.replace(b"2", b"1"))
+
+
+def _with_something_else(packed: bytes) -> bytes:
+    return _rezipped(packed, "../../somewhere.so", b"")
+
+
+def _rezipped(packed: bytes, name: str, content: bytes) -> bytes:
+    with zipfile.ZipFile(io.BytesIO(packed)) as parts:
+        contents = {each: parts.read(each) for each in parts.namelist()} | {name: content}
+    again = io.BytesIO()
+    with zipfile.ZipFile(again, "w") as parts:
+        for each, value in contents.items():
+            parts.writestr(each, value)
+    return again.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (_truncated, "it is broken or truncated"),
+        (_of_another_torch, "and this is torch"),
+        (_with_something_else, "it has '../../somewhere.so' in it, which is no library of Inductor's"),
+    ],
+)
+def test_what_another_host_sends_is_refused_by_name_and_compiled_anew(
+    ranks2: RankPool, tmp_path: Path, spoil: Callable[[bytes], bytes], why: str
+) -> None:
+    folders = [str(tmp_path / "0"), str(tmp_path / "1")]
+    (first, told), (second, told_too) = ranks2.run(_with_spoilt_artifacts, folders, spoil, **LIMITS)
+    assert (first, second) == (Compiled(2, 0), Compiled(2, 0))
+    refusal = "has sent is not used, and forward of Mlp (graph 1) is compiled anew: "
+    assert [why in line for line in told + told_too if refusal in line] == [True]
+
+
+def _with_other_threads(rank: int, folder: str) -> tuple[Compiled, list[str]]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 + rank)
+    try:
+        with _cache_in(folder), _lines() as lines:
+            return _steps(rank), lines
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_rank_with_other_settings_compiles_alone_and_says_so(ranks2: RankPool, tmp_path: Path) -> None:
+    (first, told), (second, told_too) = ranks2.run(_with_other_threads, str(tmp_path), **LIMITS)
+    assert (first, second) == (Compiled(2, 0), Compiled(2, 0))
+    (line,) = (line for line in told + told_too if "forward" in line and "by itself" in line)
+    assert "compiles forward of Mlp (graph 1) by itself, as its number of threads is not rank " in line
 
 
 # ---- caches that differ: pytorch 193043, unsloth-zoo 967 -------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Looking at a graph's collectives, and the names of launches and waits in profiles."""
+"""Looking at a graph's collectives, and the names of folds, launches and waits in profiles."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import TokenModel, assert_gradients, expected_mean, token_batch, wrappers
-from torch import Tensor
+from torch import Tensor, nn
 
-from compiled_ddp import compile_ddp
+from compiled_ddp import EagerDDP, compile_ddp
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 from ranks import RankPool
 
@@ -83,30 +83,67 @@ def test_an_observer_sees_the_launches_and_waits_of_its_group_by_number(ranks2: 
     )
 
 
-def _profile(rank: int, wrapper: str) -> tuple[list[str], list[str], int]:
+def _profile(rank: int, wrapper: str, accumulates: bool = False) -> tuple[list[str], int]:
+    """What a warm backward shows, in order; and how many buckets there are."""
     make = {**wrappers(("compile_ddp", "EagerDDP")), "inductor": lambda m: compile_ddp(m, bucket_cap_mb=0.002)}[wrapper]
     ddp = make(TokenModel())
     batch = token_batch(rank)
     ddp(*batch).backward()
     ddp.zero_grad()
-    expected = expected_mean(ddp.module, lambda module: module(*batch))
+    backwards = 2 if accumulates else 1
+    expected = expected_mean(ddp.module, lambda module: backwards * module(*batch))
+    if accumulates:
+        with ddp.no_sync():
+            ddp(*batch).backward()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         ddp(*batch).backward()
     assert_gradients(ddp.module, expected, rtol=1e-4, atol=1e-6)
-    names = [event.name for event in profile.events() if event.name.startswith("compiled_ddp: ")]
-    order = list(dict.fromkeys(names))
-    return order, names, len(ddp.plan.buckets)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("compiled_ddp: ")], len(ddp.plan.buckets)
+
+
+def _numbers(names: list[str], kind: str) -> list[int]:
+    """Of the buckets, in order."""
+    return [int(name.split("bucket ")[1].split(" ")[0]) for name in names if f": {kind} bucket" in name]
 
 
 @pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_a_profile_shows_every_launch_and_wait_by_name(ranks2: RankPool, wrapper: str) -> None:
     limits = {"timeout_seconds": 400, "collective_timeout_seconds": 120}
-    for order, names, buckets in ranks2.run(_profile, wrapper, **limits):
-        assert len(names) == 2 * buckets, names
-        assert len(order) == 2 * buckets, "a name came twice"
-        for kind in ("launch", "wait for"):
-            numbers = [name.split("bucket ")[1].split(" ")[0] for name in order if f": {kind} bucket" in name]
-            assert sorted(numbers, key=int) == [str(number) for number in range(buckets)], names
-        launches = [name for name in order if ": launch bucket" in name]
-        assert launches == sorted(launches), "out of order"
+    for names, buckets in ranks2.run(_profile, wrapper, **limits):
+        assert _numbers(names, "launch") == list(range(buckets)), names
+        assert sorted(_numbers(names, "wait for")) == list(range(buckets)), names
+        launches = [name for name in names if ": launch bucket" in name]
         assert any("(head.bias, head.weight" in name or "(head.weight, head.bias" in name for name in launches), names
+
+
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.parametrize("accumulates", [False, True], ids=["alone", "accumulated"])
+def test_a_profile_shows_by_name_when_gradients_are_folded_into_their_bucket(
+    ranks2: RankPool, wrapper: str, accumulates: bool
+) -> None:
+    """By hooks always; by a graph, whose kernels write theirs straight there, only what earlier backwards have left."""
+    limits = {"timeout_seconds": 400, "collective_timeout_seconds": 120}
+    for names, buckets in ranks2.run(_profile, wrapper, accumulates, **limits):
+        folded = _numbers(names, "fold")
+        assert set(folded) == (set(range(buckets)) if accumulates or wrapper == "EagerDDP" else set()), names
+        for bucket in set(folded):
+            places = [place for place, name in enumerate(names) if f"bucket {bucket} (" in name]
+            assert [names[place].split(" bucket")[0] for place in places[-3:]] == [
+                "compiled_ddp: fold",
+                "compiled_ddp: launch",
+                "compiled_ddp: wait for",
+            ], names
+
+
+def _profile_large(rank: int) -> list[str]:
+    ddp = EagerDDP(nn.Linear(256, 256))  # what has more than 2**15 elements is put into its bucket by itself
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            ddp(torch.ones(2, 256)).sum().backward()
+    return [event.name for event in profile.events() if event.name.startswith("compiled_ddp: fold bucket 0 (")]
+
+
+def test_a_profile_shows_the_fold_of_a_large_gradient_by_itself(ranks2: RankPool) -> None:
+    for names in ranks2.run(_profile_large):
+        assert len(names) == 2, names

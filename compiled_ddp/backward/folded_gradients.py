@@ -1,6 +1,7 @@
 """The .grad tensors that captured graphs fold in."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -29,26 +30,31 @@ class FoldedGradients:
         """[Note: equal calls] The backward will call the graphs with these fingerprints several times."""
         self.withheld = WithheldGradients(repeated)
 
-    def take(self, plan: BucketPlan) -> list[torch.Tensor]:
+    def take(self, plan: BucketPlan, named: Callable[[int], AbstractContextManager[object]]) -> list[torch.Tensor]:
         """What a graph must fold in, one tensor per gradient in plan order; empty if no parameter has a .grad.
 
-        Those without one get zeros.
+        Those without one get zeros. `named` gives the name in a profile of what is done for a bucket of the plan.
         """
         parameters = self._parameters.tensors
         if not any_has_gradient(map(parameters.__getitem__, plan.indices)):
             return []
         inputs = []
-        for bucket, gradient in plan.gradients:
-            parameter = parameters[gradient.index]
-            existing = parameter.grad
-            if existing is not None:
-                self._existing.check(gradient.index, existing)
-                self.taken[gradient.index] = existing
-                if torch_private.autograd.backward_will_accumulate(parameter):
-                    self._accumulated.add(gradient.index)
-                parameter.grad = None
-            inputs.append(as_planned(existing, gradient, bucket))
+        for place, bucket in enumerate(plan.buckets):
+            with named(place):
+                inputs += [as_planned(self._take(gradient.index), gradient, bucket) for gradient in bucket.gradients]
         return inputs
+
+    def _take(self, index: int) -> torch.Tensor | None:
+        """What .grad was, which is None from here on."""
+        parameter = self._parameters.tensors[index]
+        existing = parameter.grad
+        if existing is not None:
+            self._existing.check(index, existing)
+            self.taken[index] = existing
+            if torch_private.autograd.backward_will_accumulate(parameter):
+                self._accumulated.add(index)
+            parameter.grad = None
+        return existing
 
     def leave_out(self, indices: Set[int]) -> None:
         """The graph brings these no .grad after all: it has reduced nothing of them, nor what it has taken."""

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+from compiled_ddp import torch_private
 from compiled_ddp.backward import deferred_hooks
 from compiled_ddp.backward.existing_gradients import ExistingGradients
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
@@ -15,6 +16,7 @@ from compiled_ddp.backward.streams import on_stream
 from compiled_ddp.backward.usage import Usage
 from compiled_ddp.checks.proof import Recording
 from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.ranks.launch_observer import UNNAMED
 from compiled_ddp.reducers.averaging import Averaging
 
 # Gradients up to this size are put into their bucket together, when the last one is there: on a CPU that takes a third
@@ -117,7 +119,8 @@ class Gradients:
         self._usage.note_any(indices)
         self.check(indices, gradients)
         buffer = self._buffers[position]
-        with grad_mode_off():
+        named = self._launches.named_fold(position) if torch_private.autograd.profiler_is_on() else UNNAMED
+        with grad_mode_off(), named:
             if self._recording is not None:
                 self._recording.put(indices, gradients, self._averaging.share_brought, is_all=False)
             if self._averaging.has_no_weight:
@@ -179,7 +182,8 @@ class Gradients:
         if self._averaging.has_no_weight:
             buffer.put_zeros(index)
             return
-        buffer.put(index, gradient, self._averaging.share(buffer.bucket.dtype))
+        with self._launches.named_fold(position) if torch_private.autograd.profiler_is_on() else UNNAMED:
+            buffer.put(index, gradient, self._averaging.share(buffer.bucket.dtype))
 
     def _reduced_so_far(self, index: int) -> torch.Tensor | None:
         """What this backward has reduced of a gradient, except what it reduces again."""

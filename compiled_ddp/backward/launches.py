@@ -1,6 +1,7 @@
 """Starting the reduction of each bucket, and waiting for it."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -58,6 +59,10 @@ class Launches:
     def by_hooks(self) -> list[int]:
         """The buckets that hooks have launched, or that a graph had when an exception ended it."""
         return [position for position, launch in enumerate(self.buckets) if launch.work is not None]
+
+    def named_fold(self, position: int) -> AbstractContextManager[object]:
+        """The name in a profile of what puts gradients into a bucket."""
+        return profiled("fold", self._rank_progress.bucket, position)
 
     # ---- start -------------------------------------------------------------------------------------------------------
 

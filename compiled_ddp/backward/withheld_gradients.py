@@ -1,6 +1,8 @@
 """The gradients of graphs that one backward calls several times, until the last call of each reduces their sum."""
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -61,22 +63,32 @@ class WithheldGradients:
             passed_on = {place: self._sums.pop(index, None) for place, index in index_of.items()}
         return tuple(passed_on.get(place, gradient) for place, gradient in enumerate(gradients))
 
-    def fold(self, plan: BucketPlan, existing: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def fold(
+        self,
+        plan: BucketPlan,
+        existing: Sequence[torch.Tensor],
+        named: Callable[[int], AbstractContextManager[object]],
+    ) -> Sequence[torch.Tensor]:
         """What a graph must fold in: the `existing` gradients, if there are any, with what waits.
 
-        One tensor per gradient in plan order; nothing waits any more.
+        One tensor per gradient in plan order; nothing waits any more. `named` is that of `FoldedGradients.take`.
         """
         if self._sums.keys().isdisjoint(plan.indices):
             return existing
         self._follow_streams(bucket.device for bucket in plan.buckets)
+        there: Iterator[torch.Tensor | None] = iter(existing) if existing else itertools.repeat(None)
         to_fold = []
-        with grad_mode_off():
-            for place, (bucket, gradient) in enumerate(plan.gradients):
-                waiting = self._sums.pop(gradient.index, None)
-                if existing:
-                    waiting = existing[place] if waiting is None else existing[place].add(waiting)
-                to_fold.append(as_planned(waiting, gradient, bucket))
+        for place, bucket in enumerate(plan.buckets):
+            with grad_mode_off(), named(place):
+                to_fold += [as_planned(self._joined(g.index, next(there)), g, bucket) for g in bucket.gradients]
         return to_fold
+
+    def _joined(self, index: int, existing: torch.Tensor | None) -> torch.Tensor | None:
+        """What waits for a parameter, which no longer does, and the `existing` gradient."""
+        waiting = self._sums.pop(index, None)
+        if existing is None or waiting is None:
+            return waiting if existing is None else existing
+        return existing.add(waiting)
 
     def _follow_streams(self, devices: Iterable[torch.device]) -> None:
         """Let the current streams wait for those on which what waits was made."""

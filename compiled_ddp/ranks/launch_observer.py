@@ -1,4 +1,4 @@
-"""Looking at the collectives of a graph while it runs, and the names that launches and waits have in a profile."""
+"""Looking at the collectives of a graph while it runs, and the names that buckets have in a profile."""
 
 import contextlib
 from collections.abc import Callable
@@ -73,6 +73,9 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
             return func(*args, **kwargs)
 
 
+UNNAMED = contextlib.nullcontext()  # what `profiled` returns while nothing records
+
+
 def profiled(what: str, name: Callable[[int], str], bucket: int) -> AbstractContextManager[object]:
     """The range "compiled_ddp: `what` `name(bucket)`" in torch.profiler, and in NVTX under emit_nvtx.
 
@@ -80,4 +83,4 @@ def profiled(what: str, name: Callable[[int], str], bucket: int) -> AbstractCont
     """
     if torch_private.autograd.profiler_is_on():
         return record_function(f"compiled_ddp: {what} {name(bucket)}")
-    return contextlib.nullcontext()
+    return UNNAMED

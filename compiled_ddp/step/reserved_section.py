@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -37,8 +38,11 @@ class ReservedSection:
         """
         returned = self._backward.circumstances.returned is not None  # .grad does not matter
         folded = self._backward.folded
-        existing = [] if returned else folded.take(self._plan)
-        return folded.withheld.fold(self._plan, existing) if folded.withheld.repeated else existing
+        existing = [] if returned else folded.take(self._plan, self._named_fold)
+        return folded.withheld.fold(self._plan, existing, self._named_fold) if folded.withheld.repeated else existing
+
+    def _named_fold(self, place: int) -> AbstractContextManager[object]:
+        return self._backward.launches.named_fold(self._positions[place])
 
     def lend_buffers(self, buckets: Iterable[int]) -> list[torch.Tensor]:
         """Memory for these buckets of the section, for the graph to pack them into."""

@@ -1,4 +1,4 @@
-"""The picture of a profiled step: what computes, what is launched and awaited, what is on its way.
+"""The picture of a profiled step: what computes, what the host launches and awaits, what is on the link.
 
     python -m benchmarks.trace_chart step.json docs/images/profiled-step.png
 
@@ -6,33 +6,75 @@
 """
 
 import json
+import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-OWN = "compiled_ddp: "
+Lane = Literal["computation", "host", "link"]
+LANES: tuple[Lane, ...] = ("computation", "host", "link")
+LABELS = {"computation": "computation", "host": "launch, wait\n(host)", "link": "all-reduce\n(gloo)"}
 COMPUTES = ("aten::addmm", "aten::mm", "Optimizer.step")
-LANES = ("computes", "launches and waits", "all-reduces (gloo)")
-COLORS = ("#1f78b4", "#e31a1c", "#33a02c")
+# The outermost ranges of a step, and what the picture calls them.
+PHASES = {
+    "Torch-Compiled Region": "forward",
+    "autograd::engine::evaluate_function: CompiledFunctionBackward": "backward",
+    "Optimizer.step": "optimizer",
+}
+OWN = re.compile(r"compiled_ddp: (?P<what>fold|launch|wait for) bucket (?P<bucket>\d+) \(.*; (?P<size>[^;]*)\)")
+GREY, COLORS = "#9aa5b1", ("#1f78b4", "#e6862a", "#33a02c", "#8e4fa8", "#c23b3b")
 
 
-def spans(events: Iterable[Mapping[str, Any]]) -> list[tuple[int, float, float, str]]:
-    """Lane, beginning and length in milliseconds, and what is written there, of what the picture shows."""
-    found = []
-    for event in sorted((event for event in events if event.get("ph") == "X"), key=lambda event: float(event["ts"])):
-        name = event["name"]
-        if name.startswith(OWN):
-            lane, words = 1, name.removeprefix(OWN).partition(" (")[0]
+@dataclass(frozen=True)
+class Bar:
+    """One range of the trace, of which `bucket` is None where it is of none."""
+
+    lane: Lane
+    start_ms: float
+    length_ms: float
+    words: str = ""
+    bucket: int | None = None
+
+
+def read(events: Iterable[Mapping[str, Any]]) -> tuple[list[Bar], list[Bar]]:
+    """The bars of the picture, and the phases of the step behind them, in milliseconds from the first one on.
+
+    gloo reduces buckets in the order of their launches, so its n-th range is that of the n-th launch.
+    """
+    ranges = sorted((event for event in events if event.get("ph") == "X"), key=lambda event: float(event["ts"]))
+    phases = [
+        Bar("computation", event["ts"] / 1e3, event["dur"] / 1e3, words)
+        for event in ranges
+        for begins_with, words in PHASES.items()
+        if event["name"].startswith(begins_with)
+    ]
+    bars = list(_bars(ranges))
+    begun = min(bar.start_ms for bar in (*bars, *phases))
+    return [_moved(bar, begun) for bar in bars], [_moved(bar, begun) for bar in phases]
+
+
+def _bars(ranges: Iterable[Mapping[str, Any]]) -> Iterator[Bar]:
+    launched: list[tuple[int, str]] = []
+    reduced = 0
+    for event in ranges:
+        start, length, name = event["ts"] / 1e3, event["dur"] / 1e3, event["name"]
+        if own := OWN.match(name):
+            bucket = int(own["bucket"])
+            if own["what"] == "launch":
+                launched.append((bucket, own["size"]))
+            yield Bar("host", start, length, f"{own['what'].removesuffix(' for')} {bucket}", bucket)
         elif name.startswith("gloo:"):
-            lane, words = 2, ""
+            bucket, size = launched[reduced]
+            reduced += 1
+            yield Bar("link", start, length, f"bucket {bucket}, {size}", bucket)
         elif name.startswith(COMPUTES):
-            lane, words = 0, "optimizer" if name.startswith("Optimizer") else ""
-        else:
-            continue
-        found.append((lane, event["ts"] / 1e3, event["dur"] / 1e3, words))
-    begun = min(start for _, start, _, _ in found)
-    return [(lane, start - begun, length, words) for lane, start, length, words in found]
+            yield Bar("computation", start, length)
+
+
+def _moved(bar: Bar, begun_ms: float) -> Bar:
+    return Bar(bar.lane, bar.start_ms - begun_ms, bar.length_ms, bar.words, bar.bucket)
 
 
 def draw(trace: Path, picture: Path) -> None:
@@ -41,19 +83,31 @@ def draw(trace: Path, picture: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    bars, phases = read(json.loads(trace.read_text())["traceEvents"])
     figure, axes = pyplot.subplots(figsize=(11, 3.6), layout="constrained")
-    heights = [0, 0, 0]
-    for lane, start, length, words in spans(json.loads(trace.read_text())["traceEvents"]):
-        place = len(LANES) - lane
-        axes.barh(place, length, left=start, height=0.4, color=COLORS[lane], edgecolor="white", linewidth=0.5)
-        if words:
-            above = 0.24 + 0.13 * (heights[lane] % 4 if lane == 1 else 0)
-            heights[lane] += 1
-            axes.text(start, place + above, words, fontsize=7)
-    axes.set_yticks([len(LANES) - lane for lane in range(len(LANES))], LANES)
+    for phase in phases:
+        axes.axvspan(phase.start_ms, phase.start_ms + phase.length_ms, color="#eef1f5", zorder=0)
+        axes.text(phase.start_ms + phase.length_ms / 2, 3.55, phase.words, ha="center", fontsize=10, color="#444444")
+    last_label_ms, raised = -99.0, False
+    for bar in bars:
+        place = len(LANES) - LANES.index(bar.lane)
+        color = GREY if bar.bucket is None else COLORS[bar.bucket % len(COLORS)]
+        hatch = "////" if bar.words.startswith("wait") else None
+        shape = {"height": 0.42, "color": color, "edgecolor": "white", "linewidth": 0.5, "hatch": hatch}
+        axes.barh(place, bar.length_ms, left=bar.start_ms, **shape)
+        if bar.lane == "link":
+            middle = bar.start_ms + bar.length_ms / 2
+            axes.text(middle, place, bar.words.replace(", ", "\n"), ha="center", va="center", fontsize=8, color="white")
+        elif bar.words and bar.length_ms > 0.5:
+            middle = bar.start_ms + bar.length_ms / 2
+            raised = middle - last_label_ms < 3 and not raised  # so that neighbours do not overlap
+            last_label_ms = middle
+            axes.text(middle, place + (0.42 if raised else 0.26), bar.words, ha="center", fontsize=8)
+    axes.set_yticks([len(LANES) - lane for lane in range(len(LANES))], [LABELS[lane] for lane in LANES])
     axes.set_xlabel("ms")
-    axes.set_ylim(0.5, len(LANES) + 0.8)
-    axes.set_title("One step of rank 0: six layers, three buckets, two ranks on two cores")
+    axes.set_ylim(0.6, len(LANES) + 0.85)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
     figure.savefig(picture, dpi=110)
 
 

@@ -175,6 +175,18 @@ def test_tests_that_a_table_names_exist(page: Path) -> None:
     assert not missing, missing
 
 
+def test_each_feature_has_its_tests_below_its_table() -> None:
+    page = (ROOT / "docs" / "features.md").read_text()
+    tables = [table.splitlines() for table in re.findall(r"^\| feature \|.*\n(?:\|.*\n)+", page, flags=re.MULTILINE)]
+    features, tests = tables[::2], tables[1::2]
+    assert len(features) == len(tests) == page.count("\n## ")
+    for of_features, of_tests in zip(features, tests, strict=True):
+        assert of_features[0].startswith("| feature | compiled_ddp | DDP |") and of_tests[0] == "| feature | test |"
+        first = [[row.split(" | ")[0] for row in table] for table in (of_features, of_tests)]
+        assert first[0][2:] == first[1][2:], "the rows are not those of the table above"
+        assert len(set(first[0])) == len(first[0]), "a feature stands there twice"
+
+
 def test_names_of_tests_are_found_in_tables(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("`a/test_x.py::test_0`\n| a | `a/test_x.py::test_1`, `::test_2`, `b/test_y.py` | `test.py` |\n")

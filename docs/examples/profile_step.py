@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 docs/examples/profile_step.py step.json
 
-Rank 0 writes the trace, which https://ui.perfetto.dev and chrome://tracing open. The ranges of this package are called
-"compiled_ddp: launch bucket 0 (...)" and "compiled_ddp: wait for bucket 0 (...)".
+Rank 0 writes the trace, which https://ui.perfetto.dev opens. The ranges of this package are called "compiled_ddp: launch
+bucket 0 (...)" and "compiled_ddp: wait for bucket 0 (...)"; docs/guides/profile.md says what else to look for.
 """
 
 import sys

@@ -29,7 +29,7 @@ _SEVERAL_DEVICES = "the model is on several devices, whose backwards autograd ru
 
 
 class CompileKeywords(CompilerKeywords, DDPKeywords, total=False):
-    """What compile_ddp takes by keyword: its options, and arguments of DDP."""
+    """Keyword arguments of `compile_ddp`: its options, and arguments of DDP."""
 
 
 @takes_options(CompilerKeywords)
@@ -114,7 +114,7 @@ def compile_ddp(
 
 
 class CompiledDDP(DataParallelWrapper):
-    """What `compile_ddp` returns: a module to call and train like the one it wraps."""
+    """The wrapper that `compile_ddp` returns: a module to call and train like the one it wraps."""
 
     def __init__(
         self,

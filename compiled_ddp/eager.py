@@ -12,7 +12,7 @@ from compiled_ddp.wrapping.ddp_arguments import DDPKeywords, Device
 
 
 class EagerKeywords(OptionKeywords, DDPKeywords, total=False):
-    """What EagerDDP takes by keyword: its options, and arguments of DDP."""
+    """Keyword arguments of `EagerDDP`: its options, and arguments of DDP."""
 
 
 class EagerDDP(DataParallelWrapper):

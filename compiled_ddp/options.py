@@ -48,7 +48,7 @@ class OptionKeywords(TypedDict, total=False):
 
 
 class CompilerKeywords(OptionKeywords, total=False):
-    """Those of compile_ddp alone, and with them the others."""
+    """Options of `compile_ddp`: those of graphs, beside those that both wrappers have."""
 
     strict: bool
     smallest_graph_mb: float
@@ -117,7 +117,7 @@ class BucketOptions:
 
 @dataclass(frozen=True)
 class CompilerOptions:
-    """Whether graphs must serve, and how they are compiled: nothing where hooks reduce."""
+    """Options of graphs: how they are compiled, and whether hooks may stand in. `EagerDDP` has none of them."""
 
     strict: bool = False
     smallest_graph_mb: float = 0.5  # what it does: compiled_ddp/planning/small_graphs.py
@@ -141,7 +141,7 @@ class CompilerOptions:
 
     @property
     def naive(self) -> bool:
-        """Whether graphs keep the reference program, one all-reduce per gradient: `options={NAIVE: True}`."""
+        """True with `options={NAIVE: True}`: graphs keep the reference program, one all-reduce per gradient."""
         return bool((self.options or {}).get(NAIVE))
 
     @functools.cached_property  # asked for each call of each step
@@ -155,13 +155,13 @@ class CompilerOptions:
         return self.options and {key: value for key, value in self.options.items() if key != NAIVE}
 
     def inductor_options(self) -> dict[str, Any]:
-        """What Inductor is given for `mode` and `options`. Raises ValueError for what it has not."""
+        """Inductor's settings for `mode` and `options`. Raises ValueError for names that Inductor does not have."""
         return torch_private.compiler_options.inductor_options(self.mode, self.compiler_options, self.dynamic)
 
 
 @dataclass(frozen=True)
 class Options(CompilerOptions, BucketOptions):
-    """What a wrapper was asked for."""
+    """The options that a wrapper was made with, checked."""
 
     broadcast_buffers: bool = True
     forward_sync_buffers: bool | None = None
@@ -217,13 +217,13 @@ class Options(CompilerOptions, BucketOptions):
         return math.inf if self.bucket_rule is not None else self.bucket_capacities_bytes[-1]
 
     def bucket_policy(self, world_size: int) -> BucketPolicy:
-        """What plans of these options have in common."""
+        """The arguments that every plan of a wrapper with these options is made with."""
         capacities = self.bucket_capacities_bytes if self.bucket_rule is None else ()
         return BucketPolicy(capacities, world_size, self.planned_reduction, len(self.piggyback), self.bucket_rule)
 
     @property
     def planned_reduction(self) -> ReductionKind:
-        """What plans say of their reduction."""
+        """How the ranks' gradients are reduced, as plans name it."""
         return self.reduction if self.comm_hook is None else "hook"
 
     @property

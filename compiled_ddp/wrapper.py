@@ -128,7 +128,7 @@ class DataParallelWrapper(
     # ---- for the two wrappers to fill in -----------------------------------------------------------------------------
 
     def _check_and_describe(self, module: nn.Module) -> Description:
-        """What must be equal on every rank. Raises an error, with what to do, where `module` cannot be wrapped."""
+        """Collect what ranks compare at construction. Raises an error that says what to do if `module` does not fit."""
         return self._setup.check_and_describe(module)
 
     def _check_devices(self) -> None:
@@ -158,7 +158,7 @@ class DataParallelWrapper(
 
     @torch_private.dynamo.untraced
     def warmup(self, *args: Any, **kwargs: Any) -> None:
-        """Compile what a step with this batch needs, on every rank, before the first step: pass what forward takes.
+        """Compile everything that a step with this batch needs, before the first step. Takes forward's arguments.
 
             ddp.warmup(x, y)  # a collective: every rank calls it, as often as all others
             for x, y in batches:
@@ -192,7 +192,7 @@ class DataParallelWrapper(
 
     @torch_private.dynamo.untraced
     def skip_step(self, *others: "DataParallelWrapper") -> None:
-        """Take part in this step's backward with zeros: what a rank that drops a step calls in place of backward.
+        """Contribute zeros to this step. A rank that drops its batch calls it in place of backward.
 
             loss = ddp(x, y)
             if loss.isnan():
@@ -213,7 +213,7 @@ class DataParallelWrapper(
 
     @torch_private.dynamo.untraced
     def abandon_backward(self, *others: "DataParallelWrapper") -> None:
-        """Take part in what is left of a backward that an exception broke off on this rank.
+        """Send zeros for the rest of a backward that an exception ended on this rank, so that no other rank waits.
 
         Other ranks may be waiting for it. The next forward does this by itself; call it where there is none, for
         example before leaving the training loop. Where the exception came before the backward had reached what the
@@ -236,7 +236,7 @@ class DataParallelWrapper(
 
     @torch_private.dynamo.untraced
     def explain(self) -> Explanation:
-        """What is reduced where, and why; `print` it for a table."""
+        """Report which buckets graphs and hooks reduce, and why; `print` it for a table."""
         return explain_sequence(
             self._runtime.reduction.agreed.sequence,
             self._runtime.reduction.fallback.reasons,
@@ -250,7 +250,7 @@ class DataParallelWrapper(
         )
 
     def _chosen(self) -> str:
-        """What a warm-up has chosen; empty where none has."""
+        """The line of `explain()` about what a warm-up has chosen; empty if none has."""
         return ""
 
     def _compiled_from(self) -> str:
@@ -259,7 +259,7 @@ class DataParallelWrapper(
 
     @torch_private.dynamo.untraced
     def stats(self) -> dict[str, Any]:
-        """What torch's DDP tells in `_get_ddp_logging_data()`, under the same names, as plain values. No collective.
+        """Numbers for a logger: those of DDP's `_get_ddp_logging_data()`, by the same names. No collective.
 
         Sizes are in bytes; `bucket_sizes` and `per_bucket_param_indices` (positions among the trained parameters) are
         of the buckets in launch order, riders included, and empty before there is a plan. `has_rebuilt_buckets` tells

@@ -37,7 +37,7 @@ class DistributedDataParallel(ApexAdapter):
         gradient_predivide_factor: divide by it before the sum, and by world size / factor after it; the latter only
             with `gradient_average`.
         gradient_average_split_factor: refused: an old name of the one before.
-        prof: without effect: launches and waits always have names in torch.profiler.
+        prof: without effect: folds, launches and waits always have names in torch.profiler.
         process_group: the ranks to average over; None is all of them.
         check_steps: see `EagerDDP`.
         verify: see `EagerDDP`.

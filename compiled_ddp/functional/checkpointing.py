@@ -7,7 +7,7 @@ from compiled_ddp.functional.session import current_session
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`, of which only the results are kept: what derivatives read is computed again.
+    """Call `function(*args, **kwargs)` and keep only its results: what derivatives need is computed again.
 
     As jax.checkpoint does, and torch.utils.checkpoint, which torch.func refuses. It may close over tensors, and draw
     from explicit generators, which then give the same numbers again; collectives in it run once. A call within another

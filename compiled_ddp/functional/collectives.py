@@ -27,17 +27,17 @@ from compiled_ddp.functional.wanted import LossCollective
 
 
 def rank() -> int:
-    """This rank's number: in the group of the gradient function that calls the loss, else in the default group."""
+    """This rank's number in the group of the gradient function that calls the loss, or in the default group."""
     return dist.get_rank(_group()) if _group() is not None else 0
 
 
 def world_size() -> int:
-    """How many ranks there are in the group that `rank` counts in."""
+    """The number of ranks in the group of the gradient function that calls the loss, or in the default group."""
     return dist.get_world_size(_group()) if _group() is not None else 1
 
 
 def all_reduce(x: Tensor, op: Literal["mean", "sum"] = "mean") -> Tensor:
-    """The mean, or sum, over ranks of `x`: of its shape, equal on all ranks.
+    """Reduce `x` over ranks to its mean or sum: of the shape of `x`, equal on all ranks.
 
     Adjoint: the mean, or sum, of all ranks' cotangents.
     """
@@ -52,7 +52,7 @@ def all_reduce(x: Tensor, op: Literal["mean", "sum"] = "mean") -> Tensor:
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """Every rank's `x`, along the first dimension, in the order of ranks, equal on all; of numbers, a vector of them.
+    """Concatenate every rank's `x` along the first dimension, in the order of ranks; numbers become a vector.
 
     `x` has the same shape on every rank, else all raise RuntimeError. Adjoint: this rank's rows of the sum of all
     ranks' cotangents.
@@ -66,7 +66,7 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def broadcast(tree: Any, src: int = 0) -> Any:
-    """The tensors of rank `src`, in place of those of this one; other leaves stay this rank's.
+    """Replace the tensors of a tree by those of rank `src`; leaves that are no tensors stay this rank's.
 
     Adjoint: on rank `src` the sum of all ranks' cotangents, zeros elsewhere.
     """
@@ -82,7 +82,7 @@ def broadcast(tree: Any, src: int = 0) -> Any:
 
 
 def fold_in_rank(generator: torch.Generator) -> torch.Generator:
-    """A generator of this rank's own, made of one number of `generator`, which goes on by that number on every rank.
+    """Make a generator of this rank's own from one number of `generator`, which advances by it on every rank.
 
     For dropout or noise that differs between ranks, of a generator that does not.
     """

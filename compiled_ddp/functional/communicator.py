@@ -18,7 +18,7 @@ from compiled_ddp.ranks.rank_group import RankGroup
 
 
 class Communicator:
-    """Ranks, for one gradient function or for several.
+    """A communicator over ranks, for one gradient function or to be shared by several.
 
     `process_group` is a process group of torch.distributed's, None for the default one. The collectives run on a group
     of their own, which is made when its first user is called. Functions that share a communicator must be called in

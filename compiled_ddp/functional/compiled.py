@@ -52,7 +52,7 @@ def compile(
     fullgraph: bool = True,
     dynamic: bool | None = None,
 ) -> Callable[..., Any]:
-    """`step`, a function of trees of tensors that calls `grad` or `grad_and_value`, as one compiled graph.
+    """Compile `step`, a function of trees of tensors that calls `grad` or `grad_and_value`, as one graph.
 
     Each bucket is launched behind its last gradient, and awaited where its sum is first read. Gradients of other
     ranks' shapes are compiled for by every rank alone.

@@ -14,7 +14,7 @@ from compiled_ddp.plan import BucketPlan
 
 @suggests_keywords
 def overlap(graph_module: GraphModule, *, in_place: bool = False) -> GraphModule:
-    """`graph_module` with an all-reduce for each bucket in place of each reduction, rewritten in place and returned.
+    """Rewrite `graph_module` to launch an all-reduce for each bucket in place of each reduction; returns it.
 
     Each is launched behind the last gradient of its bucket, and awaited where its sum is first read. The graph is that
     of a function which calls `grad` or `grad_and_value`: what make_fx returns, or what AOTAutograd hands to its

@@ -38,7 +38,7 @@ def grad(
     reduction: Kind = "mean",
     bucket_cap_mb: float | None = None,
 ) -> Callable[..., Any]:
-    """A function that returns the gradients of `f`, reduced over ranks; arguments and results as of torch.func.grad.
+    """Make a function that returns the gradients of `f`, reduced over ranks, with torch.func.grad's arguments.
 
     Make it once, outside of the step: it has a communicator of its own, made when it is first called.
 
@@ -79,9 +79,9 @@ def grad_and_value(
     bucket_cap_mb: float | None = None,
     reduce_value: bool = False,
 ) -> Callable[..., Any]:
-    """As `grad`, and returns the loss too: (gradients, loss), or (gradients, (loss, aux)), as torch.func does.
+    """Make a function that returns reduced gradients and the loss: (gradients, loss), or (gradients, (loss, aux)).
 
-    The loss is this rank's. With `reduce_value` it is reduced as the gradients are, in float32, and costs no
+    Arguments are those of `grad`. The loss is this rank's. With `reduce_value` it is reduced as the gradients are, in float32, and costs no
     all-reduce of its own.
     """
     options = Options(process_group, reduction, bucket_cap_mb)

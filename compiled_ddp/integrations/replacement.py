@@ -23,7 +23,7 @@ def check_replacement(taker: str, backend: str, options: Mapping[str, Any]) -> N
 
 @contextlib.contextmanager
 def replace_ddp(*, backend: str = "inductor", **options: Any) -> Iterator[None]:
-    """While it is open, what constructs torch's DistributedDataParallel gets one of this package.
+    """Context in which constructing torch's DistributedDataParallel makes a wrapper of this package instead.
 
     Under whatever name that class has been imported, and in every thread. What was made stays what it is; torch's class
     is as before when the context ends, with an error too. Subclasses of others are left alone.

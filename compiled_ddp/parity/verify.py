@@ -30,7 +30,7 @@ Loss = Callable[[Any, Any], torch.Tensor]  # (output, inputs) -> loss
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """How far one parameter's gradient was from the mean by hand, at most, over all ranks and steps."""
+    """The largest difference of one parameter's gradient to plain autograd's mean, over all ranks and steps."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class ParameterDifference:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What `verify_parity` found, the same on every rank. `print` it for a table."""
+    """The differences that `verify_parity` found, the same on every rank. `print` it for a table."""
 
     differences: tuple[ParameterDifference, ...]  # in the order of the model's parameters
     steps: int
@@ -54,7 +54,7 @@ class ParityReport:
         return math.nan if any(map(math.isnan, relative)) else max(relative)
 
     def within(self, tolerance: float) -> bool:
-        """Whether every relative difference is at most `tolerance`."""
+        """True if every relative difference is at most `tolerance`: what a test asserts."""
         return self.largest <= tolerance
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ def verify_parity(
     wrap: Callable[[nn.Module], DataParallelWrapper] = compile_ddp,
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None,
 ) -> ParityReport:
-    """Train a copy of `model` under a wrapper, and compare each step's gradients with plain autograd averaged by hand.
+    """Train a copy of `model` under a wrapper and compare its gradients with plain autograd, averaged over ranks.
 
     Both start every step from the same parameters, buffers and random state; by hand means a backward of another
     copy on every rank, and one all-reduce in float64 for each parameter. A collective: every rank of the default

@@ -112,7 +112,7 @@ class Bucket:
 
     @functools.cached_property
     def kept(self) -> bool:
-        """Whether graphs too fill a flat buffer that is kept from step to step, instead of allocating one.
+        """True if graphs, too, fill a flat buffer that is kept from step to step, instead of allocating one.
 
         On the CPU, where memory that was freed and comes back costs a page fault for every 4 KiB (docs/benchmarks.md,
         "Flat buffers that stay"). CUDA's allocator keeps what was freed.

@@ -14,7 +14,7 @@ Row = tuple[int, str, int, int, str, str]  # order, launched by, gradients, byte
 
 @dataclass(frozen=True)
 class Explanation:
-    """Rows of the bucket table, and the reasons for which hooks do what a graph could not. Printable."""
+    """The table of buckets, with the reasons why hooks reduce what graphs do not. `print` it."""
 
     rows: tuple[Row, ...]
     fallback_reasons: tuple[str, ...]

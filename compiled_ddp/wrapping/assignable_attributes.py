@@ -25,7 +25,7 @@ class AssignableAttributes(HasParts):
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether the next forward brings rank 0's buffers, if forwards do: it follows a synchronised one."""
+        """True if the next forward follows a synchronised one, and so broadcasts rank 0's buffers if forwards do."""
         return self._switches.buffers_are_stale
 
     @require_forward_param_sync.setter
@@ -34,7 +34,7 @@ class AssignableAttributes(HasParts):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether forwards that follow a synchronised one bring rank 0's buffers. May be assigned, on every rank."""
+        """Switch: broadcast rank 0's buffers in forwards that follow a synchronised one. Assign it on every rank."""
         return self._settings.options.synchronise_buffers_in_forward
 
     @forward_sync_buffers.setter
@@ -61,7 +61,7 @@ class AssignableAttributes(HasParts):
 
     @property
     def static_graph(self) -> bool:
-        """Whether every step runs the same graph. May become true, as by `_set_static_graph()`."""
+        """Promise that every step runs the same graph. May be set to True, as by `_set_static_graph()`."""
         return self._settings.options.static_graph
 
     @static_graph.setter
@@ -82,5 +82,5 @@ class AssignableAttributes(HasParts):
         self._runtime.reduction.expect_static_graph()
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward brings rank 0's buffers."""
+        """Tell whether the next forward broadcasts rank 0's buffers."""
         return self._switches.buffers_are_stale and self.forward_sync_buffers and bool(self._managed.buffers())

@@ -106,7 +106,7 @@ class TakesCommHooks(HasParts):
 
     @torch_private.dynamo.untraced
     def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
-        """What the `comm_hook` keeps on this rank, by the names of each bucket's parameters; another on every rank.
+        """The state of the `comm_hook` on this rank, for a checkpoint of each rank; keys name each bucket's parameters.
 
         Copies, which later steps do not change.
         """
@@ -115,7 +115,7 @@ class TakesCommHooks(HasParts):
 
     @torch_private.dynamo.untraced
     def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Take up what `comm_hook_state_dict` has returned, on the same rank, in place of all that there is.
+        """Restore the state of the `comm_hook` from what `comm_hook_state_dict` returned on the same rank.
 
         The buckets, and the parameters' dtypes and devices, may be other ones than when it was saved: what is owed to a
         parameter goes to where its gradients go. What the hook keeps for a bucket as a whole, such as PowerSGD's

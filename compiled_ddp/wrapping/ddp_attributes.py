@@ -91,7 +91,7 @@ class FixedByArguments(HasParts):
 
     @Fixed
     def output_device(self) -> int | None:
-        """The same GPU's index."""
+        """The index of the model's GPU, if it was passed; outputs stay where the model makes them."""
         return None if self._settings.input_device is None else self._settings.input_device.index
 
     @Fixed
@@ -101,7 +101,7 @@ class FixedByArguments(HasParts):
 
     @Fixed
     def gradient_as_bucket_view(self) -> bool:
-        """Whether hooks leave .grad as views of the buckets."""
+        """True if hooks leave .grad as views of the buckets; False if each has memory of its own."""
         return self._settings.options.gradient_as_bucket_view
 
     @Fixed
@@ -111,7 +111,7 @@ class FixedByArguments(HasParts):
 
     @Fixed
     def lazy_bucket_allocation(self) -> bool:
-        """Whether flat buffers are given back when a forward begins, as with `keep_buffers=False`."""
+        """True with `keep_buffers=False`: flat buffers are given back when a forward begins."""
         return not self._settings.options.keep_buffers
 
     @Fixed
@@ -142,7 +142,7 @@ class FixedByArguments(HasParts):
 
     @Fixed
     def bucket_bytes_cap_default(self) -> bool:
-        """Whether the size of buckets was left to the wrapper."""
+        """True if no bucket size was passed, so that the wrapper has chosen one."""
         given = self._settings.given
         return given.bucket_cap_mb is None and not given.bucket_cap_mb_list and given.bucket_rule is None
 
@@ -153,7 +153,7 @@ class FixedByArguments(HasParts):
 
     @Fixed
     def use_side_stream_for_tensor_copies(self) -> bool:
-        """Whether inputs are moved on a stream of their own."""
+        """True if inputs are moved to the GPU on a stream of their own."""
         return True
 
     @Fixed
@@ -175,7 +175,7 @@ class FixedByModel(HasParts):
 
     @Fixed
     def is_multi_device_module(self) -> bool:
-        """Whether the parameters are on several devices."""
+        """True if the parameters are on several devices, so that hooks reduce them."""
         return len({parameter.device for parameter in self._managed.parameters().values()}) > 1
 
     @Fixed
@@ -185,12 +185,12 @@ class FixedByModel(HasParts):
 
     @Fixed
     def modules_buffers(self) -> list[torch.Tensor]:
-        """The buffers that the wrapper looks after."""
+        """The buffers that the wrapper synchronises."""
         return list(self._managed.buffers().values())
 
     @Fixed
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
-        """The same, by name."""
+        """The buffers that the wrapper synchronises, with their names, as DDP's attribute of this name has them."""
         return self._managed.buffers()
 
 

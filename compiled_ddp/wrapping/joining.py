@@ -74,7 +74,7 @@ class TakesUnevenInputs(HasParts, Joinable):
 
     @property
     def join_process_group(self) -> dist.ProcessGroup | None:
-        """On which torch's `Join` counts the ranks that go on."""
+        """The process group on which torch's `Join` counts the ranks that still have data."""
         return self.process_group
 
     def _follow(self) -> None:

@@ -67,7 +67,7 @@ class Setup:
             before.be_replaced()
 
     def check_and_describe(self, module: nn.Module) -> Description:
-        """What must be equal on every rank. Raises an error, with what to do, where `module` cannot be wrapped."""
+        """Collect what ranks compare at construction. Raises an error that says what to do if `module` does not fit."""
         check_environment()
         options, ddp_arguments = self._settings.options, self._settings.ddp_arguments
         options.check()

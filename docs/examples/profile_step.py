@@ -1,9 +1,9 @@
-"""Three steps of a small model under torch.profiler: where each bucket is launched, and where it is waited for.
+"""A step of a small model under torch.profiler: where each bucket is launched, and where it is waited for.
 
     torchrun --nproc-per-node 2 docs/examples/profile_step.py step.json
 
-Rank 0 writes the trace, which https://ui.perfetto.dev opens. The ranges of this package are called "compiled_ddp: launch
-bucket 0 (...)" and "compiled_ddp: wait for bucket 0 (...)"; docs/guides/profile.md says what else to look for.
+Rank 0 writes the trace, which https://ui.perfetto.dev opens. The ranges of this package are called
+"compiled_ddp: launch bucket 0 (...)" and "compiled_ddp: wait for bucket 0 (...)"; docs/guides/profile.md explains them.
 """
 
 import sys

@@ -81,8 +81,8 @@ def grad_and_value(
 ) -> Callable[..., Any]:
     """Make a function that returns reduced gradients and the loss: (gradients, loss), or (gradients, (loss, aux)).
 
-    Arguments are those of `grad`. The loss is this rank's. With `reduce_value` it is reduced as the gradients are, in float32, and costs no
-    all-reduce of its own.
+    Arguments are those of `grad`. The loss is this rank's. With `reduce_value` it is reduced as the gradients are, in
+    float32, and costs no all-reduce of its own.
     """
     options = Options(process_group, reduction, bucket_cap_mb)
     differentiate = Gradient(f, argnums, has_aux, options, "grad_and_value", reduce_value=reduce_value)

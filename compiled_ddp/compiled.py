@@ -155,7 +155,8 @@ class CompiledDDP(DataParallelWrapper):
     def _prepare_to_compile(self, options: Options) -> None:
         self._index_of_parameter: dict[int, int] = {}
         once = options.compile_once and compile_once.is_on() and options.backend == "inductor"
-        self.teller = Teller(self._runtime, type(self.module).__name__, compiles_once=once)
+        name = type(self.module).__name__
+        self.teller = Teller(self._runtime, name, backend=options.backend, compiles_once=once)
         if once:
             precompiled.tell_if_foreign(self._runtime.communicator.world_size)
         policy = options.bucket_policy(self._runtime.communicator.world_size)

@@ -115,7 +115,8 @@ class _Turn:
         with self._waiting(self._owner()):
             patience, pause = Patience(), _POLL_SECONDS
             while not self._done.exists():
-                if self._try() or patience.is_over(self._beat()) or self._is_of_this_process():
+                patience.note(self._beat())
+                if self._try() or patience.is_over or self._is_of_this_process():
                     return
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_POLL_SECONDS)

@@ -93,7 +93,8 @@ class OtherHosts:
         writer = self._ranks.ranks.index(owner.rank)
         patience, pause, key = Patience(), _SHORTEST_PAUSE_SECONDS, f"{self._key}/done"
         while self._ranks.published(key) is None:
-            if patience.is_over(self._ranks.beat_of(writer)):
+            patience.note(self._ranks.beat_of(writer))
+            if patience.is_over:
                 return None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -43,9 +43,12 @@ class Patience:
         self._began = self._heard = time.monotonic()
         self._beat: object = None
 
-    def is_over(self, beat: object) -> bool:
-        """`beat` is what it has left last as a sign of life."""
-        now = time.monotonic()
+    def note(self, beat: object) -> None:
+        """What it has left last as a sign of life."""
         if beat != self._beat:
-            self._beat, self._heard = beat, now
+            self._beat, self._heard = beat, time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        now = time.monotonic()
         return now - self._heard > SILENT_SECONDS or now - self._began > PATIENCE_SECONDS

@@ -24,15 +24,16 @@ _MOST_OF_A_GUARD = 200  # characters
 class Teller:
     """Of one wrapper, on rank 0 of its group."""
 
-    def __init__(self, runtime: Runtime, model: str, *, compiles_once: bool) -> None:
+    def __init__(self, runtime: Runtime, model: str, *, backend: str, compiles_once: bool) -> None:
         """`model` is the name of its class; `compiles_once` tells whether ranks of a host take turns at compiling."""
+        self._estimates = backend == "inductor"  # what another one takes is not noted
         self.takes_turns = compiles_once and runtime.communicator.world_size > 1
         self._runtime = weakref.ref(runtime)  # captured graphs, which have a teller, last as long as the process
         self._model, self._is_told = model, runtime.communicator.rank == 0
         self._graphs = 0  # that have been captured and compiled for this wrapper
         self._is_warming_up = False
         self.compilations = list[Compilation]()
-        self._begun = 0  # of them
+        self._begun = set[tuple[str, int, bool]]()
         self._compiled_by: Owner | None = None  # what this process is to look for now
 
     @contextlib.contextmanager
@@ -68,8 +69,12 @@ class Teller:
     ) -> contextlib.AbstractContextManager[object]:
         """The same for a backward of it, that needs to leave the saved tensors as they are or does not."""
         occasion = self._occasion()
-        again = f"again {occasion}, for backwards with retain_graph=True"
-        return self._compiling(f"backward ({name})", graph, again if spares_saved_tensors else f"first used {occasion}")
+        why = (
+            f"again {occasion}, for backwards with retain_graph=True"
+            if spares_saved_tensors
+            else f"first used {occasion}"
+        )
+        return self._compiling(f"backward ({name})", graph, why, again=spares_saved_tensors)
 
     @contextlib.contextmanager
     def in_turn(self, work: Mapping[str, str] | None, what: str, graph: int) -> Iterator[None]:
@@ -98,15 +103,14 @@ class Teller:
         return runtime is not None and runtime.backwards.forward.synchronises
 
     @contextlib.contextmanager
-    def _compiling(self, what: str, graph: int, why: str) -> Iterator[None]:
-        self._begun += 1
-        number, most = self._begun, MOST_OF_A_GRAPH * max(graph, self._graphs)
-        counted = f", {number} of at most {most}" if number <= most else ""
-        estimate = self._estimate(what, graph)
-        of, began = f"{self._model} (graph {graph}){counted}", time.perf_counter()
+    def _compiling(self, what: str, graph: int, why: str, *, again: bool = False) -> Iterator[None]:
+        self._begun.add((what, graph, again))  # once, where Dynamo begins a capture anew
+        number, most = len(self._begun), MOST_OF_A_GRAPH * max(graph, self._graphs)
+        counted, estimate = f"{number} of at most {most}" if number <= most else "", self._estimate(what, graph)
+        told = ", ".join(filter(None, [counted, why, estimate]))
+        of, began = f"{self._model} (graph {graph})", time.perf_counter()
         looked_for = torch_private.compiler_cache.Lookups()
-        why = f"{why}; {estimate}" if estimate else why
-        with self._work(("compiling", "compiled"), what, of, lambda: why) as work:
+        with self._work(("compiling", "compiled"), what, of, lambda: told) as work:
             yield
             if looked_for.found and not looked_for.missed:
                 work.note_result("it was in the cache")
@@ -122,13 +126,13 @@ class Teller:
             self.compilations.append(Compilation(what, graph, seconds, not looked_for.missed, by))
 
     def _estimate(self, what: str, graph: int) -> str:
-        seconds = seconds_of_last_time(self._name_of(what, graph))
+        seconds = seconds_of_last_time(self._name_of(what, graph)) if self._estimates else None
         return "" if seconds is None else f"it took {seconds:.0f} s the last time"
 
     def _name_of(self, what: str, graph: int) -> str:
         runtime = self._runtime()
         elements = 0 if runtime is None else sum(parameter.numel() for parameter in runtime.parameters.tensors)
-        return f"{what} of {self._model}, {elements} elements trained (graph {graph})"
+        return f"{what} of {self._model}, {elements} elements trained, graph {graph}"
 
     @contextlib.contextmanager
     def _work(self, verb: tuple[str, str], what: str, of: str, why: Callable[[], str]) -> Iterator[SlowWork]:

@@ -58,7 +58,7 @@ def identity_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mappi
     with config.patch(dict(options)):
         settings = sorted((name, repr(value)) for name, value in config.save_config_portable().items())
     return {
-        "graph": _digest(graph_module.print_readable(print_output=False)),
+        "graph": _digest(_without_places(graph_module.print_readable(print_output=False))),
         "inputs": _digest(described),
         "compiler's options": _digest(settings),
         "modes": f"gradients {torch.is_grad_enabled()}, autocast {autocast}",
@@ -66,6 +66,11 @@ def identity_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mappi
         "processor": ", ".join(_processors(inputs)),
         "number of threads": str(torch.get_num_threads()),
     }
+
+
+def _without_places(text: str) -> list[str]:
+    """The lines of a graph but for comments, which say where in the sources it comes from."""
+    return [line for line in text.splitlines() if not line.lstrip().startswith("#")]
 
 
 def _digest(value: object) -> str:

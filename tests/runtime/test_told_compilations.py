@@ -1,10 +1,12 @@
 """Compilers that take long are told of on rank 0, with what and why; on a clock that stands, which a compiler moves."""
 
 import contextlib
+import os
 import re
 import time
 import unittest.mock
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.fx import Graph
 from compiled_ddp import EagerDDP, compile_ddp, functional
 from compiled_ddp.functional import compiled
 from compiled_ddp.graph import telling
+from compiled_ddp.graph.compilations import note_seconds
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.ranks import link_speed, rank_group
@@ -72,7 +75,7 @@ def _folding(rank: int) -> list[str]:
 def test_a_variant_says_which_it_is_and_in_which_step_it_is_first_used(ranks2: RankPool) -> None:
     assert ranks2.run(_folding) == [
         [
-            "compiling backward (folding) of Mlp (graph 1), first used in step 2",
+            "compiling backward (folding) of Mlp (graph 1), 4 of at most 4, first used in step 2",
             "compiled backward (folding) of Mlp (graph 1), 7.0 s",
         ],
         [],
@@ -108,7 +111,8 @@ def _keeps_graph(rank: int) -> list[str]:
 def test_a_backward_that_keeps_its_graph_is_why_it_is_compiled_again(ranks2: RankPool) -> None:
     told, silent = ranks2.run(_keeps_graph)
     assert told == [
-        "compiling backward (synchronised) of Mlp (graph 1), again in step 2, for backwards with retain_graph=True",
+        "compiling backward (synchronised) of Mlp (graph 1), 3 of at most 4, again in step 2, for backwards with "
+        "retain_graph=True",
         "compiled backward (synchronised) of Mlp (graph 1), 7.0 s",
     ]
     assert silent == []
@@ -127,7 +131,7 @@ def _in_half(rank: int) -> list[str]:
 def test_it_is_the_first_rank_of_the_wrappers_group_that_tells(ranks3: RankPool) -> None:
     outside, first, second = ranks3.run(_in_half)
     assert first == [
-        "compiling backward (synchronised) of Mlp (graph 1), first used in step 1",
+        "compiling backward (synchronised) of Mlp (graph 1), 2 of at most 4, first used in step 1",
         "compiled backward (synchronised) of Mlp (graph 1), 7.0 s",
     ]
     assert outside == second == []
@@ -154,7 +158,7 @@ def _while_it_goes_on(rank: int) -> list[str]:
 
 
 def test_it_is_told_while_the_compiler_runs(ranks2: RankPool) -> None:
-    line = "compiling backward (synchronised) of Mlp (graph 1), first used in step 1"
+    line = "compiling backward (synchronised) of Mlp (graph 1), 2 of at most 4, first used in step 1"
     assert ranks2.run(_while_it_goes_on) == [[line], []]
 
 
@@ -218,14 +222,16 @@ def _slow_inductor(rank: int, dynamic: bool) -> list[str]:
         ddp.zero_grad()
         if not dynamic:
             _step(ddp, row_batch(rank)[:2])
-    return lines.found
+    return [re.sub(r", it took .* s the last time", "", line) for line in lines.found]
 
 
-def _of_graph(number: int, step: int, why: str) -> list[str]:
+def _of_graph(number: int, step: int, why: str, *, together: bool = False) -> list[str]:
+    """With symbolic sizes the backward is compiled together with the forward, and is a part of that."""
     return [
-        f"compiling forward of Mlp (graph {number}), {why}",
+        f"compiling forward of Mlp (graph {number}), {2 * number - 1} of at most {4 * number}, {why}",
         f"compiled forward of Mlp (graph {number}), 7.0 s",
-        f"compiling backward (synchronised) of Mlp (graph {number}), first used in step {step}",
+        f"compiling backward (synchronised) of Mlp (graph {number}), {2 * number - together} of at most {4 * number}, "
+        f"first used in step {step}",
         f"compiled backward (synchronised) of Mlp (graph {number}), 7.0 s",
     ]
 
@@ -236,10 +242,29 @@ def test_inductors_forwards_and_backwards_are_told_apart_with_the_guard_that_fai
     ranks2: RankPool, dynamic: bool
 ) -> None:
     told, silent = ranks2.run(_slow_inductor, dynamic, timeout_seconds=400, collective_timeout_seconds=120)
-    expected = _of_graph(1, 1, "first used in step 1")
+    expected = _of_graph(1, 1, "first used in step 1", together=dynamic)
     if not dynamic:
         expected += _of_graph(2, 3, "in step 3, again: tensor 'x' size mismatch at index 0. expected 4, actual 2")
     assert sorted(told) == sorted(expected)
+    assert silent == []
+
+
+def _last_time(rank: int, folder: str) -> list[str]:
+    torch.compiler.reset()
+    estimated = ", first used in step 1, it took 48 s the last time"
+    with unittest.mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder), _slow_passes() as lines:
+        ddp = _wrapped(Mlp(), backend="inductor", compile_once=False)  # else the other rank may compile
+        trained = sum(parameter.numel() for parameter in ddp.parameters())
+        note_seconds(f"backward (synchronised) of Mlp, {trained} elements trained, graph 1", 48.3)
+        note_seconds(f"backward (synchronised) of Other, {trained} elements trained, graph 1", 7.0)
+        _step(ddp, row_batch(rank))
+    return [line for line in lines.found if line.endswith(estimated)]
+
+
+@pytest.mark.inductor
+def test_how_long_it_took_the_last_time_is_told(ranks2: RankPool, tmp_path: Path) -> None:
+    found, silent = ranks2.run(_last_time, str(tmp_path), timeout_seconds=400, collective_timeout_seconds=120)
+    assert [line.partition(",")[0] for line in found] == ["compiling backward (synchronised) of Mlp (graph 1)"]
     assert silent == []
 
 
@@ -258,7 +283,7 @@ def test_a_warm_up_says_so(ranks2: RankPool) -> None:
         [
             "warm-up: the forward",
             "warm-up: graph 1 of 1 (6 gradients)",
-            "compiling backward (synchronised) of Mlp (graph 1), first used in warmup()",
+            "compiling backward (synchronised) of Mlp (graph 1), 3 of at most 4, first used in warmup()",
             "compiled backward (synchronised) of Mlp (graph 1), 7.0 s",
             "warm-up: graph 1 of 1 (6 gradients)",
             "warm-up: graph 1 of 1 (6 gradients)",

@@ -14,7 +14,7 @@ from compiled_ddp.comparison.advice import advise
 from compiled_ddp.comparison.command import table_of
 from compiled_ddp.comparison.derived import derive
 from compiled_ddp.comparison.result import Comparison
-from compiled_ddp.comparison.table import overview, render, tabulate_rows
+from compiled_ddp.comparison.table import fields_without_values, overview, render, tabulate_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -84,7 +84,9 @@ def page_text(runs: dict[str, dict[str, Any]]) -> str:
         comparisons = list(_comparisons(runs[name]).values())
         if len(comparisons) > 1:
             parts.append(f"All models in short:\n\n{overview(comparisons, 'github')}")
-        parts += [render(comparison, "github") for comparison in comparisons]
+        parts += [
+            render(comparison, "github", left_out=fields_without_values(comparison)) for comparison in comparisons
+        ]
         parts.append(f"![One bar per variant, on {where}](images/{name}.png)")
     return "\n\n".join(parts)
 

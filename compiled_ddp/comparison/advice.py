@@ -1,6 +1,5 @@
-"""Which variant to choose, and why."""
+"""Which variant to choose, and why, in figures of the table."""
 
-import statistics
 from dataclasses import dataclass
 
 from compiled_ddp.comparison.arguments import FLOORS, WARMED_UP
@@ -51,8 +50,9 @@ def advise(comparison: Comparison) -> Advice:
             candidates.append(result)
     if not candidates:
         return Advice(None, reasons)
-    fastest = min(candidates, key=lambda result: statistics.median(steps_ms(result)))
-    tied = [result for result in candidates if not is_faster(fastest, result)]
+    fastest = min(candidates, key=lambda result: _step_ms(rows, result))
+    slowest_tied = max(_step_ms(rows, result) for result in candidates if not is_faster(fastest, result, rows))
+    tied = [result for result in candidates if _step_ms(rows, result) <= slowest_tied]
     choice = min(tied, key=lambda result: SIMPLEST_FIRST.index(result.name))
     return Advice(choice.name, [*_reasons(choice, tied, candidates, rows), *reasons])
 
@@ -63,11 +63,18 @@ def _differs_without_a_wrapper(result: VariantResult) -> bool:
     return result.name == FLOORS[0] and difference is not None and difference > LARGEST_DIFFERENCE
 
 
-def is_faster(one: VariantResult, other: VariantResult) -> bool:
-    """Whether the first is faster in most rounds, and by more than a hundredth in their median."""
+def is_faster(one: VariantResult, other: VariantResult, rows: dict[str, Row]) -> bool:
+    """Whether the first is faster in most rounds, and in the table by more than a hundredth."""
     paired = ratios(steps_ms(one), steps_ms(other))
     share = sum(ratio < 1 for ratio in paired) / len(paired)
-    return share >= SHARE_OF_ROUNDS and statistics.median(paired) <= 1 - LEAST_GAIN
+    return share >= SHARE_OF_ROUNDS and _step_ms(rows, one) <= (1 - LEAST_GAIN) * _step_ms(rows, other)
+
+
+def _step_ms(rows: dict[str, Row], result: VariantResult) -> float:
+    """Its step in the table."""
+    step_ms = rows[result.name].step_ms
+    assert step_ms is not None, "it was measured"
+    return step_ms
 
 
 def _reasons(
@@ -84,7 +91,7 @@ def _reasons(
     for other in candidates:
         if other in tied:
             continue
-        ratio = statistics.median(ratios(steps_ms(other), steps_ms(choice)))
+        ratio = _step_ms(rows, other) / _step_ms(rows, choice)
         exposed = rows[other.name].exposed_ms
         waiting = "" if exposed is None else f", {max(exposed, 0.0):.3g} ms of it waiting"
         reasons.append(f"{other.name} takes {ratio:.3g} times as long ({rows[other.name].step_ms:.4g} ms{waiting}).")
@@ -101,9 +108,9 @@ def _break_even(choice: VariantResult, candidates: list[VariantResult], rows: di
     ]
     if first is None or not sooner:
         return []
-    rival = min(sooner, key=lambda result: statistics.median(steps_ms(result)))
-    gains = [b - a for a, b in zip(steps_ms(choice), steps_ms(rival), strict=True)]
-    gain_ms, cost_s = statistics.median(gains), first - (rows[rival.name].first_step_cold_s or 0.0)
+    rival = min(sooner, key=lambda result: _step_ms(rows, result))
+    gain_ms = _step_ms(rows, rival) - _step_ms(rows, choice)
+    cost_s = first - (rows[rival.name].first_step_cold_s or 0.0)
     if gain_ms <= 0:
         return []
     steps = 1e3 * cost_s / gain_ms

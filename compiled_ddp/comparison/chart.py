@@ -43,7 +43,7 @@ def _draw_panel(axes: Any, comparison: Comparison, table: Table) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, max([*ends, *(row.step_ms or 0.0 for row in table.limits)]) * 1.02)
-    axes.set_xlabel("ms per step (medians); in brackets the ratio to torch DDP")
+    axes.set_xlabel("ms per step; in brackets the ratio to torch DDP")
     axes.set_title(
         f"{comparison.workload}, {comparison.parameters / 1e6:.2f} M parameters, {comparison.world_size} ranks, "
         f"{comparison.link}; communication alone {table.communication.step_ms:.3g} ms",

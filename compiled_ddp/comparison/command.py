@@ -22,7 +22,7 @@ from compiled_ddp.comparison.remote import agreed
 from compiled_ddp.comparison.result import Comparison
 from compiled_ddp.comparison.variants import WrapperOptions
 
-LEFT_OUT = ("p10_ms", "ratio_to_limit", "first_step_warm_s")
+LEFT_OUT = ("p10_ms", "p90_ms", "ratio_to_limit", "first_step_warm_s")
 PACKAGES = ("torch", "compiled-ddp", "numpy", "transformers")
 
 

@@ -95,6 +95,7 @@ class Contest:
             bucket_bytes=buckets,
             communication_samples=alone,
             variants=results,
+            batch_size=made["batch_size"],
         )
 
     def _prepare(self, name: str) -> Any:

@@ -28,6 +28,7 @@ from compiled_ddp.comparison.ranks import Rank, gloo_group, share_cores
 from compiled_ddp.comparison.reference import Reference, trainable
 from compiled_ddp.comparison.users_task import RETURNS, UsersWorkload
 from compiled_ddp.comparison.variants import Variant, WrapperOptions, make_variants
+from compiled_ddp.comparison.workload import total_samples
 
 PROBED_STEPS = 5
 
@@ -118,6 +119,7 @@ class Contestant:
             "device": device_name(rank.device),
             "parameters": sum(parameter.numel() for parameter in parameters),
             "gradient_bytes": sum(parameter.nbytes for parameter in parameters),
+            "batch_size": total_samples(rank.gather(workload.samples(reference.batch))),
         }
 
     def _from_reference(self) -> tuple[UsersWorkload, Reference]:

@@ -1,7 +1,12 @@
 """The numbers derived from raw samples.
 
-A sample of a round is that of its slowest rank: a step is over when the last rank is done. Differences and ratios are
-taken within a round and then their median over rounds, so that they hold on a machine whose speed drifts.
+A sample of a round is that of its slowest rank: a step is over when the last rank is done.
+
+[Note: one rule for all figures] In each round a step is divided by the reference's in the same round, which is torch
+DDP's, or the first row's where torch DDP was not measured: a machine's drift cancels. The median of these ratios, times
+the reference's median step, is the step in the table. Every other figure is arithmetic on steps in the table, so none
+contradicts another: a ratio is one over another, exposed communication one minus another, samples a second are those
+of a step over it, and the phases of a row add up to its step.
 """
 
 import statistics
@@ -43,6 +48,7 @@ class Row(Steps):
     first_step_warm_s: float | None = None
     collectives: str | None = None
     gradient_difference: float | None = None
+    samples_per_s: float | None = None  # over all ranks
     error: str | None = None
 
     @property
@@ -58,6 +64,7 @@ class Table:
     variants: list[Row]
     communication: Row
     limits: list[Row]
+    reference: str | None  # the row that steps of a round are divided by, if any was measured
 
 
 def phases_ms(result: VariantResult) -> list[Phases]:
@@ -87,18 +94,6 @@ def floor_of(comparison: Comparison, kind: str) -> VariantResult | None:
     return None
 
 
-def limits_ms(comparison: Comparison) -> tuple[list[float], list[float]] | None:
-    """Per round, from the compiled floor: forward + max(backward, communication) + optimizer, and
-    max(compute, communication). The first is the best that overlap within the backward can reach, the second the best
-    that overlap with the whole step can."""
-    floor = floor_of(comparison, "compiled")
-    if floor is None:
-        return None
-    rounds = [*zip(phases_ms(floor), communication_ms(comparison), strict=True)]
-    within = [forward + max(backward, alone) + optimizer for (forward, backward, optimizer), alone in rounds]
-    return within, [max(sum(phases), alone) for phases, alone in rounds]
-
-
 def ratios(steps: Sequence[float], others: Sequence[float]) -> list[float]:
     """Of each round, how many times the others' step this one takes."""
     return [step / other for step, other in zip(steps, others, strict=True)]
@@ -113,19 +108,47 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
-def _step_statistics(
-    name: str, steps: Sequence[float], baseline: Sequence[float] | None, limit: Sequence[float] | None
-) -> Row:
-    to_baseline = None if baseline is None else ratios(steps, baseline)
-    return Row(
-        name,
-        step_ms=statistics.median(steps),
-        p10_ms=percentile(steps, 0.1),
-        p90_ms=percentile(steps, 0.9),
-        ratio_to_baseline=None if to_baseline is None else statistics.median(to_baseline),
-        ratio_spread=None if to_baseline is None else _spread(to_baseline),
-        ratio_to_limit=None if limit is None else statistics.median(ratios(steps, limit)),
-    )
+@dataclass(frozen=True)
+class _Reference:
+    """What every round's steps are divided by; see [Note: one rule for all figures]."""
+
+    name: str | None
+    steps: Sequence[float]  # milliseconds, one a round
+
+    @staticmethod
+    def of(comparison: Comparison) -> "_Reference":
+        """Torch DDP's steps, else the first row's; ones where no row has any, so that medians stay as they are."""
+        measured = {result.name: steps_ms(result) for result in comparison.variants if result.error is None}
+        name = BASELINE if BASELINE in measured else next(iter(measured), None)
+        ones = [1.0] * len(comparison.communication_samples)
+        return _Reference(name, ones if name is None else measured[name])
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.name == BASELINE
+
+    @property
+    def baseline_ms(self) -> float | None:
+        """The baseline's step in the table."""
+        return statistics.median(self.steps) if self.is_baseline else None
+
+    def row(self, name: str, steps: Sequence[float]) -> Row:
+        """A row with what is said of everything that takes time."""
+        paired = ratios(steps, self.steps)
+        step_ms = statistics.median(paired) * statistics.median(self.steps)
+        scale = step_ms / statistics.median(steps)  # 1 on a machine that does not drift
+        return Row(
+            name,
+            step_ms=step_ms,
+            p10_ms=scale * percentile(steps, 0.1),
+            p90_ms=scale * percentile(steps, 0.9),
+            ratio_to_baseline=_over(step_ms, self.baseline_ms),
+            ratio_spread=_spread(paired) if self.is_baseline else None,
+        )
+
+
+def _over(step_ms: float, other_ms: float | None) -> float | None:
+    return None if other_ms is None else step_ms / other_ms
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -134,41 +157,71 @@ def _spread(values: Sequence[float]) -> str:
 
 def derive(comparison: Comparison) -> Table:
     """Every number of the table."""
-    measured = {result.name: result for result in comparison.variants if result.error is None}
-    baseline = steps_ms(measured[BASELINE]) if BASELINE in measured else None
-    limits = limits_ms(comparison)
-    limit = None if limits is None else limits[0]
-    communication = communication_ms(comparison)
-    rows = [_variant_row(comparison, result, baseline, limit) for result in comparison.variants]
-    limit_rows = []
-    if limits is not None:
-        for name, values in zip(LIMITS, limits, strict=True):
-            limit_rows.append(_step_statistics(name, values, baseline, limit))
-    return Table(rows, _step_statistics("communication alone", communication, baseline, None), limit_rows)
+    reference = _Reference.of(comparison)
+    communication = reference.row("communication alone", communication_ms(comparison))
+    measured = {
+        result.name: _with_phases(reference.row(result.name, steps_ms(result)), phases_ms(result))
+        for result in comparison.variants
+        if result.error is None
+    }
+    floors = {
+        kind: measured[floor.name]
+        for kind in {result.floor for result in comparison.variants}
+        if (floor := floor_of(comparison, kind)) is not None
+    }
+    limits = _limits(floors["compiled"], communication, reference) if "compiled" in floors else []
+    limit_ms = limits[0].step_ms if limits else None
+    rows = []
+    for result in comparison.variants:
+        if result.error is not None:
+            rows.append(Row(result.name, error=result.error))
+            continue
+        floor_row = floors.get(result.floor) if result.communicates else None
+        row = _with_single_measurements(measured[result.name], result)
+        row = _with_communication(row, floor_row, communication)
+        rows.append(_with_rates(row, limit_ms, comparison.batch_size))
+    return Table(rows, communication, [_with_rates(row, limit_ms, None) for row in limits], reference.name)
 
 
-def _variant_row(
-    comparison: Comparison,
-    result: VariantResult,
-    baseline: Sequence[float] | None,
-    limit: Sequence[float] | None,
-) -> Row:
-    if result.error is not None:
-        return Row(result.name, error=result.error)
-    steps = steps_ms(result)
-    forward, backward, optimizer = (statistics.median(phase) for phase in zip(*phases_ms(result), strict=True))
-    floor = floor_of(comparison, result.floor) if result.communicates else None
-    exposed = None
-    if floor is not None:
-        exposed = statistics.median(step - least for step, least in zip(steps, steps_ms(floor), strict=True))
-    alone = statistics.median(communication_ms(comparison))
+def _step_ms(row: Row) -> float:
+    assert row.step_ms is not None, "it was measured"
+    return row.step_ms
+
+
+def _with_phases(row: Row, phases: Sequence[Phases]) -> Row:
+    """With the row's step cut as the medians of its phases are."""
+    medians = [statistics.median(phase) for phase in zip(*phases, strict=True)]
+    forward, backward, optimizer = (_step_ms(row) * median / sum(medians) for median in medians)
+    return replace(row, forward_ms=forward, backward_ms=backward, optimizer_ms=optimizer)
+
+
+def _limits(floor: Row, communication: Row, reference: _Reference) -> list[Row]:
+    """The rows of LIMITS, from the compiled floor: the first is the best that overlap within the backward can reach,
+    the second the best that overlap with the whole step can."""
+    assert floor.forward_ms is not None and floor.backward_ms is not None and floor.optimizer_ms is not None
+    alone = _step_ms(communication)
+    within = floor.forward_ms + max(floor.backward_ms, alone) + floor.optimizer_ms
+    steps = zip(LIMITS, (within, max(_step_ms(floor), alone)), strict=True)
+    return [Row(name, step, ratio_to_baseline=_over(step, reference.baseline_ms)) for name, step in steps]
+
+
+def _with_communication(row: Row, floor: Row | None, communication: Row) -> Row:
+    """With what of the communication is exposed, where the floor was measured."""
+    if floor is None:
+        return row
+    exposed = _step_ms(row) - _step_ms(floor)
+    return replace(row, exposed_ms=exposed, overlap=1 - exposed / _step_ms(communication))
+
+
+def _with_rates(row: Row, limit_ms: float | None, batch_size: int | None) -> Row:
+    step_ms = _step_ms(row)
+    samples_per_s = None if batch_size is None else 1e3 * batch_size / step_ms
+    return replace(row, ratio_to_limit=_over(step_ms, limit_ms), samples_per_s=samples_per_s)
+
+
+def _with_single_measurements(row: Row, result: VariantResult) -> Row:
     return replace(
-        _step_statistics(result.name, steps, baseline, limit),
-        forward_ms=forward,
-        backward_ms=backward,
-        optimizer_ms=optimizer,
-        exposed_ms=exposed,
-        overlap=None if exposed is None else 1 - exposed / alone,
+        row,
         peak_memory_mb=None if result.peak_memory_bytes is None else result.peak_memory_bytes / 2**20,
         first_step_cold_s=result.first_step_cold_s,
         first_step_warm_s=result.first_step_warm_s,

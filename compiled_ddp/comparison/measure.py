@@ -23,7 +23,7 @@ from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.comparison.reference import Reference, largest_of, trainable
 from compiled_ddp.comparison.result import Comparison, Samples, VariantResult
 from compiled_ddp.comparison.variants import Variant
-from compiled_ddp.comparison.workload import Workload, on_device
+from compiled_ddp.comparison.workload import Workload, on_device, samples_in, total_samples
 from compiled_ddp.wrapper import DataParallelWrapper
 
 T = TypeVar("T")
@@ -206,4 +206,5 @@ def compare(
         bucket_bytes=[buffer.nbytes for buffer in communication.buffers],
         communication_samples=by_round([of_rank[-1] for of_rank in gathered]),
         variants=results,
+        batch_size=total_samples(rank.gather(samples_in(next(workload.batches(rank.index, rank.world_size))))),
     )

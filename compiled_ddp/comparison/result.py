@@ -35,6 +35,7 @@ class Comparison:
     bucket_bytes: list[int]  # what communication alone reduces, one all-reduce each
     communication_samples: list[list[float]]  # seconds, for each rank, for each round
     variants: list[VariantResult]
+    batch_size: int | None = None  # samples of a step over all ranks, by the first batch of each; None: not known
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `from_json` reads."""

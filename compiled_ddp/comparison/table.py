@@ -16,6 +16,7 @@ COLUMNS = {
     "step_ms": ("step\nmedian", ".1f"),
     "p10_ms": ("step\np10", ".1f"),
     "p90_ms": ("step\np90", ".1f"),
+    "samples_per_s": ("samples\n/ s", ",.0f"),
     "ratio_to_baseline": ("x torch\nDDP", ".3f"),
     "ratio_spread": ("p10-p90\nof that", "s"),
     "ratio_to_limit": ("x limit\n1", ".3f"),
@@ -29,7 +30,10 @@ COLUMNS = {
 }
 
 
-SHORT_STEP_MS, SMALL_PEAK_MB = 10, 100  # below these, another decimal
+SHORT_STEP_MS, SMALL_PEAK_MB, FEW_SAMPLES = 10, 100, 100  # below these, another decimal
+
+
+RULE = "step: median over rounds of step / {0}'s in the same round, times {0}'s median; other figures follow from it"
 
 
 def _columns(rows: Sequence[Row], left_out: Sequence[str]) -> dict[str, tuple[str, str]]:
@@ -37,6 +41,8 @@ def _columns(rows: Sequence[Row], left_out: Sequence[str]) -> dict[str, tuple[st
     small = max(row.peak_memory_mb or 0.0 for row in rows) < SMALL_PEAK_MB
     finer = {field: (title, ".2f") for field, (title, spec) in COLUMNS.items() if short and spec == ".1f"}
     finer |= {"peak_memory_mb": (COLUMNS["peak_memory_mb"][0], ".1f")} if small else {}
+    few = max(row.samples_per_s or 0.0 for row in rows) < FEW_SAMPLES
+    finer |= {"samples_per_s": (COLUMNS["samples_per_s"][0], ".1f")} if few else {}
     return {field: column for field, column in (COLUMNS | finer).items() if field not in left_out}
 
 
@@ -72,7 +78,8 @@ def render(comparison: Comparison, tablefmt: str = "simple", *, left_out: Sequen
         f"{_count(len(comparison.bucket_bytes), 'bucket')}, {_count(comparison.world_size, 'rank')} on "
         f"{comparison.device}, link {comparison.link}, {_count(len(comparison.communication_samples), 'round')}"
     )
-    notes = [f"{row.name}: {LIMITS[row.name]}, from the compiled floor" for row in table.limits]
+    notes = [] if table.reference is None else [RULE.format(table.reference)]
+    notes += [f"{row.name}: {LIMITS[row.name]}, from the compiled floor" for row in table.limits]
     notes += [f"{row.name} failed: {row.error}" for row in table.variants if row.error is not None]
     return "\n\n".join(filter(None, [title, body, "\n".join(notes)]))
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from compiled_ddp.comparison.reference import trainable
+from compiled_ddp.comparison.workload import samples_in
 from compiled_ddp.model.managed import is_wrapper
 from compiled_ddp.users_model import call_model, loss_in
 
 RETURNS = "(model, batches), (model, loss_function, batches), or a dict or an object with model and batches"
-_FIELDS = ("model", "batches", "loss_function", "optimizer")
+_FIELDS = ("model", "batches", "loss_function", "optimizer", "batch_size")
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -33,12 +34,16 @@ def default_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimiz
 
 @dataclass(frozen=True)
 class Training:
-    """What the user's function returned. `optimizer` makes one of the parameters that it is given."""
+    """What the user's function returned. `optimizer` makes one of the parameters that it is given.
+
+    `batch_size` is the number of samples in this rank's batches; None: the leading dimension of a batch's first tensor.
+    """
 
     model: nn.Module
     batches: Iterable[Any] | Callable[[int], Any]
     loss_function: Callable[[Any, Any], Tensor] | None = None
     optimizer: Optimizer = default_optimizer
+    batch_size: int | None = None
 
 
 def call_function(function: Callable[..., Any], **offered: Any) -> Any:
@@ -67,6 +72,9 @@ def training_of(returned: Any, *, may_be_wrapped: bool = False) -> Training:
     for name in ("loss_function", "optimizer"):
         if not callable(given.get(name)) and given.get(name) is not None:
             raise TypeError(f"{name} must be a function, found {_kind(given[name])}")
+    batch_size = given.get("batch_size")
+    if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        raise TypeError(f"batch_size must be the number of samples in a batch, found {batch_size!r}")
     return Training(**given)
 
 
@@ -165,6 +173,11 @@ class UsersWorkload:
                     "there are no more batches: return a list, a DataLoader, a function of the step, or a generator "
                     "without an end"
                 )
+
+    def samples(self, batch: Any) -> int | None:
+        """How many `batch` has: what the function told, or the leading dimension of its first tensor, if it has one."""
+        told = self._training.batch_size
+        return samples_in(batch) if told is None else told
 
     def loss(self, module: nn.Module, batch: Any) -> Tensor:
         """The loss of `module` on `batch`. Raises TypeError where there is none."""

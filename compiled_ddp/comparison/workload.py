@@ -1,6 +1,6 @@
 """What is trained: a model, its data and its optimizer, as the measurements see them."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,22 @@ class Workload(Protocol):
     def forget_model(self) -> None:
         """Hold none of the models that were built: their memory is to be given back."""
         ...
+
+
+def samples_in(batch: Any) -> int | None:
+    """The leading dimension of the first tensor in `batch`, a tensor or tuples, lists and mappings; None without one."""
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.dim() else None
+    if isinstance(batch, Mapping):
+        batch = [*batch.values()]
+    found = map(samples_in, batch) if isinstance(batch, tuple | list) else ()
+    return next((samples for samples in found if samples is not None), None)
+
+
+def total_samples(of_ranks: Sequence[int | None]) -> int | None:
+    """Of a step over all ranks; None where some rank does not know how many its batch has."""
+    known = [samples for samples in of_ranks if samples is not None]
+    return sum(known) if len(known) == len(of_ranks) else None
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

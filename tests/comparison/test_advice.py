@@ -7,6 +7,7 @@ import pytest
 from compiled_ddp.comparison import chart, table
 from compiled_ddp.comparison.advice import SIMPLEST_FIRST, advise, is_faster
 from compiled_ddp.comparison.arguments import DEFAULT, FLOORS, VARIANTS
+from compiled_ddp.comparison.derived import derive
 from compiled_ddp.comparison.result import Comparison, VariantResult
 from compiled_ddp.comparison.variants import WrapperOptions, make_variants
 
@@ -55,7 +56,38 @@ def test_of_what_cannot_be_told_apart_the_simplest_is_chosen() -> None:
     ],
 )
 def test_faster_is_in_three_rounds_of_four_and_by_a_hundredth(one: list, other: list, expected: bool) -> None:
-    assert is_faster(variant("a", *one), variant("b", *other)) is expected
+    found = comparison(variant("a", *one), variant("b", *other))
+    assert is_faster(*found.variants, {row.name: row for row in derive(found).variants}) is expected
+
+
+def test_the_advice_says_what_the_table_does() -> None:
+    """Round by round compile_ddp is the fastest; by the medians of their steps EagerDDP would be."""
+    found = comparison(
+        variant("torch DDP", 7.0, 7.8, 8.0),
+        variant("EagerDDP", 5.58, 5.58, 8.0),
+        variant("compile_ddp", 5.5, 5.59, 5.0, floor="compiled"),
+    )
+    rows = {row.name: row for row in derive(found).variants}
+    given = advise(found)
+    assert given.choice == "EagerDDP"  # which cannot be told from the fastest
+    assert rows["compile_ddp"].step_ms < rows["EagerDDP"].step_ms
+    assert given.reasons == [
+        f"A step takes {rows['EagerDDP'].step_ms:.4g} ms.",
+        "compile_ddp cannot be told from it in 3 rounds; it is simpler.",
+        f"torch DDP takes {1 / rows['EagerDDP'].ratio_to_baseline:.3g} times as long (7.8 ms).",
+    ]
+
+
+def test_what_the_table_shows_between_two_that_cannot_be_told_apart_cannot_be_told_from_them_either() -> None:
+    """EagerDDP is slower than compile_ddp in every round, and yet not slower than the noisy torch DDP."""
+    found = comparison(
+        variant("torch DDP", 8, 12, 12, 9),
+        variant("EagerDDP", 10.2, 10.2, 10.2, 10.2),
+        variant("compile_ddp", 10, 10, 10, 10, floor="compiled"),
+    )
+    given = advise(found)
+    assert given.choice == "torch DDP"
+    assert given.reasons[1:] == ["EagerDDP and compile_ddp cannot be told from it in 4 rounds; it is simpler."]
 
 
 def test_a_longer_first_step_is_paid_back_after_so_many_steps() -> None:

@@ -106,6 +106,7 @@ def test_the_command_compares_and_advises_in_a_table_json_and_a_picture(script: 
     data = json.loads((script.parent / "compare-small.json").read_text())
     assert data.keys() == {"recipe", "comparisons", "advice"}
     (found,) = data["comparisons"]
+    assert found["batch_size"] == 16
     assert [variant["name"] for variant in found["variants"]] == [*variants]
     for variant in found["variants"]:
         assert [len(ranks) for ranks in variant["samples"]] == [2, 2, 2] and variant["error"] is None

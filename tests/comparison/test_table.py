@@ -89,6 +89,45 @@ def test_the_spread_of_a_ratio_is_that_of_its_rounds() -> None:
     assert rows(comparison(baseline, other))["other"].ratio_spread == "0.84-1.80"
 
 
+def drifting() -> Comparison:
+    """Medians of 7.8, 5.58 and 5.59 ms, whose ratios to torch DDP, round by round, have medians of 1, 0.80 and 0.72."""
+    floor = result("compiled floor", "compiled", [[[1, step, 1]] * 2 for step in (3, 2, 2)], communicates=False)
+    baseline = result("torch DDP", "eager", [[[1, step - 2, 1]] * 2 for step in (7.0, 7.8, 8.0)])
+    one = result("one", "compiled", [[[1, step - 2, 1]] * 2 for step in (5.58, 5.58, 8.0)])
+    other = result("other", "compiled", [[[1, step - 2, 1]] * 2 for step in (7.0, 5.59, 5.0)])
+    return comparison(floor, baseline, one, other, communication_ms=1.5)
+
+
+def test_no_figure_of_a_drifting_machine_contradicts_another() -> None:
+    found = rows(drifting())
+    assert found["one"].ratio_to_baseline == pytest.approx(5.58 / 7)
+    assert found["other"].ratio_to_baseline == pytest.approx(5.59 / 7.8)
+    baseline, floor, limit = found["torch DDP"], found["compiled floor"], found["limit 1"]
+    for row in found.values():
+        assert row.ratio_to_baseline == pytest.approx(row.step_ms / baseline.step_ms)
+        if row.forward_ms is not None:
+            assert row.forward_ms + row.backward_ms + row.optimizer_ms == pytest.approx(row.step_ms)
+            assert row.p10_ms <= row.step_ms <= row.p90_ms
+            assert row.ratio_to_limit == pytest.approx(row.step_ms / limit.step_ms)
+    for name in ("one", "other"):
+        assert found[name].exposed_ms == pytest.approx(found[name].step_ms - floor.step_ms)
+        overlap = 1 - found[name].exposed_ms / found["communication alone"].step_ms
+        assert found[name].overlap == pytest.approx(overlap)
+    communication_ms = found["communication alone"].step_ms
+    assert limit.step_ms == pytest.approx(
+        floor.forward_ms + max(floor.backward_ms, communication_ms) + floor.optimizer_ms
+    )
+
+
+def test_without_torch_ddp_drift_is_taken_out_by_the_first_row() -> None:
+    speeds = [1, 2, 10]
+    first = result("first", "eager", [[[0, 10 * s, 0]] * 2 for s in speeds])
+    halves = result("half", "eager", [[[0, 5 * s, 0]] * 2 for s in (1, 2, 11)])
+    row = rows(comparison(first, halves))["half"]
+    assert row.step_ms == pytest.approx(10)
+    assert row.ratio_to_baseline is None and row.ratio_spread is None
+
+
 def test_a_slower_row_is_printed_as_it_is() -> None:
     loser = steady("loser", "eager", [10, 90, 2])
     row = rows(comparison(EAGER_FLOOR, TORCH_DDP, loser))["loser"]
@@ -109,10 +148,25 @@ def test_short_steps_have_a_decimal_more() -> None:
     assert line.split()[2:6] == ["0.12", "1.00", "0.25", "1.37"]
 
 
+def test_samples_a_second_are_those_of_a_step_over_all_ranks() -> None:
+    found = rows(replace(comparison(EAGER_FLOOR, TORCH_DDP), batch_size=144))
+    assert found["torch DDP"].samples_per_s == pytest.approx(144 / 0.072)
+    assert found["communication alone"].samples_per_s is None
+    lines = table.render(replace(comparison(TORCH_DDP), batch_size=144)).splitlines()
+    assert "2,000" in next(line for line in lines if line.startswith("torch DDP")).split()
+    assert rows(comparison(TORCH_DDP))["torch DDP"].samples_per_s is None
+
+
+def test_the_rule_of_the_figures_stands_under_the_table() -> None:
+    last = table.render(comparison(TORCH_DDP)).splitlines()[-1]
+    assert last.startswith("step: median over rounds of step / torch DDP's in the same round, times torch DDP's median")
+    assert "step / EagerDDP's in" in table.render(comparison(replace(TORCH_DDP, name="EagerDDP"))).splitlines()[-1]
+
+
 def test_columns_without_a_value_can_be_left_out() -> None:
     alone = comparison(steady("torch DDP", "eager", [10, 60, 2]))
     left_out = table.fields_without_values(alone)
-    assert left_out[:3] == ["ratio_to_limit", "exposed_ms", "overlap_in_words"] and "step_ms" not in left_out
+    assert left_out[:3] == ["samples_per_s", "ratio_to_limit", "exposed_ms"] and "step_ms" not in left_out
     text = table.render(alone, left_out=left_out)
     assert "exposed" not in text and "limit 1" not in text
 
@@ -130,8 +184,15 @@ def test_collectives_other_than_all_reduces_are_named() -> None:
 
 
 def test_a_comparison_survives_json() -> None:
-    original = comparison(EAGER_FLOOR, TORCH_DDP)
+    original = replace(comparison(EAGER_FLOOR, TORCH_DDP), batch_size=16)
     assert Comparison.from_json(original.to_json()) == original
+
+
+def test_a_comparison_from_before_batch_sizes_is_read() -> None:
+    original = comparison(TORCH_DDP)
+    data = original.to_json()
+    del data["batch_size"]
+    assert Comparison.from_json(data) == original
 
 
 def test_the_parts_of_a_bar_add_up_to_the_phases() -> None:

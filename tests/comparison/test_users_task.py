@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from compiled_ddp import EagerDDP
 from compiled_ddp.comparison.users_task import UsersWorkload, call_function, training_of
-from compiled_ddp.comparison.workload import on_device
+from compiled_ddp.comparison.workload import on_device, samples_in, total_samples
 
 BATCH = (torch.ones(2, 3), torch.tensor([0, 1]))
 PLACE = {"rank": 1, "world_size": 2, "device": torch.device("cpu")}
@@ -95,6 +95,7 @@ WRONG = {
     "a tensor": ((model(), BATCH[0]), TypeError, "batches is a Tensor, which looks like one batch"),
     "a number": ((model(), 3), TypeError, "batches must be a list, a DataLoader, .* found a int"),
     "a loss": (_returns(loss_function=3), TypeError, "loss_function must be a function, found a int"),
+    "no number of samples": (_returns(batch_size=0), TypeError, "batch_size must be the number of .* found 0"),
     "an optimizer": (_returns(optimizer="adam"), TypeError, "optimizer must be a function, found a str"),
 }
 
@@ -165,6 +166,31 @@ def test_each_call_has_the_same_random_numbers_and_each_rank_other_ones() -> Non
         return next(made.batches(0, 1)).tolist()
 
     assert drawn(3) == drawn(3) != drawn(4)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.ones(5, 3), 5),
+        (BATCH, 2),
+        ({"name": "a", "x": [torch.tensor(1.0), torch.ones(7, 2)], "y": torch.ones(3)}, 7),
+        (torch.tensor(1.0), None),
+        (["text"], None),
+        (object(), None),
+    ],
+)
+def test_the_samples_of_a_batch_are_the_leading_dimension_of_its_first_tensor(batch: Any, expected: int | None) -> None:
+    assert samples_in(batch) == expected
+
+
+def test_samples_of_all_ranks_are_known_where_each_rank_knows_its_own() -> None:
+    assert total_samples([2, 3]) == 5
+    assert total_samples([2, None]) is None
+
+
+def test_the_function_may_tell_how_many_samples_a_batch_has() -> None:
+    assert workload(_returns()).samples(BATCH) == 2
+    assert workload(_returns(batch_size=64)).samples(BATCH) == 64
 
 
 def test_tensors_of_nested_batches_are_moved() -> None:

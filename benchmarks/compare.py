@@ -25,7 +25,7 @@ from compiled_ddp.comparison import chart, table
 from compiled_ddp.comparison.probe import MALLOC_ENVIRONMENT
 from compiled_ddp.comparison.ranks import joined_rank
 from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.result import Comparison
+from compiled_ddp.comparison.result import Comparison, FirstStep
 
 OUTPUT = Path("benchmarks/out")
 QUICK = ("gpt", "linears")
@@ -113,6 +113,7 @@ def _probe_all(job: dict[str, Any], ranks: int, link: ShapedLink | None, cache: 
             shutil.copytree(own_cache, cache, dirs_exist_ok=True)
         probes[name] = {
             "first_step_cold_s": cold["first_step_s"],
+            "first_step_parts": FirstStep(**cold["first_step_parts"]),
             "first_step_warm_s": warm["first_step_s"],
             "peak_memory_bytes": warm["peak_memory_bytes"],
         }

@@ -18,7 +18,7 @@ from compiled_ddp.comparison.contestant import Instructions
 from compiled_ddp.comparison.measure import bucket_sizes, by_round, take_turns, untimed_steps
 from compiled_ddp.comparison.probe import MALLOC_ENVIRONMENT
 from compiled_ddp.comparison.remote import Failures, RemoteContender, VariantFailed, agreed
-from compiled_ddp.comparison.result import Comparison, VariantResult
+from compiled_ddp.comparison.result import Comparison, FirstStep, VariantResult
 from compiled_ddp.comparison.variants import WrapperOptions, make_variants
 
 REFERENCE, COMMUNICATION = "reference", "communication alone"
@@ -110,7 +110,8 @@ class Contest:
                 return probed
             if probed["memory_unknown"] is not None:
                 self._say(f"peak memory of {name} is not known: {probed['memory_unknown']}")
-            found["first_step_cold_s"] = probed["first_step_s"]
+            found["first_step_parts"] = FirstStep(**probed["first_step"])
+            found["first_step_cold_s"] = probed["first_step"]["seconds"]
             found["peak_memory_bytes"] = probed["peak_memory_bytes"]
         warm = self._start(name, name, "warm up", self._order.warmup, cache)
         return warm if isinstance(warm, VariantFailed) else {**found, **warm}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from compiled_ddp.command_line.target import NoSuchTarget, find_function
 from compiled_ddp.comparison.collectives import CommunicationAlone
 from compiled_ddp.comparison.measure import Contender, device_name
-from compiled_ddp.comparison.probe import MemoryUnknown, first_step, peak_memory
+from compiled_ddp.comparison.probe import MemoryUnknown, first_step, of_all_ranks, peak_memory
 from compiled_ddp.comparison.ranks import Rank, gloo_group, share_cores
 from compiled_ddp.comparison.reference import Reference, trainable
 from compiled_ddp.comparison.users_task import RETURNS, UsersWorkload
@@ -138,7 +138,7 @@ class Contestant:
     def _probe(self, warmup: int) -> dict[str, Any]:
         """First step and peak memory, of the slowest rank and the one that needs most."""
         workload, _ = self._from_reference()
-        contender, seconds = first_step(workload, self._variant(), self._rank)
+        contender, first = first_step(workload, self._variant(), self._rank)
         peak, unknown = None, None
         try:
             peak = peak_memory(contender, warmup=warmup, steps=PROBED_STEPS)
@@ -146,7 +146,7 @@ class Contestant:
             unknown = str(error)
         peaks = self._rank.gather(peak)
         return {
-            "first_step_s": max(self._rank.gather(seconds)),
+            "first_step": asdict(of_all_ranks(self._rank.gather(first))),
             "peak_memory_bytes": None if None in peaks else max(peaks),
             "memory_unknown": unknown,
         }

@@ -10,14 +10,18 @@ import ctypes
 import gc
 import time
 import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from compiled_ddp import torch_private
 from compiled_ddp.comparison.measure import Contender
 from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.comparison.reference import trainable
+from compiled_ddp.comparison.result import FirstStep
 from compiled_ddp.comparison.variants import Variant
 from compiled_ddp.comparison.workload import Workload
 
@@ -33,18 +37,21 @@ def probe(workload: Workload, variant: Variant, *, warmup: int, steps: int, rank
 
     Raises MemoryUnknown, after the first step, where the peak of `steps` settled steps cannot be told.
     """
-    contender, first_step_s = first_step(workload, variant, rank)
+    contender, first = first_step(workload, variant, rank)
     peak_bytes = peak_memory(contender, warmup=warmup - 1, steps=steps)
+    parts = of_all_ranks(rank.gather(first))
     return {
-        "first_step_s": max(rank.gather(first_step_s)),
+        "first_step_s": parts.seconds,
+        "first_step_parts": asdict(parts),
         "peak_memory_bytes": max(rank.gather(peak_bytes)),
     }
 
 
-def first_step(workload: Workload, variant: Variant, rank: Rank) -> tuple[Contender, float]:
+def first_step(workload: Workload, variant: Variant, rank: Rank) -> tuple[Contender, FirstStep]:
     """A contender after one step, and this rank's seconds for both, and for `warmup()` where the variant is warmed up.
 
-    The seconds begin before the model is built and wrapped, so they hold what a wrapper does at once.
+    The seconds begin before the model is built and wrapped, so they hold what a wrapper does at once. Nothing may have
+    been compiled before in this process.
     """
     rank.barrier()
     begin = time.perf_counter()
@@ -54,7 +61,16 @@ def first_step(workload: Workload, variant: Variant, rank: Rank) -> tuple[Conten
     rank.barrier()
     begin = time.perf_counter()
     contender.compile_ahead(batch)
-    return contender, wrapping_s + time.perf_counter() - begin + sum(contender.step(batch))
+    contender.step(batch)
+    seconds = wrapping_s + time.perf_counter() - begin
+    times = torch_private.compile_times.compile_times()
+    return contender, FirstStep(seconds, wrapping_s, **times._asdict())
+
+
+def of_all_ranks(of_ranks: Sequence[FirstStep]) -> FirstStep:
+    """The parts of the rank that compiled for longest, in the seconds of the slowest one."""
+    compiled_longest = max(of_ranks, key=lambda first: (first.inductor_s, first.seconds))
+    return replace(compiled_longest, seconds=max(first.seconds for first in of_ranks))
 
 
 def peak_memory(contender: Contender, *, warmup: int, steps: int) -> int:

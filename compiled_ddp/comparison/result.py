@@ -8,6 +8,25 @@ Samples = list[list[list[float]]]
 
 
 @dataclass(frozen=True)
+class FirstStep:
+    """Where the seconds of a first step went, on the rank that compiled for longest: others may have waited for it."""
+
+    seconds: float  # until the slowest rank was done
+    wrapping_s: float  # building the model, and a wrapper around it
+    capture_s: float  # Dynamo, and nothing that it calls
+    forward_s: float  # compiling forwards
+    backward_s: float  # compiling backwards
+    inductor_s: float  # of both
+    compiled: int  # by Inductor: each forward and each backward is a graph
+    loaded: int  # by Inductor, from its cache
+
+    @property
+    def rest_s(self) -> float:
+        """What is none of these: running it, and what ranks agree on and check."""
+        return max(0.0, self.seconds - self.wrapping_s - self.capture_s - self.forward_s - self.backward_s)
+
+
+@dataclass(frozen=True)
 class VariantResult:
     """One variant's measurements. None means not measured, or without meaning for this variant."""
 
@@ -20,6 +39,7 @@ class VariantResult:
     peak_memory_bytes: int | None = None  # the rank that needs most
     first_step_cold_s: float | None = None
     first_step_warm_s: float | None = None
+    first_step_parts: FirstStep | None = None  # of the cold one
     error: str | None = None  # why it has no samples: it failed, on the rank that is named
 
 
@@ -44,4 +64,9 @@ class Comparison:
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Comparison":
         """What `to_json` wrote."""
-        return Comparison(**{**data, "variants": [VariantResult(**variant) for variant in data["variants"]]})
+        return Comparison(**{**data, "variants": [_variant_from_json(variant) for variant in data["variants"]]})
+
+
+def _variant_from_json(data: dict[str, Any]) -> VariantResult:
+    parts = data.get("first_step_parts")
+    return VariantResult(**{**data, "first_step_parts": parts and FirstStep(**parts)})

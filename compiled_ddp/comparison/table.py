@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from tabulate import tabulate
 
 from compiled_ddp.comparison.derived import LIMITS, Row, derive
+from compiled_ddp.comparison.first_step import why_slow
 from compiled_ddp.comparison.result import Comparison
 
 COLUMNS = {
@@ -81,6 +82,7 @@ def render(comparison: Comparison, tablefmt: str = "simple", *, left_out: Sequen
     notes = [] if table.reference is None else [RULE.format(table.reference)]
     notes += [f"{row.name}: {LIMITS[row.name]}, from the compiled floor" for row in table.limits]
     notes += [f"{row.name} failed: {row.error}" for row in table.variants if row.error is not None]
+    notes += why_slow(comparison)
     return "\n\n".join(filter(None, [title, body, "\n".join(notes)]))
 
 

@@ -33,7 +33,7 @@ class Workload(Protocol):
 
 
 def samples_in(batch: Any) -> int | None:
-    """The leading dimension of the first tensor in `batch`, a tensor or tuples, lists and mappings; None without one."""
+    """The leading dimension of the first tensor in `batch`: a tensor, or tuples, lists and mappings; None without."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else None
     if isinstance(batch, Mapping):

@@ -33,6 +33,7 @@ Beside `names`, which can be looked for, these are used:
 | `_fqn_modifiers` of a module | names in torch.distributed.checkpoint |
 | `CompiledFunction._compiled_autograd_key` | refusing compiled autograd |
 | `torch._subclasses.fake_tensor.init_gpu_context` | CUDA code without a GPU, for tests; patched by name |
+| `torch._dynamo.utils`: `compilation_time_metrics`, `counters` | where a first step's seconds go, in `compare` |
 | `torch._dynamo.symbolic_convert` | tests: what Dynamo traces |
 | `torch.testing._internal.two_tensor.TwoTensor` | tests: a tensor subclass |
 | `torch._dynamo.utils`, `torch._inductor.utils` | tests: counters, generated code |
@@ -62,6 +63,7 @@ try:
         cache_artifacts,
         captures,
         checkpoints,
+        compile_times,
         compiler_cache,
         compiler_options,
         dynamo,
@@ -87,6 +89,7 @@ __all__ = [
     "cache_artifacts",
     "captures",
     "checkpoints",
+    "compile_times",
     "compiler_cache",
     "compiler_options",
     "dynamo",

@@ -123,12 +123,14 @@ def compile_backward_now(implementation: BackwardImplementation) -> bool:
 @contextlib.contextmanager
 def _metrics_apart() -> Iterator[None]:
     """Where a forward is being compiled, which what Dynamo notes of a backward would stand in the way of, and raise."""
-    from torch._dynamo.utils import get_metrics_context
+    from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
     context: Any = get_metrics_context()
+    within = dynamo_timed(_BACKWARD_WITHIN_FORWARD) if context.in_progress() else contextlib.nullcontext()
     before, context._metrics = context._metrics, {}
     try:
-        yield
+        with within:
+            yield
     finally:
         context._metrics = before
 
@@ -143,7 +145,9 @@ def _run_without_its_graph(implementation: Any) -> None:
         compile_alone(context, [])
 
 
-_ANOTHER_BACKWARD = "compiled_ddp.another_backward"  # the name of a phase, in what Dynamo notes of its times
+# The names of phases, in what Dynamo notes of its times.
+_ANOTHER_BACKWARD = "compiled_ddp.another_backward"
+_BACKWARD_WITHIN_FORWARD = "compiled_ddp.backward_within_forward"
 
 
 class TracedBackward:

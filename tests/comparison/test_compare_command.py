@@ -110,7 +110,8 @@ def test_the_command_compares_and_advises_in_a_table_json_and_a_picture(script: 
     assert [variant["name"] for variant in found["variants"]] == [*variants]
     for variant in found["variants"]:
         assert [len(ranks) for ranks in variant["samples"]] == [2, 2, 2] and variant["error"] is None
-        assert variant["first_step_cold_s"] > 0
+        assert variant["first_step_cold_s"] == variant["first_step_parts"]["seconds"] > 0
+        assert (variant["first_step_parts"]["forward_s"] > 0) == (variant["name"] == "compile_ddp")
     assert "script.py:small" in data["recipe"]["command"]
     assert (script.parent / "compare-small.png").stat().st_size > 10_000
 

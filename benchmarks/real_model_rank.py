@@ -211,7 +211,7 @@ def _side_by_side(trainers: Mapping[str, Trainer], rounds: int, rank: Rank) -> d
         *_, timed = [trainers[name].step(next(numbers[name])) for _ in range(untimed + 1)]
         return timed
 
-    samples = take_turns([partial(turn, name) for name in trainers], rounds, shows_progress=False)
+    samples = take_turns([partial(turn, name) for name in trainers], range(rounds))
     return {
         name: [max(of_ranks) for of_ranks in zip(*rank.gather(of_one), strict=True)]
         for name, of_one in zip(trainers, samples, strict=True)

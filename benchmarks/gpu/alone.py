@@ -49,7 +49,7 @@ def measure(workload: Workload, variants: Sequence[Variant], warmup: int, rounds
             ready.pop(variant.name, None)
     untimed = untimed_steps([contender.step_s for contender in ready.values()])
     slots = [partial(_take_turn, contender, untimed) for contender in ready.values()]
-    samples = take_turns(slots, rounds, shows_progress=False)
+    samples = take_turns(slots, range(rounds))
     for name, of_variant in zip(ready, samples, strict=True):
         found[name]["samples"] = of_variant
     for name, contender in ready.items():  # last, as what the profiler sets up may stay

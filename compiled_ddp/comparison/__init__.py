@@ -15,6 +15,8 @@ result.py, derived.py, first_step.py, table.py, chart.py, advice.py, record.py
 users_task.py  the user's function: what it may return, and the workload that is made of it
 contestant.py  one variant on one rank, in a process of its own that does what it is told
 contest.py     all variants of a rank, each in such a process
+progress.py, expectation.py
+               what is under way, and how long it may still take
 arguments.py, command.py
                the command line
 """

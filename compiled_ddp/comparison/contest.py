@@ -2,8 +2,8 @@
 
 import os
 import shutil
-import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,8 +15,10 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from compiled_ddp.comparison.contestant import Instructions
+from compiled_ddp.comparison.expectation import Expectation
 from compiled_ddp.comparison.measure import bucket_sizes, by_round, take_turns, untimed_steps
 from compiled_ddp.comparison.probe import MALLOC_ENVIRONMENT
+from compiled_ddp.comparison.progress import Progress, in_words
 from compiled_ddp.comparison.remote import Failures, RemoteContender, VariantFailed, agreed
 from compiled_ddp.comparison.result import Comparison, FirstStep, VariantResult
 from compiled_ddp.comparison.variants import WrapperOptions, make_variants
@@ -49,10 +51,12 @@ class Contest:
 
     def __init__(self, order: Order, folder: Path) -> None:
         self._order, self._folder = order, folder
+        self._kinds = make_variants(order.wrapper_options)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._prefix = folder.name  # the store may hold what a comparison before a restart has left
         self._failures = Failures(f"{self._prefix}/failures")
         self._running: dict[str, RemoteContender] = {}
+        self._progress = Progress(shown=self._rank == 0)
 
     def end(self) -> None:
         """End what is left of the processes."""
@@ -62,10 +66,8 @@ class Contest:
 
     def compare(self) -> Comparison:
         """The comparison, the same on every rank. Raises ComparisonFailed where there is none."""
-        made = self._alone(REFERENCE, None, "make reference", None, {})
-        if isinstance(made, VariantFailed):
-            raise ComparisonFailed(str(made))
-        answers = {name: self._prepare(name) for name in self._order.variants}
+        made, expectation = self._make_reference()
+        answers = {name: self._prepare(name, expectation) for name in self._order.variants}
         ready = {name: answer for name, answer in answers.items() if not isinstance(answer, VariantFailed)}
         sizes = bucket_sizes([answer["bucket_bytes"] for answer in ready.values()], made["gradient_bytes"])
         buckets = self._start(COMMUNICATION, None, "prepare communication", sizes, {})
@@ -77,15 +79,14 @@ class Contest:
         failures = self._failures_of_all()
         if COMMUNICATION in failures:
             raise ComparisonFailed(f"communication alone: {failures[COMMUNICATION]}")
-        kinds = make_variants(self._order.wrapper_options)
         results = []
         for name in self._order.variants:
-            result = VariantResult(name, kinds[name].floor, kinds[name].communicates, [], error=failures.get(name))
-            if result.error is None:
+            kind, error = self._kinds[name], failures.get(name)
+            measured: dict[str, Any] = {"samples": []}
+            if error is None:
                 measured = {**ready[name], "samples": samples[name], "collectives": counted[name]}
                 del measured["bucket_bytes"], measured["step_s"]
-                result = VariantResult(name, result.floor, result.communicates, **measured)
-            results.append(result)
+            results.append(VariantResult(name, kind.floor, kind.communicates, error=error, **measured))
         return Comparison(
             workload=made["workload"],
             device=made["device"],
@@ -98,10 +99,42 @@ class Contest:
             batch_size=made["batch_size"],
         )
 
-    def _prepare(self, name: str) -> Any:
+    def _make_reference(self) -> tuple[dict[str, Any], Expectation]:
+        """What it told of the model, and how long everything may take. Raises ComparisonFailed where it failed."""
+        began = time.monotonic()
+        with self._progress.under_way(lambda elapsed_s: "gradients by plain autograd, for reference"):
+            made = self._alone(REFERENCE, None, "make reference", None, {})
+        if isinstance(made, VariantFailed):
+            raise ComparisonFailed(str(made))
+        expectation = Expectation(
+            {name: self._kinds[name].floor for name in self._order.variants},
+            rounds=self._order.rounds,
+            starts=2 if self._order.probes else 1,
+            start_s=time.monotonic() - began,
+            step_s=made["step_s"],
+        )
+        what = f"{len(self._order.variants)} variants and {self._order.rounds} rounds"
+        self._progress.say(f"{what}, {in_words(expectation.seconds_left())} expected")
+        return made, expectation
+
+    def _prepare(self, name: str, expectation: Expectation) -> Any:
+        """As `_first_steps`, and `expectation` knows of it."""
+        began, number = time.monotonic(), [*self._order.variants].index(name) + 1
+
+        def say(elapsed_s: float) -> str:
+            elapsed = f", {elapsed_s:.0f} s" if elapsed_s else ""
+            left = in_words(expectation.seconds_left(elapsed_s))
+            return f"first steps of {name}, {number} of {len(self._order.variants)}{elapsed}, {left} left"
+
+        with self._progress.under_way(say):
+            answer = self._first_steps(name)
+        step_s = None if isinstance(answer, VariantFailed) else answer["step_s"]
+        expectation.note(name, time.monotonic() - began, step_s)
+        return answer
+
+    def _first_steps(self, name: str) -> Any:
         """What a variant's probe and warm-up found, after which it is running; VariantFailed where it is not."""
-        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self._folder / make_variants(WrapperOptions())[name].label)}
-        self._say(name)
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(self._folder / self._kinds[name].label)}
         found: dict[str, Any] = {}
         if self._order.probes:
             probed = self._alone(f"probe of {name}", name, "probe", self._order.warmup, {**MALLOC_ENVIRONMENT, **cache})
@@ -109,7 +142,7 @@ class Contest:
                 self._failures.note(self._label(name), str(probed))  # as every rank does
                 return probed
             if probed["memory_unknown"] is not None:
-                self._say(f"peak memory of {name} is not known: {probed['memory_unknown']}")
+                self._progress.say(f"peak memory of {name} is not known: {probed['memory_unknown']}")
             found["first_step_parts"] = FirstStep(**probed["first_step"])
             found["first_step_cold_s"] = probed["first_step"]["seconds"]
             found["peak_memory_bytes"] = probed["peak_memory_bytes"]
@@ -120,8 +153,7 @@ class Contest:
         """For each variant, and for communication alone, what every rank measured in each round."""
         slots: list[Callable[[], Any]] = [partial(self._ask, name, "step", untimed) for name in names]
         slots.append(partial(self._ask, COMMUNICATION, "communicate"))
-        self._say(f"{self._order.rounds} rounds")
-        samples = take_turns(slots, self._order.rounds, shows_progress=self._rank == 0)
+        samples = take_turns(slots, self._progress.each(range(self._order.rounds), "round"))
         of_ranks = agreed(samples, self._world_size)
         by_slot = [by_round([of_rank[slot] for of_rank in of_ranks]) for slot in range(len(slots))]
         return dict(zip(names, by_slot, strict=False)), by_slot[-1]
@@ -175,10 +207,6 @@ class Contest:
 
     def _label(self, name: str) -> str:
         return f"{self._prefix}/{name}"
-
-    def _say(self, what: str) -> None:
-        if self._rank == 0:
-            sys.stderr.write(f"compare: {what}\n")
 
     def _link(self) -> str:
         machines = self._world_size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -10,6 +10,7 @@ import os
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -110,7 +111,9 @@ class Contestant:
             dist.broadcast(shared, src=0, group=rank.control)
             value.detach().copy_(shared)
         initial = {name: value.detach().to("cpu", copy=True) for name, value in state.items()}
+        began = time.perf_counter()
         reference = Reference.compute(workload, rank)
+        step_s = time.perf_counter() - began
         saved = {"state": initial, "batch": reference.batch, "gradients": reference.gradients}
         torch.save(saved, self._instructions.reference)
         parameters = trainable(model)
@@ -119,6 +122,7 @@ class Contestant:
             "device": device_name(rank.device),
             "parameters": sum(parameter.numel() for parameter in parameters),
             "gradient_bytes": sum(parameter.nbytes for parameter in parameters),
+            "step_s": max(rank.gather(step_s)),
             "batch_size": total_samples(rank.gather(workload.samples(reference.batch))),
         }
 

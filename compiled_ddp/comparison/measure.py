@@ -9,7 +9,7 @@ most is Python.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_ddp.comparison.collectives import CommunicationAlone, count_collectives, even_buckets
-from compiled_ddp.comparison.progress import with_progress
+from compiled_ddp.comparison.progress import Progress
 from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.comparison.reference import Reference, largest_of, trainable
 from compiled_ddp.comparison.result import Comparison, Samples, VariantResult
@@ -138,7 +138,7 @@ def warm_up(
     """Every contender after `steps` steps, and its largest gradient difference at the first backward and after them."""
     reference = Reference.compute(workload, rank)
     contenders, differences = [], []
-    for variant in with_progress(variants, "warm-up", shown=rank.index == 0):
+    for variant in Progress(shown=rank.index == 0).each(variants, "warm-up"):
         contender = Contender(variant, workload, rank)
         differences.append(contender.warm_up(reference, steps))
         contenders.append(contender)
@@ -150,10 +150,10 @@ def bucket_sizes(told: Sequence[list[int] | None], gradient_bytes: int) -> list[
     return min(filter(None, told), key=len, default=None) or even_buckets(gradient_bytes)
 
 
-def take_turns(slots: Sequence[Callable[[], T]], rounds: int, *, shows_progress: bool) -> list[list[T]]:
-    """What each slot's calls returned: one call per round, in an order that rotates from round to round."""
+def take_turns(slots: Sequence[Callable[[], T]], rounds: Iterable[int]) -> list[list[T]]:
+    """What each slot's calls returned: one call in each of the `rounds`, whose numbers rotate the order."""
     samples: list[list[T]] = [[] for _ in slots]
-    for round_index in with_progress(range(rounds), "rounds", shown=shows_progress):
+    for round_index in rounds:
         for offset in range(len(slots)):
             slot = (round_index + offset) % len(slots)
             samples[slot].append(slots[slot]())
@@ -181,7 +181,8 @@ def compare(
     communication.step()
     untimed = untimed_steps(rank.gather(max(contender.step_s for contender in contenders)))
     slots: list[Callable[[], Any]] = [partial(contender.take_turn, untimed) for contender in contenders]
-    samples = take_turns([*slots, communication.timed_step], rounds, shows_progress=rank.index == 0)
+    numbers = Progress(shown=rank.index == 0).each(range(rounds), "round")
+    samples = take_turns([*slots, communication.timed_step], numbers)
     gathered = rank.gather(samples)
 
     results = []

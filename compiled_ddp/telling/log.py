@@ -26,12 +26,17 @@ def _switch() -> str:
     return "quiet" if switch == "off" else switch  # as it was called before
 
 
+def is_quiet() -> bool:
+    """Whether nothing is to be told anywhere."""
+    return _switch() == "quiet"
+
+
 def tell(logger: logging.Logger, message: str) -> None:
     """Log a line of level INFO, or write it to stderr."""
     if _switch() == "stderr" or (_switch() == "auto" and _is_left_alone(logger)):
         sys.stderr.write(f"compiled_ddp: {message}\n")
         sys.stderr.flush()
-    elif _switch() != "quiet":
+    elif not is_quiet():
         logger.info("%s", message)
 
 

@@ -99,6 +99,10 @@ def test_the_command_compares_and_advises_in_a_table_json_and_a_picture(script: 
     done = compare(script, "small", "--variants", *variants)
     assert done.returncode == 0, done.stderr
     assert "2 ranks on cpu, link gloo within one machine, 3 rounds" in done.stdout
+    assert re.search(r"^compare: 3 variants and 3 rounds, about .* expected$", done.stderr, re.MULTILINE)
+    for number, name in enumerate(variants, start=1):
+        assert f"compare: first steps of {name}, {number} of 3, about " in done.stderr
+    assert "compare: round 1 of 3" in done.stderr and "compare:" not in done.stdout
     for name in variants:
         *_, peak, first_step, _, difference = row(done.stdout, name)
         assert float(first_step) >= 0 and float(peak) >= 0 and float(difference) < 1e-5  # of a tiny model

@@ -1,4 +1,4 @@
-"""Without matplotlib there is no picture, and without tqdm no bar; neither is an error."""
+"""Without matplotlib there is no picture, which is no error, and nothing else is needed."""
 
 import subprocess
 import sys
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from compiled_ddp.comparison.command import _picture
-from compiled_ddp.comparison.progress import with_progress
 from compiled_ddp.comparison.result import Comparison, VariantResult
 
 ALONE = VariantResult("torch DDP", "eager", True, [[[1, 1, 1]]])
@@ -28,18 +27,6 @@ def test_with_matplotlib_the_command_says_where_the_picture_is(tmp_path: Path) -
     path = tmp_path / "folder" / "picture.png"
     assert _picture(FOUND, path) == f"Picture: {path}"
     assert path.stat().st_size > 10_000
-
-
-def test_without_tqdm_there_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert list(with_progress([1, 2], "numbers", shown=True)) == [1, 2]
-
-
-def test_with_tqdm_the_bar_is_on_one_rank_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(with_progress([1, 2], "numbers", shown=False)) == [1, 2]
-    assert capsys.readouterr().err == ""
-    assert list(with_progress([1, 2], "numbers", shown=True)) == [1, 2]
-    assert "numbers" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -129,9 +129,10 @@ def _report(options: argparse.Namespace, comparisons: Sequence[Comparison]) -> N
     samples = options.json or OUTPUT / f"compare-{link}.json"
     picture = options.png or OUTPUT / f"compare-{link}.png"
     samples.parent.mkdir(parents=True, exist_ok=True)
-    data = {"recipe": recipe(REPOSITORY), "comparisons": [comparison.to_json() for comparison in comparisons]}
+    how = recipe(REPOSITORY)
+    data = {"recipe": how, "comparisons": [comparison.to_json() for comparison in comparisons]}
     samples.write_text(json.dumps(data))
-    chart.draw(comparisons, picture)
+    chart.draw(comparisons, picture, how)
     print(f"\nRaw samples and recipe: {samples}\nChart: {picture}")
 
 

@@ -1,7 +1,7 @@
 """Write benchmarks/results/ into README.md, docs/benchmarks.md and docs/compare.md: `python -m benchmarks.publish`.
 
 A figure is measured once and stands in its JSON; the documents are filled in from there, between their
-`<!-- results:begin -->` and `<!-- results:end -->` lines.
+`<!-- results:begin -->` and `<!-- results:end -->` lines, and the pictures are drawn from there.
 """
 
 import json
@@ -10,14 +10,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from compiled_ddp.comparison import chart
 from compiled_ddp.comparison.advice import advise
 from compiled_ddp.comparison.command import table_of
 from compiled_ddp.comparison.derived import derive
+from compiled_ddp.comparison.record import machine, ran_on
 from compiled_ddp.comparison.result import Comparison
 from compiled_ddp.comparison.table import fields_without_values, overview, render, tabulate_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
 RUNS = {"1gbit": "a 1 Gbit/s link", "loopback": "loopback"}
 _SHORT = {"1gbit": "1 Gbit/s", "loopback": "loopback"}
 COMPARED = {"mlp": "An MLP", "gpt2": "A small GPT-2 from transformers"}  # by compiled-ddp compare
@@ -54,11 +57,8 @@ def summary(comparisons: dict[str, Comparison]) -> str:
 
 def provenance(recipe: dict[str, Any]) -> str:
     """One sentence: hardware, versions, date, commit and command."""
-    hardware, versions = recipe["hardware"], recipe["versions"]
-    return (
-        f"{hardware['cpu']}, {hardware['cores']} cores, one rank pinned to each, gloo; torch {versions['torch']}, "
-        f"Python {versions['python']}; {recipe['date'][:10]}, commit {recipe['commit']}; `{recipe['command']}`."
-    )
+    where = ran_on(recipe, f"{machine(recipe, 'cpu')}, one rank pinned to each, gloo")
+    return f"{where}, commit {recipe['commit']}; `{recipe['command']}`."
 
 
 def readme_text(runs: dict[str, dict[str, Any]]) -> str:
@@ -129,8 +129,10 @@ def main() -> None:
     fill(ROOT / "docs" / "benchmarks.md", page_text(runs))
     compared = read_compared()
     fill(ROOT / "docs" / "compare.md", compare_text(compared))
-    for name in (*RUNS, *(f"compare-{name}" for name in compared)):
-        (ROOT / "docs" / "images" / f"{name}.png").write_bytes((RESULTS / f"{name}.png").read_bytes())
+    for name, run in (runs | {f"compare-{name}": run for name, run in compared.items()}).items():
+        picture = RESULTS / f"{name}.png"
+        chart.draw([*_comparisons(run).values()], picture, run["recipe"])
+        (IMAGES / f"{name}.png").write_bytes(picture.read_bytes())
     print("Filled in README.md, docs/benchmarks.md and docs/compare.md")
 
 

@@ -1,11 +1,14 @@
 """The picture of a comparison: one stacked bar per variant, communication that was not hidden marked in it."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from compiled_ddp.comparison.derived import LIMITS, Row, Table, derive
+from compiled_ddp.comparison.record import machine, ran_on
 from compiled_ddp.comparison.result import Comparison
+from compiled_ddp.comparison.table import count
 
 PARTS = {
     "forward": "#9ecae1",
@@ -13,6 +16,7 @@ PARTS = {
     "exposed communication": "#e6550d",
     "optimizer": "#bdbdbd",
 }
+OF_A_LINE, OF_A_TITLE = 110, 80  # characters: over all panels, and over one
 LIMIT_STYLES: tuple[tuple[Any, str], ...] = (("--", "#252525"), (":", "#252525"))  # line style, colour
 
 
@@ -44,17 +48,27 @@ def _draw_panel(axes: Any, comparison: Comparison, table: Table) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, max([*ends, *(row.step_ms or 0.0 for row in table.limits)]) * 1.02)
     axes.set_xlabel("ms per step; in brackets the ratio to torch DDP")
-    axes.set_title(
-        f"{comparison.workload}, {comparison.parameters / 1e6:.2f} M parameters, {comparison.world_size} ranks, "
-        f"{comparison.link}; communication alone {table.communication.step_ms:.3g} ms",
-        loc="left",
-        fontsize=11,
-    )
+    axes.set_title(title_of(comparison, table), loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def draw(comparisons: Sequence[Comparison], path: Path) -> None:
-    """One panel per comparison, into the PNG file `path`. Raises ImportError without matplotlib."""
+def title_of(comparison: Comparison, table: Table) -> str:
+    """What was run, in two lines or more."""
+    model = f"{comparison.workload}: {comparison.parameters / 1e6:.2f} M parameters"
+    batch = "" if comparison.batch_size is None else f", {comparison.batch_size:,} samples a step"
+    run = (
+        f"{count(comparison.world_size, 'rank')}, {comparison.link}, "
+        f"{count(len(comparison.communication_samples), 'round')}; communication alone "
+        f"{table.communication.step_ms:.3g} ms"
+    )
+    return "\n".join([*textwrap.wrap(model + batch, OF_A_TITLE), *textwrap.wrap(run, OF_A_TITLE)])
+
+
+def draw(comparisons: Sequence[Comparison], path: Path, recipe: Mapping[str, Any]) -> None:
+    """One panel per comparison, into the PNG file `path`, under a line with the machine, the versions and the date.
+
+    `recipe` is what was written with the comparisons. Raises ImportError without matplotlib.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -80,7 +94,9 @@ def draw(comparisons: Sequence[Comparison], path: Path) -> None:
     ]
     for (style, color), row in zip(LIMIT_STYLES, tables[0].limits, strict=False):
         keys.append(Line2D([], [], linestyle=style, color=color, label=f"{row.name}: {LIMITS[row.name]}"))
+    where = ran_on(recipe, machine(recipe, comparisons[0].device))
+    figure.suptitle("\n".join(textwrap.wrap(where, OF_A_LINE)), x=0.01, ha="left", fontsize=10, color="#525252")
     figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, metadata={"Description": where})
     plt.close(figure)

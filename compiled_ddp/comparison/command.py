@@ -6,9 +6,11 @@ import os
 import shlex
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -131,14 +133,11 @@ def _report(options: argparse.Namespace, comparison: Comparison, arguments: list
     samples, picture = _results(options, comparison.workload)
     script = Path(options.target.rpartition(":")[0]).resolve()
     sources = script.parent if script.is_file() else Path.cwd()
-    data = {
-        "recipe": record.recipe(sources, PACKAGES, shlex.join(["compiled-ddp", *arguments])),
-        "comparisons": [comparison.to_json()],
-        "advice": asdict(advice),
-    }
+    recipe = record.recipe(sources, PACKAGES, shlex.join(["compiled-ddp", *arguments]))
+    data = {"recipe": recipe, "comparisons": [comparison.to_json()], "advice": asdict(advice)}
     samples.parent.mkdir(parents=True, exist_ok=True)
     samples.write_text(json.dumps(data))
-    sys.stdout.write(f"\nRaw samples and recipe: {samples}\n{_picture(comparison, picture)}\n")
+    sys.stdout.write(f"\nRaw samples and recipe: {samples}\n{_picture(comparison, picture, recipe)}\n")
 
 
 def table_of(comparison: Comparison, tablefmt: str = "simple") -> str:
@@ -147,10 +146,10 @@ def table_of(comparison: Comparison, tablefmt: str = "simple") -> str:
     return table.render(comparison, tablefmt, left_out=left_out)
 
 
-def _picture(comparison: Comparison, path: Path) -> str:
+def _picture(comparison: Comparison, path: Path, recipe: Mapping[str, Any]) -> str:
     """A line that says where it is, or why it is not."""
     try:
-        chart.draw([comparison], path)
+        chart.draw([comparison], path, recipe)
     except ImportError:
         return "No picture: it needs matplotlib (pip install 'compiled-ddp[compare]')."
     return f"Picture: {path}"

@@ -6,7 +6,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,6 +37,19 @@ def recipe(sources: Path, packages: Sequence[str] = PACKAGES, command: str | Non
             "system": platform.platform(),
         },
     }
+
+
+def machine(recipe: Mapping[str, Any], device: str) -> str:
+    """What a comparison ran on: "AMD EPYC, 2 cores", and before it the GPUs where `device` is not "cpu"."""
+    hardware = recipe["hardware"]
+    gpus = [] if device == "cpu" else [f"{number} x {name}" for name, number in Counter(hardware["gpus"]).items()]
+    return ", ".join([*gpus, hardware["cpu"], f"{hardware['cores']} cores"])
+
+
+def ran_on(recipe: Mapping[str, Any], machine: str) -> str:
+    """ "`machine`; torch 2.13.0+cpu, Python 3.11.7; 2026-11-21"."""
+    versions = recipe["versions"]
+    return f"{machine}; torch {versions['torch']}, Python {versions['python']}; {recipe['date'][:10]}"
 
 
 def _version(package: str) -> str | None:

@@ -76,8 +76,8 @@ def render(comparison: Comparison, tablefmt: str = "simple", *, left_out: Sequen
     megabytes = sum(comparison.bucket_bytes) / 2**20
     title = (
         f"{comparison.workload}: {comparison.parameters / 1e6:.2f} M parameters, {megabytes:.1f} MiB of gradients in "
-        f"{_count(len(comparison.bucket_bytes), 'bucket')}, {_count(comparison.world_size, 'rank')} on "
-        f"{comparison.device}, link {comparison.link}, {_count(len(comparison.communication_samples), 'round')}"
+        f"{count(len(comparison.bucket_bytes), 'bucket')}, {count(comparison.world_size, 'rank')} on "
+        f"{comparison.device}, link {comparison.link}, {count(len(comparison.communication_samples), 'round')}"
     )
     notes = [] if table.reference is None else [RULE.format(table.reference)]
     notes += [f"{row.name}: {LIMITS[row.name]}, from the compiled floor" for row in table.limits]
@@ -86,7 +86,8 @@ def render(comparison: Comparison, tablefmt: str = "simple", *, left_out: Sequen
     return "\n\n".join(filter(None, [title, body, "\n".join(notes)]))
 
 
-def _count(number: int, of: str) -> str:
+def count(number: int, of: str) -> str:
+    """For example "1 rank", "2 ranks"."""
     return f"{number} {of}" if number == 1 else f"{number} {of}s"
 
 

@@ -1,6 +1,7 @@
 """Which variant is recommended, and the reasons, from samples small enough to check by hand."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +9,7 @@ from compiled_ddp.comparison import chart, table
 from compiled_ddp.comparison.advice import SIMPLEST_FIRST, advise, is_faster
 from compiled_ddp.comparison.arguments import DEFAULT, FLOORS, VARIANTS
 from compiled_ddp.comparison.derived import derive
+from compiled_ddp.comparison.record import recipe
 from compiled_ddp.comparison.result import Comparison, VariantResult
 from compiled_ddp.comparison.variants import WrapperOptions, make_variants
 
@@ -117,7 +119,7 @@ def test_where_the_model_alone_has_other_gradients_none_are_judged() -> None:
     assert "Gradients were not judged: without any wrapper they differ by 0.8 of the largest" in given.reasons[-1]
 
 
-def test_what_failed_is_named_and_has_a_row_without_figures_and_no_bar(tmp_path: object) -> None:
+def test_what_failed_is_named_and_has_a_row_without_figures_and_no_bar(tmp_path: Path) -> None:
     failed = variant("torch DDP", error="rank 1: RuntimeError: no gradient")
     found = comparison(variant("EagerDDP", 10, 10, 10, 10), failed)
     given = advise(found)
@@ -126,7 +128,7 @@ def test_what_failed_is_named_and_has_a_row_without_figures_and_no_bar(tmp_path:
     lines = table.render(found).splitlines()
     assert next(line for line in lines if line.startswith("torch DDP ")).split()[2:] == ["-"] * (len(table.COLUMNS) - 1)
     assert lines[-1] == "torch DDP failed: rank 1: RuntimeError: no gradient"
-    chart.draw([found], tmp_path / "picture.png")
+    chart.draw([found], tmp_path / "picture.png", recipe(tmp_path))
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 

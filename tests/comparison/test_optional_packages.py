@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from compiled_ddp.comparison.command import _picture
+from compiled_ddp.comparison.record import recipe
 from compiled_ddp.comparison.result import Comparison, VariantResult
 
 ALONE = VariantResult("torch DDP", "eager", True, [[[1, 1, 1]]])
@@ -17,7 +18,7 @@ def test_without_matplotlib_the_command_says_how_to_get_the_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert _picture(FOUND, tmp_path / "picture.png") == (
+    assert _picture(FOUND, tmp_path / "picture.png", recipe(tmp_path)) == (
         "No picture: it needs matplotlib (pip install 'compiled-ddp[compare]')."
     )
     assert not (tmp_path / "picture.png").exists()
@@ -25,7 +26,7 @@ def test_without_matplotlib_the_command_says_how_to_get_the_picture(
 
 def test_with_matplotlib_the_command_says_where_the_picture_is(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "picture.png"
-    assert _picture(FOUND, path) == f"Picture: {path}"
+    assert _picture(FOUND, path, recipe(tmp_path)) == f"Picture: {path}"
     assert path.stat().st_size > 10_000
 
 

@@ -102,8 +102,7 @@ class Contest:
     def _make_reference(self) -> tuple[dict[str, Any], Expectation]:
         """What it told of the model, and how long everything may take. Raises ComparisonFailed where it failed."""
         began = time.monotonic()
-        with self._progress.under_way(lambda elapsed_s: "gradients by plain autograd, for reference"):
-            made = self._alone(REFERENCE, None, "make reference", None, {})
+        made = self._alone(REFERENCE, None, "make reference", None, {})
         if isinstance(made, VariantFailed):
             raise ComparisonFailed(str(made))
         expectation = Expectation(

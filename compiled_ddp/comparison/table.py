@@ -14,7 +14,7 @@ COLUMNS = {
     "forward_ms": ("forward\nms", ".1f"),
     "backward_ms": ("backward\nms", ".1f"),
     "optimizer_ms": ("optim.\nms", ".1f"),
-    "step_ms": ("step\nmedian", ".1f"),
+    "step_ms": ("step\nms", ".1f"),
     "p10_ms": ("step\np10", ".1f"),
     "p90_ms": ("step\np90", ".1f"),
     "samples_per_s": ("samples\n/ s", ",.0f"),

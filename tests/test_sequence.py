@@ -178,7 +178,7 @@ def test_sequence_in_which_everything_arrived_as_proposed_stays_as_it_is(planner
 def test_small_graphs_share_a_section_behind_all_graphs_apart_from_what_was_not_captured(
     planner: SequencePlanner,
 ) -> None:
-    proposal = planner.propose([segment(3)], {0, 1, 5})
+    proposal = planner.propose([segment(3)], dict.fromkeys((0, 1, 5), TOO_SMALL))
     assert describe(proposal) == [
         ("graph", "", [(3,)]),
         ("hooks", TOO_SMALL, [(5, 1), (0,)]),

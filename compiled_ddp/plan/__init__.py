@@ -41,9 +41,11 @@ from compiled_ddp.plan.riders import (
 from compiled_ddp.plan.sequence import (
     ADMITTED,
     AMONG_COLLECTIVES,
+    BESIDE_TENSOR_HOOK,
     MIXED,
     NOT_CALLED,
     NOT_CAPTURED,
+    TENSOR_HOOK,
     TOO_SMALL,
     Origin,
     ReductionSequence,
@@ -52,6 +54,7 @@ from compiled_ddp.plan.sequence import (
 
 __all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders", "gradient_dtype"]
 __all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED", "TOO_SMALL"]
+__all__ += ["BESIDE_TENSOR_HOOK", "TENSOR_HOOK"]
 __all__ += ["Origin", "ReductionSequence", "Section"]
 __all__ += ["ABORTED", "ANNOUNCED", "COUNT_MODULUS", "FIRST_USED", "FORWARD_COUNT", "FORWARD_COUNT_SQUARED"]
 __all__ += ["HOOK_FAILED", "LOST", "MISFIT", "RETURNED_COUNT"]

@@ -21,6 +21,8 @@ AMONG_COLLECTIVES = (
 MIXED = "used both inside a captured graph and outside of it"
 ADMITTED = "not used in the first backward"
 TOO_SMALL = "in captured graphs too small for an all-reduce of their own"
+TENSOR_HOOK = "a tensor hook on the parameter must see its local gradient"
+BESIDE_TENSOR_HOOK = "in a captured graph with a parameter that has a tensor hook"
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,12 @@ class ReductionSequence:
     def in_graphs(self) -> frozenset[int]:
         """The parameters of graphs' sections."""
         return frozenset(i for section in self.launched if section.origin == "graph" for i in section.plan.indices)
+
+    @functools.cached_property
+    def left_for_tensor_hooks(self) -> frozenset[int]:
+        """The parameters of captured graphs that are the hooks' while a tensor hook is on one of these."""
+        reasons = TENSOR_HOOK, BESIDE_TENSOR_HOOK
+        return frozenset(i for section in self.launched if section.reason in reasons for i in section.plan.indices)
 
     @functools.cached_property
     def buckets(self) -> tuple[Bucket, ...]:

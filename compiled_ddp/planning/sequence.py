@@ -13,7 +13,7 @@ of a backward tell every rank to change it in the same way: `admit`s what is use
 
 import itertools
 import json
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from compiled_ddp.plan import (
@@ -53,15 +53,16 @@ class SequencePlanner:
         self._plans: dict[tuple[int, ...], BucketPlan] = {}  # those of its sections by hooks, by parameters in order
 
     def propose(
-        self, segments: Sequence[BucketPlan], too_small: Set[int] = frozenset(), *, reason: str = NOT_CAPTURED
+        self, segments: Sequence[BucketPlan], whys: Mapping[int, str] | None = None, *, reason: str = NOT_CAPTURED
     ) -> ReductionSequence:
         """The sequence for a backward that will run `segments` (plans over parameters) in this order.
 
-        The parameters `too_small` are of graphs that are to have no section.
+        The parameters in `whys` are of graphs that are to have no section, for these reasons; others are the hooks'
+        for that `reason`.
         """
         captured = {index for plan in segments for index in plan.indices}
         rest = [index for index in reversed(range(len(self._parameters.names))) if index not in captured]
-        reasons = {index: TOO_SMALL if index in too_small else reason for index in rest}
+        reasons = {index: (whys or {}).get(index, reason) for index in rest}
         sections = [Section(plan, "graph") for plan in segments]
         return self._sequence([*sections, *self._hooks_of(rest, reasons)])
 

@@ -1,7 +1,7 @@
 """The sequence that a wrapper's ranks keep: proposed by rank 0, refined once, and how it changes after that."""
 
 import json
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
@@ -39,6 +39,7 @@ class AgreedSequence:
         self.refined = False  # whether the first backward of this sequence has ended
         self.unused: frozenset[int] = frozenset()  # parameters that no rank has used: their sections are not launched
         self.graph_sections: dict[str, int] = {}  # fingerprint -> the launched section of equal graphs
+        self.expects_graphs = False  # whether graphs have sections, or are to have some when tensor hooks have gone
         self.why_not_graph = why_not_graph
         self._reduction: ReductionKind | None = None  # in place of the options' own
         self._options, self._communicator, self._traced_hook = options, communicator, traced_hook
@@ -73,13 +74,13 @@ class AgreedSequence:
         """From the next `begin_anew` on, plan buckets for a communication hook."""
         self.why_not_graph, self._reduction = reason, "hook"
 
-    def propose(self, plans: Sequence[BucketPlan], too_small: Set[int] = frozenset()) -> ReductionSequence:
+    def propose(self, plans: Sequence[BucketPlan], whys: Mapping[int, str] | None = None) -> ReductionSequence:
         """The sequence for the backward that begins.
 
-        Where `must_agree`, `plans` are of the calls it will run, but for those of the parameters `too_small`.
+        Where `must_agree`, `plans` are of the calls it will run, but for those of the parameters in `whys`.
         """
         if self.must_agree:
-            self._adopt(self._agree("proposal", lambda: self._planner.propose(plans, too_small)))
+            self._adopt(self._agree("proposal", lambda: self._planner.propose(plans, whys)))
         assert self.sequence is not None
         return self.sequence
 
@@ -134,6 +135,10 @@ class AgreedSequence:
         plan = call.every_parameter().plan
         return plan.nbytes < self._options.smallest_graph_bytes and self.sequence.in_graphs.isdisjoint(plan.indices)
 
+    def was_left_for_tensor_hooks(self, call: GraphCall) -> bool:
+        """Whether the sequence was made without the call's graph as it had tensor hooks, on rank 0."""
+        return self.sequence is not None and not self.sequence.left_for_tensor_hooks.isdisjoint(call.plan.indices)
+
     def event_of(self, section: int) -> str:
         """A name for what ranks wait for in the graph of a section, the same on all of them."""
         assert self.sequence is not None
@@ -171,4 +176,5 @@ class AgreedSequence:
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
         launched = enumerate(sequence.launched)
         self.graph_sections = {s.plan.fingerprint: place for place, s in launched if s.origin == "graph"}
+        self.expects_graphs = bool(self.graph_sections or sequence.left_for_tensor_hooks)
         return sequence

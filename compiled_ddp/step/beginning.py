@@ -12,7 +12,14 @@ from compiled_ddp.backward.forward_count import Forwards
 from compiled_ddp.backward.returned_gradients import ReturnedGradients
 from compiled_ddp.backward.riders import Flag, Message
 from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
-from compiled_ddp.plan import AMONG_COLLECTIVES, NOT_CALLED, ReductionSequence
+from compiled_ddp.plan import (
+    AMONG_COLLECTIVES,
+    BESIDE_TENSOR_HOOK,
+    NOT_CALLED,
+    TENSOR_HOOK,
+    TOO_SMALL,
+    ReductionSequence,
+)
 from compiled_ddp.planning.small_graphs import large_enough
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.graph_call import GraphCall, may_leave_out
@@ -90,7 +97,7 @@ class Beginning:
         message = Message(forwards, weight, carried.piggyback, carried.take_flags())
         communicates = reduction.models_collectives.seen
         # Graphs that were postponed have run locally; where models communicate, a sequence is due that knows it.
-        misfit = not all(map(agreed.leaves_to_hooks, ran_locally))
+        misfit = not all(map(reduction.leaves_to_hooks, ran_locally))
         if len(conductor.references) > 1:
             communicates = conductor.any_communicates()
         if misfit or (communicates and not agreed.among_collectives):
@@ -140,15 +147,26 @@ class Beginning:
         calls, repeated = _last_of_equal(running), _repeated(running)
         wholes = [call.every_parameter().plan for call in calls]
         large = large_enough(wholes, self._reduction.options.smallest_graph_bytes)
-        too_small = {i for whole, is_large in zip(wholes, large, strict=True) if not is_large for i in whole.indices}
+        whys = {
+            i: TOO_SMALL for whole, is_large in zip(wholes, large, strict=True) if not is_large for i in whole.indices
+        }
+        kept, of_tensor_hooks = self._without_tensor_hooks([*itertools.compress(calls, large)])
+        whys |= of_tensor_hooks
         # Before any rank waits for another.
         compiles = self._reservations.compiles
-        kept = itertools.compress(calls, large)
         plans = [call.plan for call in kept if compiles(call, repeated=call.fingerprint in repeated)]
-        sequence = agreed.propose(plans, too_small)
+        sequence = agreed.propose(plans, whys)
         if agreed.graph_sections and (agreed.among_collectives or must_agree):
             return self._tell_whether(graphs_to_run(), sequence)
         return sequence, False
+
+    def _without_tensor_hooks(self, calls: Sequence[GraphCall]) -> tuple[list[GraphCall], dict[int, str]]:
+        """The calls that may reduce in their graphs; of the others the parameters, with why hooks reduce them."""
+        hooked = {call: self._reservations.with_tensor_hooks(call) for call in calls}
+        kept = [call for call, indices in hooked.items() if not indices]
+        left = [(call, indices) for call, indices in hooked.items() if indices]
+        whys = {index: BESIDE_TENSOR_HOOK for call, _ in left for index in call.every_parameter().plan.indices}
+        return kept, whys | {index: TENSOR_HOOK for _, indices in left for index in indices}
 
     def _take_in_what_is_shared(self, takes_part: Callable[[GraphCall], bool]) -> None:
         """[Note: undefined gradients] Calls that share parameters keep their plans, whatever each of them leaves out.
@@ -183,9 +201,9 @@ class Beginning:
 
     def _running(self) -> list[GraphCall]:
         """The calls that the backward which begins will run, in its order, and whose graphs are to reduce."""
-        agreed, running = self._reduction.agreed, []
-        for call in self._reduction.live_calls():
-            is_reduced = call.fingerprint in agreed.graph_sections or not agreed.leaves_to_hooks(call)
+        reduction, running = self._reduction, []
+        for call in reduction.live_calls():
+            is_reduced = call.fingerprint in reduction.agreed.graph_sections or not reduction.leaves_to_hooks(call)
             if is_reduced and call.plan.indices and call.is_still_to_run():
                 running.append(call)
         return running
@@ -221,7 +239,7 @@ class Beginning:
         """Let hooks reduce what the graphs of a backward that has begun in a task will not."""
         reduction, has_no_weight = self._reduction, backward.averaging.has_no_weight
         some_rank_differs = backward.circumstances.some_rank_differs
-        if reduction.agreed.graph_sections and not has_no_weight:
+        if reduction.agreed.expects_graphs and not has_no_weight:
             self._leave_unmatched_to_hooks(backward)
         if has_no_weight or some_rank_differs:
             self.leave_all_to_hooks(backward)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from compiled_ddp.users_code import warn_user
 
-TENSOR_HOOK = "a tensor hook on the parameter must see its local gradient"
 FROZEN = "the parameter was frozen between forward and backward, so that on this rank it counts as zero"
 DOES_NOT_FIT = "the graph does not fit the agreed sequence of this backward"
 

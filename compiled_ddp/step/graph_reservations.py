@@ -6,8 +6,9 @@ from compiled_ddp import torch_private
 from compiled_ddp.backward.existing_gradients import any_has_gradient
 from compiled_ddp.backward.riders import Flag
 from compiled_ddp.backward.synchronised import SynchronisedBackward
+from compiled_ddp.plan import TENSOR_HOOK
 from compiled_ddp.step.conductor import Conducted, conductor
-from compiled_ddp.step.fallback import DOES_NOT_FIT, FROZEN, TENSOR_HOOK
+from compiled_ddp.step.fallback import DOES_NOT_FIT, FROZEN
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.reserved_section import ReservedSection
@@ -25,7 +26,7 @@ class GraphReservations:
         agreed = reduction.agreed
         if agreed.why_not_graph is not None or backward.averaging.has_no_weight or not call.plan.indices:
             return None
-        if call.fingerprint not in agreed.graph_sections and agreed.leaves_to_hooks(call):
+        if call.fingerprint not in agreed.graph_sections and reduction.leaves_to_hooks(call):
             return None
         if call.fingerprint in backward.folded.withheld.repeated:
             if self._is_followed_by_its_equal(backward, call):
@@ -89,6 +90,8 @@ class GraphReservations:
                 "come at its place in the agreed sequence after the other had been reduced. Run the parts of the model "
                 "in the same order in every step, or set COMPILED_DDP_MODE=hooks."
             )
+        if reduction.agreed.was_left_for_tensor_hooks(call):
+            return  # as has been told when the sequence was made
         hooked, frozen = self.with_tensor_hooks(call), self._frozen(call)
         reason = TENSOR_HOOK if hooked else FROZEN if frozen else self._why_it_does_not_fit()
         reduction.fallback.report(reason, reduction.parameters.named(hooked or frozen or call.plan.indices))

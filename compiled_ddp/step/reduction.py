@@ -159,6 +159,12 @@ class Reduction:
         """Whether users' tensor hooks see this parameter's gradient."""
         return torch_private.tensors.has_tensor_hooks(self.parameters.tensors[index])
 
+    def leaves_to_hooks(self, call: GraphCall) -> bool:
+        """Whether hooks reduce the call as a matter of course: it is too small, or has tensor hooks, as was planned."""
+        if self.agreed.leaves_to_hooks(call):
+            return True
+        return self.agreed.was_left_for_tensor_hooks(call) and any(map(self.with_tensor_hooks, call.plan.indices))
+
     def named(self, indices: Iterable[int]) -> str:
         """These parameters, in a message."""
         return self.parameters.named(sorted(indices))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from compiled_ddp import EagerDDP, compile_ddp
+from compiled_ddp.plan import BESIDE_TENSOR_HOOK, TENSOR_HOOK
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -382,3 +383,89 @@ def _equal_models(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_equal_models_have_each_its_own_hooks(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_equal_models, wrapper)
+
+
+# ---- tensor hooks that are there from the beginning, as those of loggers ---------------------------------------------
+
+
+class InTwoGraphs(nn.Module):
+    """Two captured graphs, with eager code between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+EVERY_PARAMETER = ("first.weight", "first.bias", "head.weight", "head.bias")
+BOTH_BY_GRAPHS = {("graph", "", "head.bias, head.weight"), ("graph", "", "first.bias, first.weight")}
+Row = tuple[str, str, str]  # launched by, why hooks, parameters
+
+
+def _logged(rank: int, hooked: tuple[str, ...], on_ranks: tuple[int, ...]) -> list[tuple[set[Row], str, int]]:
+    """After each step who reduces what, the proof, and how many sequences there were; hooks are in the first three."""
+    ddp = compile_ddp(InTwoGraphs(), backend="aot_eager", smallest_graph_mb=0, bucket_cap_mb=25)
+    model, told, seen = ddp.module, list[tuple[set[Row], str, int]](), list[Tensor]()
+    handles = [model.get_parameter(name).register_hook(seen.append) for name in hooked if rank in on_ranks]
+    for step in range(8):
+        for handle in handles if step == 3 else ():
+            handle.remove()
+        assert_step(ddp, lambda module: module(row_batch(rank, step)).square().sum())  # noqa: B023
+        table = ddp.explain()
+        rows = {(row[1], row[5], ", ".join(sorted(row[4].split(", ")))) for row in table.rows}
+        told.append((rows, table.proof.splitlines()[-1], ddp._runtime.reduction.agreed.beginnings))
+    assert len(seen) == 3 * len(handles)
+    return told
+
+
+@pytest.mark.parametrize("on_ranks", [(0, 1), (0,)])
+def test_a_logger_on_every_parameter_is_planned_for_and_proven_at_once(
+    ranks2: RankPool, on_ranks: tuple[int, ...]
+) -> None:
+    for told in ranks2.run(_logged, EVERY_PARAMETER, on_ranks):
+        for rows, proof, beginnings in told[:3]:
+            assert {(by, why) for by, why, _ in rows} == {("hooks", TENSOR_HOOK)}
+            assert (proof, beginnings) == ("Proven to be reduced: 4 of 4 parameters.", 0)
+        assert told[-1] == (BOTH_BY_GRAPHS, "Proven to be reduced: 4 of 4 parameters.", 1)
+
+
+def test_a_tensor_hook_on_one_parameter_leaves_the_other_graphs_as_they_are(ranks2: RankPool) -> None:
+    for told in ranks2.run(_logged, ("first.weight",), (0, 1)):
+        for rows, proof, beginnings in told[:3]:
+            assert rows == {
+                ("graph", "", "head.bias, head.weight"),
+                ("hooks", TENSOR_HOOK, "first.weight"),
+                ("hooks", BESIDE_TENSOR_HOOK, "first.bias"),
+            }
+            assert (proof, beginnings) == ("Proven to be reduced: 4 of 4 parameters.", 0)
+        assert told[-1] == (BOTH_BY_GRAPHS, "Proven to be reduced: 4 of 4 parameters.", 1)
+
+
+def _told_of_a_logger(rank: int) -> tuple[list[str], str]:
+    """The warnings where rank 0 alone has hooks, and the error under `strict`."""
+    model = Mlp()
+    model.head.weight.register_hook(torch.clone) if rank == 0 else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ddp = compile_ddp(model, backend="aot_eager", smallest_graph_mb=0)
+        for step in range(3):
+            ddp(row_batch(rank, step)).square().sum().backward()
+    strict = compile_ddp(copy.deepcopy(model), backend="aot_eager", smallest_graph_mb=0, strict=True)
+    strict.module.head.weight.register_hook(torch.clone)
+    with pytest.raises(RuntimeError, match="tensor hook") as error:
+        strict(row_batch(rank)).square().sum().backward()
+    return [str(each.message) for each in caught if "by hooks" in str(each.message)], str(error.value)
+
+
+def test_every_rank_is_told_once_of_a_tensor_hook_on_rank_0_and_strict_refuses_it(ranks2: RankPool) -> None:
+    beside = "first.weight, norm.weight, head.bias, first.bias, norm.bias"
+    for told, error in ranks2.run(_told_of_a_logger):
+        assert sorted(told) == [
+            f"gradients of {beside} are reduced by hooks: {BESIDE_TENSOR_HOOK}.",
+            f"gradients of head.weight are reduced by hooks: {TENSOR_HOOK}.",
+        ]
+        assert error.startswith("gradients of ") and "strict=True" in error

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.another_kind import why_another
 from compiled_ddp.functional.closed_over import closed_over, generators_shared, reached
 from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.donations import donations
 from compiled_ddp.functional.flat_buffers import FlatBuffers, empty
 from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
 from compiled_ddp.functional.reduction import last_first
@@ -64,7 +66,8 @@ def compile(
 
     Args:
         donate: arguments, by name or position, in whose memory results of the same shape, stride and dtype are written,
-            each in the first that fits, in order. They are the results then: use them no more.
+            each in the first that fits, in order; not in those that are returned as they are. Use them no more:
+            passed to a step or a gradient function again they are a RuntimeError.
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
         mode: as in torch.compile; for Inductor.
         options: the same.
@@ -98,6 +101,7 @@ class _Runnable:
 
     def __init__(
         self,
+        name: str,
         traced: TracedStep,
         run: Callable[..., Any],
         session: Session,
@@ -107,6 +111,7 @@ class _Runnable:
         in_cuda_graphs: Callable[[torch.device], bool],
         reference: ReferenceStep | None,
     ) -> None:
+        self._name = name
         self._traced, self._run, self._runs, self._unit = traced, run, session.runs, unit
         self._loss_launches = LossLaunches([each for each in launches if isinstance(each, LossLaunch)])
         self._flat_buffers, self._in_cuda_graphs = flat_buffers, in_cuda_graphs
@@ -129,7 +134,8 @@ class _Runnable:
             for generator in generators:
                 generator.load(leaves)
             given = [*(tensor.detach() for tensor in tensors), *self._traced.constants, *self._flat_buffers.memory]
-            results = self._communicated(given) if self._unit is None else self._reduced(self._unit, given)
+            donated = [leaves[place] for place in self._traced.written]
+            results = self._communicated(given, donated) if self._unit is None else self._reduced(given, donated)
         first_state = len(results) - len(generators)
         for generator, state in zip(generators, results[first_state:], strict=True):
             generator.advance(leaves, state)
@@ -137,11 +143,18 @@ class _Runnable:
         self._flat_buffers.give_up(results)
         return self._traced.rebuild(results, leaves)
 
-    def _communicated(self, inputs: list[Tensor]) -> list[Tensor]:
-        with self._loss_launches.launching_alone():
-            return list(self._run(*inputs))
+    def _ran(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
+        """What the graph returns. It may have written to what is donated wherever it raises."""
+        donations.note(self._name, donated)
+        return list(self._run(*inputs))
 
-    def _reduced(self, unit: Unit, inputs: list[Tensor]) -> list[Tensor]:
+    def _communicated(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
+        with self._loss_launches.launching_alone():
+            return self._ran(inputs, donated)
+
+    def _reduced(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
+        unit = self._unit
+        assert unit is not None
         unit.take_turn(self._orders)
         unit.begin(is_new=self._is_new)
         self._is_new = False
@@ -154,7 +167,7 @@ class _Runnable:
                 fill_with_pattern(flat_buffer)
         watching = unit.watching(in_cuda_graphs=self._in_cuda_graphs, reference_of=reference_of)
         with launching, watching, self._loss_launches.launching():
-            results = list(self._run(*inputs))
+            results = self._ran(inputs, donated)
         first_state = len(results) - len(self._traced.generators)
         unit.check(results[first_state - len(self._runs) : first_state])
         unit.prove()
@@ -186,6 +199,7 @@ class CompiledStep:
             return self._step(*args, **kwargs)
         with self._telling():
             leaves, structure = torch_private.trees.flatten((args, kwargs))
+            donations.refuse(_name_of(self._step), leaves, functools.partial(self._named, args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             closed = closed_over(self._step)
             key = (structure, tuple(map(Leaf.of, leaves)), generators_shared(leaves, closed), closed, _ambient(tensors))
@@ -195,6 +209,13 @@ class CompiledStep:
         runnable = self._compiled[key]
         self._latest, self._latest_of_losses = runnable.communicators, runnable.agreements_of_losses
         return runnable(leaves)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Every leaf of these arguments, as "params['head']"."""
+        bound = inspect.signature(self._step).bind(*args, **kwargs).arguments
+        return [
+            (name + path, leaf) for name, tree in bound.items() for path, leaf in torch_private.trees.named_leaves(tree)
+        ]
 
     def _tell_of_transforms(self) -> None:
         if not self._has_told:
@@ -238,7 +259,8 @@ class CompiledStep:
                     rewriting=rewriting,
                 )
         in_cuda_graphs = functools.partial(torch_private.compiler_options.uses_cuda_graphs, self._options)
-        return _Runnable(traced, run, session, unit, launches, flat_buffers, in_cuda_graphs, reference)
+        name = _name_of(self._step)
+        return _Runnable(name, traced, run, session, unit, launches, flat_buffers, in_cuda_graphs, reference)
 
     def _in_turn(
         self, traced: TracedStep, identity: str, slow_work: Callable[..., SlowWork]
@@ -303,7 +325,7 @@ def _donated(donate: object) -> tuple[str | int, ...]:
 
 
 def _name_of(step: Callable[..., Any]) -> str:
-    return str(getattr(step, "__qualname__", "a step"))
+    return str(getattr(step, "__qualname__", "a step")).replace("<locals>.", "")
 
 
 def _ambient(tensors: Sequence[Tensor]) -> Hashable:

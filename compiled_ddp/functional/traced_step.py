@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,7 @@ class TracedStep:
     others: Sequence[tuple[int, Any]]  # results that are no tensors, with their places
     structure: Any  # of the results
     generators: Sequence[DrawnGenerator]
+    written: Sequence[int]  # the leaves of its arguments in whose memory it leaves results
 
     def add_inputs(self, values: Sequence[Tensor]) -> "TracedStep":
         """With inputs behind all others, which nothing reads yet."""
@@ -108,9 +109,11 @@ def trace(
         found["others"] = [
             (n, _Argument.of(result, given)) for n, result in enumerate(results) if not isinstance(result, Tensor)
         ]
-        memory = [leaves[place] for place in places if id(given[place]) in to_reuse]
-        written = _written(memory, [result for result in results if isinstance(result, Tensor)])
-        return [*written, *session.sums, *session.generators.states()]
+        memory = {place: leaves[place] for place in places if id(given[place]) in to_reuse}
+        tensors_of_results = [result for result in results if isinstance(result, Tensor)]
+        targets = _targets(memory, tensors_of_results)
+        found["written"] = [place for place in targets if place is not None]
+        return [*_copied(memory, targets, tensors_of_results), *session.sums, *session.generators.states()]
 
     inputs = [given[place].detach() for place in places]
     try:
@@ -127,7 +130,15 @@ def trace(
     _refuse_others_collectives(graph_module.graph)
     constants = [constant.detach() for constant in constants]
     generators = session.generators.drawn(given)
-    return TracedStep(graph_module, [*inputs, *constants], constants, found["others"], found["structure"], generators)
+    return TracedStep(
+        graph_module,
+        [*inputs, *constants],
+        constants,
+        found["others"],
+        found["structure"],
+        generators,
+        found["written"],
+    )
 
 
 def _refuse_others_collectives(graph: Graph) -> None:
@@ -164,18 +175,30 @@ def _donated_leaves(
     return {id(tensor) for tensor in tensors}
 
 
-def _written(memory: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
-    """The results, each in the first donated memory that fits."""
-    left = list(memory)
-    targets: list[Tensor | None] = []
+def _targets(memory: Mapping[int, Tensor], results: Sequence[Tensor]) -> list[int | None]:
+    """For each result the donated leaf in whose memory it is to lie: the first that fits, and that no result is."""
+    if not memory:
+        return [None] * len(results)
+    returned = {torch_private.tensors.memory_of(result) for result in results}
+    left = {
+        place: tensor for place, tensor in memory.items() if torch_private.tensors.memory_of(tensor) not in returned
+    }
+    donated = {torch_private.tensors.memory_of(tensor) for tensor in memory.values()}
+    targets: list[int | None] = []
     for result in results:
-        is_there = any(result is tensor for tensor in memory)
-        fitting = None if is_there else next((tensor for tensor in left if _kind(tensor) == _kind(result)), None)
-        left = [tensor for tensor in left if tensor is not fitting]
-        targets.append(fitting)
+        is_there = torch_private.tensors.memory_of(result) in donated
+        fitting = (place for place, tensor in left.items() if _kind(tensor) == _kind(result))
+        targets.append(None if is_there else next(fitting, None))
+        left.pop(targets[-1], None)
+    return targets
+
+
+def _copied(memory: Mapping[int, Tensor], targets: Sequence[int | None], results: Sequence[Tensor]) -> list[Tensor]:
+    """The results, each in the memory of its target where it has one."""
     with torch.no_grad():
         return [
-            result if target is None else target.copy_(result) for result, target in zip(results, targets, strict=True)
+            result if place is None else memory[place].copy_(result)
+            for result, place in zip(results, targets, strict=True)
         ]
 
 

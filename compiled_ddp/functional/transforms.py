@@ -12,6 +12,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.differentiated import named_tensors, refuse_sparse
+from compiled_ddp.functional.donations import donations
 from compiled_ddp.functional.reduction import GradientReduction, Kind, Options
 from compiled_ddp.functional.session import LossCall, calling_loss
 from compiled_ddp.keywords import check_switches, suggests_keywords
@@ -134,7 +135,7 @@ class Gradient:
         reduction.find_ranks()
         if reduction.is_alone:
             weight = self._take_weight(kwargs)
-            named_tensors(args, self._argnums, reduction.name)
+            self._differentiated(args)
             gradients, value, aux = self._local(args, kwargs, None)
             if weight is not None:
                 gradients, value = self._weighed_alone(gradients, value, weight)
@@ -142,7 +143,7 @@ class Gradient:
         reduction.note_call()
         failures = reduction.failures
         try:
-            weight, tensors = self._take_weight(kwargs), named_tensors(args, self._argnums, reduction.name)
+            weight, tensors = self._take_weight(kwargs), self._differentiated(args)
             gradients, value, aux = self._local(args, kwargs, weight)
             flat, structure = torch_private.trees.flatten(gradients)
             refuse_sparse(list(tensors), flat, reduction.name)
@@ -159,6 +160,12 @@ class Gradient:
         reduced, value = self._results(sums, len(flat), value)
         reduced = torch_private.trees.unflatten(reduced, structure)
         return reduced, (value, aux) if self._has_aux else value
+
+    def _differentiated(self, args: Sequence[Any]) -> dict[str, Tensor]:
+        """What gradients are taken of, by name. Raises as `named_tensors`, and RuntimeError for what was donated."""
+        tensors = named_tensors(args, self._argnums, self.reduction.name)
+        donations.refuse(self.reduction.name, tensors.values(), tensors.items)
+        return tensors
 
     def tell_of_compilation(self) -> None:
         """Say, the first time, what torch.compile around the step does not do."""

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from growth import calls_in
 from test_grad import assert_same, by_hand, loss, parameters, rows
 from torch import Tensor
 
 from compiled_ddp import functional as ddp
 from compiled_ddp import torch_private
+from compiled_ddp.functional import donations
 from ranks import RankPool
 
 LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}
@@ -276,6 +278,90 @@ def _kept_memory(rank: int, backend: Any) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_results_are_no_part_of_memory_that_is_kept(ranks2: RankPool, backend: str) -> None:
     ranks2.run(_kept_memory, backend, **LIMITS)
+
+
+# ---- what was donated ------------------------------------------------------------------------------------------------
+
+
+def _donated_again(rank: int, again: str) -> str:
+    """Each rank trains on, and then rank 1 alone, or each of them, takes what it has given up."""
+    gradient = ddp.grad(loss)
+
+    def step(params: Tree, x: Tensor) -> Tree:
+        return sgd(params, gradient(params, x), 0.1)
+
+    compiled = ddp.compile(step, donate="params", backend="aot_eager")
+    old = parameters()
+    params = compiled(compiled(old, rows(rank)), rows(rank))
+    takes = {
+        "the step": lambda: compiled(old, rows(rank)),
+        "another step": lambda: ddp.compile(lambda tree: tree, backend="aot_eager")(old),
+        "a gradient": lambda: gradient({**old, "first": params["first"]}, rows(rank)),
+        "rank 1": lambda: compiled(old if rank else params, rows(rank)),
+    }
+    with pytest.raises(RuntimeError) as caught:
+        takes[again]()
+    params = compiled(parameters(), rows(rank))
+    assert_same(params, trained_by_hand(2))
+    expected = step({name: value.clone() for name, value in params.items()}, rows(rank))
+    assert_same(compiled(params, rows(rank)), expected)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("again", "what"),
+    [
+        ("the step", "params['first'] of _donated_again.step"),
+        ("another step", "tree['first'] of _donated_again.<lambda>.<lambda>"),
+        ("a gradient", "argument 0['bias'] of grad(loss)"),
+        ("rank 1", "params['first'] of _donated_again.step"),
+    ],
+)
+def test_what_was_donated_is_refused_by_name_when_it_comes_again(ranks2: RankPool, again: str, what: str) -> None:
+    for message in ranks2.run(_donated_again, again, **LIMITS):
+        step = "_donated_again.step"
+        assert f"{what} was given to donate=... of {step} in a call before" in message, message
+        assert f"use the tree that {step} returned" in message
+
+
+def test_a_loop_with_what_was_returned_costs_no_python_call_for_a_leaf_and_keeps_nothing() -> None:
+    compiled = ddp.compile(lambda params: {name: p + 1 for name, p in params.items()}, donate=0, backend="aot_eager")
+
+    def calls(leaves: int) -> int:
+        params = {str(n): torch.zeros(2) for n in range(leaves)}
+        for _ in range(2):
+            params = compiled(params)
+
+        def step() -> None:
+            nonlocal params
+            params = compiled(params)
+
+        return calls_in(step, below=donations.__file__)
+
+    assert calls(2) == calls(40) > 0
+    assert not [tensor for _, given in donations.donations._given for tensor in given if tensor() is not None]
+
+
+def test_what_is_donated_and_returned_as_it_is_keeps_its_values() -> None:
+    """Another result was written there, and came back in its place."""
+    one, other = torch.zeros(4), torch.full((4,), 5.0)
+    step = ddp.compile(lambda a, b: (a.view(2, 2), a + 1, b), donate=("a", "b"), backend="aot_eager")
+    for _ in range(2):  # nothing has been written to either
+        kept, new, same = step(one, other)
+        assert torch.equal(kept, torch.zeros(2, 2)) and torch.equal(new, torch.ones(4))
+        assert torch.equal(same, torch.full((4,), 5.0))
+
+
+def test_what_a_run_that_failed_has_had_is_not_taken_again() -> None:
+    def step(params: Tensor) -> Tensor:
+        return torch.linalg.inv(params).contiguous()  # of a singular matrix
+
+    compiled = ddp.compile(step, donate="params", backend="aot_eager")
+    params = torch.zeros(2, 2)
+    with pytest.raises(RuntimeError, match="singular"):
+        compiled(params)
+    with pytest.raises(RuntimeError, match=r"params of .*step was given to donate"):
+        compiled(params)
 
 
 def _faults(rank: int) -> int:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.functional.launch_order import LaunchOrder
 from compiled_ddp.functional.open_groups import OpenGroups
 from compiled_ddp.ranks import communicator as ranks
-from compiled_ddp.ranks.agreement import Description, agree_on_description
+from compiled_ddp.ranks.agreement import Description, Differing, agree_on_description
 from compiled_ddp.ranks.link_speed import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.ranks.rank_group import RankGroup
 
@@ -71,8 +71,13 @@ class Agreements:
     # ---- comparing ---------------------------------------------------------------------------------------------------
 
     def compare(
-        self, describe: Callable[[], Description], what: str, explained_by: "ranks.Communicator | None" = None
-    ) -> None:
+        self,
+        describe: Callable[[], Description],
+        what: str,
+        explained_by: "ranks.Communicator | None" = None,
+        *,
+        checksums: Callable[[], Mapping[str, int]] = dict,
+    ) -> Differing:
         """Raise the same error on every rank unless `describe()` is the same everywhere; see `agree_on_description`.
 
         A wait that fails is explained by the communicator, where there is one. Closes the groups if a rank has.
@@ -83,12 +88,13 @@ class Agreements:
         else:
             self.ranks.leave_waits_unexplained()
         try:
-            agree_on_description(
+            return agree_on_description(
                 self.ranks,
                 describe,
                 occasion=f"functional/{self._number}",
                 purpose=f"to compare what {what} is called with",
                 failure=f"{what} has reduced nothing",
+                checksums=checksums,
             )
         except BaseException:
             self.failures += 1

@@ -233,15 +233,17 @@ class CompiledStep:
         with self._telling(session), tracing(session), work(("tracing", "traced")):
             traced = trace(self._step, args, kwargs, self._donated, session)
             graph = traced.graph_module.graph
+            first = session.first_parameters(traced.values_by_node())
             reference = ReferenceStep(traced.graph_module) if session.runs else None
             prepare_step(graph)
             orders = [tuple(arrival_order(node)) for node in find_sums(graph)]
             launches = session.launches_in(graph)
         unit = Unit(launches) if session.runs else None
-        agreed = unit.take_turn(orders) if unit is not None else []
+        agreed = unit.take_turn(orders, first) if unit is not None else []
         if unit is None:  # making their groups: Inductor looks for them as it compiles
             LossLaunches([each for each in launches if isinstance(each, LossLaunch)]).agree()
         with self._telling(session, unit), work(("compiling", "compiled")):
+            first.warn()
             plans = tuple(
                 (one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)
             )

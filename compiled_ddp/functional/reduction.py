@@ -1,7 +1,7 @@
 """How one gradient function's trees are reduced: at once, as an operator of a graph that is traced, or not at all."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_ddp import torch_private
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.operator import SumOverRanks
 from compiled_ddp.functional.session import Session, current_session
 from compiled_ddp.functional.turn_riders import new_leading
@@ -100,15 +101,17 @@ class GradientReduction:
         has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
         return Agreements.of(group) if has_ranks else None
 
-    def sum(self, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]) -> list[Tensor]:
-        """The sums over ranks of the gradients, which are called `names`, then of the passengers."""
+    def sum(
+        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The sums over ranks of the gradients with respect to `parameters`, then of the passengers."""
         session = current_session()
         if session is not None:
-            reduce = functools.partial(self._trace, session, names)
+            reduce = functools.partial(self._trace, session, parameters)
         elif torch_private.tracing.is_tracing():
-            reduce = functools.partial(self._trace_for_others, names)
+            reduce = functools.partial(self._trace_for_others, parameters)
         else:
-            reduce = functools.partial(self._reduce, names)
+            reduce = functools.partial(self._reduce, parameters)
         return list(SumOverRanks.apply(reduce, len(gradients), *gradients, *passengers))  # type: ignore[no-untyped-call]
 
     def note_call(self) -> None:
@@ -134,38 +137,43 @@ class GradientReduction:
         return Wanted(self.name, self.options.reduction, self.options.bucket_cap_mb, tuple(found), ridden)
 
     def _reduce(
-        self, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
+        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        wanted = self._wanted(names, gradients, passengers)
+        wanted, first = self._wanted([*parameters], gradients, passengers), FirstParameters([parameters])
         if wanted.device not in self._leading:
             self._leading[wanted.device] = new_leading(wanted.device)
         leading = self._leading[wanted.device]
         unit = Unit([Run(self.communicator, wanted, leading)])
-        (agreed,) = unit.take_turn([last_first(wanted)])
+        (agreed,) = unit.take_turn([last_first(wanted)], first)
         unit.begin()
         with unit.launching():
             *sums, turn = agreed.launch(gradients, passengers, leading, self.communicator.group_name)
         unit.note_reduced(gradients, sums)
         unit.check([turn])
         unit.prove()
+        first.warn()
         return sums
 
     def _trace(
-        self, session: Session, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
+        self,
+        session: Session,
+        parameters: Mapping[str, Tensor],
+        gradients: Sequence[Tensor],
+        passengers: Sequence[Tensor],
     ) -> Sequence[Tensor]:
         """Ranks agree when all of the step has been traced: the order of gradients is not known before."""
-        wanted = self._wanted(names, gradients, passengers)
+        wanted = self._wanted([*parameters], gradients, passengers)
         leading = new_leading(wanted.device)
         unplanned = Agreed(wanted, last_first(wanted), self.world_size, 0.0)
         *sums, turn = unplanned.launch(gradients, passengers, leading, "")
-        session.note_run(Run(self.communicator, wanted, leading), turn)
+        session.note_run(Run(self.communicator, wanted, leading), turn, parameters)
         return sums
 
     def _trace_for_others(
-        self, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
+        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """In a graph that somebody else traces, on all ranks, and in which nobody looks at the riders."""
-        wanted, communicator = self._wanted(names, gradients, passengers), self.communicator
+        wanted, communicator = self._wanted([*parameters], gradients, passengers), self.communicator
         with torch_private.tracing.outside_of_traces():
             agreed = communicator.order.known(wanted)
             if agreed is None:

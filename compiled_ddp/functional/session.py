@@ -2,15 +2,16 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch
 from compiled_ddp.functional.random_state import TracedGenerators
 from compiled_ddp.functional.recomputation import RecomputedRegions
@@ -28,6 +29,7 @@ class Session:
     called: list[Communicator] = field(default_factory=list)  # of the gradient functions that have been called
     runs: list[Run] = field(default_factory=list)  # one for each operator in the graph, in order
     sums: list[Tensor] = field(default_factory=list)  # what each run makes of the leading riders
+    parameters: list[dict[str, Node | Tensor]] = field(default_factory=list)  # of each run, see `origin_of`
     loss_launches: list[LossLaunch] = field(default_factory=list)  # as their nodes count them
     generators: TracedGenerators = field(default_factory=TracedGenerators)
     regions: RecomputedRegions = field(init=False)
@@ -38,9 +40,20 @@ class Session:
     def note_call(self, communicator: Communicator) -> None:
         self.called.append(communicator)
 
-    def note_run(self, run: Run, sums: Tensor) -> None:
+    def note_run(self, run: Run, sums: Tensor, parameters: Mapping[str, Tensor]) -> None:
+        """A reduction of gradients with respect to `parameters` has been traced."""
         self.runs.append(run)
         self.sums.append(sums)
+        self.parameters.append({name: torch_private.tracing.origin_of(each) for name, each in parameters.items()})
+
+    def first_parameters(self, values: Mapping[str, Tensor]) -> FirstParameters:
+        """What ranks compare of the runs; `values` are those of the step's inputs, by the names of their nodes."""
+        return FirstParameters(
+            [
+                {name: values.get(each.name) if isinstance(each, Node) else each for name, each in of_run.items()}
+                for of_run in self.parameters
+            ]
+        )
 
     def note_loss_collective(self, group: LossGroup, collective: LossCollective, result: Tensor) -> None:
         """`result` comes of a collective that has just been traced."""

@@ -45,6 +45,11 @@ class TracedStep:
     generators: Sequence[DrawnGenerator]
     written: Sequence[int]  # the leaves of its arguments in whose memory it leaves results
 
+    def values_by_node(self) -> dict[str, Tensor]:
+        """Of the inputs, by the names of their nodes."""
+        nodes = self.graph_module.graph.find_nodes(op="placeholder")
+        return {node.name: value for node, value in zip(nodes, self.inputs, strict=True)}
+
     def add_inputs(self, values: Sequence[Tensor]) -> "TracedStep":
         """With inputs behind all others, which nothing reads yet."""
         graph = self.graph_module.graph
@@ -121,23 +126,19 @@ def trace(
     except Exception as error:
         if not torch_private.tracing.depends_on_values(error):
             raise
-        raise RuntimeError(
-            f"a compiled step asks at {line_that_raised(error)} for a value that is known only when the graph runs "
-            f"({error}). Choose with torch.where(...) in place of `if`, keep numbers as tensors in place of .item(), "
-            "float() and print(), multiply by a mask in place of x[mask]; or return the value and decide outside of "
-            "the step."
-        ) from None
+        raise _asks_for_a_value(error) from None
     _refuse_others_collectives(graph_module.graph)
     constants = [constant.detach() for constant in constants]
     generators = session.generators.drawn(given)
-    return TracedStep(
-        graph_module,
-        [*inputs, *constants],
-        constants,
-        found["others"],
-        found["structure"],
-        generators,
-        found["written"],
+    return TracedStep(graph_module, [*inputs, *constants], constants, generators=generators, **found)
+
+
+def _asks_for_a_value(error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f"a compiled step asks at {line_that_raised(error)} for a value that is known only when the graph runs "
+        f"({error}). Choose with torch.where(...) in place of `if`, keep numbers as tensors in place of .item(), "
+        "float() and print(), multiply by a mask in place of x[mask]; or return the value and decide outside of "
+        "the step."
     )
 
 
@@ -188,8 +189,10 @@ def _targets(memory: Mapping[int, Tensor], results: Sequence[Tensor]) -> list[in
     for result in results:
         is_there = torch_private.tensors.memory_of(result) in donated
         fitting = (place for place, tensor in left.items() if _kind(tensor) == _kind(result))
-        targets.append(None if is_there else next(fitting, None))
-        left.pop(targets[-1], None)
+        target = None if is_there else next(fitting, None)
+        targets.append(target)
+        if target is not None:
+            del left[target]
     return targets
 
 

@@ -156,7 +156,7 @@ class Gradient:
             if not torch_private.tracing.is_tracing() and reduction.failures == failures:
                 reduction.break_off(error)
             raise
-        sums = reduction.sum(list(tensors), sent, passengers)
+        sums = reduction.sum(tensors, sent, passengers)
         reduced, value = self._results(sums, len(flat), value)
         reduced = torch_private.trees.unflatten(reduced, structure)
         return reduced, (value, aux) if self._has_aux else value

@@ -12,6 +12,7 @@ from compiled_ddp.checks.values import Reference
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.failed_launches import forget_launches
+from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
 from compiled_ddp.functional.proof import Evidence, observed, watching
 from compiled_ddp.functional.wanted import Agreed, Wanted, describe
@@ -52,16 +53,16 @@ class Unit:
     def _name(self) -> str:
         return self._runs[0].wanted.function
 
-    def take_turn(self, orders: Sequence[tuple[int, ...]]) -> list[Agreed]:
-        """What is launched for each reduction; new ones are in the `orders` of rank 0.
+    def take_turn(self, orders: Sequence[tuple[int, ...]], first: FirstParameters | None = None) -> list[Agreed]:
+        """What is launched for each reduction; new ones are in the `orders` of rank 0, and compared by their `first`.
 
         Raises RuntimeError on every rank where other ranks want something else.
         """
         self._apart.agree()
         if self._agreements.groups.are_several({_group_of(each) for each in self._launches}):
-            self._agree_in_turn(orders)
+            self._agree_in_turn(orders, first)
         elif self._unexpected():
-            self._agree(orders)
+            self._agree(orders, first)
         ahead = {each: iter(each.order.ahead(len(self._of(each)))) for each in self.communicators}
         return [next(ahead[run.communicator]) for run in self._runs]
 
@@ -146,23 +147,23 @@ class Unit:
             found += own[: each.order.unexpected([run.wanted for run in own])]
         return [run for run in self._runs if run in found]
 
-    def _agree(self, orders: Sequence[tuple[int, ...]]) -> None:
+    def _agree(self, orders: Sequence[tuple[int, ...]], first: FirstParameters | None) -> None:
         """On what is unexpected of reductions on which nobody waits elsewhere."""
         runs = self._unexpected()
         with self._heeding_calls():
             is_alone = _depart(self.communicators)
-        self._compare(self._runs if is_alone else runs)
+        self._compare(self._runs if is_alone else runs, first)
         if is_alone:
             raise self.communicators[0].give_up(f"other ranks have launched something else than {self._name}")
         self._note_agreed(runs, orders)
 
-    def _agree_in_turn(self, orders: Sequence[tuple[int, ...]]) -> None:
+    def _agree_in_turn(self, orders: Sequence[tuple[int, ...]], first: FirstParameters | None) -> None:
         """On what is unexpected, where others may wait for something else."""
         keys = [each.key for each in self._launches]
         while number := self._agreements.order.unexpected(keys):
             following = self._launches[:number]
             self._agreements.call()
-            self._compare(following)
+            self._compare(following, first)
             self._note_agreed([each for each in following if isinstance(each, Run)], orders)
             for each in following:
                 if isinstance(each, LossLaunch):
@@ -178,11 +179,21 @@ class Unit:
         for run, order in zip(runs, agreed, strict=True):
             run.communicator.note_agreed(run.wanted, order)
 
-    def _compare(self, launches: Sequence[Launch]) -> None:
-        """Raise the same error on every rank unless all want these."""
+    def _compare(self, launches: Sequence[Launch], first: FirstParameters | None = None) -> None:
+        """Raise the same error on every rank unless all want these; what they do not know is compared by `first`."""
         for each in self.communicators:
             each.forget_departures()
-        self._agreements.compare(functools.partial(_description, launches), self._name, self.communicators[0].made)
+        describe, made = functools.partial(_description, launches), self.communicators[0].made
+        if first is None:
+            self._agreements.compare(describe, self._name, made)
+            return
+        new = {
+            number: run.wanted.function
+            for number, run in enumerate(self._runs)
+            if run in launches and run.communicator.order.known(run.wanted) is None
+        }
+        checksums = functools.partial(first.checksums, new)
+        first.note(self._agreements.ranks, self._agreements.compare(describe, self._name, made, checksums=checksums))
 
     @contextlib.contextmanager
     def launching(self, memory: Sequence[Tensor] = ()) -> Iterator[None]:

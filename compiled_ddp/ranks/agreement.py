@@ -14,6 +14,7 @@ from compiled_ddp.ranks.rank_group import RankGroup
 _PART = 2**20  # characters; the store breaks the connection at a value above 8 MiB, as of 60,000 parameters
 
 Description = dict[str, list[object]]  # what there is to compare -> its properties, in order
+Differing = dict[int, tuple[str, int]]  # global rank -> the first of what it has otherwise than rank 0; how many
 
 
 def agree_on_description(
@@ -23,22 +24,26 @@ def agree_on_description(
     occasion: str = "construction",
     purpose: str = "to compare the models of all ranks",
     failure: str,
-) -> None:
+    checksums: Callable[[], Mapping[str, int]] = dict,
+) -> Differing:
     """Raise the same error on every rank unless `describe()` succeeds everywhere and returns the same everywhere.
 
     Each `occasion` is agreed on once; `purpose` says what a wait is for, `failure` what did not happen, on any rank.
     An error that `describe` raises is raised as it is on the rank it came from, and as a RuntimeError that quotes it
     on the others. Differences are a RuntimeError that names them.
+
+    Returns, on every rank, where `checksums()` are not those of rank 0, which is no error.
     """
     own_error: Exception | None = None
     description: Description = {}
+    own_checksums: Mapping[str, int] = {}
     try:
-        description = describe()
+        description, own_checksums = describe(), checksums()
     except Exception as error:  # raised below, when the other ranks have been told
         own_error = error
     own_problem = f"{type(own_error).__name__}: {own_error}" if own_error else None
     try:
-        problems = _exchange(ranks, occasion, purpose, description, own_problem)
+        problems, differing = _exchange(ranks, occasion, purpose, description, own_checksums, own_problem)
     except RuntimeError as silence:
         raise own_error or silence from silence
     if problems:
@@ -47,26 +52,38 @@ def agree_on_description(
         raise own_error
     if problems:
         raise RuntimeError(f"{failure}, on any rank:\n" + "\n".join(problems))
+    return differing
 
 
 def _exchange(
-    ranks: RankGroup, occasion: str, purpose: str, description: Description, own_problem: str | None
-) -> Sequence[str]:
-    """Every rank's problems, one line each, the same on every rank. Ranks are called by their global numbers."""
+    ranks: RankGroup,
+    occasion: str,
+    purpose: str,
+    description: Description,
+    checksums: Mapping[str, int],
+    own_problem: str | None,
+) -> tuple[Sequence[str], Differing]:
+    """Every rank's problems, one line each, and which checksums differ: the same on every rank.
+
+    Ranks are called by their global numbers.
+    """
     if ranks.rank == 0:
-        publish_in_parts(ranks, f"{occasion}/description", json.dumps([description, own_problem]))
-        problems = _collect_verdicts(ranks, occasion, purpose, own_problem)
-        ranks.publish(f"{occasion}/problems", json.dumps(problems))
-        return problems
-    expected, problem_on_0 = json.loads(read_parts(ranks, f"{occasion}/description", purpose=purpose))
+        publish_in_parts(ranks, f"{occasion}/description", json.dumps([description, checksums, own_problem]))
+        problems, differing = _collect_verdicts(ranks, occasion, purpose, own_problem)
+        ranks.publish(f"{occasion}/problems", json.dumps([problems, [*differing.items()]]))
+        return problems, differing
+    expected, checksums_on_0, problem_on_0 = json.loads(
+        read_parts(ranks, f"{occasion}/description", purpose=purpose)
+    )
     verdict = own_problem
     if verdict is None and problem_on_0 is None:
         verdict = first_difference(expected, json.loads(json.dumps(description)), reference_rank=ranks.ranks[0])
-    ranks.publish(f"{occasion}/verdict/{ranks.rank}", json.dumps(verdict))
+    others = [name for name, value in checksums.items() if checksums_on_0.get(name, value) != value]
+    ranks.publish(f"{occasion}/verdict/{ranks.rank}", json.dumps([verdict, others[:1], len(others)]))
     # Rank 0 may itself be waiting for a silent rank, and has to be outwaited to learn which one.
-    problems = json.loads(ranks.read(f"{occasion}/problems", writer=0, purpose=purpose, patience=2.0))
+    problems, found = json.loads(ranks.read(f"{occasion}/problems", writer=0, purpose=purpose, patience=2.0))
     assert isinstance(problems, list)
-    return problems
+    return problems, {rank: (name, number) for rank, (name, number) in found}
 
 
 def publish_in_parts(ranks: RankGroup, key: str, text: str) -> None:
@@ -84,16 +101,21 @@ def read_parts(ranks: RankGroup, key: str, *, purpose: str, writer: int = 0) -> 
     return "".join([first, *(ranks.read(f"{key}/{number}", writer=writer, purpose=purpose) for number in numbers)])
 
 
-def _collect_verdicts(ranks: RankGroup, occasion: str, purpose: str, own_problem: str | None) -> Sequence[str]:
-    verdicts = {0: own_problem}
+def _collect_verdicts(
+    ranks: RankGroup, occasion: str, purpose: str, own_problem: str | None
+) -> tuple[Sequence[str], Differing]:
+    verdicts, differing = {0: own_problem}, Differing()
     for rank in range(1, ranks.world_size):
         try:
-            verdicts[rank] = json.loads(ranks.read(f"{occasion}/verdict/{rank}", writer=rank, purpose=purpose))
+            text = ranks.read(f"{occasion}/verdict/{rank}", writer=rank, purpose=purpose)
         except RuntimeError as error:
-            ranks.publish(f"{occasion}/problems", json.dumps([f"- {error}"]))
+            ranks.publish(f"{occasion}/problems", json.dumps([[f"- {error}"], []]))
             ranks.outlast(occasion)
             raise
-    return [f"- rank {ranks.ranks[rank]}: {problem}" for rank, problem in verdicts.items() if problem]
+        verdicts[rank], first, number = json.loads(text)
+        if first:
+            differing[ranks.ranks[rank]] = first[0], number
+    return [f"- rank {ranks.ranks[rank]}: {problem}" for rank, problem in verdicts.items() if problem], differing
 
 
 def first_difference(

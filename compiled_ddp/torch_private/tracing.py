@@ -69,6 +69,14 @@ def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if traced is None else traced.proxy.node
 
 
+def origin_of(tensor: torch.Tensor) -> "torch.fx.Node | torch.Tensor":
+    """The node that this traced tensor is cast or computed from, by operators of one input; itself if not traced."""
+    node = node_of(tensor)
+    while node is not None and node.op == "call_function" and len(node.all_input_nodes) == 1:
+        (node,) = node.all_input_nodes
+    return tensor if node is None else node
+
+
 def label_launch(awaited: torch.Tensor, key: str, value: object) -> None:
     """Write `value` into the meta of the collective whose result, or a view of it, this traced tensor is."""
     node = node_of(awaited)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from compiled_ddp.formatting import format_names
 from compiled_ddp.ranks.rank_group import RankGroup
 
+NOTHING_WRONG = json.dumps([None, [], 0])  # a verdict
 _PART = 2**20  # characters; the store breaks the connection at a value above 8 MiB, as of 60,000 parameters
 
 Description = dict[str, list[object]]  # what there is to compare -> its properties, in order
@@ -72,9 +73,7 @@ def _exchange(
         problems, differing = _collect_verdicts(ranks, occasion, purpose, own_problem)
         ranks.publish(f"{occasion}/problems", json.dumps([problems, [*differing.items()]]))
         return problems, differing
-    expected, checksums_on_0, problem_on_0 = json.loads(
-        read_parts(ranks, f"{occasion}/description", purpose=purpose)
-    )
+    expected, checksums_on_0, problem_on_0 = json.loads(read_parts(ranks, f"{occasion}/description", purpose=purpose))
     verdict = own_problem
     if verdict is None and problem_on_0 is None:
         verdict = first_difference(expected, json.loads(json.dumps(description)), reference_rank=ranks.ranks[0])

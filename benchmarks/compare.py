@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, ShapedLink, link_or_loopback, parse_rate
 from benchmarks.tasks import WORKLOADS
+from benchmarks.torch_rows import NOT_EVERYWHERE, why_not
 from benchmarks.variants import make_variants
 from benchmarks.worker import run
 from compiled_ddp.comparison import chart, table
@@ -73,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="the chart; default benchmarks/out/compare-LINK.png")
     options = parser.parse_args(arguments)
     options.variants = options.variants or [name for name, variant in make_variants().items() if variant.by_default]
-    if unknown := set(options.variants) - set(make_variants()):
+    if unknown := set(options.variants) - set(make_variants()) - set(NOT_EVERYWHERE):
         parser.error(f"unknown variants {sorted(unknown)}; known are {list(make_variants())}")
     if options.link != LOOPBACK:
         try:
@@ -82,6 +84,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(str(error))
     options.probe = options.full if options.probe is None else options.probe
     options.model = options.model or (list(WORKLOADS) if options.full else list(QUICK))
+    for name, workload in product(options.variants, options.model):
+        if reason := why_not(name, find_unused_parameters=WORKLOADS[workload].find_unused_parameters):
+            parser.error(f"{workload}: {reason}")
     return options
 
 

@@ -1,12 +1,11 @@
 """What is compared here: what anybody can compare on a model, and rows of this project's own."""
 
 from functools import partial
-from typing import Any
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from benchmarks.functional_all_reduces import BUCKETED, FunctionalAllReduces
+from benchmarks import torch_rows
 from benchmarks.functional_module import FunctionalModule
 from compiled_ddp import comm_hooks
 from compiled_ddp.comparison import variants
@@ -24,14 +23,10 @@ def make_variants(
     """
     options = WrapperOptions(bucket_cap_mb, find_unused_parameters, backend)
     further = partial(of_this_package, by_default=False)
-    as_scheduled, in_buckets = (
-        partial(_functional_all_reduces, options, inductor=inductor) for inductor in ({}, BUCKETED)
-    )
     copied = partial(options.torch_ddp, gradient_as_bucket_view=False)  # torch's own default
     in_cuda_graphs = partial(options.compiled, mode=CUDA_GRAPHS)
     own = (
-        Variant("functional all-reduces", "compiled", as_scheduled, by_default=False),
-        Variant("functional all-reduces, bucketed", "compiled", in_buckets, by_default=False),
+        *torch_rows.make_rows(options),
         Variant("functional, eager", "eager", partial(_functional, options, backend=None), by_default=False),
         Variant("functional, compiled", "compiled", partial(_functional, options, backend=backend), by_default=False),
         Variant("torch DDP, gradients copied", "eager", copied, by_default=False),
@@ -49,11 +44,6 @@ def _torch_ddp_in_float16(options: WrapperOptions, model: nn.Module) -> nn.Modul
     wrapper = options.torch_ddp(model)
     wrapper.register_comm_hook(None, fp16_compress_hook)
     return wrapper
-
-
-def _functional_all_reduces(options: WrapperOptions, model: nn.Module, inductor: dict[str, Any]) -> nn.Module:
-    of_inductor = {"options": inductor} if options.backend == "inductor" else {}
-    return options.compiled(FunctionalAllReduces(model), **of_inductor)
 
 
 def _functional(options: WrapperOptions, model: nn.Module, backend: str | None) -> nn.Module:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.comparison.workload import Workload, on_device
@@ -23,9 +24,14 @@ def largest_of(values: Sequence[float]) -> float:
     return math.nan if any(map(math.isnan, values)) else max(values)
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """The tensor itself; of a DTensor, which `replicate` makes of a parameter and its gradient, what this rank holds."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _on_cpu(parameter: nn.Parameter) -> Tensor:
     """A float32 copy of the gradient; zeros where there is none."""
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    gradient = _local(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     if gradient.layout != torch.strided:
         gradient = gradient.to_dense()
     return gradient.to("cpu", torch.float32, copy=True)
@@ -59,7 +65,7 @@ class Reference:
         """Give `module` the initial weights, in place."""
         with torch.no_grad():
             for parameter, weight in zip(trainable(module), self.weights, strict=True):
-                parameter.copy_(weight)
+                _local(parameter).copy_(weight)
 
     def difference(self, workload: Workload, module: nn.Module, rank: Rank, *, communicates: bool) -> float:
         """Largest |gradient - reference| over the largest |reference|, on the worst rank; nan if one is not a number.

@@ -1,0 +1,143 @@
+"""The rows of what torch itself offers average what they should, and those that an older torch lacks say so."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from generated_code import read_statements
+from models import Mlp, TokenModel, expected_mean, row_batch, token_batch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from benchmarks import compare, torch_rows
+from benchmarks.models import GPT, Switch
+from benchmarks.torch_rows import Here
+from benchmarks.variants import make_variants
+from compiled_ddp import torch_private
+from compiled_ddp.comparison.variants import WrapperOptions
+from ranks import RankPool
+
+VERSION = torch_private.versions.minor_version()
+NAMES = [variant.name for variant in torch_rows.make_rows(WrapperOptions())]
+PER_BLOCK = pytest.param(
+    torch_rows.PER_BLOCK, marks=pytest.mark.skipif(VERSION < (2, 14), reason="torch buckets no all-reduces by hand")
+)
+
+
+def _steps(rank: int, name: str, backend: str) -> None:
+    model = TokenModel()
+    bare = copy.deepcopy(model)  # before the row changes the classes of its modules
+    module = make_variants(backend=backend)[name].wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    others = torch.optim.SGD(bare.parameters(), lr=0.1)
+    for number in range(3):
+        batch = token_batch(2 * number + rank)
+        expected = expected_mean(bare, lambda bare: bare(*batch))  # noqa: B023
+        module(*batch).backward()
+        for (key, parameter), alike in zip(model.named_parameters(), bare.parameters(), strict=True):
+            found = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            torch.testing.assert_close(found.double(), expected[key], rtol=1e-4, atol=1e-6)
+            alike.grad = expected[key].to(alike.dtype)
+        for updates in (optimizer, others):
+            updates.step()
+            updates.zero_grad()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_autograd_averaged_by_hand(ranks2: RankPool, name: str) -> None:
+    ranks2.run(_steps, name, "aot_eager")
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "torch replicate"])
+def test_gradients_that_inductor_computes_are_those_too(ranks2: RankPool, name: str) -> None:
+    ranks2.run(_steps, name, "inductor", timeout_seconds=300, collective_timeout_seconds=120)
+
+
+def _all_reduces(rank: int, name: str, model: type[nn.Module], batch: Any) -> list[str]:
+    """The kinds of the statements of the backward that Inductor has written: launches, waits and others."""
+    module = make_variants(bucket_cap_mb=0.002)[name].wrap(model())
+    sources = torch_private.for_tests.generated_code(lambda: module(*batch).square().sum().backward())
+    (backward,) = [source for source in sources if "all_reduce" in source]
+    return [statement.kind for statement in read_statements(backward)[0]]
+
+
+def _kinds(ranks: RankPool, name: str, model: type[nn.Module], batch: Any) -> list[str]:
+    return ranks.run(_all_reduces, name, model, batch, timeout_seconds=300, collective_timeout_seconds=120)[0]
+
+
+@pytest.mark.inductor
+def test_inductor_makes_buckets_where_it_is_asked_for_them(ranks2: RankPool) -> None:
+    alone, bucketed = (
+        _kinds(ranks2, name, Mlp, (row_batch(0),)).count("launch")
+        for name in (torch_rows.FUNCTIONAL, f"{torch_rows.FUNCTIONAL}, bucketed")
+    )
+    assert alone == len(list(Mlp().parameters()))
+    assert bucketed < alone
+
+
+@pytest.mark.inductor
+def test_the_size_of_the_buckets_is_what_is_asked_for(ranks2: RankPool) -> None:
+    small = _kinds(ranks2, f"{torch_rows.FUNCTIONAL}, buckets of 25 MiB", TokenModel, token_batch(0)).count("launch")
+    one = _kinds(ranks2, f"{torch_rows.FUNCTIONAL}, bucketed", TokenModel, token_batch(0)).count("launch")
+    assert one == 1 < small < len(list(TokenModel().parameters()))
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", [PER_BLOCK])
+def test_each_block_has_a_bucket_that_is_waited_for_behind_the_next_launch(ranks2: RankPool, name: str) -> None:
+    kinds = [kind for kind in _kinds(ranks2, name, TokenModel, token_batch(0)) if kind in ("launch", "wait")]
+    assert kinds.count("launch") == 4  # the embedding, two blocks, and the head
+    assert kinds[:2] == ["launch", "launch"]
+
+
+def test_blocks_stand_in_the_outermost_lists_of_modules() -> None:
+    assert list(torch_rows.blocks_of(GPT(width=8, layers=2, heads=2))) == ["blocks.0", "blocks.1"]
+    switch = Switch(width=8, layers=2, heads=2, experts=2)
+    assert list(torch_rows.blocks_of(switch)) == ["blocks.0", "blocks.1"]
+    assert list(torch_rows.blocks_of(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))) == ["0", "2"]
+    assert torch_rows.blocks_of(Mlp()) == {}
+
+
+def test_buckets_per_block_hold_what_stands_before_and_behind_the_blocks_too() -> None:
+    gpt = GPT(width=8, layers=2, heads=2)
+    assert torch_rows.bucket_plan(gpt) == [["token", "position"], ["blocks.0"], ["blocks.1"], ["norm", "head"]]
+    assert torch_rows.bucket_plan(Mlp()) == [["head", "first", "norm"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "reason"),
+    [
+        (
+            torch_rows.PER_BLOCK,
+            Here((2, 13), has_gpu=True),
+            "'functional all-reduces, buckets per block' needs torch 2.14",
+        ),
+        (
+            torch_rows.SCHEDULED,
+            Here((2, 15), has_gpu=False),
+            "'functional all-reduces, overlap scheduling' needs a GPU",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_measured_is_not_offered_and_refused_by_name(name: str, here: Here, reason: str) -> None:
+    assert torch_rows.why_not(name, here=here).startswith(reason)
+    assert name not in [variant.name for variant in torch_rows.make_rows(WrapperOptions(), here=here)]
+    there = Here((2, 14), has_gpu=True)
+    assert not torch_rows.why_not(name, here=there)
+    assert name in [variant.name for variant in torch_rows.make_rows(WrapperOptions(), here=there)]
+
+
+@pytest.mark.skipif(VERSION >= (2, 14), reason="has it")
+def test_the_command_refuses_it_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.parse(["--variants", "torch DDP", torch_rows.PER_BLOCK])
+    assert "needs torch 2.14, this is" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_replicate_is_refused_where_ranks_use_different_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        compare.parse(["--model", "linears", "switch", "--variants", "torch replicate"])
+    assert "switch: 'torch replicate' needs every parameter" in capsys.readouterr().err.splitlines()[-1]
+    assert compare.parse(["--model", "linears", "--variants", "torch replicate"]).variants == ["torch replicate"]

@@ -69,11 +69,21 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 PACKS = (pack, pack_into)
 LAUNCHES = (all_reduce, all_reduce_in_place, all_gather)
+WAITS = (wait_tensor,)
+if hasattr(
+    torch.ops._c10d_functional, "wait_tensors"
+):  # torch 2.15 and later, for all results of a coalesced collective
+    WAITS += (torch.ops._c10d_functional.wait_tensors.default,)
 
 
 def is_launch(node: torch.fx.Node, group_name: str) -> bool:
     """Whether `node` launches a collective on this group; its name is the last argument of each."""
     return node.target in LAUNCHES and node.args[-1] == group_name
+
+
+def is_wait(node: torch.fx.Node) -> bool:
+    """Whether `node` awaits a collective: one of a plan, which `wait_tensor` alone does, or a user's."""
+    return node.target in WAITS
 
 
 def meets_other_ranks(node: torch.fx.Node) -> bool:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.ops import is_launch, meets_other_ranks, wait_tensor
+from compiled_ddp.passes.ops import is_launch, is_wait, meets_other_ranks, wait_tensor
 from compiled_ddp.passes.schedule_collectives import apply_order, emit_with_inputs, mutates
 
 
@@ -26,7 +26,7 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str]) -> None:
     if not launches or tail is None:
         return
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
-    others = [node for node in nodes if meets_other_ranks(node) and node.target is not wait_tensor]
+    others = [node for node in nodes if meets_other_ranks(node) and not is_wait(node)]
     behind = _behind_each_other(others, but=set(launches))
     for launch in launches:
         emit_with_inputs(launch, order, behind)

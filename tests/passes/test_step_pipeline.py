@@ -2,10 +2,11 @@
 
 import operator
 
+import pytest
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.ops import all_reduce, is_launch, pack, sum_over_ranks, wait_tensor
+from compiled_ddp.passes.ops import WAITS, all_reduce, is_launch, pack, sum_over_ranks, wait_tensor
 from compiled_ddp.passes.schedule_step import schedule_step
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.passes.unfold_sums import arrival_order, drop_outputs, find_sums, unfold_sum
@@ -13,6 +14,7 @@ from compiled_ddp.plan import FIRST_USED, BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
 
 aten = torch.ops.aten
+NEEDS_WAIT_TENSORS = pytest.mark.skipif(len(WAITS) < 2, reason="this torch awaits each result by itself")
 CPU = torch.device("cpu")
 
 
@@ -109,6 +111,27 @@ def test_a_graph_that_writes_in_its_middle_and_one_without_launches_stay_as_they
         before: list[Node] = list(graph.nodes)
         schedule_step(graph, group_names=names)
         assert list(graph.nodes) == before
+
+
+@pytest.mark.parametrize("waits_at_once", [False, pytest.param(True, marks=NEEDS_WAIT_TENSORS)])
+def test_a_launch_is_not_put_behind_the_wait_of_a_users_collective_that_it_does_not_read(waits_at_once: bool) -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    sent = [[x, x], "sum", "users"]
+    early = graph.call_function(torch.ops._c10d_functional.all_reduce_coalesced.default, tuple(sent))
+    parts = [graph.call_function(operator.getitem, (early, index)) for index in range(2)]
+    if waits_at_once:
+        awaited = graph.call_function(torch.ops._c10d_functional.wait_tensors.default, (parts,))
+        read = [graph.call_function(operator.getitem, (awaited, index)) for index in range(2)]
+    else:
+        awaited, _ = read = [graph.call_function(wait_tensor, (part,)) for part in parts]
+    second = graph.call_function(wait_tensor, (graph.call_function(all_reduce, (x, "sum", "users")),))
+    launch = graph.call_function(all_reduce, (second, "sum", "g"))
+    graph.output((*read, graph.call_function(wait_tensor, (launch,))))
+    schedule_step(graph, group_names=["g"])
+    graph.lint()
+    order = list(graph.nodes)
+    assert order.index(early) < order.index(second) < order.index(launch) < order.index(awaited)
 
 
 def test_identity_depends_on_the_plan_the_group_and_the_backend() -> None:

@@ -16,6 +16,12 @@ PYTHONS ?= 3.12 3.13 3.14
 VERSIONS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-versions
 TRAINERS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-trainers
 MODELS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-models
+# What `make results` measures, in the order of RUNS in benchmarks/remeasure.py. MODELS_PYTHON and NEWEST_PYTHON name the
+# Pythons of environments that are there already, with transformers and with the newest torch.
+RUNS ?= 1gbit loopback 1gbit-float16 train compare-mlp compare-gpt2 torch-rows-1gbit torch-rows-loopback
+MODELS_PYTHON ?=
+NEWEST_FOLDER ?= $(VERSIONS_FOLDER)/results
+NEWEST_PYTHON ?=
 # Not .venv, which may have a torch for the CPU alone. GPU_PYTHON names the Python of an environment that is there already.
 GPU_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-gpu
 GPU_PYTHON ?=
@@ -29,7 +35,7 @@ endif
 export CXX
 
 .DEFAULT_GOAL := help
-.PHONY: help bench test versions pythons trainers models gpu fuzz lint format types docs clean check-python check-compiler check-gpu shape
+.PHONY: help bench results test versions pythons trainers models gpu fuzz lint format types docs clean check-python check-compiler check-gpu shape
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +43,26 @@ help: ## List the targets
 bench: check-compiler $(STAMP) ## Train benchmark models under every variant and print the tables (ARGS="--help" for options)
 	@echo "==> make bench: the comparison table, python -m benchmarks.compare $(ARGS)"
 	$(BIN)/python -m benchmarks.compare $(ARGS)
+
+# As root, for the link. An environment is made before the measuring begins, and no other than the runs need.
+results: check-compiler $(STAMP) ## Measure anew what the documents' tables come from, and publish it (RUNS="loopback train" picks some, ARGS=--list tells how long)
+	@echo "==> make results: python -m benchmarks.remeasure $(RUNS) $(ARGS)"
+ifneq ($(filter compare-gpt2,$(RUNS)),)
+ifeq ($(MODELS_PYTHON)$(findstring --list,$(ARGS)),)
+	$(PYTHON) -m venv $(MODELS_FOLDER)
+	$(MODELS_FOLDER)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,bench,models]'
+endif
+endif
+ifneq ($(filter torch-rows-%,$(RUNS)),)
+ifeq ($(NEWEST_PYTHON)$(findstring --list,$(ARGS)),)
+	$(PYTHON) -m venv $(NEWEST_FOLDER)
+	grep -v -e '^setuptools==' -e '^torch==' -e '^triton==' constraints.txt | cat - constraints-newest.txt > $(NEWEST_FOLDER)/constraints.txt
+	$(NEWEST_FOLDER)/bin/python -m pip install --quiet -c $(NEWEST_FOLDER)/constraints.txt -e '.[test,bench]'
+endif
+endif
+	$(BIN)/python -m benchmarks.remeasure $(RUNS) $(ARGS) \
+	    --models-python $(or $(MODELS_PYTHON),$(MODELS_FOLDER)/bin/python) \
+	    --newest-python $(or $(NEWEST_PYTHON),$(NEWEST_FOLDER)/bin/python)
 
 test: check-compiler $(STAMP) ## Run the tests, two at a time (ARGS="-k name" picks some, WORKERS=0 runs one after the other)
 	@echo "==> make test: python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)"

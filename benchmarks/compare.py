@@ -20,7 +20,7 @@ from tqdm import tqdm
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, ShapedLink, link_or_loopback, parse_rate
 from benchmarks.tasks import WORKLOADS
-from benchmarks.torch_rows import NOT_EVERYWHERE, why_not
+from benchmarks.torch_rows import NEEDS_TORCH_ON_CPU, why_not
 from benchmarks.variants import make_variants
 from benchmarks.worker import run
 from compiled_ddp.comparison import chart, table
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="the chart; default benchmarks/out/compare-LINK.png")
     options = parser.parse_args(arguments)
     options.variants = options.variants or [name for name, variant in make_variants().items() if variant.by_default]
-    if unknown := set(options.variants) - set(make_variants()) - set(NOT_EVERYWHERE):
+    if unknown := set(options.variants) - set(make_variants()) - set(NEEDS_TORCH_ON_CPU):
         parser.error(f"unknown variants {sorted(unknown)}; known are {list(make_variants())}")
     if options.link != LOOPBACK:
         try:

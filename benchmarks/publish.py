@@ -1,11 +1,13 @@
-"""Write benchmarks/results/ into README.md, docs/benchmarks.md and docs/compare.md: `python -m benchmarks.publish`.
+"""Write benchmarks/results/ into the documents: `python -m benchmarks.publish`; `make results` measures them anew.
 
-A figure is measured once and stands in its JSON; the documents are filled in from there, between their
-`<!-- results:begin -->` and `<!-- results:end -->` lines, and the pictures are drawn from there.
+A figure is measured once and stands in its JSON. Each section of a document is filled in from there, between its lines
+`<!-- NAME:begin -->` and `<!-- NAME:end -->`, with the date, the commit and the command of the run.
 """
 
+import argparse
 import json
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +25,12 @@ RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 RUNS = {"1gbit": "a 1 Gbit/s link", "loopback": "loopback"}
 _SHORT = {"1gbit": "1 Gbit/s", "loopback": "loopback"}
-COMPARED = {"mlp": "An MLP", "gpt2": "A small GPT-2 from transformers"}  # by compiled-ddp compare
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+COMPARED = {"compare-mlp": "An MLP", "compare-gpt2": "A small GPT-2 from transformers"}  # by compiled-ddp compare
+TORCH_ROWS = {"torch-rows-1gbit": "1 Gbit/s", "torch-rows-loopback": "loopback"}
+FLOAT16, TRAINING = "1gbit-float16", "train"
+COMPARISONS = (*RUNS, *COMPARED)  # their pictures are drawn from the JSON; that of the training is drawn with it
+
+Runs = Mapping[str, dict[str, Any]]  # by name, what is in NAME.json
 
 _OF_EACH_RUN = {
     "step_ms": ("step ms", ".0f"),
@@ -37,6 +43,25 @@ _OF_THE_FIRST_RUN = {
     "first_step_cold_s": ("first step cold s", ".1f"),
     "first_step_warm_s": ("warm s", ".1f"),
 }
+_IN_SHORT = {
+    "name": ("", "s"),
+    "step_ms": ("step ms", ".1f"),
+    "ratio_to_baseline": ("x torch DDP", ".3f"),
+    "ratio_spread": ("p10-p90 of that", "s"),
+    "exposed_ms": ("exposed ms", ".1f"),
+    "collectives": ("collectives", "s"),
+    "gradient_difference": ("max grad. difference", ".1g"),
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """What stands between the markers `name` of a document, and the runs that its text is made of."""
+
+    document: str
+    name: str
+    text: Callable[[Runs], str]
+    of: tuple[str, ...]
 
 
 def summary(comparisons: dict[str, Comparison]) -> str:
@@ -61,7 +86,7 @@ def provenance(recipe: dict[str, Any]) -> str:
     return f"{where}, commit {recipe['commit']}; `{recipe['command']}`."
 
 
-def readme_text(runs: dict[str, dict[str, Any]]) -> str:
+def readme_text(runs: Runs) -> str:
     """The GPT on every link, in short."""
     gpt = {_SHORT[name]: _comparisons(runs[name])["gpt"] for name in RUNS}
     caption = (
@@ -76,7 +101,7 @@ def readme_text(runs: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join([caption, summary(gpt), recipe])
 
 
-def page_text(runs: dict[str, dict[str, Any]]) -> str:
+def page_text(runs: Runs) -> str:
     """Every table of every run, with its recipe and its picture."""
     parts = []
     for name, where in RUNS.items():
@@ -91,31 +116,95 @@ def page_text(runs: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join(parts)
 
 
-def read_compared() -> dict[str, dict[str, Any]]:
-    """By model, those that have been run: `compiled-ddp compare ... --json benchmarks/results/compare-MODEL.json`."""
-    paths = {name: RESULTS / f"compare-{name}.json" for name in COMPARED}
-    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+def torch_rows_text(runs: Runs) -> str:
+    """Each model on each link under what torch offers, in short."""
+    parts = []
+    for name, where in TORCH_ROWS.items():
+        parts.append(provenance(runs[name]["recipe"]))
+        for workload, comparison in _comparisons(runs[name]).items():
+            parts.append(
+                f"{workload}, {where}, {len(comparison.communication_samples)} rounds:\n\n{_short(comparison)}"
+            )
+    return "\n\n".join(parts)
 
 
-def compare_text(runs: dict[str, dict[str, Any]]) -> str:
+def float16_text(runs: Runs) -> str:
+    """The GPT on the link, with halved bytes and without."""
+    (comparison,) = _comparisons(runs[FLOAT16]).values()
+    return f"{_short(comparison)}\n\n{provenance(runs[FLOAT16]['recipe'])}"
+
+
+def training_text(runs: Runs) -> str:
+    """Where the loss curves begin and end, and how far they lie apart."""
+    run = runs[TRAINING]
+    ends = [f"from {curve[0]:.4f} to {curve[-1]:.4f} under {name}" for name, curve in run["losses"].items()]
+    return (
+        f"The losses go {' and '.join(ends)}, and never differ by more than {run['largest_difference']:.1e}.\n"
+        f"{provenance(run['recipe'])}\n\n![Both loss curves, and their distance](images/{TRAINING}.png)"
+    )
+
+
+def compare_text(runs: Runs) -> str:
     """What `compiled-ddp compare` printed for each model, with its recipe and its picture."""
     parts = []
-    for name in runs:
-        title = COMPARED[name]
+    for name, title in COMPARED.items():
         (comparison,) = _comparisons(runs[name]).values()
         recipe = runs[name]["recipe"]
-        versions = f"{provenance(recipe)} transformers {recipe['versions']['transformers']}."
+        transformers = recipe["versions"]["transformers"]
+        versions = provenance(recipe) + (f" transformers {transformers}." if transformers else "")
         advice = str(advise(comparison)).replace("\n", "\n\n", 1)  # a list begins behind an empty line
-        picture = f"![One bar per variant](images/compare-{name}.png)"
+        picture = f"![One bar per variant](images/{name}.png)"
         parts += [f"### {title}", versions, table_of(comparison, "github"), advice, picture]
     return "\n\n".join(parts)
 
 
-def fill(document: Path, text: str) -> None:
-    """Replace what stands between the document's markers."""
-    before, rest = document.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    document.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+SECTIONS = (
+    Section("README.md", "results", readme_text, tuple(RUNS)),
+    Section("docs/benchmarks.md", "results", page_text, tuple(RUNS)),
+    Section("docs/benchmarks.md", "torch-rows", torch_rows_text, tuple(TORCH_ROWS)),
+    Section("docs/benchmarks.md", "training", training_text, (TRAINING,)),
+    Section("docs/compare.md", "results", compare_text, tuple(COMPARED)),
+    Section("docs/reduction.md", "float16", float16_text, (FLOAT16,)),
+)
+
+
+def read_runs(results: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """By name, all that have been measured."""
+    names = dict.fromkeys(name for section in SECTIONS for name in section.of)
+    paths = {name: results / f"{name}.json" for name in names}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def shown(document: Path, section: str) -> str:
+    """What stands between the document's markers of this name."""
+    return document.read_text().split(f"<!-- {section}:begin -->")[1].split(f"<!-- {section}:end -->")[0].strip()
+
+
+def fill(document: Path, section: str, text: str) -> None:
+    """Replace what stands between the document's markers of this name."""
+    begin, end = f"<!-- {section}:begin -->", f"<!-- {section}:end -->"
+    before, rest = document.read_text().split(begin)
+    _, after = rest.split(end)
+    document.write_text(f"{before}{begin}\n{text}\n{end}{after}")
+
+
+def publish(results: Path = RESULTS, root: Path = ROOT) -> list[str]:
+    """Fill in all sections of `root`'s documents whose runs are in `results`, and their pictures; returns which."""
+    runs = read_runs(results)
+    filled = [section for section in SECTIONS if all(name in runs for name in section.of)]
+    for section in filled:
+        fill(root / section.document, section.name, section.text(runs))
+        for name in section.of:
+            picture = results / f"{name}.png"
+            if name in COMPARISONS:
+                chart.draw([*_comparisons(runs[name]).values()], picture, runs[name]["recipe"])
+            if name in (*COMPARISONS, TRAINING):
+                (root / "docs" / "images" / picture.name).write_bytes(picture.read_bytes())
+    return [f"{section.document} ({section.name})" for section in filled]
+
+
+def _short(comparison: Comparison) -> str:
+    return tabulate_rows(derive(comparison).variants, _IN_SHORT, tablefmt="github", missing="")
 
 
 def _comparisons(run: dict[str, Any]) -> dict[str, Comparison]:
@@ -123,17 +212,10 @@ def _comparisons(run: dict[str, Any]) -> dict[str, Comparison]:
     return {comparison.workload: comparison for comparison in comparisons}
 
 
-def main() -> None:
-    runs = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in RUNS}
-    fill(ROOT / "README.md", readme_text(runs))
-    fill(ROOT / "docs" / "benchmarks.md", page_text(runs))
-    compared = read_compared()
-    fill(ROOT / "docs" / "compare.md", compare_text(compared))
-    for name, run in (runs | {f"compare-{name}": run for name, run in compared.items()}).items():
-        picture = RESULTS / f"{name}.png"
-        chart.draw([*_comparisons(run).values()], picture, run["recipe"])
-        (IMAGES / f"{name}.png").write_bytes(picture.read_bytes())
-    print("Filled in README.md, docs/benchmarks.md and docs/compare.md")
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.publish", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="default benchmarks/results")
+    print(f"Filled in {', '.join(publish(parser.parse_args(arguments).results))}")
 
 
 if __name__ == "__main__":

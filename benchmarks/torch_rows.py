@@ -5,7 +5,7 @@ torch.compile(replicate)  the same, all blocks compiled
 functional all-reduces    one for each gradient, as Inductor places them; and the same with its options:
   , bucketed              `bucket_all_reduces_fx` as it comes: buckets of up to 2000 MB
   , buckets of 25 MiB     the same with DDP's size, or `bucket_cap_mb`
-  , buckets per block     `manual_overlap_bucketing` of torch 2.14: each is waited for behind the next launch
+  , buckets per block     `manual_overlap_bucketing` (torch 2.14): each is waited for behind the next launch
   , overlap scheduling    `aten_distributed_optimizations`: buckets and places by what operators are expected to take
 """
 
@@ -30,7 +30,8 @@ FUNCTIONAL = "functional all-reduces"
 PER_BLOCK = f"{FUNCTIONAL}, buckets per block"
 SCHEDULED = f"{FUNCTIONAL}, overlap scheduling"
 NEEDS_TORCH = {PER_BLOCK: (2, 14)}  # older ones have it for other collectives alone
-NOT_EVERYWHERE = (PER_BLOCK, SCHEDULED)
+# Up to 2.14 both read the bandwidth of a GPU's memory; on the CPU 2.15 takes operators for instantaneous.
+NEEDS_TORCH_ON_CPU = {PER_BLOCK: (2, 15), SCHEDULED: (2, 15)}
 REDUCES_WHAT_IS_USED = ("torch replicate", "torch.compile(replicate)")  # so that all ranks must use the same parameters
 DDPS_BUCKET_MB = 25.0
 
@@ -73,8 +74,9 @@ def why_not(name: str, *, find_unused_parameters: bool = False, here: Here | Non
     needed = NEEDS_TORCH.get(name, (0, 0))
     if here.torch_version < needed:
         return f"'{name}' needs torch {needed[0]}.{needed[1]}, this is {torch.__version__}"
-    if name == SCHEDULED and not here.has_gpu:
-        return f"'{name}' needs a GPU: Inductor takes the times of operators from the bandwidth of its memory"
+    on_cpu = NEEDS_TORCH_ON_CPU.get(name, (0, 0))
+    if not here.has_gpu and here.torch_version < on_cpu:
+        return f"'{name}' needs a GPU, or torch {on_cpu[0]}.{on_cpu[1]}: this is {torch.__version__}"
     if find_unused_parameters and name in REDUCES_WHAT_IS_USED:
         return f"'{name}' needs every parameter in every step, or the same on all ranks: it reduces what has a gradient"
     return ""

@@ -27,7 +27,7 @@ def recipe(sources: Path, packages: Sequence[str] = PACKAGES, command: str | Non
     return {
         "command": command or shlex.join(["python", *sys.orig_argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(sources),
+        "commit": commit_of(sources),
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in packages}},
         "hardware": {
             "cpu": _cpu_name(),
@@ -59,7 +59,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit(folder: Path) -> str | None:
+def commit_of(folder: Path) -> str | None:
     if shutil.which("git") is None:
         return None
     answer = subprocess.run(

@@ -25,7 +25,7 @@ def largest_of(values: Sequence[float]) -> float:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The tensor itself; of a DTensor, which `replicate` makes of a parameter and its gradient, what this rank holds."""
+    """The tensor itself; of a DTensor, as `replicate` makes of parameters and gradients, what this rank holds."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -5,6 +5,7 @@ From the inside out:
 compiled_ddp/comparison/   what measures, derives, draws and records, on any model (`compiled-ddp compare`)
 workload.py   what is trained: a model from a module that is loaded anew per variant, its data, its optimizer
 variants.py   rows of this project's own, beside those that anybody can compare
+torch_rows.py, functional_all_reduces.py   rows of what torch itself offers beside DDP
 functional_module.py   a functional step in the shape of a module
 launch.py, link.py, worker.py   starting ranks: torch's elastic launcher, or two network namespaces and a shaped link
 models.py, data.py, tasks.py    the workloads of this project; nothing above imports them
@@ -15,5 +16,5 @@ threads.py, perf_samples.py, cpu_rounds.py, cpu_time.py   where a step's CPU tim
 beside_jax.py, jax_gpt.py, step_rank.py   the GPT under JAX and under whole steps of ours: the command, and its ranks
 gpu/                            all of it on a GPU, and what only a GPU shows: `make gpu`
 kept.py                         what it costs to ask who still holds a gradient
-publish.py                      fills the documents in from benchmarks/results/
+publish.py, remeasure.py        fills the documents in from benchmarks/results/; measures these anew: `make results`
 """

@@ -62,8 +62,8 @@ def _users_model(function: str, *, environment: str) -> Run:
 
 
 RUNS = {
-    "1gbit": _compare("--full", link="1gbit", minutes=75),
-    "loopback": _compare("--full", minutes=70),
+    "1gbit": _compare("--full", link="1gbit", minutes=55),
+    "loopback": _compare("--full", minutes=50),
     "1gbit-float16": _compare("--model", "gpt", "--steps", "25", "--variants", *_FLOAT16, link="1gbit", minutes=8),
     "train": Run(("-m", "benchmarks.train", "--steps", "120"), 4, ("--steps", "3")),
     "compare-mlp": _users_model("mlp", environment="own"),

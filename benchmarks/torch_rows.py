@@ -1,7 +1,7 @@
 """Rows of what torch itself offers beside DDP: `replicate`, and Inductor's own ways to bucket and place all-reduces.
 
 torch replicate           a block's gradients in one all-reduce each, launched by hooks: FSDP2 without shards
-torch.compile(replicate)  the same, all blocks compiled
+torch.compile(replicate)  the same, compiled
 functional all-reduces    one for each gradient, as Inductor places them; and the same with its options:
   , bucketed              `bucket_all_reduces_fx` as it comes: buckets of up to 2000 MB
   , buckets of 25 MiB     the same with DDP's size, or `bucket_cap_mb`
@@ -9,7 +9,6 @@ functional all-reduces    one for each gradient, as Inductor places them; and th
   , overlap scheduling    `aten_distributed_optimizations`: buckets and places by what operators are expected to take
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,10 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.fx import Graph
 
 from benchmarks.functional_all_reduces import FunctionalAllReduces
 from compiled_ddp import torch_private
@@ -116,11 +112,9 @@ def _replicated(model: nn.Module, compiled: WrapperOptions | None = None) -> nn.
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     for block in blocks_of(model).values():
-        if compiled is not None:
-            block.compile(backend=compiled.backend)
-        replicate(block, mesh=mesh)
-    replicate(model, mesh=mesh)
-    return model
+        torch_private.for_benchmarks.replicate(block, mesh)
+    torch_private.for_benchmarks.replicate(model, mesh)
+    return model if compiled is None else compiled.compiled(model)
 
 
 def _functional(options: WrapperOptions, inductor: dict[str, Any], model: nn.Module) -> nn.Module:
@@ -130,7 +124,9 @@ def _functional(options: WrapperOptions, inductor: dict[str, Any], model: nn.Mod
 
 def _bucketed_per_block(options: WrapperOptions, model: nn.Module) -> nn.Module:
     plan = [[f"module.{name}".rstrip(".") for name in names] for names in bucket_plan(model)]
-    return _functional(options, {"post_grad_custom_post_pass": _BucketPerBlock(plan)}, model)
+    return _functional(
+        options, {"post_grad_custom_post_pass": torch_private.for_benchmarks.bucketing_by_hand(plan)}, model
+    )
 
 
 class _Always:
@@ -141,19 +137,3 @@ class _Always:
 
     def __call__(self, bucket: int) -> float:
         return self._mb
-
-
-class _BucketPerBlock(CustomGraphPass):
-    """`manual_overlap_bucketing` of the all-reduces of these modules."""
-
-    def __init__(self, plan: Sequence[Sequence[str]]) -> None:
-        self._plan = [list(names) for names in plan]
-
-    def __call__(self, graph: Graph) -> None:
-        from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
-
-        if graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce.default):
-            manual_overlap_bucketing(graph.owning_module, self._plan, insert_overlap_deps=True)
-
-    def uuid(self) -> object:
-        return type(self).__qualname__, str(self._plan)

@@ -69,7 +69,7 @@ wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 PACKS = (pack, pack_into)
 LAUNCHES = (all_reduce, all_reduce_in_place, all_gather)
-WAITS = (wait_tensor,)
+WAITS: tuple[OpOverload, ...] = (wait_tensor,)
 if hasattr(
     torch.ops._c10d_functional, "wait_tensors"
 ):  # torch 2.15 and later, for all results of a coalesced collective

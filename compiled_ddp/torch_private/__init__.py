@@ -45,6 +45,8 @@ Beside `names`, which can be looked for, these are used:
 | `torch._inductor.codecache.CacheBase`, `torch._inductor.runtime.hints.DeviceProperties` | the same |
 | `torch.utils._triton`, `torch._guards.TracingContext`, `torch._dynamo.reset` | the same |
 | `torch.cuda._sanitizer.cuda_sanitizer`, `torch._inductor.cudagraph_trees.get_manager` | `make gpu`: races, graphs |
+| `torch.distributed._composable.replicate_with_fsdp.replicate` | benchmarks: what torch offers beside DDP |
+| `torch._inductor.fx_passes.overlap_manual_scheduling.manual_overlap_bucketing` | the same |
 | `Node._replace_input_with`, `Node._update_args_kwargs` | tests: what passes do to nodes |
 
 Where versions differ: gloo's constructor has an argument more from 2.14 on, `compile_fx_inner` from 2.12 on. Inductor
@@ -67,6 +69,7 @@ try:
         compiler_cache,
         compiler_options,
         dynamo,
+        for_benchmarks,
         for_tests,
         groups,
         inductor,
@@ -93,6 +96,7 @@ __all__ = [
     "compiler_cache",
     "compiler_options",
     "dynamo",
+    "for_benchmarks",
     "for_tests",
     "groups",
     "inductor",

@@ -109,6 +109,12 @@ def command(name: str, options: argparse.Namespace) -> list[str]:
     return [python, *run.arguments, *(run.short if options.short else ()), *files]
 
 
+def stated(name: str, options: argparse.Namespace) -> str:
+    """What its recipe calls the command."""
+    _, *arguments = command(name, options)
+    return shlex.join(["compiled-ddp", *arguments[2:]] if arguments[1] == "compiled_ddp" else ["python", *arguments])
+
+
 def is_dirty(commit: str | None) -> bool:
     """Whether it does not tell what was measured."""
     return commit is None or commit.endswith("-dirty")
@@ -120,7 +126,7 @@ def is_measured(name: str, options: argparse.Namespace, commit: str | None) -> b
     if not path.exists() or is_dirty(commit):
         return False
     recipe = json.loads(path.read_text())["recipe"]
-    return bool(recipe["commit"] == commit and recipe["command"] == shlex.join(["python", *command(name, options)[1:]]))
+    return bool(recipe["commit"] == commit and recipe["command"] == stated(name, options))
 
 
 def hindrance(names: Sequence[str], options: argparse.Namespace, commit: str | None) -> str:

@@ -3,6 +3,7 @@
 import json
 import shlex
 import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 
@@ -11,14 +12,15 @@ import pytest
 from benchmarks import compare, remeasure
 from benchmarks.publish import ROOT, SECTIONS
 from benchmarks.remeasure import RUNS, parse
+from compiled_ddp.comparison.record import recipe
 
 
 def _options(folder: Path, *further: str) -> Namespace:
     return parse(["--into", str(folder), *further])
 
 
-def _write(folder: Path, name: str, command: list[str], commit: str, link: str = "loopback") -> None:
-    recipe = {"commit": commit, "command": shlex.join(["python", *command[1:]])}
+def _write(folder: Path, name: str, command: str, commit: str, link: str = "loopback") -> None:
+    recipe = {"commit": commit, "command": command}
     (folder / f"{name}.json").write_text(json.dumps({"recipe": recipe, "comparisons": [{"link": link}]}))
 
 
@@ -42,13 +44,24 @@ def test_its_arguments_are_those_of_the_benchmark(
 
 def test_what_is_measured_at_this_commit_by_this_command_is_not_measured_again(tmp_path: Path) -> None:
     options = _options(tmp_path)
-    _write(tmp_path, "train", remeasure.command("train", options), "1234567")
+    _write(tmp_path, "train", remeasure.stated("train", options), "1234567")
     assert remeasure.is_measured("train", options, "1234567")
     assert not remeasure.is_measured("train", options, "7654321")
     assert not remeasure.is_measured("train", _options(tmp_path, "--short"), "1234567")
     assert not remeasure.is_measured("loopback", options, "1234567")
-    _write(tmp_path, "train", remeasure.command("train", options), "1234567-dirty")
+    _write(tmp_path, "train", remeasure.stated("train", options), "1234567-dirty")
     assert not remeasure.is_measured("train", options, "1234567-dirty")
+
+
+@pytest.mark.parametrize("name", ["train", "compare-mlp"])
+def test_a_command_is_stated_as_recipes_state_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = _options(tmp_path, "--models-python", "elsewhere/bin/python")
+    called = remeasure.command(name, options)
+    monkeypatch.setattr(sys, "orig_argv", called)
+    own = (
+        shlex.join(["compiled-ddp", *called[3:]]) if name == "compare-mlp" else None
+    )  # as the command tells its recipe
+    assert remeasure.stated(name, options) == recipe(ROOT, command=own)["command"]
 
 
 def test_the_plan_tells_how_long_it_takes(tmp_path: Path) -> None:
@@ -71,7 +84,7 @@ def test_where_no_link_can_be_made_the_others_are_named(monkeypatch: pytest.Monk
 
 def test_a_run_that_fell_back_on_loopback_leaves_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fall_back(command: list[str], **_: object) -> None:
-        _write(tmp_path, "1gbit", command, "1234567", link="loopback")
+        _write(tmp_path, "1gbit", shlex.join(command), "1234567", link="loopback")
 
     monkeypatch.setattr(subprocess, "run", fall_back)
     with pytest.raises(RuntimeError, match="was to be measured on 1gbit, and was on loopback"):

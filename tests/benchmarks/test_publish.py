@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.publish import COMPARISONS, IMAGES, RESULTS, ROOT, RUNS, SECTIONS, Section, fill, publish, read_runs, shown
+from benchmarks.publish import (
+    COMPARISONS,
+    IMAGES,
+    RESULTS,
+    ROOT,
+    RUNS,
+    SECTIONS,
+    Section,
+    fill,
+    publish,
+    read_runs,
+    shown,
+)
 from compiled_ddp.comparison.record import machine, ran_on
 
 MEASURED = read_runs()

@@ -3,6 +3,10 @@
 They have no place in a flat buffer, as their sizes differ between ranks and steps. Each is all-reduced as a sparse
 tensor, as by c10d's Reducer (torch/csrc/distributed/c10d/reducer.cpp, `mark_variable_ready_sparse`). Before that the
 ranks tell each other, in one small collective, which have been used, and which are not sparse: then all raise.
+
+[Note: one sparse sum at a time] Where two sparse all-reduces of a gloo group are under way at once, a process ends now
+and then with a corrupted heap ("malloc(): unaligned tcache chunk detected", torch 2.13, also on torch's own groups:
+benchmarks/sparse_sums.py). So each is awaited before the next is launched.
 """
 
 from collections.abc import Callable
@@ -99,9 +103,8 @@ class SparseGradients:
         factor = share()
         sums = [_ready_to_send(tensors[index], gradients[index], factor) for index in used_anywhere]
         with self._communicator.explaining("sparse gradients could not be averaged"):
-            works = [self._communicator.all_reduce(total) for total in sums]
-            for work in works:
-                work.wait()
+            for total in sums:
+                self._communicator.all_reduce(total).wait()  # [Note: one sparse sum at a time]
         if contributes:
             for index, total in zip(used_anywhere, sums, strict=True):
                 self._write(tensors[index], total)

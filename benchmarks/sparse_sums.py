@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.sparse_sums --seconds 20 --at-once 4
 
-On torch 2.13, 2 cores and three busy processes beside it, a rank ended in the middle in 2 of 12 runs of 18 s with four at
-once ("malloc(): unaligned tcache chunk detected"), on a group of torch's and on one of ours; one after the other in none
-of 12. See compiled_ddp/step/sparse_gradients.py.
+On torch 2.13, 2 cores and three busy processes beside it, a rank ended in the middle in 2 of 12 runs of 18 s with four
+at once ("malloc(): unaligned tcache chunk detected"), on a group of torch's and on one of ours; one after the other in
+none of 12. See compiled_ddp/step/sparse_gradients.py.
 """
 
 import argparse

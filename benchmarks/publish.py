@@ -28,7 +28,8 @@ _SHORT = {"1gbit": "1 Gbit/s", "loopback": "loopback"}
 COMPARED = {"compare-mlp": "An MLP", "compare-gpt2": "A small GPT-2 from transformers"}  # by compiled-ddp compare
 TORCH_ROWS = {"torch-rows-1gbit": "1 Gbit/s", "torch-rows-loopback": "loopback"}
 FLOAT16, TRAINING = "1gbit-float16", "train"
-COMPARISONS = (*RUNS, *COMPARED)  # their pictures are drawn from the JSON; that of the training is drawn with it
+COMPARISONS = (*RUNS, *COMPARED)  # their pictures are drawn from the JSON
+PICTURES = (*COMPARISONS, TRAINING)  # runs whose picture a document shows
 
 Runs = Mapping[str, dict[str, Any]]  # by name, what is in NAME.json
 
@@ -198,7 +199,7 @@ def publish(results: Path = RESULTS, root: Path = ROOT) -> list[str]:
             picture = results / f"{name}.png"
             if name in COMPARISONS:
                 chart.draw([*_comparisons(runs[name]).values()], picture, runs[name]["recipe"])
-            if name in (*COMPARISONS, TRAINING):
+            if name in PICTURES:
                 (root / "docs" / "images" / picture.name).write_bytes(picture.read_bytes())
     return [f"{section.document} ({section.name})" for section in filled]
 

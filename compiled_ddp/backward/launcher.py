@@ -126,7 +126,7 @@ class Launcher:
 
     def _send_riders_alone(self) -> None:
         """To tell the other ranks that the reducer has failed here."""
-        self._message.note(Flag.BROKE_OFF, Flag.HOOK_FAILED)
+        self._message.note(Flag.ABORTED, Flag.HOOK_FAILED)
         self._cursor += 1
         self._launch_to(len(self._launches.buckets))
 

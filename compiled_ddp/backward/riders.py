@@ -13,14 +13,14 @@ from compiled_ddp.backward.forward_count import Forwards
 from compiled_ddp.backward.pinned import pinned_for
 from compiled_ddp.plan import (
     ABORTED,
-    ANNOUNCED,
     COUNT_MODULUS,
     FIRST_USED,
     FORWARD_COUNT,
     FORWARD_COUNT_SQUARED,
+    GRAPH_MISMATCH,
     HOOK_FAILED,
     LOST,
-    MISFIT,
+    NEWLY_USED,
     RETURNED_COUNT,
     RETURNED_COUNT_SQUARED,
     STATE_LOST,
@@ -37,12 +37,12 @@ _RETURNED = RETURNED_COUNT, RETURNED_COUNT_SQUARED
 class Flag(enum.IntEnum):
     """What a rank may have to tell all others in a backward; the value is its element of the riders: see `Riders`."""
 
-    BROKE_OFF = ABORTED
+    ABORTED = ABORTED
     LOST = LOST
     STATE_LOST = STATE_LOST
     VERIFY = VERIFY
-    NEWLY_USED = ANNOUNCED
-    GRAPH_MISMATCH = MISFIT
+    NEWLY_USED = NEWLY_USED
+    GRAPH_MISMATCH = GRAPH_MISMATCH
     HOOK_FAILED = HOOK_FAILED
 
 

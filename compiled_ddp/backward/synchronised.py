@@ -173,7 +173,7 @@ class SynchronisedBackward:
             self.circumstances.returned.end()
         self.folded.forget()
         self.gradients.forget_gathered()
-        self.message.note(Flag.BROKE_OFF)
+        self.message.note(Flag.ABORTED)
         self.launcher.break_off()
 
     def restore_gradients(self) -> None:
@@ -192,7 +192,7 @@ class SynchronisedBackward:
             returned.end()
             not_reduced = returned.not_reduced(self.of_graphs.addresses)
         if not_reduced:
-            self.message.note(Flag.BROKE_OFF)  # ranks that accumulate would miss what this one returns
+            self.message.note(Flag.ABORTED)  # ranks that accumulate would miss what this one returns
         self.launcher.launch_rest()
         return not_reduced
 

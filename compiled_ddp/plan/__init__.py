@@ -23,14 +23,14 @@ Sizes are in elements where a name ends in `_elements`, in bytes where it ends i
 from compiled_ddp.plan.buckets import Bucket, BucketPlan, Gradient, GradientSpec, ReductionKind, gradient_dtype
 from compiled_ddp.plan.riders import (
     ABORTED,
-    ANNOUNCED,
     COUNT_MODULUS,
     FIRST_USED,
     FORWARD_COUNT,
     FORWARD_COUNT_SQUARED,
+    GRAPH_MISMATCH,
     HOOK_FAILED,
     LOST,
-    MISFIT,
+    NEWLY_USED,
     RETURNED_COUNT,
     RETURNED_COUNT_SQUARED,
     STATE_LOST,
@@ -56,6 +56,6 @@ __all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", 
 __all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED", "TOO_SMALL"]
 __all__ += ["BESIDE_TENSOR_HOOK", "TENSOR_HOOK"]
 __all__ += ["Origin", "ReductionSequence", "Section"]
-__all__ += ["ABORTED", "ANNOUNCED", "COUNT_MODULUS", "FIRST_USED", "FORWARD_COUNT", "FORWARD_COUNT_SQUARED"]
-__all__ += ["HOOK_FAILED", "LOST", "MISFIT", "RETURNED_COUNT"]
+__all__ += ["ABORTED", "COUNT_MODULUS", "FIRST_USED", "FORWARD_COUNT", "FORWARD_COUNT_SQUARED", "NEWLY_USED"]
+__all__ += ["GRAPH_MISMATCH", "HOOK_FAILED", "LOST", "RETURNED_COUNT"]
 __all__ += ["RETURNED_COUNT_SQUARED", "STATE_LOST", "VERIFY", "WEIGHT"]

@@ -13,8 +13,8 @@ RETURNED_COUNT_SQUARED = 3
 ABORTED = 4
 LOST = 5
 VERIFY = 6
-ANNOUNCED = 7
-MISFIT = 8
+NEWLY_USED = 7
+GRAPH_MISMATCH = 8
 WEIGHT = 9
 HOOK_FAILED = 10
 STATE_LOST = 11
@@ -36,8 +36,8 @@ class Riders:
     | `LOST` | 1 where the backward before broke off when everything of it had been sent |
     | `STATE_LOST` | 1 where that one has left no state of a traced communication hook that fits the other ranks' |
     | `VERIFY` | 1 where a rank wishes to prove the reduction |
-    | `ANNOUNCED` | 1 where this rank has used parameters of "unused" sections after all |
-    | `MISFIT` | 1 where the graphs of the backward do not fit the sequence |
+    | `NEWLY_USED` | 1 where this rank has used parameters of "unused" sections after all |
+    | `GRAPH_MISMATCH` | 1 where the graphs of the backward do not fit the sequence |
     | `HOOK_FAILED` | 1 where the communication hook raised, and no further bucket was handed to it |
     | `WEIGHT` | this rank's weight in a weighted mean |
     | `FIRST_USED + k` | 1 where the k-th gradient of the plan was produced on this rank |

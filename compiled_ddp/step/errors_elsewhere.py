@@ -5,7 +5,7 @@ from compiled_ddp.backward.riders import Findings, Flag
 
 def broke_off_elsewhere(rank: int, forward: int, findings: Findings, *, told_at_once: bool) -> RuntimeError:
     """`told_at_once` says whether this backward is the one that broke off, and not the one before it."""
-    ranks = findings.ranks_with(Flag.BROKE_OFF)
+    ranks = findings.ranks_with(Flag.ABORTED)
     if told_at_once:
         return RuntimeError(
             f"rank {rank}: the backward of forward {forward} broke off on {ranks} other rank(s) and was "

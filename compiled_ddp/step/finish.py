@@ -113,7 +113,7 @@ class Finish:
         reduction.proof.heed_wish(findings.ranks_with(Flag.VERIFY) > 0)
         if findings.ranks_with(Flag.STATE_LOST) and reduction.traced_hook is not None:
             reduction.traced_hook.begin_anew()
-        if findings.ranks_with(Flag.BROKE_OFF) and self._reader.was_at_once:
+        if findings.ranks_with(Flag.ABORTED) and self._reader.was_at_once:
             # To be told in the next one: the error of this one hides it.
             reduction.carried.note_lost(tell=Flag.LOST in backward.message.flags)
         return findings
@@ -125,7 +125,7 @@ class Finish:
         if findings.ranks_with(Flag.HOOK_FAILED) and reduction.ddp_hook is not None:
             reduction.ddp_hook.note_broken()
             raise hook_failed_elsewhere(*here, findings, reduction.ddp_hook.name)
-        if findings.ranks_with(Flag.BROKE_OFF):
+        if findings.ranks_with(Flag.ABORTED):
             reduction.prove_nothing()
             raise broke_off_elsewhere(*here, findings, told_at_once=self._reader.was_at_once)
         if self._is_dropped(findings):
@@ -136,7 +136,7 @@ class Finish:
     def _is_dropped(self, findings: Findings) -> bool:
         """Whether every rank raises on what the riders say before anything else is reduced: see `_heed`."""
         lost_on_some = 0 < findings.ranks_with(Flag.LOST) < self._reduction.communicator.world_size
-        return findings.ranks_with(Flag.BROKE_OFF) > 0 or lost_on_some or findings.ranks_with(Flag.STATE_LOST) > 0
+        return findings.ranks_with(Flag.ABORTED) > 0 or lost_on_some or findings.ranks_with(Flag.STATE_LOST) > 0
 
     def _report_different_steps(self, findings: Findings) -> None:
         """Raise, or warn, on every rank, if they have averaged different steps."""

@@ -107,7 +107,7 @@ def test_the_reader_counts_broken_ranks() -> None:
     riders = torch.zeros(FIRST_USED)
     riders[ABORTED] = 2
     found = RiderReader(3).read([torch.zeros(FIRST_USED), riders])
-    assert {flag: found.ranks_with(flag) for flag in Flag if found.ranks_with(flag)} == {Flag.BROKE_OFF: 2}
+    assert {flag: found.ranks_with(flag) for flag in Flag if found.ranks_with(flag)} == {Flag.ABORTED: 2}
     assert RiderReader(3).read([]) == Findings()
 
 

@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import emit
-from compiled_ddp.passes.insert_all_reduces import Reduction, read_reductions
+from compiled_ddp.passes.insert_all_reduces import ReducedGradient, read_reductions
 from compiled_ddp.plan import BucketPlan
 
 _aten = torch.ops.aten
@@ -35,12 +35,12 @@ def fold_into_products(graph: Graph, plan: BucketPlan, *, output_positions: Mapp
             _fold(graph, reduction, reduction.fold)
 
 
-def _is_product_of_its_own(reduction: Reduction) -> bool:
+def _is_product_of_its_own(reduction: ReducedGradient) -> bool:
     local, reader = reduction.local, reduction.mean or reduction.fold
     return local.target is _mm and list(local.users) == [reader]
 
 
-def _fold(graph: Graph, reduction: Reduction, fold: Node) -> None:
+def _fold(graph: Graph, reduction: ReducedGradient, fold: Node) -> None:
     pending, beta = _pending_and_share(fold.args[1])
     alpha = 1.0 if reduction.mean is None else reduction.mean.args[1]
     if isinstance(alpha, Node) or isinstance(beta, Node):

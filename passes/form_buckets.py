@@ -15,7 +15,7 @@ from compiled_ddp.passes.graph_edit import (
     set_output_values,
 )
 from compiled_ddp.passes.inline_hook import TracedHook, emit_flat, inline_hook
-from compiled_ddp.passes.insert_all_reduces import Reduction, read_reductions
+from compiled_ddp.passes.insert_all_reduces import ReducedGradient, read_reductions
 from compiled_ddp.passes.ops import all_reduce, wait_tensor
 from compiled_ddp.plan import Bucket, BucketPlan, Gradient
 
@@ -95,7 +95,7 @@ def _new(like: torch.Tensor) -> torch.Tensor:
 def _merge_all(
     graph: Graph,
     plan: BucketPlan,
-    reductions: Mapping[int, Reduction],
+    reductions: Mapping[int, ReducedGradient],
     riders_wait: Node,
     group_name: str,
     hooks: Sequence[TracedHook | None],
@@ -125,7 +125,7 @@ def _merge_all(
 def _merge(
     graph: Graph,
     bucket: Bucket,
-    merged: Sequence[Reduction],
+    merged: Sequence[ReducedGradient],
     riders_wait: Node,
     group_name: str,
     hook: TracedHook | None,
@@ -148,7 +148,7 @@ def _merge(
     return emit(graph, wait_tensor, launch), []
 
 
-def _views(graph: Graph, bucket: Bucket, merged: Sequence[Reduction], wait: Node) -> list[Node]:
+def _views(graph: Graph, bucket: Bucket, merged: Sequence[ReducedGradient], wait: Node) -> list[Node]:
     """Emit the gradients' views of a reduced flat buffer; in a weighted mean, of what it is with the weights."""
     if not merged:
         return []
@@ -158,7 +158,7 @@ def _views(graph: Graph, bucket: Bucket, merged: Sequence[Reduction], wait: Node
         return [_view(graph, flat, g.size, g.stride, g.offset_elements) for g in bucket.gradients]
 
 
-def _erase(graph: Graph, reductions: Collection[Reduction], riders_wait: Node) -> None:
+def _erase(graph: Graph, reductions: Collection[ReducedGradient], riders_wait: Node) -> None:
     """Remove the naive program, whose results nothing reads any more."""
     for reduction in reductions:
         if reduction.normalised is not None:
@@ -170,7 +170,7 @@ def _erase(graph: Graph, reductions: Collection[Reduction], riders_wait: Node) -
         graph.erase_node(launch)
 
 
-def _flatten(graph: Graph, reduction: Reduction) -> Node:
+def _flatten(graph: Graph, reduction: ReducedGradient) -> Node:
     gradient = reduction.launch.args[0]
     assert isinstance(gradient, Node)
     order = memory_order(reduction.gradient)

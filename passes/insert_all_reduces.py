@@ -19,7 +19,7 @@ _mul, _add, _select = _aten.mul.Tensor, _aten.add.Tensor, _aten.select.int
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReducedGradient:
     """One gradient's part of the naive program.
 
     local_grad [-> mean (mul by the share)] [-> fold (add a pending gradient's share)] -> all_reduce -> wait
@@ -129,8 +129,8 @@ def _emit_inverse_of_weights(graph: Graph, riders: Node) -> Node:
     return emit(graph, _aten.where.self, positive, emit(graph, _aten.reciprocal.default, weights), zero)
 
 
-def read_reductions(graph: Graph, plan: BucketPlan, output_positions: Mapping[int, int]) -> list[Reduction]:
-    """Match the naive program back, one `Reduction` per gradient in plan order; see there for the pattern."""
+def read_reductions(graph: Graph, plan: BucketPlan, output_positions: Mapping[int, int]) -> list[ReducedGradient]:
+    """Match the naive program back, one `ReducedGradient` per gradient in plan order; see there for the pattern."""
     outputs = output_values(graph)
     reductions = []
     for _, gradient in plan.gradients:
@@ -147,7 +147,7 @@ def read_reductions(graph: Graph, plan: BucketPlan, output_positions: Mapping[in
             fold, local = local, _producer(local)
         if local.target is _mul and _is_share(local.args[1], plan) and not _is_pending_share(local):
             mean, local = local, _producer(local)
-        reductions.append(Reduction(gradient, local, mean, fold, launch, wait, normalised))
+        reductions.append(ReducedGradient(gradient, local, mean, fold, launch, wait, normalised))
     return reductions
 
 

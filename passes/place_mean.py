@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
-from compiled_ddp.passes.insert_all_reduces import Reduction, read_reductions
+from compiled_ddp.passes.insert_all_reduces import ReducedGradient, read_reductions
 from compiled_ddp.passes.ops import is_launch
 from compiled_ddp.passes.prove_linearity import LinearityProof, prove_linearity
 from compiled_ddp.plan import BucketPlan
@@ -58,7 +58,7 @@ def place_mean(
     return proof
 
 
-def _share_of(reductions: Sequence[Reduction]) -> float | Node:
+def _share_of(reductions: Sequence[ReducedGradient]) -> float | Node:
     """The factor that the naive program gives to every gradient."""
     mean = reductions[0].mean
     assert mean is not None
@@ -73,7 +73,7 @@ def _scale(graph: Graph, tangents: Sequence[Node], factor: float | Node) -> None
         tangent.replace_all_uses_with(scaled, delete_user_cb=functools.partial(operator.is_not, scaled))
 
 
-def _drop_mean(graph: Graph, reduction: Reduction) -> None:
+def _drop_mean(graph: Graph, reduction: ReducedGradient) -> None:
     # Not `reduction.local`: where that was a tangent, the mean now reads the scaled one.
     assert reduction.mean is not None
     scaled = reduction.mean.args[0]

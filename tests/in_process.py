@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from wire import Wire, WiredCommunicator
 
 from compiled_ddp.backward.flat_buffers import SequenceBuffers
-from compiled_ddp.backward.forward_count import Forwards
+from compiled_ddp.backward.forward_count import ForwardNumbers
 from compiled_ddp.backward.gradients import Gradients
 from compiled_ddp.backward.riders import Message, write_riders
 from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
@@ -78,7 +78,7 @@ class Rank:
                 sections,
                 SequenceBuffers(sections) if buffers is None else buffers,
                 used_before=set(used_before),
-                message=Message(Forwards(1, 1), weight),
+                message=Message(ForwardNumbers(1, 1), weight),
                 circumstances=Circumstances(**circumstances),
             ),
         )

@@ -14,7 +14,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Forwards:
+class ForwardNumbers:
     """A rank's numbers of forwards when a synchronised backward begins. [Note: forwards that are no step]"""
 
     begun: int  # but for those whose output was thrown away
@@ -77,11 +77,11 @@ class ForwardCount:
         self._raised = 0
         self._unsettled.clear()
 
-    def backward_began(self) -> Forwards:
+    def backward_began(self) -> ForwardNumbers:
         """Keep the latest forward counted whatever becomes of its graph; returns what to tell the other ranks."""
         self._unsettled.append(self._raised)
         self._begin_anew()
-        return Forwards(self.value, self.value - sum(self._unsettled))
+        return ForwardNumbers(self.value, self.value - sum(self._unsettled))
 
     def settle(self, *, backwards: int, forgiven: bool) -> None:
         """The outcome of so many backwards, the earliest ones, is known: whether ranks averaged one step after all."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compiled_ddp.backward.forward_count import Forwards
+from compiled_ddp.backward.forward_count import ForwardNumbers
 from compiled_ddp.backward.pinned import pinned_for
 from compiled_ddp.plan import (
     ABORTED,
@@ -50,7 +50,7 @@ class Flag(enum.IntEnum):
 class Message:
     """What this rank tells all others in the riders of every section of one backward."""
 
-    forwards: Forwards
+    forwards: ForwardNumbers
     weight: float = 1.0
     piggyback: torch.Tensor | None = None  # the user's values, shape (riders.passengers,); None for zeros
     flags: set[Flag] = field(default_factory=set)

@@ -25,7 +25,7 @@ from compiled_ddp.functional.reduction import last_first
 from compiled_ddp.functional.reference import ReferenceStep
 from compiled_ddp.functional.session import Session, current_session, tracing
 from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
-from compiled_ddp.functional.transforms import Gradient
+from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.unit import Launch, Unit, break_off
 from compiled_ddp.graph import compile_once
 from compiled_ddp.graph.compiling import compiling
@@ -302,7 +302,7 @@ class CompiledStep:
 
     def _whom_to_tell(self, session: Session | None) -> tuple[tuple[Communicator, ...], Agreements | None]:
         """What other ranks launch on as they run this step, as far as it is known here, and what they agree by."""
-        reached_here = [each.reduction for each in reached(self._step) if isinstance(each, Gradient)]
+        reached_here = [each.reduction for each in reached(self._step) if isinstance(each, GradientFunction)]
         known = [communicator for each in reached_here for communicator in each.communicators]
         called, loss_launches = (session.called, session.loss_launches) if session is not None else ((), ())
         communicators = self._latest or tuple(dict.fromkeys(called)) or tuple(known)[:1]

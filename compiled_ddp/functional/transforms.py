@@ -59,7 +59,7 @@ def grad(
     every rank and with the names, where ranks call it with other trees, shapes, dtypes or options, or where one of them
     has raised.
     """
-    differentiate = Gradient(f, argnums, has_aux, Options(process_group, reduction, bucket_cap_mb), "grad")
+    differentiate = GradientFunction(f, argnums, has_aux, Options(process_group, reduction, bucket_cap_mb), "grad")
 
     @functools.wraps(f)
     def gradient_of(*args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def grad_and_value(
     float32, and costs no all-reduce of its own.
     """
     options = Options(process_group, reduction, bucket_cap_mb)
-    differentiate = Gradient(f, argnums, has_aux, options, "grad_and_value", reduce_value=reduce_value)
+    differentiate = GradientFunction(f, argnums, has_aux, options, "grad_and_value", reduce_value=reduce_value)
 
     @functools.wraps(f)
     def gradient_and_value_of(*args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ def grad_and_value(
     return untraced(gradient_and_value_of, tell=differentiate.tell_of_compilation, why=_WHY_UNTRACED)
 
 
-class Gradient:
+class GradientFunction:
     """What `grad` and `grad_and_value` return, as one."""
 
     def __init__(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from compiled_ddp.backward.forward_count import Forwards
+from compiled_ddp.backward.forward_count import ForwardNumbers
 from compiled_ddp.backward.returned_gradients import ReturnedGradients
 from compiled_ddp.backward.riders import Flag, Message
 from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
@@ -119,7 +119,7 @@ class Beginning:
             sequence.launched, agreed.buffers, used_before=carried.used, message=message, circumstances=circumstances
         )
 
-    def _count(self, *, accumulates: bool) -> Forwards:
+    def _count(self, *, accumulates: bool) -> ForwardNumbers:
         """Count a backward that begins; returns the numbers of forwards before it."""
         reduction, count = self._reduction, self._forward.count
         reduction.refuse_if_broken()

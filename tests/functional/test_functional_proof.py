@@ -15,7 +15,7 @@ from compiled_ddp import functional as ddp
 from compiled_ddp.checks.exchange import Account, exchange
 from compiled_ddp.checks.signs import signed_sum
 from compiled_ddp.functional import operator, proof
-from compiled_ddp.functional.transforms import Gradient
+from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.passes.ops import all_reduce_in_place, is_launch
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from ranks import RankPool
@@ -101,7 +101,7 @@ def _wrong_division(rank: int, compiles: bool) -> list[str]:
     messages = []
     for wrong_rank in (1, None):
         step = ddp.compile(ddp.grad(loss), backend="aot_eager") if compiles else ddp.grad(loss)
-        patch = mock.patch.object(Gradient, "_share", 1.0)
+        patch = mock.patch.object(GradientFunction, "_share", 1.0)
         if wrong_rank in (None, rank):
             with patch:
                 messages.append(_error(step, rank))

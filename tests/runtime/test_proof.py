@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from compiled_ddp import compile_ddp, torch_private
-from compiled_ddp.backward.forward_count import Forwards
+from compiled_ddp.backward.forward_count import ForwardNumbers
 from compiled_ddp.backward.gradients import Gradients
 from compiled_ddp.backward.riders import Flag, Message, RiderReader
 from compiled_ddp.checks.checksum import as_row, checksum
@@ -125,7 +125,7 @@ def test_as_row_follows_the_memory_order_of_the_given_stride() -> None:
 def test_one_rank_that_wishes_to_verify_is_heard() -> None:
     riders = Riders(0, (0,))
     flags = [set(), {Flag.VERIFY}, set()]
-    values = [riders_with(riders, Message(Forwards(3, 3), flags=here)) for here in flags]
+    values = [riders_with(riders, Message(ForwardNumbers(3, 3), flags=here)) for here in flags]
     assert values[1][VERIFY] == 1 and values[0][VERIFY] == 0 and VERIFY < FIRST_USED
     assert RiderReader(3).read([torch.stack(values).sum(0)]).ranks_with(Flag.VERIFY) == 1
     assert not RiderReader(3).read([torch.stack([values[0]] * 3).sum(0)]).ranks_with(Flag.VERIFY)

@@ -16,7 +16,7 @@ from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from compiled_ddp.backward.forward_count import ForwardCount, Forwards
+from compiled_ddp.backward.forward_count import ForwardCount, ForwardNumbers
 from compiled_ddp.backward.riders import Findings, Flag, Message, RiderReader
 from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, RETURNED_COUNT, Riders
 from compiled_ddp.step.finish import Finish
@@ -63,7 +63,7 @@ def _error_of(ddp: nn.Module, rank: int, step: int) -> str:
 @pytest.mark.parametrize("counts", [(7, 7), (7, 6), (63, 64), (0, 64), (5, 5, 5), (5, 6, 4), tuple(range(70))])
 def test_counts_differ_exactly_when_they_are_not_all_equal_modulo_64(counts: tuple[int, ...]) -> None:
     riders = Riders(0, (0,))
-    values = [riders_with(riders, Message(Forwards(count, count))) for count in counts]
+    values = [riders_with(riders, Message(ForwardNumbers(count, count))) for count in counts]
     found = RiderReader(len(counts)).read([torch.stack(values).sum(0)])
     assert found.backwards == 1
     assert found.counts_differ == (len({count % 64 for count in counts}) > 1)
@@ -73,16 +73,16 @@ def test_counts_differ_exactly_when_they_are_not_all_equal_modulo_64(counts: tup
 @pytest.mark.parametrize(
     ("ranks", "differ", "forgiven"),
     [
-        ([Forwards(3, 3), Forwards(3, 3)], False, False),
-        ([Forwards(4, 3), Forwards(3, 3)], False, True),  # one forward raised, and its rank has tried again
-        ([Forwards(5, 3), Forwards(3, 3)], False, True),  # ... twice
-        ([Forwards(4, 3), Forwards(4, 4)], False, False),  # it raised, and all have dropped that step
-        ([Forwards(4, 4), Forwards(3, 3)], True, False),  # dropped a step
-        ([Forwards(4, 3), Forwards(3, 3), Forwards(4, 4)], True, False),
+        ([ForwardNumbers(3, 3), ForwardNumbers(3, 3)], False, False),
+        ([ForwardNumbers(4, 3), ForwardNumbers(3, 3)], False, True),  # one forward raised, and its rank has tried again
+        ([ForwardNumbers(5, 3), ForwardNumbers(3, 3)], False, True),  # ... twice
+        ([ForwardNumbers(4, 3), ForwardNumbers(4, 4)], False, False),  # it raised, and all have dropped that step
+        ([ForwardNumbers(4, 4), ForwardNumbers(3, 3)], True, False),  # dropped a step
+        ([ForwardNumbers(4, 3), ForwardNumbers(3, 3), ForwardNumbers(4, 4)], True, False),
     ],
 )
 def test_ranks_average_one_step_unless_one_dropped_it_alone(
-    ranks: list[Forwards], differ: bool, forgiven: bool
+    ranks: list[ForwardNumbers], differ: bool, forgiven: bool
 ) -> None:
     riders = Riders(0, (0,))
     values = [riders_with(riders, Message(forwards)) for forwards in ranks]
@@ -126,17 +126,17 @@ def test_a_forward_is_taken_back_when_its_graph_died_before_the_next_one_and_wit
     assert count.value == 1
     forward()
     assert count.value == 2, "an output that is alive may still be dropped"
-    assert count.backward_began() == Forwards(2, 2)
+    assert count.backward_began() == ForwardNumbers(2, 2)
     count.settle(backwards=1, forgiven=False)
     count.begin()
     count.raised()
     assert count.value == 3
     count.begin()
     assert count.value == 4, "all ranks may drop the step of a forward that raised"
-    assert count.backward_began() == Forwards(4, 3)
+    assert count.backward_began() == ForwardNumbers(4, 3)
     count.settle(backwards=1, forgiven=True)
     count.begin()
-    assert count.backward_began() == Forwards(4, 4), "no rank counts that forward"
+    assert count.backward_began() == ForwardNumbers(4, 4), "no rank counts that forward"
     del kept
 
 
@@ -146,12 +146,12 @@ def test_what_raised_is_told_until_the_outcome_is_known() -> None:
     count.begin()
     count.raised()
     count.begin()
-    assert count.backward_began() == Forwards(2, 1)
+    assert count.backward_began() == ForwardNumbers(2, 1)
     count.begin()
-    assert count.backward_began() == Forwards(3, 2)
+    assert count.backward_began() == ForwardNumbers(3, 2)
     count.settle(backwards=1, forgiven=True)
     count.begin()
-    assert count.backward_began() == Forwards(3, 3)
+    assert count.backward_began() == ForwardNumbers(3, 3)
 
 
 def test_forwards_whose_backward_stays_local_are_taken_back_once() -> None:

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward.forward_count import Forwards
+from compiled_ddp.backward.forward_count import ForwardNumbers
 from compiled_ddp.backward.riders import Flag, Message, RiderReader
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, Riders
 from compiled_ddp.reducers.ddp_hook import HookBucket
@@ -544,7 +544,7 @@ def test_a_hook_that_would_drop_imaginary_parts_is_refused(ranks2: RankPool) -> 
 def test_the_riders_tell_of_a_hook_that_failed() -> None:
     riders = Riders(0, (0,))
     flags = [set(), {Flag.HOOK_FAILED}, set()]
-    values = [riders_with(riders, Message(Forwards(3, 3), flags=here)) for here in flags]
+    values = [riders_with(riders, Message(ForwardNumbers(3, 3), flags=here)) for here in flags]
     assert values[1][HOOK_FAILED] == 1 and values[0][HOOK_FAILED] == 0 and HOOK_FAILED < FIRST_USED
     found = RiderReader(3).read([sum(values, torch.zeros(riders.numel))])
     assert [flag for flag in Flag if found.ranks_with(flag)] == [Flag.HOOK_FAILED] and not found.counts_differ

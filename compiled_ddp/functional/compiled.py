@@ -1,6 +1,7 @@
 """A whole training step as one graph, whose reductions are launched and awaited inside of it."""
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import logging
@@ -145,8 +146,10 @@ class _Runnable:
 
     def _ran(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
         """What the graph returns. It may have written to what is donated wherever it raises."""
-        donations.note(self._name, donated)
-        return list(self._run(*inputs))
+        try:
+            return list(self._run(*inputs))
+        finally:
+            donations.note(self._name, donated)
 
     def _communicated(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
         with self._loss_launches.launching_alone():
@@ -262,6 +265,7 @@ class CompiledStep:
                 )
         in_cuda_graphs = functools.partial(torch_private.compiler_options.uses_cuda_graphs, self._options)
         name = _name_of(self._step)
+        traced = dataclasses.replace(traced, inputs=())  # of the first call: they would live as long as the step
         return _Runnable(name, traced, run, session, unit, launches, flat_buffers, in_cuda_graphs, reference)
 
     def _in_turn(

@@ -29,8 +29,8 @@ class FirstParameters:
 
     def checksums(self, functions: Mapping[int, str]) -> dict[str, int]:
         """Of the parameters of these reductions, by number, which are of these functions. Reads from the device."""
-        named = {
-            f"{name} of {function}": parameter
+        named = {  # the number first, as a function may be called with several trees
+            f"{number}/{name} of {function}": parameter
             for number, function in functions.items()
             for name, parameter in self._of_reductions[number].items()
         }
@@ -52,6 +52,7 @@ class FirstParameters:
             if here != reference and here not in differing:
                 continue
             name, number = differing[min(differing) if here == reference else here]
+            name = name.partition("/")[2]
             others = f" and {number - 1} more" if number > 1 else ""
             listed = format_names([str(rank) for rank in sorted(differing)])
             warn_user(

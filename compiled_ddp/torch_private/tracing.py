@@ -69,10 +69,19 @@ def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if traced is None else traced.proxy.node
 
 
+_SAME_VALUES = frozenset(
+    getattr(_aten, name)
+    for name in (
+        *("_to_copy", "alias", "clone", "detach", "lift_fresh_copy", "permute", "t", "transpose"),
+        *("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"),
+    )
+)
+
+
 def origin_of(tensor: torch.Tensor) -> "torch.fx.Node | torch.Tensor":
-    """The node that this traced tensor is cast or computed from, by operators of one input; itself if not traced."""
+    """The node whose values this traced tensor has, cast or laid out in another way; itself if it is not traced."""
     node = node_of(tensor)
-    while node is not None and node.op == "call_function" and len(node.all_input_nodes) == 1:
+    while node is not None and getattr(node.target, "overloadpacket", None) in _SAME_VALUES:
         (node,) = node.all_input_nodes
     return tensor if node is None else node
 

@@ -1,7 +1,9 @@
 """A whole step as one graph: equal to the eager one, its collectives in place, traced again where it must be."""
 
+import gc
 import re
 import resource
+import weakref
 from typing import Any
 
 import pytest
@@ -339,7 +341,36 @@ def test_a_loop_with_what_was_returned_costs_no_python_call_for_a_leaf_and_keeps
         return calls_in(step, below=donations.__file__)
 
     assert calls(2) == calls(40) > 0
-    assert not [tensor for _, given in donations.donations._given for tensor in given if tensor() is not None]
+    assert not [tensor for _, given in donations.donations._given for tensor, *_ in given if tensor() is not None]
+
+
+@pytest.mark.parametrize("how", ["copied", "loaded", "other memory"])
+def test_what_somebody_has_written_into_since_is_taken(how: str) -> None:
+    """As where the best weights are put back into a module whose parameters were donated."""
+    module = torch.nn.Linear(2, 2)
+    best = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    step = ddp.compile(lambda params: {name: p + 1 for name, p in params.items()}, donate=0, backend="aot_eager")
+    for _ in range(2):
+        params = step(dict(module.named_parameters()))
+        assert all(torch.equal(params[name], best[name] + 1) for name in best)
+        with torch.no_grad():
+            if how == "loaded":
+                module.load_state_dict(best)
+            for name, parameter in module.named_parameters():
+                if how == "copied":
+                    parameter.copy_(best[name])
+                if how == "other memory":
+                    parameter.data = best[name].clone()
+
+
+def test_what_a_step_was_first_called_with_does_not_outlive_it() -> None:
+    step = ddp.compile(lambda params, x: params + x.sum(), backend="aot_eager")
+    params, x = torch.zeros(3), torch.ones(2)
+    references = [weakref.ref(params), weakref.ref(x)]
+    params = step(params, x)
+    del x
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_what_is_donated_and_returned_as_it_is_keeps_its_values() -> None:

@@ -215,3 +215,20 @@ def _work(rank: int, compiled: bool) -> list[int]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_nothing_is_looked_at_after_the_first_call(ranks2: RankPool, compiled: bool) -> None:
     assert ranks2.run(_work, compiled) == [[4, 0, 0]] * 2
+
+
+def _twins(rank: int) -> list[str]:
+    """One gradient function of two trees, of which the first one differs; and what is made of a batch."""
+    gradient, x = ddp.grad(loss), rows(rank)
+
+    def step(first: Tree, second: Tree, x: Tensor) -> tuple[Tree, Tree, Tensor]:
+        of_zeros = ddp.grad(lambda zeros, x: (x + zeros).square().sum())(torch.zeros_like(x), x)
+        return gradient(first, x), gradient(second, x), of_zeros
+
+    compiled = ddp.compile(step, backend="aot_eager")
+    return told(lambda: compiled(shifted(rank, "bias"), parameters(), x))
+
+
+def test_two_trees_of_one_function_are_told_apart_and_zeros_like_a_batch_are_no_parameters(ranks2: RankPool) -> None:
+    for (message,) in ranks2.run(_twins):
+        assert "argument 0['bias'] of grad(loss) on rank 1 is not what it is on rank 0" in message

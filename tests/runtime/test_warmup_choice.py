@@ -158,7 +158,8 @@ def _chooses_and_changes_its_mind(rank: int) -> str:
             parameter.requires_grad_(False)  # a changed model keeps the choice
         ddp(row_batch(rank)).sum().backward()
         assert {section.origin for section in ddp.plan.sections} == {"hooks"}
-    return shown
+    # Who has compiled differs between ranks.
+    return "\n".join(line for line in shown.splitlines() if not line.startswith(("Compiled here", "Loaded from")))
 
 
 @pytest.mark.inductor

@@ -139,6 +139,8 @@ class CompiledDDP(DataParallelWrapper):
 
     def _check_and_describe(self, module: nn.Module) -> Description:
         description = super()._check_and_describe(module)
+        if self._settings.options.backend == "inductor":
+            precompiled.check_processor(torch_private.compiler_cache.folder())
         for part_name, part in self._setup.managed_state.wrappers_inside().items():
             bare = torch_private.modules.without_compile_wrapper(part)
             if isinstance(bare, nn.parallel.DistributedDataParallel) and not isinstance(bare, DataParallelWrapper):
@@ -157,7 +159,7 @@ class CompiledDDP(DataParallelWrapper):
         once = options.compile_once and compile_once.is_on() and options.backend == "inductor"
         name = type(self.module).__name__
         self.teller = Teller(self._runtime, name, backend=options.backend, compiles_once=once)
-        if once:
+        if once and self._runtime.communicator.rank == 0:
             precompiled.tell_if_foreign(self._runtime.communicator.world_size)
         policy = options.bucket_policy(self._runtime.communicator.world_size)
         index_of, naive = self._index_of_parameter, options.naive

@@ -9,9 +9,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -199,20 +199,18 @@ class _OtherRank:
         self._published, self._beats = published, beats
         self.said = dict[str, str]()
 
-    def claim(self, key: str, value: str) -> str:
-        if self._published is None:
-            raise RuntimeError("the store has ended")
-        return json.dumps({"rank": 1, "pid": 1, "host": "elsewhere"})
+    def ask_quietly(self, question: Callable[[Any], Any]) -> Any:
+        return None if self._published is None else question(self)
 
-    def publish(self, key: str, value: str) -> None:
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return json.dumps({"rank": 1, "pid": 1, "host": "elsewhere"}).encode()
+
+    def set(self, key: str, value: str) -> None:
         self.said[key] = value
 
     def published(self, key: str) -> str | None:
         assert self._published is not None
         return self._published.get(key.rpartition("/")[2])
-
-    def read(self, key: str, **_: object) -> str:
-        return self.published(key) or ""
 
     def beat_of(self, rank: int) -> str:
         return next(self._beats)
@@ -220,7 +218,7 @@ class _OtherRank:
 
 def _in_turn_with(other: _OtherRank) -> tuple[Owner | None, Waits]:
     waits, ranks = Waits(), cast(RankGroup, other)
-    with OtherHosts(ranks, "forward of Net (graph 1)", A_GRAPH).in_turn(waits) as owner:
+    with OtherHosts(ranks, "forward of Net (graph 1)", A_GRAPH, lambda line: None).in_turn(waits) as owner:
         return owner, waits
 
 
@@ -241,7 +239,7 @@ def test_a_host_that_lives_is_waited_for_up_to_a_limit(monkeypatch: pytest.Monke
 
 
 def test_what_fails_on_another_host_is_tried_here() -> None:
-    owner, _ = _in_turn_with(_OtherRank({"done": "0 failed"}, itertools.repeat("7")))
+    owner, _ = _in_turn_with(_OtherRank({"parts": "0"}, itertools.repeat("7")))
     assert owner is None
 
 

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
@@ -53,10 +52,11 @@ def work_on(
 ) -> dict[str, str] | None:
     """All that has an influence on what becomes of this graph, by what it is called to users.
 
-    `rewritten` is the identity of how it is rewritten, `options` are Inductor's. None where other ranks do not find in
-    the cache what has come of it.
+    `rewritten` is the identity of how it is rewritten, `options` are Inductor's. None where ranks are to compile at the
+    same time: other ranks would not find in the cache what has come of it, or the compiler itself waits for them.
     """
-    if not torch_private.compiler_cache.keeps_graphs(options):
+    cache = torch_private.compiler_cache
+    if not cache.keeps_graphs(options) or cache.asks_other_ranks(graph_module, options):
         return None
     return {**torch_private.compiler_cache.identity_of(graph_module, inputs, options), "reduction": rewritten}
 
@@ -81,9 +81,41 @@ def in_turn(
         yield owner
 
 
+class _Lock:
+    """The kernel's on a file, of this object alone: a process leaves it as it ends, however that is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        return self._descriptor is not None
+
+    def take(self) -> None:
+        """If nobody has it. Raises OSError where the file system has no locks, ImportError where Python has none."""
+        import fcntl
+
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+        except OSError:
+            os.close(descriptor)
+            raise
+        else:
+            self._descriptor = descriptor
+
+    def leave(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
 class _Turn:
     def __init__(self, path: Path, waiting: Waiting) -> None:
-        self._lock = FileLock(path.with_suffix(".lock"), thread_local=False)
+        self._lock = _Lock(path.with_suffix(".lock"))
         self._owner_file, self._done = path.with_suffix(".owner"), path.with_suffix(".done")
         self._waiting = waiting
 
@@ -100,15 +132,14 @@ class _Turn:
             if not self._try():
                 self._wait()
             if self._done.exists():
-                self._lock.release()
-        except OSError as error:  # of a file system without locks, for example
+                self._lock.leave()
+        except (OSError, ImportError) as error:
             _tell_of(error)
-        return self._lock.is_locked
+        return self._lock.is_held
 
     def _try(self) -> bool:
-        with contextlib.suppress(Timeout):
-            self._lock.acquire(timeout=0)
-        return self._lock.is_locked
+        self._lock.take()
+        return self._lock.is_held
 
     def _wait(self) -> None:
         """Until the lock is this process's, or there is nothing to wait for any more."""
@@ -148,7 +179,7 @@ class _Turn:
                 yield
             self._write(lambda: self._done.write_text(this))
         finally:
-            self._lock.release()
+            self._lock.leave()
 
     def _write(self, write: Callable[[], object]) -> bool:
         """Whether that succeeded; where it does not (a full disk, a cleared cache) this compiles all the same."""
@@ -170,5 +201,5 @@ def _read(file: Path) -> Owner | None:
         return None
 
 
-def _tell_of(error: OSError) -> None:
+def _tell_of(error: Exception) -> None:
     log.tell(_log, f"each rank compiles by itself what one might compile for all of its host: {error}")

@@ -3,81 +3,101 @@
 Within a host that is one process's turn: [Note: turns] in graph/compile_once.py. Whoever has it there asks here whether
 another host is at the same work: the first one compiles, the others wait for as long as it tells that it lives, and put
 what it sends into their own cache. What does not come, or cannot be used, is compiled as if this host were alone.
+
+Nothing here is a failure of the ranks': without the store, or with one that cannot do this, each host compiles.
 """
 
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph.owner import Owner, Patience, Waiting, this_process
-from compiled_ddp.ranks.agreement import publish_in_parts, read_parts
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.telling import log
 
 _log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
-_FAILED = "failed"
+_PART = 2**20  # characters; the store breaks the connection at a value above 8 MiB
 
 
 class OtherHosts:
     """Those of a wrapper's ranks, for one piece of work."""
 
-    def __init__(self, ranks: RankGroup, what: str, work: Mapping[str, str]) -> None:
-        """`what` says what is compiled, equal on all ranks that do the same; `work` is all that has an influence."""
-        self._ranks, self._what, self._work = ranks, what, work
+    def __init__(
+        self, ranks: RankGroup, what: str, work: Mapping[str, str], tell_of_difference: Callable[[str], None]
+    ) -> None:
+        """`what` says what is compiled, equal on all ranks that do the same; `work` is all that has an influence.
+
+        `tell_of_difference` is called with a line where another rank has begun the same with another work.
+        """
+        self._ranks, self._what, self._work, self._tell_of_difference = ranks, what, work, tell_of_difference
         digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
         self._key = f"compiled/{digest}"
 
     @contextlib.contextmanager
     def in_turn(self, waiting: Waiting) -> Iterator[Owner | None]:
         """Compile in here, as the first one or after another host has; then that one's process is given."""
-        try:
-            owner = Owner(**json.loads(self._ranks.claim(self._key, json.dumps(this_process()._asdict()))))
-        except RuntimeError:  # without the store this host is alone
-            yield None
-            return
+        claimed = self._claim(self._key, json.dumps(this_process()._asdict()))
+        owner = None if claimed is None else Owner(**json.loads(claimed))
         if owner == this_process():
             with self._compiling():
                 yield None
         else:
-            yield owner if self._take_over(owner, waiting) else None
+            yield owner if owner is not None and self._take_over(owner, waiting) else None
+
+    def _claim(self, key: str, value: str) -> str | None:
+        """The value of the rank that has called this first; None without the store."""
+        found = self._ranks.ask_quietly(lambda store: store.compare_set(key, "", value))
+        return None if found is None else found.decode()
 
     @contextlib.contextmanager
     def _compiling(self) -> Iterator[None]:
-        self._tell_of_difference()
-        made = torch_private.cache_artifacts.Made()
+        is_same, parts = self._is_same_elsewhere(), list[str]()
         try:
+            made = torch_private.cache_artifacts.Made()
             yield
-        except BaseException:
-            self._publish(_FAILED)
-            raise
-        self._publish(base64.b64encode(made.packed()).decode() if self._is_wanted() else _FAILED)
+            if self._is_wanted(is_same):
+                parts = self._packed(made)
+        finally:  # where compiling has failed, others try it themselves
+            self._send(parts)
 
-    def _publish(self, text: str) -> None:
-        with contextlib.suppress(RuntimeError):  # the others give this process up
-            publish_in_parts(self._ranks, f"{self._key}/done", text)
+    def _packed(self, made: torch_private.cache_artifacts.Made) -> list[str]:
+        try:
+            text = base64.b64encode(made.packed()).decode()
+        except Exception as error:  # the graph is compiled all the same
+            log.tell(_log, f"{self._what} could not be packed for other hosts: {error}")
+            return []
+        return [text[start : start + _PART] for start in range(0, len(text), _PART)]
 
-    def _is_wanted(self) -> bool:
-        """Whether there may be hosts that load it: any, unless torchrun has told of one alone and nobody waits."""
+    def _send(self, parts: list[str]) -> None:
+        values = {f"{self._key}/part/{number}": part for number, part in enumerate(parts)}
+        for key, value in [*values.items(), (f"{self._key}/parts", str(len(parts)))]:
+            self._ranks.ask_quietly(functools.partial(_set, key, value))
+
+    def _is_wanted(self, is_same: bool) -> bool:
+        """Whether somebody waits for it, or other hosts may still come to it."""
         on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        return on_this_host < dist.get_world_size() or self._ranks.published(f"{self._key}/wanted") is not None
+        comes = is_same and on_this_host < dist.get_world_size()
+        return comes or self._ranks.published(f"{self._key}/wanted") is not None
 
     def _take_over(self, owner: Owner, waiting: Waiting) -> bool:
         """Whether what `owner` has compiled is in this host's cache now."""
-        with contextlib.suppress(RuntimeError):
-            self._ranks.publish(f"{self._key}/wanted", "")
+        if owner.rank not in self._ranks.ranks or owner.rank == this_process().rank:
+            return False  # it is of a process that this one has taken the place of
+        self._ranks.ask_quietly(functools.partial(_set, f"{self._key}/wanted", ""))
         with waiting(owner):
-            sent = self._wait(owner)
-        if sent is None or sent == _FAILED:
+            sent = self._wait(self._ranks.ranks.index(owner.rank))
+        if not sent:
             return False
         try:
             torch_private.cache_artifacts.take_in(base64.b64decode(sent))
@@ -86,32 +106,34 @@ class OtherHosts:
             return False
         return True
 
-    def _wait(self, owner: Owner) -> str | None:
-        """What it sends; None where it does not live, or takes too long."""
-        if owner.rank not in self._ranks.ranks:
-            return None
-        writer = self._ranks.ranks.index(owner.rank)
-        patience, pause, key = Patience(), _SHORTEST_PAUSE_SECONDS, f"{self._key}/done"
-        while self._ranks.published(key) is None:
-            patience.note(self._ranks.beat_of(writer))
+    def _wait(self, owner: int) -> str:
+        """What the group's rank `owner` sends; empty where nothing comes."""
+        patience, pause, key = Patience(), _SHORTEST_PAUSE_SECONDS, f"{self._key}/parts"
+        while (number := self._ranks.published(key)) is None:
+            patience.note(self._ranks.beat_of(owner))
             if patience.is_over:
-                return None
+                return ""
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-        try:
-            return read_parts(self._ranks, key, writer=writer, purpose=f"for what it has compiled, {self._what}")
-        except RuntimeError:
-            return None
+        parts = [self._ranks.published(f"{self._key}/part/{part}") for part in range(int(number))]
+        return "".join(part for part in parts if part is not None)  # one that is missing is noticed when it is unpacked
 
-    def _tell_of_difference(self) -> None:
-        """A line where another rank has begun this with another graph or other settings: each compiles its own."""
-        mine = json.dumps([this_process().rank, self._work])
-        with contextlib.suppress(RuntimeError):
-            rank, work = json.loads(self._ranks.claim(f"compiled/of/{self._what}", mine))
-            differing = [name for name, value in self._work.items() if work.get(name) != value]
-            if differing and rank != this_process().rank:
-                log.tell(
-                    _log,
-                    f"rank {this_process().rank} compiles {self._what} by itself, as its {', '.join(differing)} "
-                    f"{'is' if len(differing) == 1 else 'are'} not rank {rank}'s",
-                )
+    def _is_same_elsewhere(self) -> bool:
+        """Whether the first rank to compile this has had the same work; else each compiles its own, and says so."""
+        here = this_process().rank
+        first = self._claim(f"compiled/of/{self._what}", json.dumps([here, self._work]))
+        if first is None:
+            return False
+        rank, work = json.loads(first)
+        differing = [name for name, value in self._work.items() if work.get(name) != value]
+        if differing and rank != here:
+            verb = "is" if len(differing) == 1 else "are"
+            self._tell_of_difference(
+                f"rank {here} compiles {self._what} by itself, as its {', '.join(differing)} {verb} not rank {rank}'s"
+            )
+        return not differing
+
+
+def _set(key: str, value: str, store: dist.Store) -> bool:
+    store.set(key, value)
+    return True

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 SILENT_SECONDS = 15.0
-# However alive: longer than all but few graphs take to compile, and less than ranks wait for each other in a collective
-# by default.
-PATIENCE_SECONDS = 900.0
+# However alive: longer than all but few graphs take to compile, and less than the 10 minutes for which ranks wait for
+# each other in a collective of NCCL's by default.
+PATIENCE_SECONDS = 480.0
 
 
 class Owner(NamedTuple):

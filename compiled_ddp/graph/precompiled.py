@@ -25,7 +25,7 @@ def conditions(world_size: int) -> Conditions:
         "torch": torch.__version__,
         "Python": platform.python_version(),
         "compiled_ddp": f"{pipeline.source_hash()[:8]}{torch_private.inductor.source_hash()[:8]}",  # what rewrites
-        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "processor": torch_private.compiler_cache.processor(),
         "GPU": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "number of threads": torch.get_num_threads(),
         "ranks": world_size,
@@ -42,10 +42,25 @@ def note_filled(folder: Path, world_size: int, target: str) -> None:
     file.write_text(json.dumps([*others, {"date": now, **filled_for}], indent=1))
 
 
+def check_processor(folder: Path) -> None:
+    """Raise ValueError where `folder` was filled on another kind of processor.
+
+    The keys of torch's caches do not have it (2.13): what was compiled for AVX512 is found, and run, where AVX2 is all.
+    """
+    here = torch_private.compiler_cache.processor()
+    others = sorted({entry["processor"] for entry in _entries(folder) if entry.get("processor", here) != here})
+    if others:
+        raise ValueError(
+            f"TORCHINDUCTOR_CACHE_DIR: {folder} was filled by `compiled-ddp precompile` on another kind of processor "
+            f"({', '.join(others)}; here {here}), and torch does not tell in its cache for which one code was "
+            "compiled: name another folder, or fill one on a machine like this one."
+        )
+
+
 def tell_if_foreign(world_size: int) -> None:
     """A line where the folder in use was filled for something else: what does not fit is compiled as if it were empty.
 
-    That it is refused is torch's doing, whose keys have these conditions.
+    That it is not used is torch's doing, whose keys have these conditions, but for the processor.
     """
     folder = torch_private.compiler_cache.folder()
     found = [_differences(entry, conditions(world_size)) for entry in _entries(folder)]

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
+import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph import compile_once
@@ -15,6 +16,7 @@ from compiled_ddp.graph.other_hosts import OtherHosts
 from compiled_ddp.graph.owner import Owner
 from compiled_ddp.ranks import pretended
 from compiled_ddp.step.runtime import Runtime
+from compiled_ddp.telling import log
 from compiled_ddp.telling.slow_work import SlowWork
 
 _log = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class Teller:
         self._graphs = 0  # that have been captured and compiled for this wrapper
         self._is_warming_up = False
         self.compilations = list[Compilation]()
+        self._has_told_of_difference = False
         self._begun = set[tuple[str, int, bool]]()
         self._compiled_by: Owner | None = None  # what this process is to look for now
 
@@ -79,11 +82,10 @@ class Teller:
     @contextlib.contextmanager
     def in_turn(self, work: Mapping[str, str] | None, what: str, graph: int) -> Iterator[None]:
         """To compile `work` in, the forward or a backward of a graph, as `compile_once.in_turn`."""
-
         named, runtime = f"{what} of {self._model} (graph {graph})", self._runtime()
         other_hosts = None
-        if work is not None and runtime is not None and pretended.current() is None:
-            other_hosts = OtherHosts(runtime.communicator.ranks, named, work)
+        if work is not None and runtime is not None and dist.is_initialized() and pretended.current() is None:
+            other_hosts = OtherHosts(runtime.communicator.ranks, named, work, self._tell_once)
 
         def waiting(owner: Owner | None) -> contextlib.AbstractContextManager[object]:
             compiles = compile_once.waiting_for(owner, named)
@@ -95,6 +97,12 @@ class Teller:
                 yield
             finally:
                 self._compiled_by = before
+
+    def _tell_once(self, line: str) -> None:
+        """That of the first graph in which this rank differs from the others: it may be one of 10,000."""
+        if not self._has_told_of_difference:
+            self._has_told_of_difference = True
+            log.tell(_log, line)
 
     @property
     def backward_follows(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from compiled_ddp.command_line.own_ranks import environment_with
-from compiled_ddp.command_line.target import NoSuchTarget, check_target, find_function
+from compiled_ddp.command_line.target import check_target, find_function
 from compiled_ddp.comparison.users_task import RETURNS, Training, call_function, training_of
 from compiled_ddp.comparison.workload import on_device
 from compiled_ddp.compiled import CompiledDDP, compile_ddp
@@ -37,8 +37,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         check_target(options.target)
         folder.mkdir(parents=True, exist_ok=True)
+        precompiled.check_processor(folder)
         compiled = _fill(options, folder)
-    except (NoSuchTarget, _Unusable, OSError) as error:
+    except (_Unusable, OSError, ValueError) as error:
         sys.stderr.write(f"precompile: {error}\n")
         return 2
     files = [path for path in folder.rglob("*") if path.is_file()]

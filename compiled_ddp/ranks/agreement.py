@@ -69,11 +69,11 @@ def _exchange(
     Ranks are called by their global numbers.
     """
     if ranks.rank == 0:
-        publish_in_parts(ranks, f"{occasion}/description", json.dumps([description, checksums, own_problem]))
+        _publish_in_parts(ranks, f"{occasion}/description", json.dumps([description, checksums, own_problem]))
         problems, differing = _collect_verdicts(ranks, occasion, purpose, own_problem)
         ranks.publish(f"{occasion}/problems", json.dumps([problems, [*differing.items()]]))
         return problems, differing
-    expected, checksums_on_0, problem_on_0 = json.loads(read_parts(ranks, f"{occasion}/description", purpose=purpose))
+    expected, checksums_on_0, problem_on_0 = json.loads(_read_parts(ranks, f"{occasion}/description", purpose))
     verdict = own_problem
     if verdict is None and problem_on_0 is None:
         verdict = first_difference(expected, json.loads(json.dumps(description)), reference_rank=ranks.ranks[0])
@@ -85,19 +85,18 @@ def _exchange(
     return problems, {rank: (name, number) for rank, (name, number) in found}
 
 
-def publish_in_parts(ranks: RankGroup, key: str, text: str) -> None:
-    """Make a `text` of any length readable by every rank under `key`."""
+def _publish_in_parts(ranks: RankGroup, key: str, text: str) -> None:
     first, *others = [text[start : start + _PART] for start in range(0, len(text), _PART)]
     for number, part in enumerate(others, start=1):
         ranks.publish(f"{key}/{number}", part)
     ranks.publish(key, f"{len(others)} {first}")
 
 
-def read_parts(ranks: RankGroup, key: str, *, purpose: str, writer: int = 0) -> str:
-    """What the group's rank `writer` has published in parts. Raises what `ranks.read` does."""
-    others, _, first = ranks.read(key, writer=writer, purpose=purpose).partition(" ")
+def _read_parts(ranks: RankGroup, key: str, purpose: str) -> str:
+    """What rank 0 has published in parts."""
+    others, _, first = ranks.read(key, writer=0, purpose=purpose).partition(" ")
     numbers = range(1, int(others) + 1)
-    return "".join([first, *(ranks.read(f"{key}/{number}", writer=writer, purpose=purpose) for number in numbers)])
+    return "".join([first, *(ranks.read(f"{key}/{number}", writer=0, purpose=purpose) for number in numbers)])
 
 
 def _collect_verdicts(

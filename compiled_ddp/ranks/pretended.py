@@ -24,6 +24,7 @@ class World:
 
 
 _current: World | None = None
+_stores: "list[_Echo]" = []  # kept, as threads may still ask one when its world has ended
 
 
 def current() -> World | None:
@@ -41,7 +42,8 @@ def world(size: int, *, backend: str, link_bytes_per_second: float) -> Iterator[
     Nothing that depends on what other ranks compute may run in here: no synchronised backward, no optimizer.
     """
     global _current
-    with torch_private.groups.pretended(size, _Echo(), backend):
+    _stores.append(_Echo())
+    with torch_private.groups.pretended(size, _stores[-1], backend):
         _current = World(link_bytes_per_second)
         try:
             yield _current

@@ -17,7 +17,7 @@ from compiled_ddp.errors import NotInitialisedError, WrongKindError
 from compiled_ddp.ranks.clock import OUTLAST_SECONDS, again_and_again, grace_seconds, within
 from compiled_ddp.ranks.hang_report import HangReporter
 from compiled_ddp.ranks.progress import RankProgress
-from compiled_ddp.ranks.store import Store, part_of_default
+from compiled_ddp.ranks.store import Answer, Store, part_of_default
 from compiled_ddp.telling.slow_work import SlowWork
 
 _log = logging.getLogger(__name__)
@@ -107,11 +107,6 @@ class RankGroup:
         """Make `value` readable by every rank under `key`."""
         with self._reaching_store(f"to publish {key!r} for the other ranks"):
             self._store.ask(lambda store: store.set(key, value))
-
-    def claim(self, key: str, value: str) -> str:
-        """The value of the rank that has called this first under `key`: this one's, if that has been this one."""
-        with self._reaching_store(f"to publish {key!r} for the other ranks"):
-            return self._store.ask(lambda store: store.compare_set(key, "", value)).decode()
 
     def beat_of(self, rank: int) -> str | None:
         """What the group's rank has left last as a sign of life, see `living`."""
@@ -213,8 +208,12 @@ class RankGroup:
 
     def published(self, key: str) -> str | None:
         """What any rank has published under `key`, waiting for nobody; None where the store cannot be reached, too."""
+        return self.ask_quietly(lambda store: store.get(key).decode() if store.check([key]) else None)
+
+    def ask_quietly(self, question: Callable[[dist.Store], Answer]) -> Answer | None:
+        """What `question` makes of the store; None where that cannot be, which is no failure of these ranks."""
         with contextlib.suppress(RuntimeError):
-            return self._store.ask(lambda store: store.get(key).decode() if store.check([key]) else None)
+            return self._store.ask(question)
         return None
 
     def silent(self, key: str, *, seconds: float) -> list[int]:

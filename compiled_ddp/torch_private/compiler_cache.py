@@ -1,6 +1,9 @@
 """Inductor's cache on disk: where it is, whether it keeps what is compiled, and what a graph is there."""
 
+import functools
 import hashlib
+import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,14 +59,14 @@ def identity_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mappi
         for kind in sorted({value.device.type for value in inputs if isinstance(value, torch.Tensor)})
     ]
     with config.patch(dict(options)):
-        settings = sorted((name, repr(value)) for name, value in config.save_config_portable().items())
+        settings = sorted((name, _shown(value)) for name, value in config.save_config_portable().items())
     return {
         "graph": _digest(_without_places(graph_module.print_readable(print_output=False))),
         "inputs": _digest(described),
         "compiler's options": _digest(settings),
         "modes": f"gradients {torch.is_grad_enabled()}, autocast {autocast}",
         "torch": torch.__version__,
-        "processor": ", ".join(_processors(inputs)),
+        "processor": processor(inputs),
         "number of threads": str(torch.get_num_threads()),
     }
 
@@ -100,10 +103,51 @@ def _counts() -> tuple[int, int]:
     return of_inductor["fxgraph_cache_hit"], missed
 
 
-def _processors(inputs: Sequence[Any]) -> list[str]:
-    """What code is written for."""
+def processor(inputs: Sequence[Any] = ()) -> str:
+    """What code for these inputs is written for; nothing of it is in the keys of torch's caches (2.13).
+
+    C++ compilers write for all instructions of this very processor (`-march=native`).
+    """
     gpus = {value.device for value in inputs if isinstance(value, torch.Tensor) and value.device.type == "cuda"}
-    return [torch.backends.cpu.get_cpu_capability(), *sorted({torch.cuda.get_device_name(gpu) for gpu in gpus})]
+    of_gpus = sorted({torch.cuda.get_device_name(gpu) for gpu in gpus})
+    return ", ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), _instructions(), *of_gpus])
+
+
+@functools.cache
+def _instructions() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"instructions {_digest(sorted(flags.partition(':')[2].split()))[:8]}"
+
+
+def _shown(value: object) -> str:
+    """The same in every process: without the addresses of functions."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+# Where Inductor's settings have one of these, all ranks ask each other something as they compile.
+_ASKS_OTHERS: tuple[str, ...] = (
+    "distributed_max_autotune_gemm",
+    "runtime_estimations_mms_benchmark",
+    "runtime_estimations_align_across_all_distributed_ranks",
+)
+_ASKS_OTHERS_OF_COLLECTIVES = ("aten_distributed_optimizations.spmd_check",)
+
+
+def asks_other_ranks(graph_module: GraphModule, options: Mapping[str, Any]) -> bool:
+    """Whether Inductor waits for other ranks in the middle of compiling this graph."""
+    from torch._inductor import config
+
+    names = _ASKS_OTHERS
+    if any("c10d" in str(node.target) for node in graph_module.graph.nodes):
+        names += _ASKS_OTHERS_OF_COLLECTIVES
+    with config.patch(dict(options)):
+        settings = config.get_config_copy()
+    estimated = settings.get("aten_distributed_optimizations.collective_estimator") == "benchmark"
+    return estimated or any(settings.get(name) for name in names)
 
 
 def _described(value: object) -> object:

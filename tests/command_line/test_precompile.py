@@ -140,9 +140,7 @@ def _other(name: str, value: object) -> Callable[[int], Any]:
     return lambda ranks: {**conditions(ranks), name: value}
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("torch", "2.0.0"), ("processor", "a VAX"), ("number of threads", 64), ("ranks", 7)]
-)
+@pytest.mark.parametrize(("name", "value"), [("torch", "2.0.0"), ("number of threads", 64), ("ranks", 7)])
 def test_a_foreign_folder_is_told_of(
     name: str, value: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,6 +155,24 @@ def test_a_foreign_folder_is_told_of(
     precompiled.note_filled(tmp_path, 2, "train.py:make")
     precompiled.tell_if_foreign(2)
     assert capsys.readouterr().err == "", "it was filled for both"
+
+
+def test_a_folder_of_another_processor_is_refused(
+    tmp_path: Path, script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch would find code for other instructions there, and run it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(precompiled, "conditions", _other("processor", "a VAX"))
+        precompiled.note_filled(tmp_path, 2, "train.py:make")
+    refusal = "on another kind of processor .a VAX; here .*name another folder"
+    with (
+        pretended.world(2, backend="gloo", link_bytes_per_second=1.0),
+        pytest.raises(ValueError, match=f"{tmp_path} was filled by `compiled-ddp precompile` {refusal}"),
+    ):
+        compile_ddp(nn.Linear(4, 3))
+    assert main(["precompile", f"{script}:with_options", "--ranks", "2", "--into", str(tmp_path)]) == 2
+    assert "on another kind of processor" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "not json", "{}", "[1, null]"])

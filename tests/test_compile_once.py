@@ -9,16 +9,20 @@ import subprocess
 import sys
 import threading
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 
+from compiled_ddp import torch_private
 from compiled_ddp.graph import compile_once
 from compiled_ddp.graph import owner as owner_module
 from compiled_ddp.graph.other_hosts import OtherHosts
 from compiled_ddp.graph.owner import Owner
+from compiled_ddp.ranks import pretended
 from compiled_ddp.ranks.rank_group import RankGroup
 from ranks import RankPool
 
@@ -26,6 +30,7 @@ A_GRAPH = {"graph": "a graph"}
 
 OWNER = """
 import contextlib, sys, time
+from compiled_ddp import torch_private
 from compiled_ddp.graph import compile_once
 with compile_once.in_turn({"graph": sys.argv[1]}, lambda owner: contextlib.nullcontext()):
     print("compiling", flush=True)
@@ -246,3 +251,66 @@ def test_what_fails_on_another_host_is_tried_here() -> None:
 def test_without_the_store_each_host_compiles() -> None:
     owner, waits = _in_turn_with(_OtherRank(None, itertools.repeat("7")))
     assert owner is None and not waits.owners
+
+
+class _ThisRank(_OtherRank):
+    """As the first one to come sees them."""
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return value.encode()
+
+
+@pytest.mark.parametrize("where", ["elsewhere too", "here alone", "here alone, somebody waits"])
+def test_what_cannot_be_packed_fails_nobody_and_leaves_nobody_waiting(
+    where: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was compiled is there all the same; the others are told that nothing comes, if they are to wait."""
+    monkeypatch.setenv("COMPILED_DDP_LOG", "stderr")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1" if where == "elsewhere too" else "2")
+    published = {"wanted": ""} if "waits" in where else {}
+    other, packed = _ThisRank(published, itertools.repeat("7")), unittest.mock.Mock(side_effect=OSError("disk"))
+    with (
+        pretended.world(2, backend="gloo", link_bytes_per_second=1.0),
+        unittest.mock.patch.object(torch_private.cache_artifacts.Made, "packed", packed),
+    ):
+        owner, waits = _in_turn_with(other)
+    assert owner is None and not waits.owners
+    assert [value for key, value in other.said.items() if key.endswith("/parts")] == ["0"]
+    told = "forward of Net (graph 1) could not be packed for other hosts: disk" in capsys.readouterr().err
+    assert told == packed.called == (where != "here alone")
+
+
+def test_what_fails_to_compile_leaves_nobody_waiting() -> None:
+    other = _ThisRank({}, itertools.repeat("7"))
+    with pytest.raises(ZeroDivisionError):
+        _fails(OtherHosts(cast(RankGroup, other), "forward of Net (graph 1)", A_GRAPH, lambda line: None))
+    assert [value for key, value in other.said.items() if key.endswith("/parts")] == ["0"]
+
+
+def _fails(other_hosts: OtherHosts) -> None:
+    with other_hosts.in_turn(Waits()):
+        raise ZeroDivisionError
+
+
+def test_a_file_system_without_locks_is_told_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMPILED_DDP_LOG", "stderr")
+    monkeypatch.setattr("fcntl.flock", unittest.mock.Mock(side_effect=OSError(38, "Function not implemented")))
+    waits = Waits()
+    with compile_once.in_turn(A_GRAPH, waits):
+        assert not waits.owners
+    assert "each rank compiles by itself" in capsys.readouterr().err
+
+
+def test_compilers_that_ask_other_ranks_take_no_turns() -> None:
+    plain, reducing = torch.fx.Graph(), torch.fx.Graph()
+    plain.output(plain.placeholder("x"))
+    x = reducing.placeholder("x")
+    reducing.output(reducing.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", "0")))
+    asks = torch_private.compiler_cache.asks_other_ranks
+    modules = [torch.fx.GraphModule(torch.nn.Module(), graph) for graph in (plain, reducing)]
+    assert [asks(module, {}) for module in modules] == [False, False]
+    assert [asks(module, {"distributed_max_autotune_gemm": True}) for module in modules] == [True, True]
+    checked = {"aten_distributed_optimizations.spmd_check": True}
+    assert [asks(module, checked) for module in modules] == [False, True]

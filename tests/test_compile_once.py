@@ -312,5 +312,6 @@ def test_compilers_that_ask_other_ranks_take_no_turns() -> None:
     modules = [torch.fx.GraphModule(torch.nn.Module(), graph) for graph in (plain, reducing)]
     assert [asks(module, {}) for module in modules] == [False, False]
     assert [asks(module, {"distributed_max_autotune_gemm": True}) for module in modules] == [True, True]
-    checked = {"aten_distributed_optimizations.spmd_check": True}
-    assert [asks(module, checked) for module in modules] == [False, True]
+    if torch.__version__ >= (2, 12):  # 2.11 compares no graphs
+        checked = {"aten_distributed_optimizations.spmd_check": True}
+        assert [asks(module, checked) for module in modules] == [False, True]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.graph import compile_once
+from compiled_ddp.graph import compilations, compile_once
 from compiled_ddp.graph import owner as owner_module
 from compiled_ddp.graph.other_hosts import OtherHosts
 from compiled_ddp.graph.owner import Owner
@@ -31,7 +31,7 @@ A_GRAPH = {"graph": "a graph"}
 OWNER = """
 import contextlib, sys, time
 from compiled_ddp import torch_private
-from compiled_ddp.graph import compile_once
+from compiled_ddp.graph import compilations, compile_once
 with compile_once.in_turn({"graph": sys.argv[1]}, lambda owner: contextlib.nullcontext()):
     print("compiling", flush=True)
     time.sleep(1000)
@@ -315,3 +315,12 @@ def test_compilers_that_ask_other_ranks_take_no_turns() -> None:
     if torch.__version__ >= (2, 12):  # 2.11 compares no graphs
         checked = {"aten_distributed_optimizations.spmd_check": True}
         assert [asks(module, checked) for module in modules] == [False, True]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": "long"}'])
+def test_a_broken_note_of_how_long_it_took_is_none(text: str, folder: Path) -> None:
+    folder.mkdir()
+    (folder / "seconds.json").write_text(text)
+    assert compilations.seconds_of_last_time("a") is None
+    compilations.note_seconds("a", 7.04)
+    assert compilations.seconds_of_last_time("a") == 7.0

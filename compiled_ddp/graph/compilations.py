@@ -60,4 +60,5 @@ def _seconds() -> dict[str, float]:
         found = json.loads(_file().read_text())
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    items = found.items() if isinstance(found, dict) else ()
+    return {name: seconds for name, seconds in items if isinstance(seconds, int | float)}

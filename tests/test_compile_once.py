@@ -210,7 +210,7 @@ class _OtherRank:
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
         return json.dumps({"rank": 1, "pid": 1, "host": "elsewhere"}).encode()
 
-    def set(self, key: str, value: str) -> None:
+    def publish_quietly(self, key: str, value: str) -> None:
         self.said[key] = value
 
     def published(self, key: str) -> str | None:

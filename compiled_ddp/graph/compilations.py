@@ -52,7 +52,7 @@ def note_seconds(name: str, seconds: float) -> None:
 
 
 def _file() -> Path:
-    return torch_private.compiler_cache.folder() / "compiled_ddp" / "seconds.json"
+    return torch_private.compiler_cache.own_folder() / "seconds.json"
 
 
 def _seconds() -> dict[str, float]:

@@ -11,7 +11,6 @@ collective is called within a turn, so that no rank which waits for one is waite
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
@@ -24,7 +23,7 @@ from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph.other_hosts import OtherHosts
-from compiled_ddp.graph.owner import Owner, Patience, Waiting, this_process
+from compiled_ddp.graph.owner import Owner, Patience, Waiting, name_of, this_process
 from compiled_ddp.ranks.clock import again_and_again
 from compiled_ddp.telling import log
 
@@ -58,7 +57,7 @@ def work_on(
     cache = torch_private.compiler_cache
     if not cache.keeps_graphs(options) or cache.asks_other_ranks(graph_module, options):
         return None
-    return {**torch_private.compiler_cache.identity_of(graph_module, inputs, options), "reduction": rewritten}
+    return {**cache.identity_of(graph_module, inputs, options), "reduction": rewritten}
 
 
 @contextlib.contextmanager
@@ -72,8 +71,7 @@ def in_turn(
     if work is None:
         yield None
         return
-    name = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
-    turn = _Turn(torch_private.compiler_cache.folder() / "compiled_ddp" / name, waiting)
+    turn = _Turn(torch_private.compiler_cache.own_folder() / name_of(work), waiting)
     if not turn.take():
         yield turn.done_by()
         return

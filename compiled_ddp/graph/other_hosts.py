@@ -9,8 +9,6 @@ Nothing here is a failure of the ranks': without the store, or with one that can
 
 import base64
 import contextlib
-import functools
-import hashlib
 import json
 import logging
 import os
@@ -20,14 +18,14 @@ from collections.abc import Callable, Iterator, Mapping
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
-from compiled_ddp.graph.owner import Owner, Patience, Waiting, this_process
+from compiled_ddp.graph.owner import Owner, Patience, Waiting, name_of, this_process
 from compiled_ddp.ranks.rank_group import RankGroup
+from compiled_ddp.ranks.store import LONGEST_VALUE
 from compiled_ddp.telling import log
 
 _log = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
-_PART = 2**20  # characters; the store breaks the connection at a value above 8 MiB
 
 
 class OtherHosts:
@@ -41,8 +39,7 @@ class OtherHosts:
         `tell_of_difference` is called with a line where another rank has begun the same with another work.
         """
         self._ranks, self._what, self._work, self._tell_of_difference = ranks, what, work, tell_of_difference
-        digest = hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
-        self._key = f"compiled/{digest}"
+        self._key = f"compiled/{name_of(work)}"
 
     @contextlib.contextmanager
     def in_turn(self, waiting: Waiting) -> Iterator[Owner | None]:
@@ -77,12 +74,12 @@ class OtherHosts:
         except Exception as error:  # the graph is compiled all the same
             log.tell(_log, f"{self._what} could not be packed for other hosts: {error}")
             return []
-        return [text[start : start + _PART] for start in range(0, len(text), _PART)]
+        return [text[start : start + LONGEST_VALUE] for start in range(0, len(text), LONGEST_VALUE)]
 
     def _send(self, parts: list[str]) -> None:
         values = {f"{self._key}/part/{number}": part for number, part in enumerate(parts)}
         for key, value in [*values.items(), (f"{self._key}/parts", str(len(parts)))]:
-            self._ranks.ask_quietly(functools.partial(_set, key, value))
+            self._ranks.publish_quietly(key, value)
 
     def _is_wanted(self, is_same: bool) -> bool:
         """Whether somebody waits for it, or other hosts may still come to it."""
@@ -94,7 +91,7 @@ class OtherHosts:
         """Whether what `owner` has compiled is in this host's cache now."""
         if owner.rank not in self._ranks.ranks or owner.rank == this_process().rank:
             return False  # it is of a process that this one has taken the place of
-        self._ranks.ask_quietly(functools.partial(_set, f"{self._key}/wanted", ""))
+        self._ranks.publish_quietly(f"{self._key}/wanted", "")
         with waiting(owner):
             sent = self._wait(self._ranks.ranks.index(owner.rank))
         if not sent:
@@ -132,8 +129,3 @@ class OtherHosts:
                 f"rank {here} compiles {self._what} by itself, as its {', '.join(differing)} {verb} not rank {rank}'s"
             )
         return not differing
-
-
-def _set(key: str, value: str, store: dist.Store) -> bool:
-    store.set(key, value)
-    return True

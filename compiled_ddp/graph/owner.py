@@ -1,10 +1,12 @@
-"""Who compiles, and for how long others wait for that."""
+"""Who compiles what, and for how long others wait for that."""
 
 import contextlib
+import hashlib
+import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -34,6 +36,11 @@ def this_process() -> Owner:
     """As others would know it."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     return Owner(rank, os.getpid(), socket.gethostname())
+
+
+def name_of(work: Mapping[str, str]) -> str:
+    """A name for all that has an influence on what is compiled, the same wherever that is the same."""
+    return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
 
 
 class Patience:

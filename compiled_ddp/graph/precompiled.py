@@ -82,7 +82,7 @@ def _differences(entry: Mapping[str, Any], here: Conditions) -> list[str]:
 
 
 def _file(folder: Path) -> Path:
-    return folder / "compiled_ddp" / "precompiled.json"
+    return torch_private.compiler_cache.own_folder(folder) / "precompiled.json"
 
 
 def _entries(folder: Path) -> list[dict[str, Any]]:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from compiled_ddp.formatting import format_names
 from compiled_ddp.ranks.rank_group import RankGroup
+from compiled_ddp.ranks.store import LONGEST_VALUE
 
 NOTHING_WRONG = json.dumps([None, [], 0])  # a verdict
-_PART = 2**20  # characters; the store breaks the connection at a value above 8 MiB, as of 60,000 parameters
 
 Description = dict[str, list[object]]  # what there is to compare -> its properties, in order
 Differing = dict[int, tuple[str, int]]  # global rank -> the first of what it has otherwise than rank 0; how many
@@ -86,7 +86,7 @@ def _exchange(
 
 
 def _publish_in_parts(ranks: RankGroup, key: str, text: str) -> None:
-    first, *others = [text[start : start + _PART] for start in range(0, len(text), _PART)]
+    first, *others = [text[start : start + LONGEST_VALUE] for start in range(0, len(text), LONGEST_VALUE)]
     for number, part in enumerate(others, start=1):
         ranks.publish(f"{key}/{number}", part)
     ranks.publish(key, f"{len(others)} {first}")

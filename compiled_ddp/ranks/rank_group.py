@@ -216,6 +216,10 @@ class RankGroup:
             return self._store.ask(question)
         return None
 
+    def publish_quietly(self, key: str, value: str) -> None:
+        """As `publish`, where it can be; that it cannot is no failure of these ranks."""
+        self.ask_quietly(functools.partial(_set, key, value))
+
     def silent(self, key: str, *, seconds: float) -> list[int]:
         """The ranks of the group that do not publish anything under `key`/rank within so many seconds."""
         deadline, left = time.monotonic() + seconds, [*range(self.world_size)]

@@ -12,6 +12,8 @@ from compiled_ddp.ranks.clock import NoAnswerError, grace_seconds, within
 
 Answer = TypeVar("Answer")
 
+LONGEST_VALUE = 2**20  # characters of one; the store breaks the connection above 8 MiB, as of 60,000 parameters
+
 _used_by_a_thread = threading.Lock()
 _BUSY_SECONDS = 0.1  # longer than any question that does not wait for another rank; making a connection takes as long
 

@@ -19,6 +19,11 @@ def folder() -> Path:
     return Path(cache_dir())
 
 
+def own_folder(inductors: Path | None = None) -> Path:
+    """What this package keeps beside that: below the folder in use, or another one of Inductor's."""
+    return (folder() if inductors is None else inductors) / "compiled_ddp"
+
+
 # A pass of the user's that has no identity (`CustomGraphPass.uuid`) keeps whatever it rewrites out of the cache.
 _USERS_PASSES = (
     "pre_grad_custom_pass",

@@ -11,9 +11,9 @@ from time import perf_counter
 import torch
 from tabulate import tabulate
 
-from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import GradientSpec, Section
 from compiled_ddp.planning.assignment import assign_buckets
+from compiled_ddp.step.buffers import SequenceBuffers
 
 REPETITIONS = 200
 PARAMETERS = (9, 77, 802, 5000)

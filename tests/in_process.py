@@ -9,17 +9,17 @@ from stand_in_graph import GraphRun
 from torch import Tensor, nn
 from wire import Wire, WiredCommunicator
 
-from compiled_ddp.backward.flat_buffers import SequenceBuffers
-from compiled_ddp.backward.forward_count import ForwardNumbers
-from compiled_ddp.backward.gradients import Gradients
-from compiled_ddp.backward.riders import Message, write_riders
-from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionKind, Riders, Section
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.step.buffers import SequenceBuffers
+from compiled_ddp.step.forwards import ForwardNumbers
+from compiled_ddp.step.gradients import Gradients
+from compiled_ddp.step.graphs import ReservedSection
 from compiled_ddp.step.reduction import Reduction, Wrapped
-from compiled_ddp.step.reserved_section import ReservedSection
+from compiled_ddp.step.riders import Message, write_riders
+from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
 
 
 def plan_of(*sizes: tuple[int, int], capacity_bytes: float = 1024, reduction: ReductionKind = "mean") -> BucketPlan:

@@ -17,9 +17,9 @@ from compiled_ddp import torch_private
 from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.step.conductor import conductor
-from compiled_ddp.step.phase import Phase
 from compiled_ddp.step.reduction import Wrapped
 from compiled_ddp.step.runtime import Runtime
+from compiled_ddp.step.under_way import Phase
 
 
 class _Raises(torch.autograd.Function):

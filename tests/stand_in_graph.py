@@ -7,7 +7,7 @@ from torch import Tensor
 from wire import WiredCommunicator
 
 from compiled_ddp.plan import BucketPlan
-from compiled_ddp.step.reserved_section import ReservedSection
+from compiled_ddp.step.graphs import ReservedSection
 
 
 class GraphRun:

@@ -21,11 +21,11 @@ from stream_steps import (
 )
 from torch import Tensor
 
-from compiled_ddp.backward.launch import Launch
-from compiled_ddp.backward.riders import Findings, RiderReader
-from compiled_ddp.backward.streams import Writers
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 from compiled_ddp.step import reserved_section
+from compiled_ddp.step.buffers import Writers
+from compiled_ddp.step.launches import Launch
+from compiled_ddp.step.riders import Findings, RiderReader
 
 Fault = contextlib.AbstractContextManager[object]
 

@@ -40,7 +40,6 @@ LAYERS = (
     ("options",),
     ("model",),
     ("checks",),
-    ("backward",),
     ("step",),
     ("graph",),
     ("report",),

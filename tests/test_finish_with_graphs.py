@@ -17,7 +17,7 @@ from run_times import (
     uses,
 )
 
-from compiled_ddp.step.patience import BEGINNINGS_UNSEEN
+from compiled_ddp.step.agreed_sequence import BEGINNINGS_UNSEEN
 
 pytestmark = pytest.mark.filterwarnings("ignore:gradients of")  # some are reduced by hooks
 

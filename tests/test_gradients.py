@@ -6,9 +6,9 @@ from in_process import end_all, plan_of
 from torch import Tensor
 from two_ranks import SIZES, assert_gradients, begin, bring, mean, two_ranks, values
 
-from compiled_ddp.backward import gradients
-from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import Section
+from compiled_ddp.step import gradients
+from compiled_ddp.step.buffers import SequenceBuffers
 
 BY_HOOKS = [Section(plan_of((1, 2), (0, 3)), "hooks")]
 

@@ -11,9 +11,9 @@ from in_process import HandRun, end_all, plan_of
 from torch import Tensor
 from two_ranks import assert_gradients, begin, bring, mean, two_ranks, values
 
-from compiled_ddp.backward.flat_buffers import SequenceBuffers
-from compiled_ddp.backward.returned_gradients import ReturnedGradients
 from compiled_ddp.plan import MIXED, ReductionKind, Section
+from compiled_ddp.step.buffers import SequenceBuffers
+from compiled_ddp.step.synchronised import ReturnedGradients
 
 BY_HOOKS = [Section(plan_of((1, 2), (0, 3)), "hooks")]
 IN_A_GRAPH = [Section(plan_of((0, 3), (1, 2)), "graph")]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from compiled_ddp.step.patience import BEGINNINGS_UNSEEN, Patience
+from compiled_ddp.step.agreed_sequence import BEGINNINGS_UNSEEN, Patience
 
 
 def ends_after(patience: Patience, backwards: Iterable[bool]) -> list[int]:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from compiled_ddp.backward.reservations import Reservations
 from compiled_ddp.plan import BucketPlan, GradientSpec, Section
 from compiled_ddp.planning.assignment import assign_buckets
+from compiled_ddp.step.launches import Reservations
 
 
 def plan_of(*indices: int) -> BucketPlan:

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.plan import BucketPlan, GradientSpec, Section
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.rank_group import RankGroup
+from compiled_ddp.step.buffers import SequenceBuffers
 
 
 class Reducer:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward.pinned import pinned_for
 from compiled_ddp.plan import COUNT_MODULUS, FIRST_USED
+from compiled_ddp.step.riders import pinned_for
 
 # | element | value on each rank, summed over ranks |
 # |---|---|

@@ -22,7 +22,7 @@ from compiled_ddp.plan import BucketPlan
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.group_name import SHARED_NAME, NameInGraphs
 from compiled_ddp.step.graph_call import GraphCall
-from compiled_ddp.step.reserved_section import ReservedSection
+from compiled_ddp.step.graphs import ReservedSection
 from compiled_ddp.torch_private.inductor import Rewriting
 
 # [Note: backward variants] A graph has one forward and several backwards, each compiled when it is first needed:

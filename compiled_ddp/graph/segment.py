@@ -17,8 +17,8 @@ from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own
 from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph, HasTeller
 from compiled_ddp.graph.program import Program, quoted, without
 from compiled_ddp.graph.telling import Teller
-from compiled_ddp.step.backwards import Backwards
 from compiled_ddp.step.graph_call import UntilBackward
+from compiled_ddp.step.runtime import Backwards
 from compiled_ddp.users_code import warn_user
 
 # [Note: whose segment] Dynamo runs one graph for all modules of a shape, of whichever wrapper. So a segment knows no

@@ -8,10 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from compiled_ddp.backward.forward_count import ForwardNumbers
-from compiled_ddp.backward.returned_gradients import ReturnedGradients
-from compiled_ddp.backward.riders import Flag, Message
-from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.plan import (
     AMONG_COLLECTIVES,
     BESIDE_TENSOR_HOOK,
@@ -22,10 +18,12 @@ from compiled_ddp.plan import (
 )
 from compiled_ddp.planning.small_graphs import large_enough
 from compiled_ddp.step.conductor import conductor
+from compiled_ddp.step.forwards import ForwardNumbers, LatestForward
 from compiled_ddp.step.graph_call import GraphCall, may_leave_out
-from compiled_ddp.step.graph_reservations import GraphReservations
-from compiled_ddp.step.latest_forward import LatestForward
+from compiled_ddp.step.graphs import GraphReservations
 from compiled_ddp.step.reduction import Reduction
+from compiled_ddp.step.riders import Flag, Message
+from compiled_ddp.step.synchronised import Circumstances, ReturnedGradients, SynchronisedBackward
 
 NO_GRAPHS = 0  # in place of a number for those to run: everything is sent at once, and waits for no graph
 _LARGEST = 2**31 - 2  # of such numbers but one, in 32 bits

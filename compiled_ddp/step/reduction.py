@@ -1,5 +1,14 @@
-"""How the gradients of one wrapper are reduced, in all of its backwards."""
+"""What all backwards of one wrapper share, and what one leaves to the next.
 
+[Note: models that communicate] Ranks meet in such a model's own collectives, in the middle of its backward
+(SyncBatchNorm in eager code, experts that exchange tokens). A graph waits there too, for what other ranks launch. A
+rank that launches it later, as it runs other parts of the model, would come to the model's collective first, and both
+would wait for ever. So the ranks of such a wrapper begin each backward by telling each other whether they will run the
+graphs of their sequence, all of them and in its order. If one will not, hooks reduce everything, which wait for nothing
+before the backward ends. And the sequence has its graphs first, so that no graph waits for gradients of eager code.
+"""
+
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -7,10 +16,6 @@ from typing import Protocol
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward.flat_buffers import SequenceBuffers
-from compiled_ddp.backward.riders import Message
-from compiled_ddp.backward.synchronised import Circumstances, SynchronisedBackward
-from compiled_ddp.backward.usage import Usage
 from compiled_ddp.checks.proof import Proof
 from compiled_ddp.options import Options
 from compiled_ddp.plan import Section
@@ -22,13 +27,145 @@ from compiled_ddp.reducers.ddp_hook import REGISTERED, TorchCommHook
 from compiled_ddp.reducers.hook_state import BucketHook
 from compiled_ddp.step import sparse_gradients
 from compiled_ddp.step.agreed_sequence import AgreedSequence
-from compiled_ddp.step.carried_over import CarriedOver
-from compiled_ddp.step.fallback import Fallback
-from compiled_ddp.step.gradient_hooks import GradientHooks, Listener
+from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.step.graph_call import GraphCall
+from compiled_ddp.step.hooks import GradientHooks, Listener
 from compiled_ddp.step.join import UnevenInputs
-from compiled_ddp.step.models_collectives import ModelsCollectives
+from compiled_ddp.step.launches import Usage
+from compiled_ddp.step.riders import Flag, Message
 from compiled_ddp.step.sparse_gradients import SparseGradients
+from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
+from compiled_ddp.users_code import warn_user
+
+# ---- what hooks reduce although a graph was wanted, told once --------------------------------------------------------
+
+FROZEN = "the parameter was frozen between forward and backward, so that on this rank it counts as zero"
+DOES_NOT_FIT = "the graph does not fit the agreed sequence of this backward"
+
+
+class Fallback:
+    def __init__(self, *, strict: bool) -> None:
+        """With `strict` there is none: what would be one is an error."""
+        self._strict = strict
+        self._reasons: set[str] = set()
+
+    def report(self, reason: str, names: str) -> None:
+        """Warn, once for each reason, that hooks reduce the parameters of these `names`; raise if `strict`."""
+        message = f"gradients of {names} are reduced by hooks: {reason}."
+        if self._strict:
+            raise RuntimeError(f"{message} compile_ddp(strict=True) does not fall back.")
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            warn_user(message)
+
+    @property
+    def reasons(self) -> Sequence[str]:
+        return sorted(self._reasons)
+
+
+# ---- collectives of the model's own ----------------------------------------------------------------------------------
+
+
+class ModelsCollectives:
+    """Compares counts of collectives, on all process groups but those of this package."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._looks = True
+        self._before = 0
+
+    def begin(self) -> None:
+        """The model's forward or backward begins."""
+        if self._looks:
+            self._before = torch_private.groups.collectives_of_others()
+
+    def end(self) -> None:
+        if self._looks:
+            self.seen = torch_private.groups.collectives_of_others() != self._before
+            self._looks = not self.seen
+
+    def stop_looking(self) -> None:
+        """A communication hook of torch's kind is registered: its collectives would count as the model's, and no graph
+        launches anything any more."""
+        self._looks = False
+
+
+# ---- what one backward leaves to the next one ------------------------------------------------------------------------
+
+
+class CarriedOver:
+    """Gradients that are still to be reduced, what the other ranks are still to be told, and the user's own values."""
+
+    def __init__(self) -> None:
+        self.used: set[int] = set()  # parameters used by local backwards since the last synchronised one
+        self.expected_gradients: Counter[int] = Counter()  # the most gradients each has got in one backward
+        self.weight = 1.0  # of this rank in a weighted mean
+        self.piggyback: torch.Tensor | None = None  # the user's rider elements for the next synchronised backward
+        self.piggybacked: torch.Tensor | None = None  # their sums over ranks in the latest one
+        self._to_tell: set[Flag] = set()
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+
+    def note_local_use(self, indices: Iterable[int]) -> None:
+        """A local backward has brought these parameters gradients."""
+        self.used.update(indices)
+
+    def note_reduced(self) -> None:
+        """All that had been used has been reduced."""
+        self.used = set()
+
+    def note_gradients(self, arrived: Mapping[int, int]) -> None:
+        """So many gradients each parameter has got in a backward."""
+        self.expected_gradients |= Counter(arrived)
+
+    def begin_anew(self) -> None:
+        """The sequence is another one."""
+        self.expected_gradients = Counter()
+
+    def renumber(self, place_of: Callable[[int], int | None]) -> None:
+        """The parameters have other indices; None is for those that are trained no more."""
+        self.used = {place for index in self.used if (place := place_of(index)) is not None}
+
+    # ---- for the other ranks -----------------------------------------------------------------------------------------
+
+    def note_lost(self, *, tell: bool = True, state: bool = False) -> None:
+        """The backward has ended here with an error when everything of it had been sent.
+
+        With `state`, also the new state of a traced communication hook is lost. Others are told of it in the next
+        backward, unless they know: then `tell` is False.
+        """
+        self._to_tell = {flag for flag, wanted in ((Flag.LOST, tell), (Flag.STATE_LOST, state)) if wanted}
+
+    def take_flags(self) -> set[Flag]:
+        """What the backward that begins must tell."""
+        flags, self._to_tell = self._to_tell, set()
+        return flags
+
+    # ---- the user's --------------------------------------------------------------------------------------------------
+
+    def set_weight(self, weight: float) -> None:
+        self.weight = weight
+
+    def set_piggyback(self, values: torch.Tensor) -> None:
+        """Send these values, of shape (number of names in `Options.piggyback`,), along with the next riders."""
+        self.piggyback = values
+
+    def take_sums(self, riders: Sequence[torch.Tensor], count: int) -> None:
+        """Keep the sums of the `count` values that were sent along; every section carries the same."""
+        if count and riders:
+            self.piggybacked = riders[-1][-count:].clone()
+            self.piggyback = None
+
+    def put_aside(self) -> None:
+        """Forget what has not been sent."""
+        self.used, self.piggyback = set(), None
+
+    def take_up_again(self, used: set[int], piggyback: torch.Tensor | None) -> None:
+        """Bring back what was put aside."""
+        self.used, self.piggyback = used, piggyback
+
+
+# ---- what all backwards share ----------------------------------------------------------------------------------------
 
 
 class Backwards(Listener, sparse_gradients.Backwards, Protocol):

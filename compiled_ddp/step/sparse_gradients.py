@@ -18,7 +18,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.step.gradient_hooks import GradientHooks
+from compiled_ddp.step.hooks import GradientHooks
 
 
 class Backwards(Protocol):

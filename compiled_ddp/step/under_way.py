@@ -1,15 +1,147 @@
-"""The backward that a wrapper has under way, if any."""
+"""The backward that a wrapper has under way, if any: in which phase it is, and in which tasks of autograd it runs.
 
+    IDLE <--> EXPECTED, until the backward arrives
+    IDLE ---> REDUCING ---> IDLE, maybe POSTPONED in between
+    IDLE ---> SKIPPING ---> IDLE
+    any of them ---> BROKEN ---> IDLE
+
+Whether a forward waits for its backward is no phase: a forward may begin in one thread while another runs the backward
+of an earlier one, and a torch.autograd.grad leaves it waiting.
+"""
+
+import enum
+import functools
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 
-from compiled_ddp.backward.synchronised import SynchronisedBackward
+from compiled_ddp import torch_private
 from compiled_ddp.step.graph_call import GraphCall
-from compiled_ddp.step.graph_tasks import OpenTasks
-from compiled_ddp.step.phase import Event, Phase, after
+from compiled_ddp.step.synchronised import SynchronisedBackward
+
+# ---- in which phase a wrapper is -------------------------------------------------------------------------------------
+
+
+class Phase(enum.StrEnum):
+    """What a wrapper is doing for the other ranks."""
+
+    IDLE = "no backward is under way"
+    EXPECTED = "a backward that has reached another wrapper, or has failed before it did, would reach this one"
+    POSTPONED = "a backward has reached it, which begins for the other ranks when it has ended here"
+    REDUCING = "a backward is under way"
+    SKIPPING = "zeros are sent in place of a backward"
+    BROKEN = "an exception has ended a backward, and the rest of it is sent as zeros"
+
+
+class Event(enum.StrEnum):
+    """What changes the phase."""
+
+    OTHER_REACHED = "a backward has reached another wrapper first, or none before an exception ended it"
+    EXPECTATION_OVER = "that backward, or another, has reached this one, too, or has ended"
+    POSTPONE = "a backward has reached it that must not wait for other ranks now"
+    BEGIN = "a synchronised backward begins"
+    SKIP = "zeros are to be sent in place of a backward"
+    BREAK = "what is left of a backward is to be sent, as an exception has ended it"
+    END = "its results have been read, or nobody can read them"
+
+
+TRANSITIONS = {
+    (Phase.IDLE, Event.OTHER_REACHED): Phase.EXPECTED,
+    (Phase.IDLE, Event.POSTPONE): Phase.POSTPONED,
+    (Phase.IDLE, Event.BEGIN): Phase.REDUCING,
+    (Phase.IDLE, Event.SKIP): Phase.SKIPPING,
+    (Phase.IDLE, Event.BREAK): Phase.BROKEN,  # the exception came before the backward had reached the wrapper
+    (Phase.EXPECTED, Event.EXPECTATION_OVER): Phase.IDLE,
+    (Phase.EXPECTED, Event.SKIP): Phase.SKIPPING,  # in another thread than the one that expected it
+    (Phase.EXPECTED, Event.BREAK): Phase.BROKEN,
+    (Phase.POSTPONED, Event.BEGIN): Phase.REDUCING,
+    (Phase.POSTPONED, Event.BREAK): Phase.BROKEN,
+    (Phase.REDUCING, Event.BREAK): Phase.BROKEN,
+    (Phase.REDUCING, Event.END): Phase.IDLE,
+    (Phase.SKIPPING, Event.BREAK): Phase.BROKEN,
+    (Phase.SKIPPING, Event.END): Phase.IDLE,
+    (Phase.BROKEN, Event.BREAK): Phase.BROKEN,  # sending the rest had failed, and is tried once more
+    (Phase.BROKEN, Event.END): Phase.IDLE,
+}
+
+# What happens in other phases as well, and changes nothing there.
+WITHOUT_EFFECT = {
+    *((phase, Event.OTHER_REACHED) for phase in Phase if phase is not Phase.IDLE),
+    *((phase, Event.EXPECTATION_OVER) for phase in Phase if phase is not Phase.EXPECTED),
+}
+
+
+def after(phase: Phase, event: Event) -> Phase:
+    """The phase that follows; what the table does not have is a mistake of this package."""
+    if (phase, event) in WITHOUT_EFFECT:
+        return phase
+    following = TRANSITIONS.get((phase, event))
+    assert following is not None, f"a wrapper that is {phase.name} cannot {event.name}"
+    return following
+
+
+# ---- the tasks of autograd: more than one where checkpoints are reentrant --------------------------------------------
+
+
+class OpenTasks:
+    """Tells a backward that autograd still runs, in whatever thread, from one that an exception has ended.
+
+    For each task autograd holds what is to be called at its end, and drops it with the task. So that nothing else
+    does, as a traceback would, it is made in a call that returns before anything can be raised.
+    """
+
+    def __init__(self) -> None:
+        # By task; which have been noted is asked for every gradient, so it is read as it stands, by others too.
+        self.noted: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._threads: dict[int, int] = {}  # in which each was noted
+
+    def is_last(self, task: int) -> bool:
+        """Whether this task has been noted, has not been closed, and is the only one that runs."""
+        return task in self.noted and (len(self.noted) == 1 or not self.are_running(but=task))
+
+    def are_of_this_thread(self) -> bool:
+        """Whether one that runs has been noted by this thread."""
+        here = threading.get_ident()
+        return any(self._threads[task] == here for task, end in list(self.noted.items()) if end() is not None)
+
+    def note(self, at_end: Callable[[int], None]) -> None:
+        """Note the task that this thread runs; `at_end` is called with it when it has ended without an exception."""
+        if self.noted:
+            for ended in [task for task, end in self.noted.items() if end() is None]:
+                self.close(ended)  # an exception has ended it
+        task = torch_private.autograd.current_graph_task()
+        end = functools.partial(at_end, task)
+        self.noted[task], self._threads[task] = weakref.ref(end), threading.get_ident()
+        torch_private.autograd.call_at_end_of_backward(end)
+
+    def are_running(self, *, but: int | None = None) -> bool:
+        """Whether autograd still runs one of them, other than `but`."""
+        others = {**self.noted}  # other threads note some meanwhile
+        if but is not None:
+            others.pop(but, None)
+        return bool(others) and any(end() is not None for end in others.values())
+
+    def are_of_other_threads(self) -> bool:
+        """Whether some run, and all of these have been noted by other threads."""
+        if not self.noted:
+            return False
+        threads = {self._threads[task] for task, end in self.noted.items() if end() is not None}
+        return bool(threads) and threading.get_ident() not in threads
+
+    def close(self, task: int) -> None:
+        self.noted.pop(task, None)
+        self._threads.pop(task, None)
+
+    def forget(self) -> None:
+        """Drop all: an exception has ended them."""
+        self.noted.clear()
+        self._threads.clear()
+
+
+# ---- the backward under way ------------------------------------------------------------------------------------------
 
 
 class UnderWay:

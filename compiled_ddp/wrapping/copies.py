@@ -22,7 +22,7 @@ from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.model.nested_tensors import tensors_in
 from compiled_ddp.model.owners import is_owned
 from compiled_ddp.options import Options
-from compiled_ddp.step.gradient_hooks import GradientHooks
+from compiled_ddp.step.hooks import GradientHooks
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.wrapping.ddp_arguments import DDPArguments
 from compiled_ddp.wrapping.lifecycle import Lifecycle

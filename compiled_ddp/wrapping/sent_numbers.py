@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward.pinned import pinned_for
 from compiled_ddp.plan import ReductionKind
 from compiled_ddp.reducers.weights import FLOAT32, as_float, as_weight
+from compiled_ddp.step.riders import pinned_for
 from compiled_ddp.wrapping.parts import HasParts
 
 

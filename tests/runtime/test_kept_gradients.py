@@ -13,9 +13,9 @@ import torch.distributed as dist
 from models import ThreeEqualBlocks, assert_gradients, assert_step, expected_mean, mean_by_hand, wrappers
 from torch import Tensor, nn
 
-from compiled_ddp.backward.flat_buffers import SequenceBuffers
 from compiled_ddp.plan import GradientSpec, Section
 from compiled_ddp.planning.assignment import assign_buckets
+from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.torch_private.tensors import storage_holders
 from ranks import RankPool
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp
 from compiled_ddp.plan import AMONG_COLLECTIVES
-from compiled_ddp.step.models_collectives import ModelsCollectives
+from compiled_ddp.step.reduction import ModelsCollectives
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

@@ -20,11 +20,11 @@ from torch.fx import Graph, Node
 
 from compiled_ddp import EagerDDP, compile_ddp, torch_private
 from compiled_ddp import functional as ddp
-from compiled_ddp.backward.flat_buffers import FlatBuffer
 from compiled_ddp.passes.ops import LAUNCHES, PACKS
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.plan import Bucket
+from compiled_ddp.step.buffers import FlatBuffer
 from ranks import RankPool
 
 _wait = torch.ops._c10d_functional.wait_tensor.default

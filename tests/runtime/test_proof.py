@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from compiled_ddp import compile_ddp, torch_private
-from compiled_ddp.backward.forward_count import ForwardNumbers
-from compiled_ddp.backward.gradients import Gradients
-from compiled_ddp.backward.riders import Flag, Message, RiderReader
 from compiled_ddp.checks.checksum import as_row, checksum
 from compiled_ddp.checks.proof import TRIES, Proof
 from compiled_ddp.passes import pipeline
@@ -26,6 +23,9 @@ from compiled_ddp.passes.graph_edit import emit, output_values, set_output_value
 from compiled_ddp.passes.ops import PACKS
 from compiled_ddp.plan import FIRST_USED, VERIFY, BucketPlan, Riders
 from compiled_ddp.ranks import launch_observer
+from compiled_ddp.step.forwards import ForwardNumbers
+from compiled_ddp.step.gradients import Gradients
+from compiled_ddp.step.riders import Flag, Message, RiderReader
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

@@ -16,10 +16,10 @@ from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from compiled_ddp.backward.forward_count import ForwardCount, ForwardNumbers
-from compiled_ddp.backward.riders import Findings, Flag, Message, RiderReader
 from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, RETURNED_COUNT, Riders
-from compiled_ddp.step.finish import Finish
+from compiled_ddp.step.ending import Finish
+from compiled_ddp.step.forwards import ForwardCount, ForwardNumbers
+from compiled_ddp.step.riders import Findings, Flag, Message, RiderReader
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

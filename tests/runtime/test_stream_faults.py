@@ -24,7 +24,7 @@ from stream_steps import (
     one,
 )
 
-from compiled_ddp.backward.flat_buffers import FlatBuffer
+from compiled_ddp.step.buffers import FlatBuffer
 from ranks import RankPool
 
 

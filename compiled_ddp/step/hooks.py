@@ -1,15 +1,85 @@
-"""The post-accumulate hooks through which a runtime learns that autograd has accumulated a gradient."""
+"""The post-accumulate hooks by which a runtime learns that autograd has accumulated a gradient, and users' hooks.
+
+Autograd calls every post-accumulate hook of a parameter, ours and the users', as soon as it has accumulated. A user's
+hook must see the reduced gradient. So it is replaced by a stand-in that defers it, in the very dictionary it was
+registered in: its handle still removes it.
+"""
 
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.backward import deferred_hooks
+from compiled_ddp.planning.trained_parameters import TrainedParameters
+
+# ---- users' hooks, deferred until they can see the reduced gradient --------------------------------------------------
+
+Hook = Callable[[torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """A user's hook; does nothing while `waits()`, when `run_deferred` calls it later.
+
+    `comes` is told before.
+    """
+
+    hook: Hook
+    comes: Callable[[], None]
+    waits: Callable[[], bool]
+
+    @torch_private.dynamo.untraced
+    def __call__(self, parameter: torch.Tensor) -> None:
+        self.comes()
+        if not self.waits():
+            self.hook(parameter)
+
+
+def defer(parameter: torch.Tensor, own_id: int, comes: Callable[[], None], waits: Callable[[], bool]) -> None:
+    """Defer every hook of `parameter` but our own, whose handle has the id `own_id`."""
+    hooks = torch_private.tensors.post_accumulate_hooks(parameter)
+    for key, hook in list(hooks.items()):
+        if key != own_id and not isinstance(hook, Deferred):
+            hooks[key] = Deferred(hook, comes, waits)
+
+
+def defers_any(parameter: torch.Tensor) -> bool:
+    """Whether a hook of the user's on `parameter` is deferred."""
+    return any(isinstance(hook, Deferred) for hook in torch_private.tensors.post_accumulate_hooks(parameter).values())
+
+
+def run_deferred(parameter: torch.Tensor) -> None:
+    """Call the users' hooks of `parameter`, in the order of their registration: its .grad is reduced now."""
+    for hook in list(torch_private.tensors.post_accumulate_hooks(parameter).values()):
+        if isinstance(hook, Deferred):
+            hook.hook(parameter)
+
+
+def restore(parameter: torch.Tensor) -> None:
+    """Put the users' hooks back in their places."""
+    hooks: MutableMapping[int, Hook] = torch_private.tensors.post_accumulate_hooks(parameter)
+    for key, hook in list(hooks.items()):
+        if isinstance(hook, Deferred):
+            hooks[key] = hook.hook
+
+
+def refuse_late(parameters: TrainedParameters, indices: Sequence[int]) -> None:
+    """Raise RuntimeError where a hook of the user's was registered too late to be deferred in this backward."""
+    for place in torch_private.tensors.with_several_hooks(map(parameters.tensors.__getitem__, indices)):
+        hooks = torch_private.tensors.post_accumulate_hooks(parameters.tensors[indices[place]]).values()
+        if sum(not isinstance(hook, Deferred) for hook in hooks) > 1:
+            raise RuntimeError(
+                f"parameter {parameters.names[indices[place]]} got a post-accumulate hook in the middle of a backward, "
+                "which would see its gradient before it is reduced. Register it before the backward."
+            )
+
+
+# ---- our hooks -------------------------------------------------------------------------------------------------------
 
 # [Note: tripwire] Where graphs reduce a gradient no hook need tell of it. But the loss may reach none of a forward's
 # graphs (it is of `ddp.module` alone, say), and its backward begins with the first gradient all the same. So the
@@ -90,7 +160,7 @@ class GradientHooks:
 
     def rest(self, keep: Set[int]) -> None:
         """Watch only these parameters from now on, and those with hooks of the user's; others by the tripwire alone."""
-        self.deferred = {index for index in self.deferred if deferred_hooks.defers_any(self._parameters[index])}
+        self.deferred = {index for index in self.deferred if defers_any(self._parameters[index])}
         for index in self._watched.difference(keep, self.deferred):
             own_id, parameter = self._ids[index], self._parameters[index]
             hooks = torch_private.tensors.post_accumulate_hooks(parameter)
@@ -121,13 +191,13 @@ class GradientHooks:
             index = watched[place]
             comes = functools.partial(_users_hook_comes, self._listener, index)
             waits = functools.partial(_synchronises, self._listener)
-            deferred_hooks.defer(self._parameters[index], self._ids[index], comes, waits)
+            defer(self._parameters[index], self._ids[index], comes, waits)
             self.deferred.add(index)
 
     def run_users(self, indices: Iterable[int]) -> None:
         """Call the users' hooks that were held back on these parameters, whose .grad is reduced now."""
         for index in sorted(self.deferred.intersection(indices)):
-            deferred_hooks.run_deferred(self._parameters[index])
+            run_deferred(self._parameters[index])
 
 
 def _turned_into(hook: functools.partial[Any], function: Callable[[torch.Tensor], object]) -> Callable[[], object]:
@@ -150,7 +220,7 @@ def _remove_all(ids: dict[int, int], parameters: Sequence[weakref.ref[torch.nn.P
 
 def _remove(own_id: int, parameter: torch.nn.Parameter) -> None:
     torch_private.tensors.post_accumulate_hooks(parameter).pop(own_id, None)
-    deferred_hooks.restore(parameter)
+    restore(parameter)
 
 
 def _gradient_accumulated(listener: weakref.ref[Listener], index: int, _: torch.Tensor) -> None:

@@ -1,1 +1,0 @@
-"""One synchronised backward."""

@@ -96,8 +96,8 @@ class _Graph(torch.autograd.Function):
     def backward(context: Any, _: Tensor) -> Any:  # type: ignore[override]
         rank, call, most = context.rank, context.call, context.most
         gradients: dict[int, Tensor] = {index: rank.values(index) for index in call.plan.indices}
-        with rank.runtime.backwards.lock:
-            reserved = rank.runtime.backwards.reserve(call)
+        with rank.runtime.lock:
+            reserved = rank.runtime.reserve(call)
             if reserved is not None:
                 graph = GraphRun(reserved, call.plan, gradients, rank.communicator, most=most)
                 if most < len(call.plan.buckets):
@@ -171,7 +171,7 @@ class RunTime:
 
     def skip(self) -> None:
         self.runtime.begin_forward(synchronise=True, counted=True)
-        conductor.skip([self.runtime.conducted])
+        conductor.skip([self.runtime])
 
     def values(self, index: int) -> Tensor:
         return torch.full((self.tensors[index].numel(),), 2.0 * index + 4.0 * self.rank + 2.0)
@@ -237,7 +237,7 @@ def assert_steps_well(*ranks: RunTime, step: Callable[[RunTime], None] = ALL) ->
     assert together(ranks, step) == [None, None]
     for rank in ranks:
         assert all(torch.equal(tensor.grad, mean(index)) for index, tensor in enumerate(rank.tensors))  # type: ignore[arg-type]
-        assert rank.runtime.backwards.under_way.phase is Phase.IDLE
+        assert rank.runtime.under_way.phase is Phase.IDLE
 
 
 def refined(two: Two, step: Callable[[RunTime], None] = ALL, **options: Any) -> tuple[RunTime, RunTime]:

@@ -22,7 +22,7 @@ from stream_steps import (
 from torch import Tensor
 
 from compiled_ddp.ranks.launch_observer import LaunchObserver
-from compiled_ddp.step import reserved_section
+from compiled_ddp.step import graphs
 from compiled_ddp.step.buffers import Writers
 from compiled_ddp.step.launches import Launch
 from compiled_ddp.step.riders import Findings, RiderReader
@@ -53,13 +53,13 @@ def _elsewhere(*_: object) -> torch.Stream:
 
 def _graphs_with(**contexts: Any) -> Fault:
     """Graphs launch, or wait, in these contexts."""
-    run_graph = reserved_section.run_graph
+    run_graph = graphs.run_graph
 
     def run(graph: Any, communicator: Any, group_name: str, watching: Any) -> Any:
         with LaunchObserver(group_name, **{"launch": lambda *_: contextlib.nullcontext(), **contexts}):
             return run_graph(graph, communicator, group_name, watching)
 
-    return mock.patch.object(reserved_section, "run_graph", run)
+    return mock.patch.object(graphs, "run_graph", run)
 
 
 def _no_wait_before_a_launch(wrapper: str) -> Fault:

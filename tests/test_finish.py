@@ -37,7 +37,7 @@ def two() -> Iterator[Two]:
 
 
 def assert_idle(*ranks: RunTime) -> None:
-    assert all(rank.runtime.backwards.under_way.phase is Phase.IDLE for rank in ranks)
+    assert all(rank.runtime.under_way.phase is Phase.IDLE for rank in ranks)
 
 
 # ---- well ------------------------------------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ def test_users_hooks_see_the_mean_when_everything_else_has_ended(two: Two) -> No
 
     def see(rank: RunTime, tensor: Tensor) -> None:
         assert tensor.grad is not None
-        seen.append((tensor.grad.tolist(), rank.agreed.refined, rank.runtime.backwards.under_way.phase))
+        seen.append((tensor.grad.tolist(), rank.agreed.refined, rank.runtime.under_way.phase))
 
     for rank in ranks:
         rank.tensors[0].register_post_accumulate_grad_hook(functools.partial(see, rank))
@@ -119,7 +119,7 @@ def test_a_backward_that_has_ended_is_kept_by_nothing(two: Two) -> None:
     def step(rank: RunTime) -> None:
         loss = rank.forward(0, 1, 2)
         rank.tensors[0].register_hook(
-            lambda _: kept.append(weakref.ref(rank.runtime.backwards.enter()))  # type: ignore[arg-type, func-returns-value]
+            lambda _: kept.append(weakref.ref(rank.runtime.enter()))  # type: ignore[arg-type, func-returns-value]
         )
         loss.backward()
 
@@ -196,9 +196,9 @@ def test_a_rank_whose_end_is_known_through_another_wrapper_does_not_tell_it(two:
     def breaks(rank: RunTime) -> None:
         with pytest.raises(Broken):
             rank.forward(0, 1, 2, breaks_after=True).backward()
-        rank.runtime.conducted.send_rest_of_broken()
-        assert not rank.runtime.conducted.told_ranks()
-        rank.runtime.conducted.end_broken(told={0, 1})
+        rank.runtime.send_rest_of_broken()
+        assert not rank.runtime.told_ranks()
+        rank.runtime.end_broken(told={0, 1})
 
     assert together(ranks, ALL, breaks) == [None, None]
     assert_steps_well(*ranks)

@@ -50,11 +50,11 @@ class ApexAdapter(DataParallelWrapper):
     def _reduce_in_backward(self, *, wanted: bool) -> None:
         """Whether backwards that begin from now on reduce, also those of forwards that have been called already."""
         self._check_in_use()
-        self._runtime.conducted.stay_local(not wanted)
+        self._runtime.stay_local(not wanted)
 
     @property
     def _reduces_in_backward(self) -> bool:
-        return not self._runtime.conducted.local
+        return not self._runtime.local
 
     def _why_not_graph(self) -> str:
         return "as in apex"

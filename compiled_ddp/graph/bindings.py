@@ -63,7 +63,7 @@ class Bindings:
             known.bindings[parameters] = binding
         if not binding.whole.index_of:
             return None
-        return SegmentCall(binding, may_leave_out=segment.may_leave_out, node=node, backwards=self._runtime.backwards)
+        return SegmentCall(binding, may_leave_out=segment.may_leave_out, node=node, runtime=self._runtime)
 
     def report_left(self, inputs: Sequence[Any], why: str) -> None:
         """Hooks reduce the parameters among these inputs of a graph. Raises RuntimeError if that must not be."""

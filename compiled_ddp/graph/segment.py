@@ -18,7 +18,7 @@ from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph, HasTeller
 from compiled_ddp.graph.program import Program, quoted, without
 from compiled_ddp.graph.telling import Teller
 from compiled_ddp.step.graph_call import UntilBackward
-from compiled_ddp.step.runtime import Backwards
+from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.users_code import warn_user
 
 # [Note: whose segment] Dynamo runs one graph for all modules of a shape, of whichever wrapper. So a segment knows no
@@ -85,14 +85,14 @@ def caller_of_this_thread() -> Caller:
 class SegmentCall:
     """One call of a segment in a forward: the graph, bound to the parameters that it was called with."""
 
-    def __init__(self, binding: Binding, *, may_leave_out: bool, node: Any, backwards: Backwards) -> None:
+    def __init__(self, binding: Binding, *, may_leave_out: bool, node: Any, runtime: Runtime) -> None:
         self._binding = binding
         self.undefined = _NOTHING  # graph inputs that the running backward brings no gradient
         self.may_leave_out = may_leave_out
         self._is_whole = False
         self._bind(binding.left_out)
-        self.synchronise = backwards.forward.synchronises
-        self.until_backward = UntilBackward(backwards)
+        self.synchronise = runtime.forward.synchronises
+        self.until_backward = UntilBackward(runtime)
         self._node = weakref.ref(node)
         self.ran_locally_in: int | None = None  # a task of autograd
 
@@ -160,7 +160,7 @@ class SegmentCall:
         """
         return self.program.compile("folding" if folds else "synchronised")
 
-    def when_reached(self, tell: Callable[[Backwards], None]) -> None:
+    def when_reached(self, tell: Callable[[Runtime], None]) -> None:
         """Let `tell` be called before a backward evaluates the call's node.
 
         Even before its saved tensors are looked at.
@@ -285,14 +285,14 @@ class Segment:
 
     def _gradients(self, node: Any, saved_and_tangents: list[Any], undefined: frozenset[int]) -> Any:
         call: SegmentCall | None = torch_private.autograd.attached(node)
-        backwards = call.until_backward.take() if call is not None else None
-        if call is not None and backwards is not None:
+        runtime = call.until_backward.take() if call is not None else None
+        if call is not None and runtime is not None:
             if undefined:
-                undefined -= call.places_of(backwards.reduction.with_tensor_hooks)  # which take no None
+                undefined -= call.places_of(runtime.reduction.with_tensor_hooks)  # which take no None
             if self._outputs_of:
                 call.reached(undefined)
-            with backwards.lock:
-                section = backwards.reserve(call)
+            with runtime.lock:
+                section = runtime.reserve(call)
                 if section is not None:
                     return call.program.run(section, call, node, saved_and_tangents)
         backward, _ = self._local_backward(call)
@@ -300,7 +300,7 @@ class Segment:
         gradients = backward(node, saved_and_tangents)
         if undefined:
             gradients = without(gradients, undefined)
-        if call is None or backwards is None:
+        if call is None or runtime is None:
             return gradients
-        with backwards.lock:
-            return backwards.under_way.pass_on(call, gradients)
+        with runtime.lock:
+            return runtime.under_way.pass_on(call, gradients)

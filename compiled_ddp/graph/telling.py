@@ -108,7 +108,7 @@ class Teller:
     def backward_follows(self) -> bool:
         """Whether the forward under way is a synchronised one, whose backward is the first that is needed."""
         runtime = self._runtime()
-        return runtime is not None and runtime.backwards.forward.synchronises
+        return runtime is not None and runtime.forward.synchronises
 
     @contextlib.contextmanager
     def _compiling(self, what: str, graph: int, why: str, *, again: bool = False) -> Iterator[None]:

@@ -25,7 +25,6 @@ from compiled_ddp.reducers.averaging import Averaging
 from compiled_ddp.reducers.choice import reducer_of
 from compiled_ddp.reducers.ddp_hook import REGISTERED, TorchCommHook
 from compiled_ddp.reducers.hook_state import BucketHook
-from compiled_ddp.step import sparse_gradients
 from compiled_ddp.step.agreed_sequence import AgreedSequence
 from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.step.graph_call import GraphCall
@@ -33,7 +32,7 @@ from compiled_ddp.step.hooks import GradientHooks, Listener
 from compiled_ddp.step.join import UnevenInputs
 from compiled_ddp.step.launches import Usage
 from compiled_ddp.step.riders import Flag, Message
-from compiled_ddp.step.sparse_gradients import SparseGradients
+from compiled_ddp.step.sparse_gradients import SparseGradients, SparseListener
 from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.users_code import warn_user
 
@@ -168,7 +167,7 @@ class CarriedOver:
 # ---- what all backwards share ----------------------------------------------------------------------------------------
 
 
-class Backwards(Listener, sparse_gradients.Backwards, Protocol):
+class AnyListener(Listener, SparseListener, Protocol):
     """Told by hooks on parameters of both kinds."""
 
 
@@ -188,8 +187,8 @@ class Wrapped:
 class Reduction:
     """What all backwards of one wrapper have in common: the parameters, the agreed sequence, hooks and the proof."""
 
-    def __init__(self, wrapped: Wrapped, backwards: Backwards) -> None:
-        """Hooks on parameters of both kinds tell `backwards`."""
+    def __init__(self, wrapped: Wrapped, listener: AnyListener) -> None:
+        """Hooks on parameters of both kinds tell `listener`."""
         parameters, communicator, options = wrapped.parameters, wrapped.communicator, wrapped.options
         self.parameters, self.communicator, self.options = parameters, communicator, options
         self.live_calls = wrapped.live_calls
@@ -208,8 +207,8 @@ class Reduction:
         self.receive: Callable[[list[torch.Tensor]], None] | None = None
         # What has been put into the model since its latest forward looked at it, by name.
         self.newcomers: Callable[[], Mapping[str, torch.nn.Parameter]] = dict
-        self.hooks = GradientHooks(parameters.tensors, backwards)
-        self.sparse = SparseGradients(wrapped.sparse, communicator, backwards)
+        self.hooks = GradientHooks(parameters.tensors, listener)
+        self.sparse = SparseGradients(wrapped.sparse, communicator, listener)
         self.forget_sequence()
 
     # ---- changes -----------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.step.hooks import GradientHooks
 
 
-class Backwards(Protocol):
-    """Those of the wrapper."""
+class SparseListener(Protocol):
+    """Who is told of these gradients."""
 
     def gradient_comes(self) -> None:
         """Autograd has accumulated a gradient: begin the synchronised backward that it belongs to, if it has not."""
@@ -34,23 +34,23 @@ class Backwards(Protocol):
 class SparseGradients:
     """The parameters whose gradients are sparse, and which of them this rank has used."""
 
-    def __init__(self, parameters: TrainedParameters, communicator: Communicator, backwards: Backwards) -> None:
-        self._parameters, self._communicator, self._backwards = parameters, communicator, backwards
+    def __init__(self, parameters: TrainedParameters, communicator: Communicator, listener: SparseListener) -> None:
+        self._parameters, self._communicator, self._listener = parameters, communicator, listener
         self.names, self.tensors = parameters.names, parameters.tensors
         self._used: set[int] = set()  # since the last synchronised backward
         self._hooks = GradientHooks(parameters.tensors, self)
         self._hooks.install()
 
     def gradient_accumulated(self, index: int) -> None:
-        self._backwards.gradient_comes()
+        self._listener.gradient_comes()
         if self._parameters.tensors[index].grad is not None:  # hooks run for an undefined gradient too
             self._used.add(index)
 
     def users_hook_comes(self, index: int) -> None:
-        self._backwards.gradient_comes()
+        self._listener.gradient_comes()
 
     def synchronises(self) -> bool:
-        return self._backwards.synchronises()
+        return self._listener.synchronises()
 
     def defer_users(self) -> None:
         """Let the users' hooks wait for the averaged gradient."""

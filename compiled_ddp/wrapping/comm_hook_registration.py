@@ -90,7 +90,7 @@ class TakesCommHooks(HasParts):
                 )
             return {
                 "communication hook": [name],
-                "number of backwards before it": [self._runtime.backwards.beginning.number],
+                "number of backwards before it": [self._runtime.beginning.number],
             }
 
         agree_on_description(

@@ -26,10 +26,10 @@ class SkipsSteps(HasParts):
             return
         skipped = [self, *others]
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside())]
-        synchronised = [w for w in wrappers if w._switches.synchronises and not w._runtime.conducted.local]
+        synchronised = [w for w in wrappers if w._switches.synchronises and not w._runtime.local]
         conductor.forget_unbegun()
         broken = conductor.finish_broken()
-        skipping = [w for w in synchronised if w._runtime.conducted not in broken]
+        skipping = [w for w in synchronised if w._runtime not in broken]
         for wrapper in sorted(skipping, key=lambda w: w._forwards.began):
             if not wrapper._runtime.awaits_backward:
                 if wrapper._watched_model.look().changed:  # in the forward, on the other ranks
@@ -39,10 +39,10 @@ class SkipsSteps(HasParts):
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside(last_first=True))]
         skipping = sorted((w for w in wrappers if w in skipping), key=lambda w: w._forwards.ended, reverse=True)
-        conductor.skip([wrapper._runtime.conducted for wrapper in skipping])
+        conductor.skip([wrapper._runtime for wrapper in skipping])
 
     def _abandon_backward(self, others: Sequence["SkipsSteps"]) -> None:
-        awaited = [wrapper._runtime.conducted for wrapper in (self, *others) if wrapper._runtime.is_awaited()]
+        awaited = [wrapper._runtime for wrapper in (self, *others) if wrapper._runtime.is_awaited()]
         broken = conductor.finish_broken()
         conductor.finish_broken(also=[waiting for waiting in awaited if waiting not in broken])
 

@@ -94,7 +94,7 @@ class WatchedModel:
 
         Not before that one's backward, for which autograd has saved what is there.
         """
-        if self._runtime.backwards.beginning.number > self._added_before:
+        if self._runtime.beginning.number > self._added_before:
             tensors, self.to_broadcast = self.to_broadcast, []
             self._setup.broadcast(tensors, self._runtime.communicator)
 
@@ -114,7 +114,7 @@ class WatchedModel:
         if self._settings.options.init_sync:
             if in_forward:
                 self.to_broadcast += [parameter for _, parameter in added]
-                self._added_before = self._runtime.backwards.beginning.number
+                self._added_before = self._runtime.beginning.number
             else:
                 self._setup.broadcast([parameter for _, parameter in added], communicator)
         mark_parts(self._setup.managed_state)

@@ -88,7 +88,7 @@ class HandRun:
     """A backward, and what autograd and graphs do in it."""
 
     def __init__(self, rank: Rank, backward: SynchronisedBackward) -> None:
-        self.rank, self.backward, self.launcher = rank, backward, backward.launcher
+        self.rank, self.backward = rank, backward
 
     @property
     def first_reduction(self) -> Gradients:

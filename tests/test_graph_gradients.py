@@ -95,7 +95,7 @@ def test_a_gradient_of_several_sections_is_the_mean_of_its_sum(graphs_run_on: li
                 run.backward.reservations.leave_all_to_hooks()
                 run.accumulate(0, 2 * values(run.rank.rank))
                 run.accumulate(1, values(run.rank.rank, 1))
-                run.launcher.launch_rest()
+                run.backward.launch_rest()
         run_graphs(*by_graphs, sections=(0, 1), outside=[{}] * len(by_graphs))
         end_all(*runs)
         assert_gradients(ranks, 2 * mean(0), mean(1))

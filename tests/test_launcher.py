@@ -128,10 +128,10 @@ def graph_of(run: HandRun, **how: Any) -> Any:
 def test_a_reservation_moves_past_its_section_and_sends_zeros_for_what_is_missing_before_it(before: list[int]) -> None:
     wire, here, there = two(sections := with_graph())
     bring(here, before)
-    assert here.launcher.is_next(1) == bool(before)
+    assert here.backward.is_next(1) == bool(before)
     graph = graph_of(here)
     assert sent(wire) == sizes(sections[:2])
-    assert here.launcher.has_launched(1) and not here.launcher.has_launched(2)
+    assert here.backward.has_launched(1) and not here.backward.has_launched(2)
     # The other rank reduces the same by hooks, none of which comes in order.
     there.backward.reservations.leave_all_to_hooks()
     bring(there, [0, 1, 2, 3])
@@ -145,19 +145,19 @@ def test_a_reservation_moves_past_its_section_and_sends_zeros_for_what_is_missin
 
 def test_a_graph_waits_for_what_hooks_launch_before_it() -> None:
     _, here, _ = two(with_graph())
-    assert not here.launcher.is_next(1)
+    assert not here.backward.is_next(1)
     bring(here, [3])
-    assert here.launcher.is_next(1)
+    assert here.backward.is_next(1)
     graph_of(here)
-    assert not here.launcher.is_next(1)
+    assert not here.backward.is_next(1)
 
 
 def test_a_section_that_is_released_is_launched_by_hooks_and_reserved_by_no_graph_any_more() -> None:
     wire, here, there = two(sections := with_graph())
     bring(here, [3])
     here.backward.reserve(1)
-    here.launcher.release(1)
-    assert not here.launcher.is_next(1) and not here.launcher.has_launched(1)
+    here.backward.release(1)
+    assert not here.backward.is_next(1) and not here.backward.has_launched(1)
     bring(here, [2, 1, 0])
     assert sent(wire) == sizes(sections)
     end_all(here, there)
@@ -166,7 +166,7 @@ def test_a_section_that_is_released_is_launched_by_hooks_and_reserved_by_no_grap
 
 def test_hooks_wait_in_vain_before_a_section_where_nothing_still_comes_and_no_graph() -> None:
     _, here, _ = two([*with_graph()[:1], *with_graph()[1:2], Section(plan_of((0, 5)), "graph")])
-    launcher = here.launcher
+    launcher = here.backward
     assert launcher.waits_in_vain_before(1, comes=lambda index: index != 3)
     assert not launcher.waits_in_vain_before(1, comes=lambda index: index == 3)
     assert not launcher.waits_in_vain_before(2, comes=lambda _: False)  # a graph comes in between
@@ -186,14 +186,14 @@ def test_after_an_exception_the_rest_follows_however_many_hooks_had_launched(lau
     bring(there, [[], [3, 2], [3, 2, 1], [3, 2, 1, 0]][launched])
     assert len(wire.sent[1]) == launched
     there.backward.break_off()
-    assert there.launcher.riders_are_known
-    assert there.launcher.has_rest() == (launched < 3)
-    there.launcher.launch_rest()
+    assert there.backward.riders_are_known
+    assert there.backward.has_rest() == (launched < 3)
+    there.backward.launch_rest()
     here.backward.send_rest()
     here.backward.launches.wait()
     there.backward.launches.wait(results=False)
     assert_sent_in_order(wire, sections)
-    riders = [run.backward.launches.riders.of_every_section()[0] for run in (here, there)]
+    riders = [run.backward.launches.riders()[0] for run in (here, there)]
     assert [float(of_rank[ABORTED]) for of_rank in riders] == [float(launched < 3)] * 2
 
 
@@ -206,11 +206,11 @@ def test_after_an_exception_in_a_graph_the_rest_follows_if_its_riders_can_be_rea
     assert sent(wire, 1) == sizes(sections)[: 1 + launched]
     there.backward.break_off()
     # Those that the graph has launched in memory of its own are known to nobody.
-    assert there.launcher.riders_are_known == (lent or launched < 2)
-    if there.launcher.riders_are_known:
+    assert there.backward.riders_are_known == (lent or launched < 2)
+    if there.backward.riders_are_known:
         bring(here, [3])
         graph = graph_of(here)
-        there.launcher.launch_rest()
+        there.backward.launch_rest()
         graph.complete()
         end_all(here)
         assert_sent_in_order(wire, sections)
@@ -220,8 +220,8 @@ def test_an_exception_between_reservation_and_launch_leaves_the_section_to_hooks
     wire, _, there = two(sections := with_graph())
     there.backward.reserve(1)
     there.backward.break_off()
-    assert there.backward.reservations.incomplete() == [] and there.launcher.riders_are_known
-    there.launcher.launch_rest()
+    assert there.backward.reservations.incomplete() == [] and there.backward.riders_are_known
+    there.backward.launch_rest()
     assert sent(wire, 1) == sizes(sections)
 
 
@@ -237,7 +237,7 @@ def test_where_the_count_tells_nothing_only_hooks_leave_riders_that_are_known(in
     if in_graph:
         graph_of(again, most=1)
     again.backward.break_off()
-    assert again.launcher.riders_are_known == (not in_graph)
+    assert again.backward.riders_are_known == (not in_graph)
 
 
 class Failing:

@@ -228,7 +228,7 @@ class Ending:
     def _is_skipped_by_all(self) -> bool:
         """Whether no rank has used anything in this first backward."""
         reduction = self._reduction
-        unused = self._backward.launches.riders.unused_everywhere
+        unused = self._backward.launches.unused_everywhere
         return not reduction.sparse.names and len(unused()) == len(reduction.parameters.names)
 
     def _forget_a_skip_of_all(self) -> None:
@@ -242,7 +242,7 @@ class Ending:
         # What is set apart must be announced in the very backward that uses it: elsewhere riders are read too late.
         # A communication hook gets every bucket in every backward, as under DDP: it may keep memory by index.
         sets_apart = reduction.parameters.on_cpu and reduction.ddp_hook is None
-        unused = backward.launches.riders.unused_everywhere() if sets_apart else set()
+        unused = backward.launches.unused_everywhere() if sets_apart else set()
         sequence = reduction.agreed.refine(backward.observations, unused)
         again = [section for section in sequence.sections if section.reduces_again]
         if again:
@@ -335,7 +335,7 @@ class Ending:
             circumstances=circumstances,
         )
         with GivingUpAfterAnyException(reduction.communicator):
-            also.launcher.launch_rest()
+            also.launch_rest()
             also.launches.wait()
         reduced = also.write_back()
         self._reduced |= reduced
@@ -430,7 +430,7 @@ class Finish:
     def _read_riders(self, backward: SynchronisedBackward) -> Findings:
         """What all ranks have to tell, taken note of."""
         reduction = self._reduction
-        riders = backward.launches.riders.of_every_section()
+        riders = backward.launches.riders()
         if reduction.options.piggyback:
             reduction.carried.take_sums(riders, len(reduction.options.piggyback))
         findings = self._reader.read(riders, at_once=not reduction.agreed.refined)

@@ -12,14 +12,12 @@ from contextlib import AbstractContextManager
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.checks.proof import Recording
 from compiled_ddp.plan import Bucket, BucketPlan, Gradient
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.launch_observer import UNNAMED
-from compiled_ddp.reducers.averaging import Averaging
 from compiled_ddp.step.buffers import SequenceBuffers, on_stream
 from compiled_ddp.step.hooks import refuse_late
-from compiled_ddp.step.launches import Launches, Usage
+from compiled_ddp.step.launches import Launches
 
 
 def grad_mode_off() -> contextlib.AbstractContextManager[object]:
@@ -409,56 +407,6 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     return alike and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-# ---- what hooks have left in .grad, once the gradients were in their buckets -----------------------------------------
-
-
-class LeftByHooks:
-    """Knows each by the very object and its version, to tell whether anybody has added to it, or replaced it, since."""
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = parameters
-        self.there: dict[int, torch.Tensor] = {}
-        self.nothing: set[int] = set()  # the parameters without .grad, for which zeros were sent
-        self._versions: dict[int, int] = {}  # where they are not 0
-        self._untracked: dict[int, torch.Tensor] = {}  # without a version
-
-    def note_new(self, indices: Iterable[int], gradients: Iterable[torch.Tensor]) -> None:
-        """Of the parameters `indices`, .grad is one of these now, to which nobody has written yet."""
-        self.there.update(zip(indices, gradients, strict=True))
-
-    def note(self, indices: Collection[int]) -> None:
-        """What .grad is now of these parameters, if it is anything, has been put into a bucket."""
-        for index in indices:
-            gradient = self._parameters[index].grad
-            if gradient is None:
-                self.nothing.add(index)
-            elif gradient.is_inference():
-                self._untracked[index] = gradient
-            else:
-                self.there[index] = gradient
-                self._versions[index] = torch_private.tensors.version_of(gradient)
-
-    def take_changed(self) -> list[int]:
-        """The parameters whose .grad is not as it was left: another object, or one that has been written to.
-
-        Holds none of them any longer: [Note: memory that others hold]
-        """
-        there, parameters = self.there, self._parameters
-        gradients = [*map(gradient_of, map(parameters.__getitem__, there))]
-        before = [*map(self._versions.get, there, itertools.repeat(0))]
-        now = [*map(torch_private.tensors.version_of, there.values())]
-        changed = []
-        if now != before or not all(map(operator.is_, gradients, there.values())):  # else in C, as in most steps
-            found = zip(there.items(), gradients, now, before, strict=True)
-            changed = [i for (i, one), gradient, is_, was in found if gradient is not one or is_ != was]
-        if self._untracked:
-            changed += [index for index, one in self._untracked.items() if parameters[index].grad is not one]
-        if self.nothing and any_has_gradient(map(parameters.__getitem__, self.nothing)):
-            changed += [index for index in sorted(self.nothing) if parameters[index].grad is not None]
-        self.there, self.nothing, self._untracked = {}, set(), {}
-        return changed
-
-
 # ---- into buckets that hooks launch, and back ------------------------------------------------------------------------
 
 # Gradients up to this size are put into their bucket together, when the last one is there: on a CPU that takes a third
@@ -473,31 +421,32 @@ class Gradients:
     def __init__(
         self,
         parameters: TrainedParameters,
-        buffers: SequenceBuffers,
         launches: Launches,
         *,
-        usage: Usage,
-        averaging: Averaging,
         existing: ExistingGradients,
         of_graphs: GraphGradients,
         sends_zeros: bool,
         reduced_before: "Gradients | None",
         as_view: bool,
-        recording: Recording | None = None,
     ) -> None:
-        """`reduced_before` has reduced a part of what these `buffers` reduce again, if not the same backward has.
+        """`reduced_before` has reduced a part of what these buffers reduce again, if not the same backward has.
 
         With `sends_zeros`, in a torch.autograd.grad, .grad is neither read nor written. With `as_view`, .grad becomes
-        a view of its bucket where it can. A `recording` is told of all that goes into buckets.
+        a view of its bucket where it can.
         """
-        self._recording = recording
+        buffers = launches.buffers
         self._parameters, self._buffers, self._launches = parameters, buffers, launches
-        self._usage, self._averaging, self._existing, self._of_graphs = usage, averaging, existing, of_graphs
+        self._usage, self._averaging, self._recording = launches.usage, launches.averaging, launches.recording
+        self._existing, self._of_graphs = existing, of_graphs
         self._sends_zeros, self._as_view = sends_zeros, as_view
         self._again, self._before = buffers.reduced_again, reduced_before
         # Where .grad is not simply a view of its bucket.
         self._not_in_place = buffers.shared.union(existing.apart) if existing.apart else buffers.shared
-        self.left = LeftByHooks(parameters.tensors)
+        # What has been left in .grad, to tell by the very object and its version whether anybody has added to it since.
+        self.left: dict[int, torch.Tensor] = {}
+        self.left_empty: set[int] = set()  # the parameters without .grad, for which zeros were sent
+        self._versions: dict[int, int] = {}  # where they are not 0
+        self._untracked: dict[int, torch.Tensor] = {}  # what was left without a version
         self._in_place: set[int] = set()  # parameters whose .grad was left as a view of their bucket
         self._untouched: dict[int, torch.Tensor] = {}  # .grad as it was, in case that no rank used the parameter
         self._gathered = 0  # elements that have come since something was put into a bucket
@@ -519,7 +468,7 @@ class Gradients:
         self._put(index, gradient, first)
         for position in others:
             self._buffers[position].put_zeros(index)
-        self.left.note([index])
+        self._note_left([index])
         for position in (first, *others):
             self._launches.buckets[position].missing.discard(index)
 
@@ -605,7 +554,7 @@ class Gradients:
             if buffer.holds(index, gradient) and not self._usage.is_used(index):
                 self._untouched[index] = gradient.clone()
             self._put(index, gradient, position)
-        self.left.note([index])
+        self._note_left([index])
 
     @torch.no_grad()
     def _put(self, index: int, gradient: torch.Tensor, position: int) -> None:
@@ -641,11 +590,43 @@ class Gradients:
 
     def changed_since(self) -> list[int]:
         """The parameters whose .grad somebody has written to, or replaced, since it was put into its bucket."""
-        changed = self.left.take_changed()
+        changed = self._take_changed()
         if not changed:
             return []
         self._in_place.difference_update(changed)
         return [index for index in changed if self._parameters.tensors[index].grad is not None]
+
+    def _note_left(self, indices: Collection[int]) -> None:
+        """What .grad is now of these parameters, if it is anything, has been put into a bucket."""
+        for index in indices:
+            gradient = self._parameters.tensors[index].grad
+            if gradient is None:
+                self.left_empty.add(index)
+            elif gradient.is_inference():
+                self._untracked[index] = gradient
+            else:
+                self.left[index] = gradient
+                self._versions[index] = torch_private.tensors.version_of(gradient)
+
+    def _take_changed(self) -> list[int]:
+        """The parameters whose .grad is not as it was left: another object, or one that has been written to.
+
+        Holds none of them any longer: [Note: memory that others hold]
+        """
+        there, parameters = self.left, self._parameters.tensors
+        gradients = [*map(gradient_of, map(parameters.__getitem__, there))]
+        before = [*map(self._versions.get, there, itertools.repeat(0))]
+        now = [*map(torch_private.tensors.version_of, there.values())]
+        changed = []
+        if now != before or not all(map(operator.is_, gradients, there.values())):  # else in C, as in most steps
+            found = zip(there.items(), gradients, now, before, strict=True)
+            changed = [i for (i, one), gradient, is_, was in found if gradient is not one or is_ != was]
+        if self._untracked:
+            changed += [index for index, one in self._untracked.items() if parameters[index].grad is not one]
+        if self.left_empty and any_has_gradient(map(parameters.__getitem__, self.left_empty)):
+            changed += [index for index in sorted(self.left_empty) if parameters[index].grad is not None]
+        self.left, self.left_empty, self._untracked = {}, set(), {}
+        return changed
 
     def write_back(self) -> set[int]:
         """Leave the mean in .grad of what hooks reduced: a view of the bucket, or the tensor that was there before.
@@ -657,7 +638,7 @@ class Gradients:
         for position, launch in enumerate(self._launches.buckets):
             if launch.work is None:
                 continue  # a graph has launched it
-            used = self._launches.riders.used_on_any_rank(position)
+            used = self._launches.used_on_any_rank(position)
             if self._as_view and not used <= self._in_place:
                 self._buffers[position].leave_in_place(
                     used - self._in_place - self._not_in_place, self._parameters.tensors
@@ -709,10 +690,10 @@ class Gradients:
         if self._as_view:
             own = indices if self._not_in_place.isdisjoint(indices) else set(indices) - self._not_in_place
         if elsewhere and own:
-            self.left.note_new(own, self._buffers[position].put_in_place(own, self._parameters.tensors))
+            self.left.update(zip(own, self._buffers[position].put_in_place(own, self._parameters.tensors), strict=True))
         elif own:
             self._buffers[position].leave_in_place(own, self._parameters.tensors)
-            self.left.note(own)
+            self._note_left(own)
         self._in_place.update(own)
         if len(own) < len(indices):
-            self.left.note(set(indices).difference(own))
+            self._note_left(set(indices).difference(own))

@@ -74,7 +74,7 @@ class ReservedSection:
         """`plan` is the section's, over the wrapper's parameters."""
         self._backward, self._section, self._plan = backward, section, plan
         self._reduction = reduction
-        self._positions = backward.launcher.positions_in[section]
+        self._positions = backward.positions_in[section]
         self._unused: set[int] = set()
 
     # ---- before it runs ----------------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ class ReservedSection:
         """The graph has launched nothing, and will not: hooks launch the section, others get zeros."""
         self.break_off()
         self._reduction.proof.forget_reference()
-        self._backward.launcher.release(self._section)
+        self._backward.release(self._section)
 
     # ---- while it runs -----------------------------------------------------------------------------------------------
 
@@ -229,17 +229,17 @@ class GraphReservations:
         return ReservedSection(backward, section, call.plan, reduction)
 
     def _reserve_for(self, backward: SynchronisedBackward, call: GraphCall, wrapper: Conducted) -> int | None:
-        reduction, launcher = self._reduction, backward.launcher
+        reduction = self._reduction
         section = reduction.agreed.graph_sections.get(call.fingerprint)
         if section is None or not self.compiles(call, repeated=call.fingerprint in backward.folded.withheld.repeated):
             return None
-        launcher.launch_complete()
-        if not launcher.is_next(section):
+        backward.launch_complete()
+        if not backward.is_next(section):
             # Hooks may be waiting for graphs that this step skips, or cannot take what is reduced in part.
             shares = backward.reservations.shares_with_reserved(call.plan.indices)
-            if not shares and not launcher.waits_for_skipped_graphs_before(section):
+            if not shares and not backward.waits_for_skipped_graphs_before(section):
                 return None
-            if not launcher.waits_in_vain_before(section, reduction.will_accumulate):
+            if not backward.waits_in_vain_before(section, reduction.will_accumulate):
                 return None
         if len(conductor.references) > 1 and not self._may_run_graph(backward, section, wrapper):
             return None

@@ -204,76 +204,6 @@ class Launch:
         return summed
 
 
-# ---- the riders that come back, and which parameters they say that ranks have used -----------------------------------
-
-
-class ReducedRiders:
-    """Reads the sums over ranks, whoever has launched the bucket that carries them: the last one of each section."""
-
-    def __init__(
-        self, launches: Sequence[Launch], buffers: SequenceBuffers, reservations: Reservations, usage: Usage
-    ) -> None:
-        self._launches, self._buffers, self._reservations, self._usage = launches, buffers, reservations, usage
-        self._using: dict[int, dict[int, float]] = {}  # section -> parameter -> on how many ranks it is used
-
-    def of_every_section(self) -> list[torch.Tensor]:
-        found = []
-        for position in self._buffers.with_riders:
-            if self._launches[position].work is not None:
-                found.append(self._at(position))
-        found += self._reservations.reserved.values()
-        return [riders for riders in found if riders is not None]
-
-    def await_of(self, section: int) -> torch.Tensor:
-        """The riders of a section that hooks have launched, once they have arrived."""
-        carrier = self._launches[self._buffers.positions_in[section][-1]]
-        assert carrier.work is not None
-        carrier.work.wait()
-        return self._of(section)
-
-    def are_known(self, position: int) -> bool:
-        """Whether those of a launched bucket, if it has any, can be read."""
-        launch = self._launches[position]
-        is_of_graph = launch.section in self._reservations.reserved
-        return launch.bucket.riders is None or is_of_graph or self._at(position) is not None
-
-    def used_on_any_rank(self, position: int) -> Set[int]:
-        """The parameters of a bucket that any rank has used since the last synchronised backward.
-
-        Hooks have launched it. Reads from the device, once for each section, on ranks that have not used such a one.
-        """
-        indices = self._buffers.indices_in[position]
-        unused_here = self._usage.unused(indices)
-        if not unused_here:
-            return indices
-        ranks = self._ranks_using(self._launches[position].section)
-        return indices.difference(index for index in unused_here if ranks[index] == 0)
-
-    def unused_everywhere(self) -> set[int]:
-        """Of the parameters that hooks reduced, those that no rank has used."""
-        by_hooks = [position for position, launch in enumerate(self._launches) if launch.work is not None]
-        return {i for p in by_hooks for i in self._buffers.indices_in[p].difference(self.used_on_any_rank(p))}
-
-    def _ranks_using(self, section: int) -> dict[int, float]:
-        if section not in self._using:
-            layout = self._launches[self._buffers.positions_in[section][-1]].bucket.riders
-            assert layout is not None
-            self._using[section] = ranks_using(layout, self._of(section))
-        return self._using[section]
-
-    def _at(self, position: int) -> torch.Tensor | None:
-        """Of a bucket that hooks launched, or a graph that broke off; None where there are none."""
-        work, layout = self._launches[position].work, self._launches[position].bucket.riders
-        if isinstance(work, LaunchedByGraph):
-            return None if work.flat is None or layout is None else layout.view(work.flat)
-        return None if work is None else self._buffers[position].riders
-
-    def _of(self, section: int) -> torch.Tensor:
-        riders = self._at(self._buffers.positions_in[section][-1])
-        assert riders is not None
-        return riders
-
-
 # ---- starting the reduction of each bucket, and waiting for it -------------------------------------------------------
 
 
@@ -298,19 +228,18 @@ class Launches:
         """`reducer` launches what hooks have filled; a `recording` is told of it."""
         awaited = zip(buffers.buckets, buffers.indices_in, strict=True)
         self.buckets = [Launch(place, bucket, set(indices), {}) for (place, bucket), indices in awaited]
-        self.riders = ReducedRiders(self.buckets, buffers, reservations, usage)
         self.reducer = reducer
         self.collectives = reducer.collectives(len(self.buckets))  # of each
-        self._buffers, self._reservations = buffers, reservations
-        self._message, self._usage, self._averaging = message, usage, averaging
-        self._communicator, self._recording = communicator, recording
+        self.buffers, self.usage, self.averaging, self.recording = buffers, usage, averaging, recording
+        self._reservations, self._message, self._communicator = reservations, message, communicator
         self._rank_progress = communicator.progress
         self._launches_before = self._rank_progress.launches
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that the running graph fills
+        self._using: dict[int, dict[int, float]] = {}  # section -> parameter -> on how many ranks it is used
 
     def positions_by_hooks(self, index: int) -> Sequence[int]:
         """Of the buckets that carry this gradient, those that no graph has reserved."""
-        positions, reserved = self._buffers.positions_of.get(index, ()), self._reservations.reserved
+        positions, reserved = self.buffers.positions_of.get(index, ()), self._reservations.reserved
         return [p for p in positions if self.buckets[p].section not in reserved] if reserved else positions
 
     def by_hooks(self) -> list[int]:
@@ -325,14 +254,14 @@ class Launches:
 
     def make_ready(self, position: int) -> torch.Tensor:
         """Write this rank's riders into a bucket that hooks have filled; returns what is to be summed over ranks."""
-        launch, buffer = self.buckets[position], self._buffers[position]
+        launch, buffer = self.buckets[position], self.buffers[position]
         buffer.writers.before_read()
         layout = launch.bucket.riders
         if layout is not None and buffer.riders is not None:
-            write_riders(buffer.riders, layout, self._message, self._usage.unused(layout.indices))
-        if self._recording is not None:
-            self._recording.launching(launch.bucket)
-        outgoing = self._averaging.outgoing(buffer.flat)
+            write_riders(buffer.riders, layout, self._message, self.usage.unused(layout.indices))
+        if self.recording is not None:
+            self.recording.launching(launch.bucket)
+        outgoing = self.averaging.outgoing(buffer.flat)
         launch.sums(outgoing)
         return outgoing
 
@@ -340,7 +269,7 @@ class Launches:
         """Launch what `make_ready` has returned."""
         launch = self.buckets[position]
         with profiled("launch", self._rank_progress.bucket, position):
-            launch.started(self.reducer.start(position, flat, lambda: self._usage.unused(launch.bucket.indices)))
+            launch.started(self.reducer.start(position, flat, lambda: self.usage.unused(launch.bucket.indices)))
         self._rank_progress.hooks_launched(position)
 
     def lend(self, positions: Iterable[int]) -> list[torch.Tensor]:
@@ -349,7 +278,7 @@ class Launches:
         for position in positions:
             bucket = self.buckets[position].bucket
             if bucket.kept:
-                self._lent[position] = self._buffers[position].lend()
+                self._lent[position] = self.buffers[position].lend()
             else:
                 self._lent[position] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         self._rank_progress.graph_fills(self._lent)
@@ -376,7 +305,7 @@ class Launches:
         if launch.section not in self._reservations.reserved and launch.work is None:
             launch.started(LaunchedByGraph(self._lent.get(position)))
             if position not in self._lent:
-                self._buffers[position].leave_memory()
+                self.buffers[position].leave_memory()
         if collectives < self.collectives[position]:
             launch.started(self.reducer.start_rest(position, collectives))
 
@@ -416,7 +345,7 @@ class Launches:
         last = len(self.buckets) - 1
         if not self.reducer.counts_collectives:
             self.wait_for(last)
-            riders = self._buffers[last].riders
+            riders = self.buffers[last].riders
             if riders is not None and riders.device.type == "cpu" and riders[HOOK_FAILED] > 0:
                 self.reducer.note_failed()
             if self.reducer.has_failed:
@@ -440,11 +369,11 @@ class Launches:
                 except BaseException as error:
                     self.explain(error, position, "was launched but not reduced")
                     raise
-                writers = self._buffers[position].writers
+                writers = self.buffers[position].writers
                 if writers.have_streams:
                     writers.after_wait()
                 self._rank_progress.hooks_await(None)
-        if self._averaging.changes_sums:
+        if self.averaging.changes_sums:
             for position in positions:
                 self._conclude(position)
 
@@ -453,12 +382,71 @@ class Launches:
         launch = self.buckets[position]
         summed, section = launch.take_summed(), launch.section
         if summed is not None:
-            self._averaging.conclude(summed, self._buffers[position].gradients, lambda: self.riders.await_of(section))
+            self.averaging.conclude(summed, self.buffers[position].gradients, lambda: self._await_riders_of(section))
 
     def sum_over_result(self) -> float:
         """What a result is to be multiplied by to be the sum of what ranks have brought. May read from the device."""
-        return self._averaging.sum_over_result(lambda: self.riders.of_every_section()[0])
+        return self.averaging.sum_over_result(lambda: self.riders()[0])
 
     def flat_gradients(self) -> list[torch.Tensor]:
         """The reduced gradients of every bucket that hooks launched, flat, in launch order and without riders."""
-        return [self._buffers[p].gradients for p in self.by_hooks() if self.buckets[p].bucket.gradients]
+        return [self.buffers[p].gradients for p in self.by_hooks() if self.buckets[p].bucket.gradients]
+
+    # ---- the riders that come back, in the last bucket of each section, whoever has launched it ----------------------
+
+    def riders(self) -> list[torch.Tensor]:
+        """The sums over ranks, of every section."""
+        found = []
+        for position in self.buffers.with_riders:
+            if self.buckets[position].work is not None:
+                found.append(self._riders_at(position))
+        found += self._reservations.reserved.values()
+        return [riders for riders in found if riders is not None]
+
+    def knows_riders_at(self, position: int) -> bool:
+        """Whether those of a launched bucket, if it has any, can be read."""
+        launch = self.buckets[position]
+        is_of_graph = launch.section in self._reservations.reserved
+        return launch.bucket.riders is None or is_of_graph or self._riders_at(position) is not None
+
+    def used_on_any_rank(self, position: int) -> Set[int]:
+        """The parameters of a bucket that any rank has used since the last synchronised backward.
+
+        Hooks have launched it. Reads from the device, once for each section, on ranks that have not used such a one.
+        """
+        indices = self.buffers.indices_in[position]
+        unused_here = self.usage.unused(indices)
+        if not unused_here:
+            return indices
+        ranks = self._ranks_using(self.buckets[position].section)
+        return indices.difference(index for index in unused_here if ranks[index] == 0)
+
+    def unused_everywhere(self) -> set[int]:
+        """Of the parameters that hooks reduced, those that no rank has used."""
+        return {i for p in self.by_hooks() for i in self.buffers.indices_in[p].difference(self.used_on_any_rank(p))}
+
+    def _ranks_using(self, section: int) -> dict[int, float]:
+        if section not in self._using:
+            layout = self.buckets[self.buffers.positions_in[section][-1]].bucket.riders
+            assert layout is not None
+            self._using[section] = ranks_using(layout, self._riders_of(section))
+        return self._using[section]
+
+    def _riders_at(self, position: int) -> torch.Tensor | None:
+        """Of a bucket that hooks launched, or a graph that broke off; None where there are none."""
+        work, layout = self.buckets[position].work, self.buckets[position].bucket.riders
+        if isinstance(work, LaunchedByGraph):
+            return None if work.flat is None or layout is None else layout.view(work.flat)
+        return None if work is None else self.buffers[position].riders
+
+    def _riders_of(self, section: int) -> torch.Tensor:
+        riders = self._riders_at(self.buffers.positions_in[section][-1])
+        assert riders is not None
+        return riders
+
+    def _await_riders_of(self, section: int) -> torch.Tensor:
+        """The riders of a section that hooks have launched, once they have arrived."""
+        carrier = self.buckets[self.buffers.positions_in[section][-1]]
+        assert carrier.work is not None
+        carrier.work.wait()
+        return self._riders_of(section)

@@ -390,7 +390,7 @@ class Runtime:
         all_by_hooks = backward is not None and backward.circumstances.some_rank_differs  # on every rank
         if not agreed.must_agree and not all_by_hooks:
             for section in agreed.graph_sections.values():
-                if backward is None or not backward.launcher.has_launched(section):
+                if backward is None or not backward.has_launched(section):
                     yield agreed.event_of(section)
 
     def waits_to_send(self) -> str | None:
@@ -421,7 +421,7 @@ class Runtime:
             backward = self.beginning.without_task(carried.weight if has_any else 0.0)
             self.under_way.skip(backward)
             self.beginning.leave_all_to_hooks(backward)
-            backward.launcher.launch_rest()
+            backward.launch_rest()
 
     # ---- an exception ------------------------------------------------------------------------------------------------
 
@@ -466,11 +466,11 @@ class Runtime:
             if not has_begun:
                 self.beginning.leave_all_to_hooks(backward)
             backward.break_off()
-            if not backward.launcher.riders_are_known:
+            if not backward.riders_are_known:
                 under_way.end()
                 raise communicator.give_up("an exception ended a backward, and what it had reduced is lost")
-            self._rest_was_launched = backward.launcher.has_rest()
-            backward.launcher.launch_rest()
+            self._rest_was_launched = backward.has_rest()
+            backward.launch_rest()
 
     def told_ranks(self) -> Collection[int]:
         return self.communicator.ranks.ranks if self._rest_was_launched else ()

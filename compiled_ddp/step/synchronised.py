@@ -19,160 +19,12 @@ from compiled_ddp.plan import Section
 from compiled_ddp.planning.sequence import Observations
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.ranks.progress import RankProgress
 from compiled_ddp.reducers.averaging import Averaging
 from compiled_ddp.reducers.reducer import Reducer
 from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.step.gradients import ExistingGradients, FoldedGradients, Gradients, GraphGradients
 from compiled_ddp.step.launches import Launch, Launches, Reservations, Usage
 from compiled_ddp.step.riders import Flag, Message
-
-# ---- in which order the buckets are launched, whoever produces the gradients -----------------------------------------
-
-
-class Launcher:
-    """A cursor over the sequence; what hooks launch is filled by `Gradients`. It never touches .grad.
-
-    A section is launched by the captured segment that reserves it, at the moment it does; otherwise bucket by bucket
-    as hooks bring the gradients, and at the end of backward with what there is. [Note: every rank launches in the same
-    order]: the cursor only moves forward, over whole buckets, and `launch_rest` moves it to the end, so whatever a
-    rank ran, it issues the same collectives with the same sizes in the same order as all others.
-    """
-
-    def __init__(
-        self,
-        buffers: SequenceBuffers,
-        launches: Launches,
-        gradients: Gradients,
-        reservations: Reservations,
-        message: Message,
-        rank_progress: RankProgress,
-    ) -> None:
-        self.positions_in, self._reservations = buffers.positions_in, reservations  # the buckets of each section
-        self._launches, self._gradients = launches, gradients
-        self._message, self._rank_progress = message, rank_progress
-        # After `break_off`: whether those of all that was launched can be read. Else nobody knows what others do next.
-        self.riders_are_known = True
-        self._cursor = 0
-        self._broke_in_launch = False  # whether an exception has ended a launch by hooks
-
-    # ---- graphs ------------------------------------------------------------------------------------------------------
-
-    def is_next(self, section: int) -> bool:
-        """Whether a graph may reserve a section: all before it has been launched."""
-        return self._reservations.is_free(section) and self._cursor == self.positions_in[section].start
-
-    def has_launched(self, section: int) -> bool:
-        """Whether all buckets of a section have been launched, or a graph has reserved them."""
-        return self._cursor > self.positions_in[section][-1]
-
-    def waits_in_vain_before(self, section: int, comes: Callable[[int], bool]) -> bool:
-        """Whether hooks wait before a section for what will not come; `comes` tells which gradients still may."""
-        waiting = self._waiting_before(section)
-        if not waiting or not self._reservations.is_free(section):
-            return False
-        of_graphs = any(self._reservations.waits_for_graph(launch.section) for launch in waiting)
-        return not of_graphs and not any(comes(index) for launch in waiting for index in launch.missing)
-
-    def waits_for_skipped_graphs_before(self, section: int) -> bool:
-        """Whether all that hooks wait for before a section is of graphs' sections, which were left to them."""
-        return all(self._reservations.is_of_graph(launch.section) for launch in self._waiting_before(section))
-
-    def _waiting_before(self, section: int) -> Sequence[Launch]:
-        """What is to be launched before a section, in order."""
-        return self._launches.buckets[self._cursor : self.positions_in[section].start]
-
-    def reserve(self, section: int) -> None:
-        """Hand a section to the captured segment that is about to run; what is missing before it is sent as zeros."""
-        positions = self.positions_in[section]
-        if self._cursor < positions.start:
-            self._launch_to(positions.start)
-        self._reservations.reserve(section)
-        self._rank_progress.graph_began(self._cursor)
-        self._cursor += len(positions)
-
-    def release(self, section: int) -> None:
-        """Undo a reservation before the graph has launched anything: hooks launch the section."""
-        self._reservations.release(section)
-        self._rank_progress.graph_ended()
-        self._cursor = self.positions_in[section].start
-
-    # ---- hooks -------------------------------------------------------------------------------------------------------
-
-    def launch_complete(self) -> None:
-        """Launch every bucket that hooks have filled, up to the first one that is not."""
-        buckets = self._launches.buckets
-        while self._cursor < len(buckets):
-            launch = buckets[self._cursor]
-            if launch.missing or (not launch.bucket.gradients and not self._section_has_begun()):
-                return
-            self._launch()
-
-    def _section_has_begun(self) -> bool:
-        """Whether the bucket before the cursor, of the same section, was launched by hooks."""
-        return self._cursor > 0 and self._launches.buckets[self._cursor - 1].work is not None
-
-    def has_rest(self) -> bool:
-        """Whether a bucket has not been launched. The last one carries riders, and so the message to every rank."""
-        return self._cursor < len(self._launches.buckets)
-
-    def launch_rest(self) -> None:
-        """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce."""
-        if self._cursor < len(self._launches.buckets):
-            self._launch_to(len(self._launches.buckets))
-
-    def _launch_to(self, position: int) -> None:
-        while self._cursor < position:
-            for index in sorted(self._launches.buckets[self._cursor].missing):
-                self._gradients.fill_missing(index, self._cursor)
-            self._launch()
-
-    def _launch(self) -> None:
-        position = self._cursor
-        self._gradients.put_gathered(position)
-        flat = self._launches.make_ready(position)
-        try:
-            self._launches.start(position, flat)
-        except BaseException as error:
-            self._broke_in_launch = True
-            if self._launches.reducer.has_failed:
-                self._send_riders_alone()
-                self._launches.explain_failed_reducer(error, position)
-            else:
-                self._launches.explain(error, position, "could not be launched")
-            raise
-        self._cursor += 1
-
-    def _send_riders_alone(self) -> None:
-        """To tell the other ranks that the reducer has failed here."""
-        self._message.note(Flag.ABORTED, Flag.HOOK_FAILED)
-        self._cursor += 1
-        self._launch_to(len(self._launches.buckets))
-
-    # ---- an exception ------------------------------------------------------------------------------------------------
-
-    def break_off(self) -> None:
-        """Find out what has been launched when an exception ended this backward, so that the rest can follow.
-
-        The process group's own count of collectives tells it, however far a graph or a line of ours had come. What is
-        left of a bucket that a communication hook reduces by several is launched here.
-        """
-        broken = self._reservations.incomplete()
-        for section in broken:
-            self._reservations.release(section)
-        if not self._launches.reducer.counts_collectives:  # and no graph launches anything
-            return
-        if not self._rank_progress.counts_launches:
-            self.riders_are_known = not broken and not self._broke_in_launch
-            return
-        left = self._launches.launched_collectives
-        self._cursor = 0
-        while self._cursor < len(self._launches.buckets) and left > 0:
-            self._launches.note_launched(self._cursor, left)
-            left = max(left - self._launches.collectives[self._cursor], 0)
-            self._cursor += 1
-        self.riders_are_known = all(map(self._launches.riders.are_known, range(self._cursor)))
-
 
 # ---- torch.autograd.grad: what it returns, and whether each is the mean that a graph has made ------------------------
 
@@ -258,7 +110,12 @@ class Circumstances:
 
 
 class SynchronisedBackward:
-    """Told of gradients by hooks and by graphs, it lets them be launched in order, and leaves their mean in .grad.
+    """Told of gradients by hooks and by graphs, it launches them in order, and leaves their mean in .grad.
+
+    A section is launched by the captured segment that reserves it, at the moment it does; otherwise bucket by bucket
+    as hooks bring the gradients, and at the end of backward with what there is. [Note: every rank launches in the same
+    order]: the cursor only moves forward, over whole buckets, and `launch_rest` moves it to the end, so whatever a
+    rank ran, it issues the same collectives with the same sizes in the same order as all others.
 
     `came_past` are the parameters with something in .grad at its end that nobody expects there and nothing reduced.
     """
@@ -297,20 +154,20 @@ class SynchronisedBackward:
         )
         self.gradients = Gradients(
             parameters,
-            buffers,
             self.launches,
-            usage=usage,
-            averaging=averaging,
             existing=self.existing,
             of_graphs=self.of_graphs,
             sends_zeros=circumstances.returned is not None,
             reduced_before=circumstances.reduces_again,
             as_view=gradient_as_bucket_view,
-            recording=recording,
         )
-        progress = communicator.progress
-        self.launcher = Launcher(buffers, self.launches, self.gradients, self.reservations, message, progress)
-        progress.backward_began(
+        self.positions_in = buffers.positions_in  # the buckets of each section
+        # After `break_off`: whether those of all that was launched can be read. Else nobody knows what others do next.
+        self.riders_are_known = True
+        self._cursor = 0
+        self._broke_in_launch = False  # whether an exception has ended a launch by hooks
+        self._rank_progress = communicator.progress
+        self._rank_progress.backward_began(
             message.forwards.begun, buffers.buckets, buffers.origins, parameters.names, self.launches.collectives
         )
 
@@ -331,7 +188,7 @@ class SynchronisedBackward:
             self.observations.note_arrival("hook", index)
         self.gradients.gather(index, position, gradient)
         if not launch.missing:
-            self.launcher.launch_complete()
+            self.launch_complete()
 
     def _arrived(self, index: int) -> None:
         """The same where more has to be looked at than what most gradients of most steps need."""
@@ -350,7 +207,7 @@ class SynchronisedBackward:
             if launch.work is not None or index not in launch.missing:
                 raise self._second_gradient(index)
         self.gradients.fill(index, positions, gradient)
-        self.launcher.launch_complete()
+        self.launch_complete()
 
     def _second_gradient(self, index: int) -> RuntimeError:
         return RuntimeError(
@@ -364,22 +221,127 @@ class SynchronisedBackward:
         """Whether what graphs reduce may turn out to be a part of a gradient, or is known to be one."""
         return self.circumstances.observes_order or bool(self._again)
 
+    # ---- the cursor over the sequence: [Note: every rank launches in the same order] --------------------------------
+
+    def is_next(self, section: int) -> bool:
+        """Whether a graph may reserve a section: all before it has been launched."""
+        return self.reservations.is_free(section) and self._cursor == self.positions_in[section].start
+
+    def has_launched(self, section: int) -> bool:
+        """Whether all buckets of a section have been launched, or a graph has reserved them."""
+        return self._cursor > self.positions_in[section][-1]
+
+    def waits_in_vain_before(self, section: int, comes: Callable[[int], bool]) -> bool:
+        """Whether hooks wait before a section for what will not come; `comes` tells which gradients still may."""
+        waiting = self._waiting_before(section)
+        if not waiting or not self.reservations.is_free(section):
+            return False
+        of_graphs = any(self.reservations.waits_for_graph(launch.section) for launch in waiting)
+        return not of_graphs and not any(comes(index) for launch in waiting for index in launch.missing)
+
+    def waits_for_skipped_graphs_before(self, section: int) -> bool:
+        """Whether all that hooks wait for before a section is of graphs' sections, which were left to them."""
+        return all(self.reservations.is_of_graph(launch.section) for launch in self._waiting_before(section))
+
+    def _waiting_before(self, section: int) -> Sequence[Launch]:
+        """What is to be launched before a section, in order."""
+        return self.launches.buckets[self._cursor : self.positions_in[section].start]
+
     def reserve(self, section: int) -> None:
-        """Hand a section to a captured graph that is about to run."""
-        self.launcher.reserve(section)
+        """Hand a section to a captured graph that is about to run; what is missing before it is sent as zeros."""
+        positions = self.positions_in[section]
+        if self._cursor < positions.start:
+            self._launch_to(positions.start)
+        self.reservations.reserve(section)
+        self._rank_progress.graph_began(self._cursor)
+        self._cursor += len(positions)
         if self.circumstances.observes_order:
             self.observations.note_arrival("graph", section)
+
+    def release(self, section: int) -> None:
+        """Undo a reservation before the graph has launched anything: hooks launch the section."""
+        self.reservations.release(section)
+        self._rank_progress.graph_ended()
+        self._cursor = self.positions_in[section].start
+
+    def launch_complete(self) -> None:
+        """Launch every bucket that hooks have filled, up to the first one that is not."""
+        buckets = self.launches.buckets
+        while self._cursor < len(buckets):
+            launch = buckets[self._cursor]
+            if launch.missing or (not launch.bucket.gradients and not self._section_has_begun()):
+                return
+            self._launch()
+
+    def _section_has_begun(self) -> bool:
+        """Whether the bucket before the cursor, of the same section, was launched by hooks."""
+        return self._cursor > 0 and self.launches.buckets[self._cursor - 1].work is not None
+
+    def has_rest(self) -> bool:
+        """Whether a bucket has not been launched. The last one carries riders, and so the message to every rank."""
+        return self._cursor < len(self.launches.buckets)
+
+    def launch_rest(self) -> None:
+        """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce."""
+        if self._cursor < len(self.launches.buckets):
+            self._launch_to(len(self.launches.buckets))
+
+    def _launch_to(self, position: int) -> None:
+        while self._cursor < position:
+            for index in sorted(self.launches.buckets[self._cursor].missing):
+                self.gradients.fill_missing(index, self._cursor)
+            self._launch()
+
+    def _launch(self) -> None:
+        position = self._cursor
+        self.gradients.put_gathered(position)
+        flat = self.launches.make_ready(position)
+        try:
+            self.launches.start(position, flat)
+        except BaseException as error:
+            self._broke_in_launch = True
+            if self.launches.reducer.has_failed:
+                self._send_riders_alone()
+                self.launches.explain_failed_reducer(error, position)
+            else:
+                self.launches.explain(error, position, "could not be launched")
+            raise
+        self._cursor += 1
+
+    def _send_riders_alone(self) -> None:
+        """To tell the other ranks that the reducer has failed here."""
+        self.message.note(Flag.ABORTED, Flag.HOOK_FAILED)
+        self._cursor += 1
+        self._launch_to(len(self.launches.buckets))
 
     # ---- an exception ------------------------------------------------------------------------------------------------
 
     def break_off(self) -> None:
-        """An exception has ended this backward; the rest of it can follow if `launcher.riders_are_known`."""
+        """An exception has ended this backward; the rest of it can follow if `riders_are_known`.
+
+        The process group's own count of collectives tells what has been launched, however far a graph or a line of ours
+        had come. What is left of a bucket that a communication hook reduces by several is launched here.
+        """
         if self.circumstances.returned is not None:
             self.circumstances.returned.end()
         self.folded.forget()
         self.gradients.forget_gathered()
         self.message.note(Flag.ABORTED)
-        self.launcher.break_off()
+        broken = self.reservations.incomplete()
+        for section in broken:
+            self.reservations.release(section)
+        if not self.launches.reducer.counts_collectives:  # and no graph launches anything
+            return
+        if not self._rank_progress.counts_launches:
+            self.riders_are_known = not broken and not self._broke_in_launch
+            return
+        left = self.launches.launched_collectives
+        self._cursor = 0
+        while self._cursor < len(self.launches.buckets) and left > 0:
+            self.launches.note_launched(self._cursor, left)
+            left = max(left - self.launches.collectives[self._cursor], 0)
+            self._cursor += 1
+        self.riders_are_known = all(map(self.launches.knows_riders_at, range(self._cursor)))
 
     def restore_gradients(self) -> None:
         """Give back the .grad tensors that this backward has taken, where it ends with an error."""
@@ -398,20 +360,20 @@ class SynchronisedBackward:
             not_reduced = returned.not_reduced(self.of_graphs.addresses)
         if not_reduced:
             self.message.note(Flag.ABORTED)  # ranks that accumulate would miss what this one returns
-        self.launcher.launch_rest()
+        self.launch_rest()
         return not_reduced
 
     def share(self) -> float:
         """The factor of this rank's gradients in the result. Reads from the device in a weighted mean."""
-        return self.averaging.share_of_all(lambda: self.launches.riders.of_every_section()[0])
+        return self.averaging.share_of_all(lambda: self.launches.riders()[0])
 
     def settle_hook_state(self) -> None:
         """This backward has ended well on every rank, so that what was sent in it is used."""
-        self.launches.reducer.settle(self.launches.riders.unused_everywhere)
+        self.launches.reducer.settle(self.launches.unused_everywhere)
 
     def write_back(self) -> set[int]:
         """Leave the mean in .grad; returns the parameters that hooks have reduced and some rank has used."""
-        self.launches.reducer.settle(self.launches.riders.unused_everywhere)
+        self.launches.reducer.settle(self.launches.unused_everywhere)
         if self.circumstances.returned is not None:
             self.gradients.restore_untouched()
             return set()
@@ -423,13 +385,14 @@ class SynchronisedBackward:
 
     def _look_at_what_is_left(self) -> None:
         """Find what has come past the reduction: [Note: what a backward leaves]"""
-        tensors, addresses, left = self._parameters.tensors, self.of_graphs.addresses, self.gradients.left
-        changed = set(self.of_graphs.changed(tensors)).difference(left.there) if addresses else ()
+        tensors, addresses = self._parameters.tensors, self.of_graphs.addresses
+        left, empty = self.gradients.left, self.gradients.left_empty
+        changed = set(self.of_graphs.changed(tensors)).difference(left) if addresses else ()
         if changed:
             self._find_beside_graphs(changed)
-        if len(tensors) not in (len(addresses), len(left.there) + len(left.nothing)):
-            self._find_unexpected(set(range(len(tensors))).difference(addresses, left.there, left.nothing))
-        if left.there or left.nothing:
+        if len(tensors) not in (len(addresses), len(left) + len(empty)):
+            self._find_unexpected(set(range(len(tensors))).difference(addresses, left, empty))
+        if left or empty:
             self.came_past.update(self.gradients.changed_since())
 
     def _find_beside_graphs(self, changed: Iterable[int]) -> None:

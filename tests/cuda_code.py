@@ -14,7 +14,7 @@ from compiled_ddp.comm_hooks import CommHook, Ranks
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import Bucket, BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
-from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.reducers.traced_hook import BucketHook
 from compiled_ddp.torch_private import compiler_options, inductor, packing
 from compiled_ddp.torch_private.groups import pretended
 from compiled_ddp.torch_private.pretended_cuda import (

@@ -18,10 +18,8 @@ import pytest
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.graph import compilations, compile_once
-from compiled_ddp.graph import owner as owner_module
-from compiled_ddp.graph.other_hosts import OtherHosts
-from compiled_ddp.graph.owner import Owner
+from compiled_ddp.graph import compile_once, other_hosts, telling
+from compiled_ddp.graph.other_hosts import OtherHosts, Owner
 from compiled_ddp.ranks import pretended
 from compiled_ddp.ranks.rank_group import RankGroup
 from ranks import RankPool
@@ -31,7 +29,7 @@ A_GRAPH = {"graph": "a graph"}
 OWNER = """
 import contextlib, sys, time
 from compiled_ddp import torch_private
-from compiled_ddp.graph import compilations, compile_once
+from compiled_ddp.graph import compile_once
 with compile_once.in_turn({"graph": sys.argv[1]}, lambda owner: contextlib.nullcontext()):
     print("compiling", flush=True)
     time.sleep(1000)
@@ -122,7 +120,7 @@ def test_what_a_killed_process_was_compiling_is_taken_over(folder: Path) -> None
 
 
 def test_a_stopped_process_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_module, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(other_hosts, "SILENT_SECONDS", 2.0)
     waits = Waits()
     with owner_elsewhere() as owner:
         os.kill(owner.pid, signal.SIGSTOP)
@@ -136,8 +134,8 @@ def test_a_stopped_process_is_given_up(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_one_that_lives_is_waited_for_up_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_module, "SILENT_SECONDS", 2.5)
-    monkeypatch.setattr(owner_module, "PATIENCE_SECONDS", 5.0)
+    monkeypatch.setattr(other_hosts, "SILENT_SECONDS", 2.5)
+    monkeypatch.setattr(other_hosts, "PATIENCE_SECONDS", 5.0)
     with owner_elsewhere():
         began = time.monotonic()
         with compile_once.in_turn(A_GRAPH, Waits()):
@@ -228,7 +226,7 @@ def _in_turn_with(other: _OtherRank) -> tuple[Owner | None, Waits]:
 
 
 def test_a_host_that_dies_in_the_middle_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_module, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(other_hosts, "SILENT_SECONDS", 0.3)
     other = _OtherRank({}, itertools.repeat("7"))
     owner, waits = _in_turn_with(other)
     assert owner is None and [each.host for each in waits.owners if each] == ["elsewhere"]
@@ -236,8 +234,8 @@ def test_a_host_that_dies_in_the_middle_is_given_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_host_that_lives_is_waited_for_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner_module, "SILENT_SECONDS", 0.5)
-    monkeypatch.setattr(owner_module, "PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(other_hosts, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(other_hosts, "PATIENCE_SECONDS", 2.0)
     began = time.monotonic()
     owner, _ = _in_turn_with(_OtherRank({}, map(str, itertools.count())))
     assert owner is None and time.monotonic() - began >= 2.0
@@ -321,6 +319,6 @@ def test_compilers_that_ask_other_ranks_take_no_turns() -> None:
 def test_a_broken_note_of_how_long_it_took_is_none(text: str, folder: Path) -> None:
     folder.mkdir()
     (folder / "seconds.json").write_text(text)
-    assert compilations.seconds_of_last_time("a") is None
-    compilations.note_seconds("a", 7.04)
-    assert compilations.seconds_of_last_time("a") == 7.0
+    assert telling.seconds_of_last_time("a") is None
+    telling.note_seconds("a", 7.04)
+    assert telling.seconds_of_last_time("a") == 7.0

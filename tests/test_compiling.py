@@ -13,7 +13,7 @@ from models import wrappers
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from compiled_ddp.graph.compiling import compiling
+from compiled_ddp.graph.telling import compiling
 from compiled_ddp.torch_private.captures import Capture
 from ranks import RankPool
 

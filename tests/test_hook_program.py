@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_ddp import comm_hooks
 from compiled_ddp.comm_hooks import PowerSGD, Ranks, StatefulHook, TopK
 from compiled_ddp.passes.graph_edit import output_values
-from compiled_ddp.reducers.hook_program import HookProgram, check_hook, elementwise_state, example, initial_state
+from compiled_ddp.reducers.traced_hook import HookProgram, check_hook, elementwise_state, example, initial_state
 
 CPU = torch.device("cpu")
 RANKS = Ranks(2, "nobody")

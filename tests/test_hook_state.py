@@ -12,8 +12,7 @@ from torch import Tensor
 from compiled_ddp.comm_hooks import Ranks, StatefulHook
 from compiled_ddp.plan import GradientSpec, ReductionSequence, Section
 from compiled_ddp.planning.assignment import place_buckets
-from compiled_ddp.reducers.hook_state import BucketHook
-from compiled_ddp.reducers.traced_hook import TracedHook
+from compiled_ddp.reducers.traced_hook import BucketHook, TracedHook
 
 NAMES = ("a", "b", "c")
 NO_COMMUNICATOR: Any = None  # only riders would need one

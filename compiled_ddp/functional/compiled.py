@@ -29,7 +29,7 @@ from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.unit import Launch, Unit, break_off
 from compiled_ddp.graph import compile_once
-from compiled_ddp.graph.compiling import compiling
+from compiled_ddp.graph.telling import compiling
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.options import check_compiler
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step

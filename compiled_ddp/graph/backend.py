@@ -9,10 +9,10 @@ from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph.compiled_graph import CompilerFailed
-from compiled_ddp.graph.compiling import compiling
 from compiled_ddp.graph.program import quoted
 from compiled_ddp.graph.segment import Segment, caller_of_this_thread
-from compiled_ddp.model.own_methods import given_parameters
+from compiled_ddp.graph.telling import compiling
+from compiled_ddp.model.managed import given_parameters
 
 # [Note: shared captures] To Dynamo a backend of another wrapper is another backend, whose graphs it captures anew, and
 # counts: the ninth model of a class would run without graphs. So wrappers of equal models have one backend, and one

@@ -22,8 +22,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
-from compiled_ddp.graph.other_hosts import OtherHosts
-from compiled_ddp.graph.owner import Owner, Patience, Waiting, name_of, this_process
+from compiled_ddp.graph.other_hosts import OtherHosts, Owner, Patience, Waiting, name_of, this_process
 from compiled_ddp.ranks.clock import again_and_again
 from compiled_ddp.telling import log
 

@@ -11,9 +11,8 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
-from compiled_ddp.graph.compiling import compiling
 from compiled_ddp.graph.reference import NoReference, ReferenceGraph, Rounded
-from compiled_ddp.graph.telling import CapturedFor, Teller
+from compiled_ddp.graph.telling import CapturedFor, Teller, compiling
 from compiled_ddp.torch_private.aot import BackwardImplementation, TracedBackward
 from compiled_ddp.torch_private.inductor import Rewriting
 

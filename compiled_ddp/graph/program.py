@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -24,6 +24,8 @@ from compiled_ddp.ranks.group_name import SHARED_NAME, NameInGraphs
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graphs import ReservedSection
 from compiled_ddp.torch_private.inductor import Rewriting
+
+# ---- a wrapper's program ---------------------------------------------------------------------------------------------
 
 # [Note: backward variants] A graph has one forward and several backwards, each compiled when it is first needed:
 # local          no collective, no scaling: what plain torch.compile produces, and shares its cache entry
@@ -223,3 +225,34 @@ def quoted(error: BaseException | None) -> str:
     """A compiler's error, for a message."""
     words = f"{type(error).__name__}: {error}"
     return words if len(words) < 2000 else f"{words[:2000]} ..."
+
+
+# ---- bound to the parameters that a wrapper calls it with ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A program, bound to the parameters that a call runs it with."""
+
+    program: Program
+    plan: BucketPlan  # over parameters
+    fingerprint: str
+    index_of: dict[int, int]  # graph input -> parameter
+
+
+class Binding:
+    """What all calls of a graph with the same parameters are bound to."""
+
+    def __init__(self, whole: Bound, bind_without: Callable[[frozenset[int]], Bound]) -> None:
+        """`whole` has every parameter; `bind_without` leaves some graph inputs out."""
+        self.whole, self._bind_without = whole, bind_without
+        # The inputs that the latest backward brought no gradient: [Note: undefined gradients]
+        self.left_out = frozenset[int]()
+
+    def without(self, undefined: frozenset[int]) -> Bound:
+        """The same without these graph inputs."""
+        return self._bind_without(undefined) if undefined else self.whole
+
+    def note_undefined(self, undefined: frozenset[int]) -> None:
+        """A backward brings these graph inputs no gradient."""
+        self.left_out = undefined

@@ -12,10 +12,9 @@ from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph import compile_once
-from compiled_ddp.graph.bound import Binding, Bound
 from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own_outputs
 from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph, HasTeller
-from compiled_ddp.graph.program import Program, quoted, without
+from compiled_ddp.graph.program import Binding, Bound, Program, quoted, without
 from compiled_ddp.graph.telling import Teller
 from compiled_ddp.step.graph_call import UntilBackward
 from compiled_ddp.step.runtime import Runtime

@@ -1,23 +1,105 @@
-"""What a wrapper tells of its compilers, where they take long."""
+"""What a wrapper tells of its compilers, where they take long: what is compiled, and for how long."""
 
 import contextlib
+import functools
+import json
 import logging
+import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
+from compiled_ddp.collector import full_collections_put_off
+from compiled_ddp.frames import with_room_for_frames
 from compiled_ddp.graph import compile_once
-from compiled_ddp.graph.compilations import MOST_OF_A_GRAPH, Compilation, note_seconds, seconds_of_last_time
-from compiled_ddp.graph.other_hosts import OtherHosts
-from compiled_ddp.graph.owner import Owner
+from compiled_ddp.graph.other_hosts import OtherHosts, Owner
 from compiled_ddp.ranks import pretended
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.telling import log
 from compiled_ddp.telling.slow_work import SlowWork
+
+# ---- what has been compiled or found in the cache, and how long that took the last time ------------------------------
+
+# A graph's forward, and its three backwards: [Note: backward variants] in graph/program.py.
+MOST_OF_A_GRAPH = 4
+
+
+class Compilation(NamedTuple):
+    """A forward or a backward that is there now. `by` is who has compiled it, if known."""
+
+    what: str
+    graph: int
+    seconds: float
+    was_found: bool
+    by: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} of graph {self.graph} ({self.by or f'{self.seconds:.1f} s'})"
+
+
+def describe(compilations: Sequence[Compilation]) -> str:
+    """A line for those that were compiled here, and one for those that were not; empty where there are none."""
+    here = ", ".join(str(each) for each in compilations if not each.was_found)
+    found = ", ".join(str(each) for each in compilations if each.was_found)
+    lines = [f"Compiled here: {here}."] if here else []
+    if found:
+        lines.append(f"Loaded from {torch_private.compiler_cache.folder()}: {found}.")
+    return "\n".join(lines)
+
+
+def seconds_of_last_time(name: str) -> float | None:
+    """How long it took to compile what has this name, in whatever process filled the same cache; None if unknown."""
+    return _seconds().get(name)
+
+
+def note_seconds(name: str, seconds: float) -> None:
+    """For the next process. Of two that note at the same time one may be lost."""
+    file = _file()
+    with contextlib.suppress(OSError):  # it is only an estimate for somebody else
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(f".{os.getpid()}")
+        new.write_text(json.dumps(_seconds() | {name: round(seconds, 1)}))
+        new.replace(file)
+
+
+def _file() -> Path:
+    return torch_private.compiler_cache.own_folder() / "seconds.json"
+
+
+def _seconds() -> dict[str, float]:
+    try:
+        found = json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    items = found.items() if isinstance(found, dict) else ()
+    return {name: seconds for name, seconds in items if isinstance(seconds, int | float)}
+
+
+# ---- how Python is set up while compilers run in it ------------------------------------------------------------------
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def compiling(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, which runs a compiler: with room for its frames, and no collections of all objects."""
+
+    @with_room_for_frames
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        with full_collections_put_off():
+            return function(*args, **kwargs)
+
+    return call
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
 _MOST_OF_A_GUARD = 200  # characters

@@ -20,7 +20,7 @@ from compiled_ddp.comparison.users_task import RETURNS, Training, call_function,
 from compiled_ddp.comparison.workload import on_device
 from compiled_ddp.compiled import CompiledDDP, compile_ddp
 from compiled_ddp.graph import precompiled
-from compiled_ddp.graph.compilations import Compilation
+from compiled_ddp.graph.telling import Compilation
 from compiled_ddp.model.managed import is_wrapper
 from compiled_ddp.ranks import pretended
 from compiled_ddp.ranks.link_speed import BUCKET_CAPS_MB

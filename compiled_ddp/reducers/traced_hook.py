@@ -1,16 +1,537 @@
-"""One backward's use of a communication hook: what hooks launch, and what becomes of the state at its end."""
+"""A communication hook, traced: its program, what it keeps from step to step, and one backward's use of it.
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
+[Note: what was sent and what is owed] A compression sends a part of the gradients and owes the rest. For every
+parameter, what backwards have left in .grad plus the mean over ranks of what is still owed is the sum of the true
+means. That holds because
+
+- a state belongs to a place in the agreed sequence, not to a set of parameters: the buckets of a layer that is called
+  twice have states of their own, the same ones on every rank, whether a graph launches them or hooks do;
+- it is replaced when a backward has ended well, and not by one that breaks off (`TracedHook.settle`);
+- a parameter that a backward brings nothing to has of it what it had before;
+- when the sequence changes, what a parameter has of it moves to where its gradients go from then on (`adopt`).
+"""
+
+import functools
+import hashlib
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.fx import Graph, Node
 
-from compiled_ddp.passes.ops import wait_tensor
-from compiled_ddp.plan import Section
+from compiled_ddp import torch_private
+from compiled_ddp.comm_hooks import CommHook, Ranks, StatefulHook
+from compiled_ddp.passes.graph_edit import output_values, set_output_values
+from compiled_ddp.passes.ops import LAUNCHES, all_gather, all_reduce, wait_tensor
+from compiled_ddp.plan import Bucket, Gradient, GradientSpec, ReductionSequence, Section, gradient_dtype
+from compiled_ddp.planning.assignment import place_buckets
 from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.reducers.hook_program import HookProgram, as_real
-from compiled_ddp.reducers.hook_state import BucketHook
 from compiled_ddp.reducers.reducer import Reducer, Work
+from compiled_ddp.users_code import warn_user
+
+# ---- the program that graphs take in and that hooks of gradients run -------------------------------------------------
+
+_aten = torch.ops.aten
+_clone = _aten.clone.default
+
+# What stands for the collectives where a program runs on one rank alone, as if all ranks had the same tensors.
+_ALONE: Mapping[object, Callable[..., torch.Tensor]] = {
+    all_reduce: lambda tensor, *_: tensor.clone(),
+    all_gather: lambda tensor, size, _: torch.cat([tensor] * size),
+    wait_tensor: lambda tensor: tensor,
+}
+_CHECKED_ELEMENTS = 64  # of the bucket that a hook is tried with
+
+
+def check_hook(hook: CommHook, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise TypeError or ValueError unless `hook` reduces gradients like those of every parameter; on whatever ranks.
+
+    It is traced for each dtype and device, and run once there, so that an operator that is not made for one of them is
+    found here and not in the first backward.
+    """
+    first_of: dict[tuple[torch.dtype, torch.device], str] = {}
+    for name, parameter in parameters.items():
+        first_of.setdefault((gradient_dtype(parameter), parameter.device), name)
+    for (dtype, device), name in first_of.items():
+        flat = example(_CHECKED_ELEMENTS, dtype, device)
+        try:
+            state = initial_state(hook, flat)
+            HookProgram(hook, Ranks(2, "check"), flat, state).run_alone(torch.ones_like(flat), state)
+            elementwise = elementwise_state(hook, dtype, device)
+        except Exception as error:
+            kind = ValueError if isinstance(error, ValueError) else TypeError
+            raise kind(
+                f"the communication hook {hook!r} cannot reduce gradients like those of parameter {name}, {dtype} on "
+                f"{device}: {error} Let the hook convert what it is given, or use another one."
+            ) from error
+        if isinstance(hook, StatefulHook) and not elementwise.issuperset(hook.owed):
+            raise ValueError(
+                f"the communication hook {hook!r} has owed={hook.owed!r}, and of its {len(state)} tensors of state "
+                f"those at {sorted(elementwise)} are floating point and as long as the bucket: name some of these."
+            )
+
+
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """A flat buffer as hooks are given it: complex numbers are pairs of real ones. Shares the memory."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def example(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A bucket of `numel` gradients as a hook is given it, all zero."""
+    return as_real(torch.zeros(numel, dtype=dtype, device=device))
+
+
+@torch.no_grad()
+def initial_state(hook: CommHook, flat: torch.Tensor) -> list[torch.Tensor]:
+    """What `hook` keeps for a bucket like `flat` at first, in memory that nothing else has; empty without state."""
+    if not isinstance(hook, StatefulHook):
+        return []
+    state: object = hook.initial_state(flat)
+    if not isinstance(state, tuple | list) or not all(isinstance(tensor, torch.Tensor) for tensor in state):
+        raise TypeError(f"{hook!r}.initial_state must return a tuple of tensors, found {_format_value(state)}.")
+    return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in state]
+
+
+def elementwise_state(hook: CommHook, dtype: torch.dtype, device: torch.device) -> frozenset[int]:
+    """Which tensors of a hook's state have, whatever the bucket, one floating-point number for each of its elements.
+
+    What they have of a parameter moves along with its gradients where these go into another bucket.
+    """
+    tried = []
+    for numel in (_CHECKED_ELEMENTS, _CHECKED_ELEMENTS + 1):  # one alone may be as long as the bucket by chance
+        flat = example(numel, dtype, device)
+        state = initial_state(hook, flat)
+        tried.append({n for n, t in enumerate(state) if t.shape == flat.shape and t.is_floating_point()})
+    return frozenset(set.intersection(*tried))
+
+
+class HookProgram:
+    """What a hook does to buckets of one size, dtype and device.
+
+    [Note: what a hook hands out is its own] Whatever the hook does with its arguments, the program writes into none of
+    them, its new state shares no memory with anything, and its result none with its arguments. The state is contiguous,
+    of the types that it had before. It is kept as it was where the result is not finite, which all ranks see alike,
+    and where it would become so: one step that overflows is lost, and nothing after it.
+    """
+
+    def __init__(self, hook: CommHook, ranks: Ranks, flat: torch.Tensor, state: Sequence[torch.Tensor]) -> None:
+        """Trace `hook` for buckets like `flat`. Raises TypeError or ValueError where it is not what a hook must be."""
+
+        def run(gradients: torch.Tensor, *old: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            before = [tensor.clone() for tensor in old]  # the hook may write into what it is given
+            results = hook(gradients, ranks, *old)
+            reduced, *new = _checked(hook, results, [gradients, *before])
+            return reduced, *_unless_not_finite(reduced, new, before)
+
+        traced = torch_private.tracing.trace_functional(run, [flat, *state])
+        self.graph: Graph = traced.graph
+        if self.graph.find_nodes(op="get_attr"):
+            raise ValueError(
+                f"the communication hook {hook!r} reads a tensor that is none of its arguments: keep it as state of a "
+                "compiled_ddp.comm_hooks.StatefulHook."
+            )
+        _leave_inputs_alone(self.graph)
+        _set_result_apart(self.graph)
+        nodes = list(self.graph.nodes)
+        self.launches = [node for node in nodes if node.target in LAUNCHES]  # the same on every rank, in this order
+        waited = {node for node in nodes if node.target is wait_tensor}
+        for node in nodes:
+            if not waited.isdisjoint(node.all_input_nodes):
+                waited.add(node)
+        # Where a collective needs another one's result, the others would have to be launched in between.
+        several_rounds = any(node.target in LAUNCHES for node in waited)
+        self.first = nodes if several_rounds else [node for node in nodes if node not in waited]
+        self.then = [] if several_rounds else [node for node in nodes if node in waited]
+        text = [str(self.graph), *(_format_value(node.meta["val"]) for node in self.graph.find_nodes(op="placeholder"))]
+        self.identity = hashlib.sha256("\n".join(text).encode()).hexdigest()
+
+    def inputs(self, flat: torch.Tensor, state: Sequence[torch.Tensor]) -> dict[Node, Any]:
+        return dict(zip(self.graph.find_nodes(op="placeholder"), [as_real(flat), *state], strict=True))
+
+    @torch.no_grad()
+    def run(
+        self,
+        nodes: Sequence[Node],
+        values: dict[Node, Any],
+        instead: Mapping[object, Callable[..., Any]] | None = None,
+    ) -> None:
+        """Run some of the nodes, from and into `values`; `instead` has functions to call in place of operators."""
+        with torch_private.tensors.without_autocast():  # the dtypes are those that the hook was traced with
+            for node in nodes:
+                if node.op == "call_function":
+                    assert callable(node.target)
+                    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                    values[node] = (instead or {}).get(node.target, node.target)(*args, **kwargs)
+
+    def wait(self, values: Mapping[Node, Any]) -> None:
+        """Wait for the collectives among `values`, whatever has become of their results; a no-op the second time."""
+        for node in self.launches:
+            if node in values:
+                wait_tensor(values[node])
+
+    @torch.no_grad()
+    def launch_zeros(self, launched: int) -> list[torch.Tensor]:
+        """Launch, with zeros, what a run that broke off after `launched` collectives has left; returns their results.
+
+        None waits for another one's result, so that this rank need not compute anything.
+        """
+        results = []
+        for node in self.launches[launched:]:
+            assert callable(node.target)
+            sent, *others = node.args
+            assert isinstance(sent, Node)
+            like = sent.meta["val"]
+            results.append(node.target(torch.zeros(like.shape, dtype=like.dtype, device=like.device), *others))
+        return results
+
+    def results(self, values: Mapping[Node, Any]) -> list[torch.Tensor]:
+        """The mean, and the new state."""
+        return [values[node] for node in output_values(self.graph) if node is not None]
+
+    def run_alone(self, flat: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The results where every rank has what this one has. No collective is started."""
+        values = self.inputs(flat, state)
+        self.run([*self.first, *self.then], values, _ALONE)
+        return self.results(values)
+
+
+def _checked(hook: CommHook, results: object, expected: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """What a hook has returned, if it is like `expected`: gradients and state."""
+    found = tuple(results) if isinstance(results, tuple | list) else (results,)
+    if len(found) != len(expected) or not all(map(_alike, found, expected)):
+        state = f", and {len(expected) - 1} tensors of state as they were given" if expected[1:] else ""
+        raise TypeError(
+            f"the communication hook {hook!r} must return the reduced gradients, {_format_value(expected[0])}{state}; "
+            f"found {', '.join(map(_format_value, found))}."
+        )
+    return found
+
+
+def _unless_not_finite(
+    reduced: torch.Tensor, new: Sequence[torch.Tensor], old: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The new state where the result is finite; what was finite of it stays so."""
+    kept = []
+    good = _is_finite(reduced) if new else None
+    for after, before in zip(new, old, strict=True):
+        assert good is not None
+        stays_so = _is_finite(after) | _is_finite(before).logical_not()
+        kept.append(torch.where(good.to(after.device) & stays_so, after, before).contiguous())
+    return kept
+
+
+def _is_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all of it is, shape (). In two kernels, where `isfinite` takes five."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point() or not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return tensor.abs().amax() < torch.inf  # not a number if any is not
+
+
+def _leave_inputs_alone(graph: Graph) -> None:
+    """Drop what is written into the program's inputs, which nothing reads any more, and so the copies of them."""
+    inputs = set(graph.find_nodes(op="placeholder"))
+    for node in graph.find_nodes(op="call_function", target=_aten.copy_.default):
+        if node.args[0] in inputs:
+            graph.erase_node(node)
+    for node in graph.find_nodes(op="call_function", target=_clone):
+        if node.args[0] in inputs and not node.kwargs:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    graph.eliminate_dead_code()
+
+
+def _set_result_apart(graph: Graph) -> None:
+    """Copy the result where it lies in memory of an input, or not from the beginning of its own without gaps."""
+    result, *state = output_values(graph)
+    assert result is not None
+    value = result.meta["val"]
+    taken = {torch_private.tensors.memory_of(node.meta["val"]) for node in graph.find_nodes(op="placeholder")}
+    if torch_private.tensors.memory_of(value) in taken or not value.is_contiguous() or value.storage_offset():
+        with graph.inserting_before(graph.output_node()):
+            copied = graph.call_function(_clone, (result,), {"memory_format": torch.contiguous_format})
+        copied.meta["val"] = value.clone(memory_format=torch.contiguous_format)
+        set_output_values(graph, [copied, *state])
+
+
+def _alike(found: object, expected: torch.Tensor) -> bool:
+    return isinstance(found, torch.Tensor) and _type(found) == _type(expected)
+
+
+def _type(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _format_value(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, {value.dtype}"
+    return repr(value)
+
+
+# ---- what it keeps for each place in the sequence: [Note: what was sent and what is owed] ----------------------------
+
+
+@dataclass
+class Place:
+    """A bucket's place in the sequence, with what the hook keeps for it: None before it is first asked for."""
+
+    bucket: Bucket
+    state: list[torch.Tensor] | None = None
+
+    def keep(self, state: list[torch.Tensor] | None) -> None:
+        self.state = state
+
+    @functools.cached_property
+    def _gradients(self) -> dict[int, Gradient]:
+        return {gradient.index: gradient for gradient in self.bucket.gradients}
+
+    def part(self, slot: int, index: int, state: Sequence[torch.Tensor] | None = None) -> torch.Tensor:
+        """What `state[slot]`, as long as the bucket, has of a parameter: a view of the parameter's shape."""
+        tensors = self.state if state is None else state
+        assert tensors is not None
+        return part_of(tensors[slot], self.bucket, self._gradients[index])
+
+
+@dataclass
+class _Former:
+    """A state whose place is no more, or not there yet."""
+
+    place: Place
+    remaining: set[int]  # the parameters whose part is still here
+    waits: bool = False  # whether what belongs to the bucket as a whole is kept until there is such a bucket
+
+
+def part_of(flat: torch.Tensor, bucket: Bucket, gradient: Gradient) -> torch.Tensor:
+    """What a tensor as long as the bucket has of a gradient, in its shape; complex where the gradients are."""
+    return gradient.view(torch.view_as_complex(flat.view(-1, 2)) if bucket.dtype.is_complex else flat)
+
+
+class BucketHook:
+    """A wrapper's communication hook: its programs by kind of bucket, and its state by place in the sequence."""
+
+    def __init__(self, hook: CommHook, ranks: Ranks) -> None:
+        self.owed: Set[int] = frozenset(hook.owed) if isinstance(hook, StatefulHook) else frozenset()
+        self._hook, self._ranks = hook, ranks
+        self._programs: dict[tuple[int, torch.dtype, torch.device], HookProgram] = {}
+        self._elementwise: frozenset[int] | None = None
+        self._sequence: ReductionSequence | None = None
+        self._is_lasting = False
+        self._places: dict[int, list[Place]] = {}  # by id of a section of the sequence
+        self._former: list[_Former] = []
+
+    def begin_anew(self) -> None:
+        """Drop all state, and what is owed. On all ranks before the same backward."""
+        for place in self._all():
+            place.keep(None)
+        self._former = []
+
+    def program(self, bucket: Bucket) -> HookProgram | None:
+        """None for a bucket of riders alone, or of nothing, which is reduced as it is."""
+        if not bucket.gradients or not bucket.numel:
+            return None
+        kind = bucket.numel, bucket.dtype, bucket.device
+        if kind not in self._programs:
+            flat = example(*kind)
+            self._programs[kind] = HookProgram(self._hook, self._ranks, flat, initial_state(self._hook, flat))
+        return self._programs[kind]
+
+    def elementwise(self, bucket: Bucket) -> Set[int]:
+        """Which of the state's tensors are as long as a bucket like this one, so that each parameter has a part."""
+        if self._elementwise is None:
+            self._elementwise = elementwise_state(self._hook, bucket.dtype, bucket.device)
+        return self._elementwise
+
+    def state(self, place: Place) -> list[torch.Tensor]:
+        """What the hook keeps there, from the last backward that ended."""
+        if place.state is None:
+            flat = example(place.bucket.numel, place.bucket.dtype, place.bucket.device)
+            place.keep([] if self.program(place.bucket) is None else initial_state(self._hook, flat))
+        assert place.state is not None
+        return place.state
+
+    def places(self, sections: Sequence[Section]) -> list[Place]:
+        """The places of these sections of the sequence, in launch order. Equal sections have places of their own."""
+        return [place for section in sections for place in self._places[id(section)]]
+
+    # ---- when the sequence changes -----------------------------------------------------------------------------------
+
+    def adopt(self, sequence: ReductionSequence, *, lasting: bool) -> None:
+        """Take another sequence. A bucket that stays keeps its state; of others what their parameters have moves on.
+
+        Unless it is `lasting`, another one follows at the end of the next backward.
+        """
+        kept: dict[Bucket, list[Place]] = defaultdict(list)
+        for place in self._with_state():
+            kept[place.bucket].append(place)
+        self._sequence, self._is_lasting = sequence, lasting
+        self._places = {id(s): [Place(bucket) for bucket in s.plan.buckets] for s in sequence.sections}
+        assert len(self._places) == len(sequence.sections), "a section stands twice in the sequence"
+        for place in self._all():
+            if kept[place.bucket]:
+                place.keep(kept[place.bucket].pop(0).state)
+        self._former += [_Former(place, set(place.bucket.indices)) for places in kept.values() for place in places]
+        self._move_on()
+
+    def _all(self) -> Iterator[Place]:
+        """Every place, those that backwards launch first."""
+        for places in self._places.values():
+            yield from places
+
+    def _with_state(self) -> list[Place]:
+        return [place for place in self._all() if place.state]
+
+    @torch.no_grad()
+    def _move_on(self) -> None:
+        """Bring what former places hold to where it belongs now.
+
+        To a new bucket of the same parameters if there is one, else part by part to the first place of each parameter.
+        """
+        first_of: dict[int, Place] = {}
+        for place in self._all():
+            for index in place.bucket.indices:
+                first_of.setdefault(index, place)
+        begun: set[tuple[int, int]] = set()  # places and parameters with what `initial_state` says
+        for former in self._former:
+            indices = former.place.bucket.indices
+            new = next((p for p in self._all() if p.state is None and p.bucket.indices == indices), None)
+            if new is not None:
+                self._begin(new, begun)
+                self._take_over(new, former)
+                self._move_parts(former, dict.fromkeys(indices, new), begun)
+        for former in self._former:
+            self._move_parts(former, first_of, begun)
+        self._former = [f for f in self._former if f.remaining or (f.waits and not self._is_lasting)]
+
+    def _begin(self, place: Place, begun: set[tuple[int, int]]) -> None:
+        if place.state is None:
+            self.state(place)
+            begun.update((id(place), index) for index in place.bucket.indices)
+
+    def _take_over(self, place: Place, former: _Former) -> None:
+        """Convert what belongs to the bucket as a whole."""
+        assert place.state is not None and former.place.state is not None
+        for slot, (new, old) in enumerate(zip(place.state, former.place.state, strict=True)):
+            if slot not in self.elementwise(place.bucket) and new.shape == old.shape:
+                place.state[slot] = old.to(new)
+        former.waits = False
+
+    def _move_parts(self, former: _Former, place_of: Mapping[int, Place], begun: set[tuple[int, int]]) -> None:
+        """Move the parameters' parts, each to its place, on top of what it has already."""
+        for index in sorted(former.remaining & place_of.keys()):
+            place = place_of[index]
+            self._begin(place, begun)
+            for slot in self.elementwise(place.bucket) if place.state else ():
+                part, into = former.place.part(slot, index), place.part(slot, index)
+                if part.shape == into.shape:
+                    moved = (part.real if part.is_complex() and not into.is_complex() else part).to(into)
+                    into.copy_(moved if (id(place), index) in begun else into + moved)
+                else:
+                    self._warn_of_another_shape(index, part, into)
+                part.zero_()
+            begun.discard((id(place), index))
+            former.remaining.discard(index)
+
+    def _warn_of_another_shape(self, index: int, found: torch.Tensor, now: torch.Tensor) -> None:
+        assert self._sequence is not None
+        warn_user(
+            f"parameter {self._sequence.parameter_names[index]} had the shape {tuple(found.shape)} and has "
+            f"{tuple(now.shape)} now: what the communication hook {self._hook!r} kept of its gradients is dropped."
+        )
+
+    # ---- as a state dict ---------------------------------------------------------------------------------------------
+
+    def state_dict(self, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+        """Copies of the state of this rank, by the `names` of each bucket's parameters.
+
+        What has a part for each parameter has them in the order of the names, each in the order of its elements
+        whatever its memory format is. Where several buckets have the same parameters, `#2` and so on follow the names.
+        """
+        saved: dict[str, list[torch.Tensor]] = {}
+        times: Counter[str] = Counter()
+        for place in [*self._with_state(), *(former.place for former in self._former)]:
+            key = ",".join(_escaped(names[index]) for index in place.bucket.indices)
+            times[key] += 1
+            elementwise = self.elementwise(place.bucket)
+            saved[key if times[key] == 1 else f"{key}#{times[key]}"] = [
+                _in_order_of_elements(tensor, place.bucket) if slot in elementwise else tensor.clone()
+                for slot, tensor in enumerate(place.state or ())
+            ]
+        return saved
+
+    def load_state_dict(
+        self, state: Mapping[str, Sequence[object]], names: Sequence[str], parameters: Sequence[torch.Tensor]
+    ) -> None:
+        """Take up what `state_dict` has returned, in place of all that there is; whatever the buckets are now.
+
+        Raises KeyError for a parameter that is not there, ValueError for tensors that are not such a bucket's state.
+        """
+        index_of = {name: index for index, name in enumerate(names)}
+        loaded = []
+        for key, tensors in state.items():
+            indices = [index_of[name] for name in _names_in(key)]
+            place = Place(_bucket_of(indices, parameters))
+            place.keep(self._checked(key, tensors, place.bucket))
+            loaded.append(_Former(place, set(indices), waits=True))
+        for place in self._all():
+            place.keep(None)
+        self._former = loaded
+        self._move_on()
+
+    def _checked(self, key: str, found: Sequence[object], bucket: Bucket) -> list[torch.Tensor]:
+        """Copies of what was found, of the types that the hook's state for such a bucket has."""
+        expected = self.state(Place(bucket))
+        shapes = [tuple(tensor.shape) for tensor in expected]
+        tensors = [tensor for tensor in found if isinstance(tensor, torch.Tensor)]
+        if len(tensors) != len(found) or [tuple(tensor.shape) for tensor in tensors] != shapes:
+            words = [tuple(other.shape) if isinstance(other, torch.Tensor) else other for other in found]
+            raise ValueError(
+                f"the communication hook {self._hook!r} keeps tensors of the shapes {shapes} for the parameters {key}; "
+                f"found {words}. Load what comm_hook_state_dict() returned with this hook and this model."
+            )
+        for slot in self.owed:
+            if not tensors[slot].isfinite().all():
+                raise ValueError(
+                    f"what the communication hook {self._hook!r} owes the parameters {key} is not finite, and would "
+                    "make every gradient so: load an earlier state, or none."
+                )
+        return [t.detach().to(like).clone() for t, like in zip(tensors, expected, strict=True)]
+
+
+def _bucket_of(indices: Sequence[int], parameters: Sequence[torch.Tensor]) -> Bucket:
+    """A bucket of these parameters in which each lies in the order of its elements."""
+    specs = [GradientSpec.of(index, parameters[index]) for index in indices]
+    specs = [replace(spec, stride=torch.empty(spec.size, dtype=spec.dtype, device="meta").stride()) for spec in specs]
+    return place_buckets([specs], world_size=1, reduction="hook").buckets[0]
+
+
+def _in_order_of_elements(flat: torch.Tensor, bucket: Bucket) -> torch.Tensor:
+    """A copy in which each gradient's part is row-major."""
+    return torch.cat(
+        [torch.view_as_real(p).reshape(-1) if p.is_complex() else p.reshape(-1) for p in _parts(flat, bucket)]
+    )
+
+
+def _parts(flat: torch.Tensor, bucket: Bucket) -> Iterator[torch.Tensor]:
+    return (part_of(flat, bucket, gradient) for gradient in bucket.gradients)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([\\,#])", r"\\\1", name)
+
+
+def _names_in(key: str) -> list[str]:
+    """The names that a key of a state dict is made of."""
+    of_one_name = r"(?:[^\\,#]|\\.)+"
+    if not re.fullmatch(rf"{of_one_name}(,{of_one_name})*(#\d+)?", key):
+        raise KeyError(key)
+    return [re.sub(r"\\(.)", r"\1", name) for name in re.findall(rf"(?:^|,)({of_one_name})", key)]
+
+
+# ---- one backward's use: what hooks launch, and what becomes of the state at its end ---------------------------------
 
 
 class HookedWork:

@@ -11,7 +11,7 @@ from compiled_ddp.planning.sequence import Observations, SequencePlanner
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.reducers.traced_hook import BucketHook
 from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.step.graph_call import GraphCall
 

@@ -22,9 +22,9 @@ from compiled_ddp.plan import Section
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.averaging import Averaging
-from compiled_ddp.reducers.choice import reducer_of
-from compiled_ddp.reducers.ddp_hook import REGISTERED, TorchCommHook
-from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.reducers.ddp_hook import REGISTERED, DDPHook, TorchCommHook
+from compiled_ddp.reducers.reducer import Reducer
+from compiled_ddp.reducers.traced_hook import BucketHook, TracedHook
 from compiled_ddp.step.agreed_sequence import AgreedSequence
 from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.step.graph_call import GraphCall
@@ -344,15 +344,17 @@ class Reduction:
             ),
             recording=self.proof.recording,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
-            reducer=reducer_of(
-                self.communicator,
-                sections,
-                buffers.buckets,
-                self.parameters.tensors,
-                traced_hook=self.traced_hook,
-                ddp_hook=self.ddp_hook,
-            ),
+            reducer=self._reducer_of(sections, buffers),
         )
+
+    def _reducer_of(self, sections: Sequence[Section], buffers: SequenceBuffers) -> Reducer:
+        """What reduces the buckets that hooks launch."""
+        if self.ddp_hook is not None:
+            buckets = [bucket for _, bucket in buffers.buckets]
+            return DDPHook(self.communicator, self.ddp_hook, buckets, self.parameters.tensors)
+        if self.traced_hook is not None:
+            return TracedHook(self.communicator, self.traced_hook, sections)
+        return Reducer(self.communicator)
 
     @property
     def _correction(self) -> float:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_ddp.errors import ModelError, WrongKindError
 from compiled_ddp.keywords import suggestion
-from compiled_ddp.model.own_methods import every_parameter
+from compiled_ddp.model.managed import every_parameter
 from compiled_ddp.options import CompilerKeywords, Options
 from compiled_ddp.ranks.rank_group import check_kind
 

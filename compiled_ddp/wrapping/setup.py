@@ -23,7 +23,7 @@ from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.link_speed import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.ranks.rank_group import RankGroup
-from compiled_ddp.reducers.hook_program import check_hook
+from compiled_ddp.reducers.traced_hook import check_hook
 from compiled_ddp.wrapping.ddp_arguments import check_ddp_arguments, input_device
 from compiled_ddp.wrapping.settings import Settings
 

@@ -7,14 +7,12 @@ from typing import Any
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.graph.calls import SegmentCalls
-from compiled_ddp.graph.choice import Choice, Pass, PassTimes, time_both
+from compiled_ddp.graph.bindings import SegmentCalls
 from compiled_ddp.graph.kept_state import state_kept
 from compiled_ddp.graph.program import VARIANTS
 from compiled_ddp.graph.telling import Teller
-from compiled_ddp.graph.warmup import Compiled, tell, timed, warm_up
-from compiled_ddp.model.managed import ManagedState
-from compiled_ddp.model.own_methods import every_parameter
+from compiled_ddp.graph.warmup import Choice, Compiled, Pass, PassTimes, tell, time_both, timed, warm_up
+from compiled_ddp.model.managed import ManagedState, every_parameter
 from compiled_ddp.ranks import pretended
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.users_code import warn_user

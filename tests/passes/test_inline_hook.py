@@ -11,7 +11,7 @@ from compiled_ddp.passes.ops import PACKS, all_reduce, is_launch, wait_tensor
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
-from compiled_ddp.reducers.hook_state import BucketHook
+from compiled_ddp.reducers.traced_hook import BucketHook
 
 aten = torch.ops.aten
 to_dtype = torch.ops.prims.convert_element_type.default

@@ -19,7 +19,7 @@ from torch.fx import Graph
 from compiled_ddp import EagerDDP, compile_ddp, functional
 from compiled_ddp.functional import compiled
 from compiled_ddp.graph import telling
-from compiled_ddp.graph.compilations import note_seconds
+from compiled_ddp.graph.telling import note_seconds
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.ranks import link_speed, rank_group

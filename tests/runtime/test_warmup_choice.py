@@ -10,7 +10,7 @@ from models import Mlp, assert_gradients, expected_mean, row_batch
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp, torch_private
-from compiled_ddp.graph.choice import Choice, Pass, PassTimes, time_both
+from compiled_ddp.graph.warmup import Choice, Pass, PassTimes, time_both
 from compiled_ddp.wrapping import warm_ups
 from ranks import RankPool
 

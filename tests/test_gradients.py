@@ -28,7 +28,7 @@ def test_a_fresh_grad_becomes_the_mean_in_its_bucket_or_in_memory_of_its_own(as_
 def test_large_gradients_are_put_into_their_bucket_at_once_and_small_ones_together(
     together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gradients, "_MOST_ELEMENTS_TOGETHER", together)
+    monkeypatch.setattr(gradients, "MOST_ELEMENTS_TOGETHER", together)
     ranks, buffers = two_ranks(), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
     runs = [rank.begin(BY_HOOKS, own) for rank, own in zip(ranks, buffers, strict=True)]
     for index, elements in enumerate(SIZES[:2]):
@@ -45,7 +45,7 @@ def test_large_gradients_are_put_into_their_bucket_at_once_and_small_ones_togeth
 @pytest.mark.parametrize("gathered", [2, 3])
 def test_small_gradients_do_not_wait_where_many_have_come(gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their memory comes on top of the bucket's."""
-    monkeypatch.setattr(gradients, "_MOST_ELEMENTS_GATHERED", gathered)
+    monkeypatch.setattr(gradients, "MOST_ELEMENTS_GATHERED", gathered)
     ranks, buffers = two_ranks(), [SequenceBuffers(BY_HOOKS) for _ in range(2)]
     runs = [rank.begin(BY_HOOKS, own) for rank, own in zip(ranks, buffers, strict=True)]
     bring(*runs, indices=[0])

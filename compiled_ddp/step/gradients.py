@@ -15,7 +15,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.plan import Bucket, BucketPlan, Gradient
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.launch_observer import UNNAMED
-from compiled_ddp.step.buffers import SequenceBuffers, on_stream
+from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers, on_stream
 from compiled_ddp.step.hooks import refuse_late
 from compiled_ddp.step.launches import Launches
 
@@ -409,11 +409,6 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 # ---- into buckets that hooks launch, and back ------------------------------------------------------------------------
 
-# Gradients up to this size are put into their bucket together, when the last one is there: on a CPU that takes a third
-# of the time of one by one. Larger ones at once, so that their memory is free for what follows, as in DDP.
-_MOST_ELEMENTS_TOGETHER = 2**15
-_MOST_ELEMENTS_GATHERED = 2**16  # of all that wait for that: their memory comes on top of the bucket's
-
 
 class Gradients:
     """Fills buckets from .grad, and leaves in .grad what has become of them."""
@@ -475,7 +470,7 @@ class Gradients:
     def gather(self, index: int, position: int, gradient: torch.Tensor) -> None:
         """Take what autograd has accumulated, to be put into its only bucket together with others on this stream."""
         launch = self._launches.buckets[position]
-        if gradient.numel() > _MOST_ELEMENTS_TOGETHER:
+        if gradient.numel() > MOST_ELEMENTS_TOGETHER:
             self._usage.note_any([index])
             self.check([index], [gradient])
             self._put(index, gradient, position)
@@ -486,8 +481,15 @@ class Gradients:
             if not self._parameters.on_cpu:
                 self._streams[index] = self._buffers[position].writers.here()
         launch.missing.discard(index)
-        if not launch.missing or self._gathered > _MOST_ELEMENTS_GATHERED:
+        if not launch.missing or self._gathered > MOST_ELEMENTS_GATHERED:
             self.put_gathered(position)
+
+    def gather_all(self, position: int, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+        """The same of several small ones, on a CPU, which go into no other bucket."""
+        launch = self._launches.buckets[position]
+        launch.gathered.update(zip(indices, gradients, strict=True))
+        launch.missing.difference_update(indices)
+        self._gathered += sum(map(torch.Tensor.numel, gradients))
 
     def put_gathered(self, position: int) -> None:
         """Put into a bucket what has been gathered for it; .grad is there from here on, where it may be a view."""

@@ -15,7 +15,9 @@ from typing import Any, Protocol
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.plan import Gradient
 from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers
 
 # ---- users' hooks, deferred until they can see the reduced gradient --------------------------------------------------
 
@@ -117,6 +119,9 @@ class GradientHooks:
         tripped = functools.partial(_tripped, self._listener, index_of)
         # Between forward and backward: let the first gradient of a parameter that is not watched be told of, or not.
         self.arm, self.disarm = _turned_into(self._tripwire, tripped), _turned_into(self._tripwire, _DO_NOTHING)
+        self.index_of, self.tell = index_of, tripped
+        self._collected: dict[int, Collected] = {}  # by the position of their bucket
+        self._collected_for: SequenceBuffers | None = None  # whose buckets these are
         self.deferred: set[int] = set()  # the parameters on which users' hooks were found, which wait for `run_users`
         self._hooks_registered = 0  # by anybody on anything, when these were looked for
         # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
@@ -145,8 +150,7 @@ class GradientHooks:
         if not unwatched:
             return
         for index in unwatched:
-            parameter = self._parameters[index]
-            hook = functools.partial(_gradient_accumulated, self._listener, index)
+            parameter, hook = self._parameters[index], self.telling_of(index)
             if index in self._ids and self._ids[index] in torch_private.tensors.post_accumulate_hooks(parameter):
                 torch_private.tensors.post_accumulate_hooks(parameter)[self._ids[index]] = hook
             elif parameter.requires_grad:
@@ -158,15 +162,41 @@ class GradientHooks:
             self._watched.add(index)
         self.defer_users()
 
+    def telling_of(self, index: int) -> Hook:
+        """A hook that tells the listener of a gradient of this parameter."""
+        return functools.partial(_gradient_accumulated, self._listener, index)
+
     def rest(self, keep: Set[int]) -> None:
         """Watch only these parameters from now on, and those with hooks of the user's; others by the tripwire alone."""
         self.deferred = {index for index in self.deferred if defers_any(self._parameters[index])}
         for index in self._watched.difference(keep, self.deferred):
-            own_id, parameter = self._ids[index], self._parameters[index]
-            hooks = torch_private.tensors.post_accumulate_hooks(parameter)
-            if own_id in hooks:
-                hooks[own_id] = self._tripwire
+            self.put(index, self._tripwire)
         self._watched &= keep | self.deferred
+
+    def put(self, index: int, hook: Hook) -> None:
+        """Let our hook on a parameter be this one, at its place among the others."""
+        hooks = torch_private.tensors.post_accumulate_hooks(self._parameters[index])
+        if self._ids[index] in hooks:
+            hooks[self._ids[index]] = hook
+
+    def collect(self, buffers: SequenceBuffers) -> "Mapping[int, Collected]":
+        """Let most gradients be noted and not told of until `Collected.stop`, by bucket: [Note: collected]
+
+        Where every parameter is watched.
+        """
+        if self._collected_for is not buffers:
+            self._collected_for = buffers
+            for before in self._collected.values():
+                before.give_up()
+            self._collected = {}
+            for position, (_, bucket) in enumerate(buffers.buckets):
+                alone = [g for g in bucket.gradients if buffers.sole_positions.get(g.index) == position]
+                indices = _noted_of(alone)
+                if len(indices) >= _FEWEST_NOTED:
+                    self._collected[position] = Collected(self, indices, last=bucket.gradients[-1].index)
+        for collected in self._collected.values():
+            collected.begin()
+        return self._collected
 
     def remove(self) -> None:
         """Watch no parameter, and leave none of our hooks."""
@@ -198,6 +228,90 @@ class GradientHooks:
         """Call the users' hooks that were held back on these parameters, whose .grad is reduced now."""
         for index in sorted(self.deferred.intersection(indices)):
             run_deferred(self._parameters[index])
+
+
+# [Note: collected] In a step that goes as those before there is nothing to do for a gradient until its bucket is full.
+# So while a synchronised backward runs, one function that is written in C notes which parameters of a bucket have got
+# one, in order. Told of are the last one of the bucket, large ones, whose memory is to be freed at once, and those at
+# which much would wait: then what has been noted is taken in. What comes behind the last one is taken in at the end of
+# the backward, and the next backward is told of that one instead.
+
+_FEWEST_NOTED = 3  # of a bucket, for which it pays
+_MOST_SURPRISES = 3  # backwards in which another gradient was the last one, until each is told of
+
+
+def _noted_of(gradients: Sequence[Gradient]) -> list[int]:
+    """Of a bucket's gradients, in the order in which they come, the parameters that are noted only."""
+    noted, waiting = [], 0
+    for gradient in gradients[:-1]:
+        waiting += gradient.numel
+        if gradient.numel > MOST_ELEMENTS_TOGETHER or waiting > MOST_ELEMENTS_GATHERED:
+            waiting = 0
+        else:
+            noted.append(gradient.index)
+    return noted
+
+
+class Collected:
+    """The parameters of one bucket of which it is noted that they have got a gradient: [Note: collected]"""
+
+    def __init__(self, hooks: GradientHooks, indices: Sequence[int], *, last: int) -> None:
+        """`last` is the one whose gradient fills the bucket, in the order in which they come."""
+        self._hooks = weakref.ref(hooks)
+        self._index_of, self._last, self._surprises = hooks.index_of, last, 0
+        # More than each of them, and so a second gradient of one, is noticed when they are taken.
+        self._come: deque[torch.Tensor] = deque(maxlen=2 * len(indices))
+        self._hook = functools.partial(hooks.tell)
+        self._note, self.stop = _turned_into(self._hook, self._come.append), _turned_into(self._hook, hooks.tell)
+        self._indices = set[int]()
+        for index in indices:
+            self._collect(index)
+
+    def _collect(self, index: int) -> None:
+        hooks = self._hooks()
+        assert hooks is not None
+        self._indices.add(index)
+        hooks.put(index, self._hook)
+
+    def _tell_of(self, index: int) -> None:
+        hooks = self._hooks()
+        assert hooks is not None
+        self._indices.discard(index)
+        hooks.put(index, hooks.telling_of(index))
+
+    def begin(self) -> None:
+        """Note what comes from here on, unless it has surprised too often."""
+        self._come.clear()
+        if self._indices:
+            self._note()
+
+    def take(self) -> list[int]:
+        """The parameters that have got a gradient since, in this order, one as often as it has."""
+        if not self._come:
+            return []
+        indices = [*map(self._index_of.__getitem__, map(id, self._come))]
+        self._come.clear()
+        return indices
+
+    def forget(self) -> None:
+        """An exception has ended the backward."""
+        self.stop()
+        self._come.clear()
+
+    def note_late(self, index: int) -> None:
+        """The gradient of this parameter has come behind the one that was to fill the bucket."""
+        self._surprises += 1
+        if self._surprises > _MOST_SURPRISES:
+            self.give_up()
+        elif index in self._indices:
+            self._tell_of(index)
+            self._collect(self._last)
+            self._last = index
+
+    def give_up(self) -> None:
+        """Let each of them be told of."""
+        for index in [*self._indices]:
+            self._tell_of(index)
 
 
 def _turned_into(hook: functools.partial[Any], function: Callable[[torch.Tensor], object]) -> Callable[[], object]:

@@ -182,6 +182,8 @@ class Runtime:
         backward = self.beginning.in_task(returned)
         self.under_way.begin(backward)
         self.beginning.leave_to_hooks(backward)
+        if not self.reduction.agreed.expects_graphs and backward.is_usual:
+            backward.collect(self.reduction.collected())
         if returned is not None:
             returned.begin()  # with tensor hooks of its own: after what looks for users' ones
 

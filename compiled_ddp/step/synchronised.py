@@ -7,6 +7,8 @@ and the end compares, by identity and version, in C where nothing has happened.
 """
 
 import functools
+import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +24,8 @@ from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.averaging import Averaging
 from compiled_ddp.reducers.reducer import Reducer
 from compiled_ddp.step.buffers import SequenceBuffers
-from compiled_ddp.step.gradients import ExistingGradients, FoldedGradients, Gradients, GraphGradients
+from compiled_ddp.step.gradients import ExistingGradients, FoldedGradients, Gradients, GraphGradients, gradient_of
+from compiled_ddp.step.hooks import Collected
 from compiled_ddp.step.launches import Launch, Launches, Reservations, Usage
 from compiled_ddp.step.riders import Flag, Message
 
@@ -129,7 +132,7 @@ class SynchronisedBackward:
         *,
         usage: Usage,
         message: Message,
-        circumstances: "Circumstances",
+        circumstances: Circumstances,
         averaging: Averaging,
         reducer: Reducer,
         recording: Recording | None,
@@ -164,8 +167,8 @@ class SynchronisedBackward:
         self.positions_in = buffers.positions_in  # the buckets of each section
         # After `break_off`: whether those of all that was launched can be read. Else nobody knows what others do next.
         self.riders_are_known = True
-        self._cursor = 0
-        self._broke_in_launch = False  # whether an exception has ended a launch by hooks
+        self._cursor, self._broke_in_launch = 0, False  # whether an exception has ended a launch by hooks
+        self._collected: dict[int, Collected] = {}  # by bucket: [Note: collected]
         self._rank_progress = communicator.progress
         self._rank_progress.backward_began(
             message.forwards.begun, buffers.buckets, buffers.origins, parameters.names, self.launches.collectives
@@ -176,6 +179,8 @@ class SynchronisedBackward:
     def gradient_arrived(self, index: int) -> None:
         """Take over a gradient that autograd has just accumulated, and launch every bucket that it completes."""
         position = self._sole_positions.get(index)
+        if position is not None and position in self._collected:
+            self._take_in(self._collected[position], position)
         if position is None or self.reservations.reserved or index in self.existing.begun_with:
             self._arrived(index)
             return
@@ -188,7 +193,43 @@ class SynchronisedBackward:
             self.observations.note_arrival("hook", index)
         self.gradients.gather(index, position, gradient)
         if not launch.missing:
+            if position in self._collected:
+                self._collected.pop(position).stop()  # a second gradient of one of them is told of
             self.launch_complete()
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether each gradient goes into one bucket and into an empty .grad, in the order of the steps before."""
+        observes, existing = self.circumstances.observes_order, self.existing.were_any
+        returned = self.circumstances.returned is not None
+        return self._parameters.on_cpu and bool(self._sole_positions) and not observes and not existing and not returned
+
+    def collect(self, collected: Mapping[int, Collected]) -> None:
+        """Of these, by the position of their bucket, gradients are noted as they come: [Note: collected]"""
+        self._collected = {**collected}
+
+    def _take_in(self, collected: Collected, position: int) -> Sequence[int]:
+        """Gather what has been noted for a bucket; returns of which parameters."""
+        indices = collected.take()
+        launch = self.launches.buckets[position]
+        gradients = [*map(gradient_of, map(self._parameters.tensors.__getitem__, indices))]
+        once = len({*indices}) == len(indices) and launch.missing.issuperset(indices)
+        if once and all(map(operator.is_not, gradients, itertools.repeat(None))):
+            self.gradients.gather_all(position, indices, gradients)
+        else:
+            for index in indices:
+                self._arrived(index)
+        return indices
+
+    def _take_in_rest(self) -> None:
+        """Gather what has come behind the gradients that were told of."""
+        collected, self._collected = self._collected, {}
+        for of_bucket in collected.values():
+            of_bucket.stop()
+        for position, of_bucket in collected.items():
+            indices = self._take_in(of_bucket, position)
+            if indices and not self.launches.buckets[position].missing:
+                of_bucket.note_late(indices[-1])
 
     def _arrived(self, index: int) -> None:
         """The same where more has to be looked at than what most gradients of most steps need."""
@@ -283,6 +324,8 @@ class SynchronisedBackward:
 
     def launch_rest(self) -> None:
         """Launch every bucket that has not been, with zeros or an earlier .grad for what this rank did not produce."""
+        if self._collected:
+            self._take_in_rest()
         if self._cursor < len(self.launches.buckets):
             self._launch_to(len(self.launches.buckets))
 
@@ -325,6 +368,9 @@ class SynchronisedBackward:
         if self.circumstances.returned is not None:
             self.circumstances.returned.end()
         self.folded.forget()
+        for of_bucket in self._collected.values():
+            of_bucket.forget()
+        self._collected = {}
         self.gradients.forget_gathered()
         self.message.note(Flag.ABORTED)
         broken = self.reservations.incomplete()

@@ -175,8 +175,9 @@ class FlatBuffer:
 
         `in_place` tells whether some may be where the buffer has them already.
         """
-        self.writers.before_write()
-        views = [self.views[index] for index in indices]
+        if self.writers.have_streams:
+            self.writers.before_write()
+        views = [*map(self.views.__getitem__, indices)]
         if in_place:
             elsewhere = [pair for pair in zip(views, gradients, strict=True) if not pair[0].is_set_to(pair[1])]
             torch_private.tensors.copy_all([view for view, _ in elsewhere], [gradient for _, gradient in elsewhere])

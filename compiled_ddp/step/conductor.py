@@ -71,7 +71,7 @@ class Conducted(Protocol):
         """Send what is left of a backward that has ended."""
 
     def end(self) -> None:
-        """Wait for the results of what was sent, and leave them in .grad."""
+        """Send what is left, if anything is, wait for the results, and leave them in .grad."""
 
     def send_rest_of_broken(self) -> None:
         """Send what is left of a backward that an exception ended."""
@@ -145,8 +145,7 @@ class Conductor:
     def end(self, task: int) -> None:
         """All wrappers whose backward ends with `task` send what is left, then wait for their results."""
         ending = [*filter(operator.methodcaller("ends_with", task), self._wrappers())]
-        if len(ending) == 1:  # as `_together`
-            ending[0].send_rest()
+        if len(ending) == 1:
             ending[0].end()
             return
         self._together(ending, lambda wrapper: wrapper.send_rest(), lambda wrapper: wrapper.end())

@@ -182,8 +182,10 @@ class GradientHooks:
     def collect(self, buffers: SequenceBuffers) -> "Mapping[int, Collected]":
         """Let most gradients be noted and not told of until `Collected.stop`, by bucket: [Note: collected]
 
-        Where every parameter is watched.
+        None unless every parameter is watched.
         """
+        if len(self._watched) < len(self._parameters):
+            return {}
         if self._collected_for is not buffers:
             self._collected_for = buffers
             for before in self._collected.values():

@@ -255,12 +255,15 @@ class Launches:
     def make_ready(self, position: int) -> torch.Tensor:
         """Write this rank's riders into a bucket that hooks have filled; returns what is to be summed over ranks."""
         launch, buffer = self.buckets[position], self.buffers[position]
-        buffer.writers.before_read()
+        if buffer.writers.have_streams:
+            buffer.writers.before_read()
         layout = launch.bucket.riders
         if layout is not None and buffer.riders is not None:
             write_riders(buffer.riders, layout, self._message, self.usage.unused(layout.indices))
         if self.recording is not None:
             self.recording.launching(launch.bucket)
+        if not self.averaging.changes_sums:
+            return buffer.flat
         outgoing = self.averaging.outgoing(buffer.flat)
         launch.sums(outgoing)
         return outgoing

@@ -28,7 +28,7 @@ from compiled_ddp.reducers.traced_hook import BucketHook, TracedHook
 from compiled_ddp.step.agreed_sequence import AgreedSequence
 from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.step.graph_call import GraphCall
-from compiled_ddp.step.hooks import Collected, GradientHooks, Listener
+from compiled_ddp.step.hooks import GradientHooks, Listener
 from compiled_ddp.step.join import UnevenInputs
 from compiled_ddp.step.launches import Usage
 from compiled_ddp.step.riders import Flag, Message
@@ -278,12 +278,6 @@ class Reduction:
         if not any(section.falls_back for section in self.agreed.by_hooks):
             by_hooks = (index for section in self.agreed.by_hooks for index in section.plan.indices)
             self.hooks.rest(keep=self.agreed.unused.union(by_hooks))
-
-    def collected(self) -> Mapping[int, Collected]:
-        """Let the backward that begins, in which no graph reduces, be told of few gradients: [Note: collected]"""
-        if self.hooks.deferred or not self.hooks.everywhere:
-            return {}
-        return self.hooks.collect(self.agreed.buffers)
 
     def defer_users(self) -> None:
         """Let the users' hooks on parameters wait for what is reduced."""

@@ -182,8 +182,9 @@ class Runtime:
         backward = self.beginning.in_task(returned)
         self.under_way.begin(backward)
         self.beginning.leave_to_hooks(backward)
-        if not self.reduction.agreed.expects_graphs and backward.is_usual:
-            backward.collect(self.reduction.collected())
+        agreed, hooks = self.reduction.agreed, self.reduction.hooks
+        if not agreed.expects_graphs and not hooks.deferred and backward.is_usual:
+            backward.collect(hooks.collect(agreed.buffers))
         if returned is not None:
             returned.begin()  # with tensor hooks of its own: after what looks for users' ones
 
@@ -406,10 +407,12 @@ class Runtime:
             self.under_way.backward.send_rest()
 
     def ends_with(self, task: int) -> bool:
-        return self.under_way.has_begun() and self.under_way.tasks.is_last(task)
+        return self.under_way.ends_with(task)
 
     def end(self) -> None:
         with self.lock:
+            if self.under_way.phase is Phase.POSTPONED:
+                self.send_rest()
             try:
                 self._finish.finish()
             finally:

@@ -337,7 +337,8 @@ class SynchronisedBackward:
 
     def _launch(self) -> None:
         position = self._cursor
-        self.gradients.put_gathered(position)
+        if self.launches.buckets[position].gathered:
+            self.gradients.put_gathered(position)
         flat = self.launches.make_ready(position)
         try:
             self.launches.start(position, flat)

@@ -98,10 +98,6 @@ class OpenTasks:
         self.noted: dict[int, weakref.ref[Callable[[], None]]] = {}
         self._threads: dict[int, int] = {}  # in which each was noted
 
-    def is_last(self, task: int) -> bool:
-        """Whether this task has been noted, has not been closed, and is the only one that runs."""
-        return task in self.noted and (len(self.noted) == 1 or not self.are_running(but=task))
-
     def are_of_this_thread(self) -> bool:
         """Whether one that runs has been noted by this thread."""
         here = threading.get_ident()
@@ -226,6 +222,12 @@ class UnderWay:
     def has_begun(self) -> bool:
         """Whether a backward has reached this wrapper that has not ended."""
         return self.phase is not Phase.IDLE and self.phase is not Phase.EXPECTED
+
+    def ends_with(self, task: int) -> bool:
+        """Whether it ends when autograd has ended this task, the only one of its that runs."""
+        has_begun = self.phase is not Phase.IDLE and self.phase is not Phase.EXPECTED
+        noted = self.tasks.noted
+        return has_begun and task in noted and (len(noted) == 1 or not self.tasks.are_running(but=task))
 
     def is_broken_off(self) -> bool:
         """Outside of backwards: whether an exception has ended one. One that another thread still runs has not."""

@@ -26,20 +26,25 @@ def lines_run(action: Callable[[], object]) -> int:
     return count
 
 
-def calls_in(function: Callable[[], object], below: str = "") -> int:
-    """How many Python functions it calls, whose file is below the folder `below`."""
-    number = 0
+def files_of_calls(function: Callable[[], object], below: str = "") -> list[str]:
+    """For each Python function that it calls, in order, the file, where this is below the folder `below`."""
+    files: list[str] = []
 
-    def count(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal number
-        number += event == "call" and frame.f_code.co_filename.startswith(below)
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(below):
+            files.append(frame.f_code.co_filename)
 
-    sys.setprofile(count)
+    sys.setprofile(note)
     try:
         function()
     finally:
         sys.setprofile(None)
-    return number
+    return files
+
+
+def calls_in(function: Callable[[], object], below: str = "") -> int:
+    """How many Python functions it calls, whose file is below the folder `below`."""
+    return len(files_of_calls(function, below))
 
 
 def lines_and_edits(action: Callable[[], object]) -> int:

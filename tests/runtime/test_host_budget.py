@@ -2,6 +2,7 @@
 a clock or of the machine. The limits are what was counted; whoever needs more says so here."""
 
 import gc
+import itertools
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from growth import calls_in
+from growth import calls_in, files_of_calls
 from models import wrappers
 from torch import nn
 
@@ -128,6 +129,54 @@ def test_a_backward_costs_few_python_calls(ranks2: RankPool, wrapper: str) -> No
 def test_a_backward_costs_few_operators(ranks2: RankPool, wrapper: str) -> None:
     """Of each gradient: a view of its bucket for .grad, and whether .grad is still there at the end."""
     _assert_within(OPERATORS[wrapper], _rates(ranks2, wrapper, lambda cost: cost.operators))
+
+
+# ---- the way through the house: what a reader who follows a warm step meets ------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """Of a forward or a backward, in the package: Python calls, files entered, calls into another file than before."""
+
+    calls: int
+    files: int
+    moves: int
+
+    @classmethod
+    def of(cls, phase: Callable[[], object]) -> "Way":
+        files = files_of_calls(phase, below=OURS)
+        return cls(len(files), len({*files}), sum(one != other for one, other in itertools.pairwise(files)))
+
+    def exceeds(self, other: "Way") -> bool:
+        return self.calls > other.calls or self.files > other.files or self.moves > other.moves
+
+
+# Four parameters in one bucket. The aim is 100 calls, 12 files and 40 moves for a backward, 40 calls and 8 files for a
+# forward; FSDP2's `replicate` has 105, 5 and 37, and 78 and 4 (torch 2.13).
+WAYS = {
+    "EagerDDP": (Way(54, 24, 40), Way(156, 28, 111)),
+    "compile_ddp": (Way(76, 29, 56), Way(168, 33, 121)),
+}
+
+
+def _ways(rank: int, wrapper: str) -> tuple[Way, Way]:
+    x = torch.full((3, 4), 1.0 + rank)
+    ddp = wrappers([wrapper])[wrapper](nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    losses: list[torch.Tensor] = []
+    for _ in range(5):
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+    ddp.zero_grad()
+    forward = Way.of(lambda: losses.append(ddp(x).sum()))
+    return forward, Way.of(losses[0].backward)
+
+
+@pytest.mark.parametrize("wrapper", WAYS)
+def test_a_warm_step_leads_a_reader_through_no_more_files_than_it_did(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_ways, wrapper)  # what a process keeps of equal steps, other tests may have filled or not
+    for found in ranks2.run(_ways, wrapper):
+        for phase, way, limit in zip(("forward", "backward"), found, WAYS[wrapper], strict=True):
+            assert not way.exceeds(limit), f"{phase}: {way}, it was {limit}"
 
 
 # ---- the first step --------------------------------------------------------------------------------------------------

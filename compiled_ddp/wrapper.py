@@ -1,63 +1,52 @@
-"""What both wrappers share: their public methods, each a word to what does the work (`wrapping/`)."""
+"""The wrapper: what `CompiledDDP` and `EagerDDP` share. What torch's class has besides stands in `wrapping/`."""
 
 import contextlib
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 
 from compiled_ddp import torch_private
 from compiled_ddp.collector import collector_paused
-from compiled_ddp.model.owners import mark_wrapped
+from compiled_ddp.keywords import suggests_keywords
+from compiled_ddp.model.owners import mark_wrapped, unmark_wrapped
 from compiled_ddp.options import Options
-from compiled_ddp.plan import ReductionSequence
+from compiled_ddp.plan import ReductionKind, ReductionSequence
 from compiled_ddp.planning.trained_parameters import TrainedParameters
-from compiled_ddp.ranks.agreement import Description
+from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.alone import begin_alone
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.rank_group import RankGroup
+from compiled_ddp.reducers.ddp_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook, check_takes_complex
+from compiled_ddp.reducers.weights import as_weight
 from compiled_ddp.report.explain import Explanation, explain_sequence
 from compiled_ddp.report.stats import training_stats
+from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.graph_call import GraphCall
-from compiled_ddp.step.join import UnevenInputs
+from compiled_ddp.step.join import JoinContext, UnevenInputs, WrapperJoinHook
 from compiled_ddp.step.reduction import Wrapped
 from compiled_ddp.step.runtime import Runtime
-from compiled_ddp.wrapping.checkpoints import Checkpointed
-from compiled_ddp.wrapping.closing import Closable
-from compiled_ddp.wrapping.comm_hook_registration import TakesCommHooks
+from compiled_ddp.users_code import warn_user
 from compiled_ddp.wrapping.copies import Copyable
 from compiled_ddp.wrapping.ddp_arguments import DDPArguments, group_of, options_as_under_ddp
 from compiled_ddp.wrapping.ddp_attributes import DDPAttributes
 from compiled_ddp.wrapping.forwards import Forwards
-from compiled_ddp.wrapping.joining import TakesUnevenInputs
-from compiled_ddp.wrapping.lifecycle import Lifecycle
 from compiled_ddp.wrapping.local_methods import LocalMethods
-from compiled_ddp.wrapping.names import BareNames
-from compiled_ddp.wrapping.sent_numbers import SendsNumbers
-from compiled_ddp.wrapping.settings import Settings
-from compiled_ddp.wrapping.setup import Setup
-from compiled_ddp.wrapping.steps import SkipsSteps
-from compiled_ddp.wrapping.switches import Switches
-from compiled_ddp.wrapping.watched_model import WatchedModel
+from compiled_ddp.wrapping.parts import Lifecycle, Settings, Switches
+from compiled_ddp.wrapping.sent_numbers import as_passengers
+from compiled_ddp.wrapping.setup import Setup, WatchedModel
+from compiled_ddp.wrapping.state_dict import BareNames
 
 
-class DataParallelWrapper(
-    Checkpointed,
-    BareNames,
-    DDPAttributes,
-    SkipsSteps,
-    TakesUnevenInputs,
-    SendsNumbers,
-    TakesCommHooks,
-    Copyable,
-    Closable,
-):
+class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
     """A module whose gradients are averaged over ranks. Base of `CompiledDDP` and `EagerDDP`."""
 
     is_compiled_ddp_wrapper = True
+    _registrations = 0  # of communication hooks, so far
 
     def __init__(
         self,
@@ -209,7 +198,30 @@ class DataParallelWrapper(
 
         Raises RuntimeError when called inside a backward, or if torch's DistributedDataParallel is inside the model.
         """
-        self._skip_step(others)
+        self._check_in_use()
+        for other in others:
+            if not isinstance(other, DataParallelWrapper):
+                raise TypeError(f"skip_step() takes further wrappers of this package, found {other!r}.")
+        if torch_private.autograd.current_graph_task() != -1:
+            raise RuntimeError("skip_step() was called inside a backward: call it in place of backward.")
+        if not self._switches.synchronises:
+            return
+        skipped = [self, *others]
+        wrappers = [w for one in skipped for w in (one, *one._wrappers_inside())]
+        synchronised = [w for w in wrappers if w._switches.synchronises and not w._runtime.local]
+        conductor.forget_unbegun()
+        broken = conductor.finish_broken()
+        skipping = [w for w in synchronised if w._runtime not in broken]
+        for wrapper in sorted(skipping, key=lambda w: w._forwards.began):
+            if not wrapper._runtime.awaits_backward:
+                if wrapper._watched_model.look().changed:  # in the forward, on the other ranks
+                    wrapper._watched_model.take_changes()
+                wrapper._forwards.begin(with_gradients=True, training=wrapper.training)
+                wrapper._switches.refresh_buffers(True)
+        # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.
+        wrappers = [w for one in skipped for w in (one, *one._wrappers_inside(last_first=True))]
+        skipping = sorted((w for w in wrappers if w in skipping), key=lambda w: w._forwards.ended, reverse=True)
+        conductor.skip([wrapper._runtime for wrapper in skipping])
 
     @torch_private.dynamo.untraced
     def abandon_backward(self, *others: "DataParallelWrapper") -> None:
@@ -222,7 +234,268 @@ class DataParallelWrapper(
         backward. For that, call it where the exception is handled, or while what the wrapper returned is still there.
         A no-op otherwise.
         """
-        self._abandon_backward(others)
+        awaited = [wrapper._runtime for wrapper in (self, *others) if wrapper._runtime.is_awaited()]
+        broken = conductor.finish_broken()
+        conductor.finish_broken(also=[waiting for waiting in awaited if waiting not in broken])
+
+    def _wrappers_inside(self, *, last_first: bool = False) -> Iterator["DataParallelWrapper"]:
+        """All wrappers inside the model, each before those inside it, in registration order or in its reverse."""
+        inside = list(self._managed.wrappers_inside().items())
+        for name, wrapper in reversed(inside) if last_first else inside:
+            bare = torch_private.modules.without_compile_wrapper(wrapper)
+            if not isinstance(bare, DataParallelWrapper):
+                raise RuntimeError(f"{name} is wrapped by torch's DistributedDataParallel, which cannot skip a step.")
+            yield bare
+            yield from bare._wrappers_inside(last_first=last_first)
+
+    # ---- uneven inputs -----------------------------------------------------------------------------------------------
+
+    @suggests_keywords
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Train on as many batches as each rank has, as under torch's DDP.
+
+            with ddp.join():
+                for x, y in batches:  # fewer on some rank
+                    ddp(x, y).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        A rank that leaves the loop takes part in the others' backwards with zeros, until all have left. Then every
+        rank takes the parameters, and the buffers if forwards synchronise them, of the last one to leave. For an
+        optimizer that communicates (ZeroRedundancyOptimizer) use torch's `Join([ddp, optimizer])`.
+
+        Args:
+            divide_by_initial_world_size: divide sums of gradients by the number of all ranks; False divides by the
+                number of those that still have data. Without effect on sums, weighted means and communication hooks.
+            enable: False does nothing, for data that is known to be even.
+            throw_on_early_termination: raise RuntimeError on every rank as soon as one has left, instead of going on.
+
+        In it buffers come from the first rank that still has data, in forwards that are synchronised.
+        """
+        self._check_in_use()
+        context: contextlib.AbstractContextManager[None] = JoinContext(
+            self,
+            self._uneven,
+            self._follow,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+        return context
+
+    def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
+        """What torch's `Join` calls. Takes `divide_by_initial_world_size`, as `join` does."""
+        self._check_in_use()
+        if self._runtime.reduction.sparse.names or self._managed.wrappers_inside():
+            raise RuntimeError(
+                "join() takes no model with sparse gradients, and none with wrapped modules inside: give every rank "
+                "the same number of batches, or call skip_step() on those that have run out."
+            )
+        self._uneven.divide_by(initial_world_size=bool(kwargs.get("divide_by_initial_world_size", True)))
+        return WrapperJoinHook(self._uneven, self._follow, self._take_final_model)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        """The process group on which torch's `Join` counts the ranks that still have data."""
+        return self.process_group
+
+    def _follow(self) -> None:
+        self._runtime.finish_broken_backward()
+        self._uneven.shadow(self._forwards.broadcast_buffers, self._runtime.shadow_backward)
+
+    @torch.no_grad()
+    def _take_final_model(self, is_last_joiner: bool) -> None:
+        tensors = [parameter.data for parameter in self._managed.parameters().values()]
+        if self._settings.options.synchronise_buffers_in_forward:
+            tensors += [buffer.data for buffer in self._managed.buffers().values()]
+        self._runtime.communicator.broadcast(tensors, source=self._uneven.last_of(is_last_joiner))
+        self._switches.refresh_buffers(True)
+
+    # ---- numbers that travel with the gradients, as float32 ----------------------------------------------------------
+
+    @property
+    def reduction(self) -> ReductionKind:
+        """What a synchronised backward makes of the ranks' gradients."""
+        return self._settings.options.reduction
+
+    @torch_private.dynamo.untraced
+    def set_weight(self, weight: float) -> None:
+        """This rank's weight in the mean over ranks, from the next synchronised backward on; 1 before the first call.
+
+            ddp = compile_ddp(model, reduction="weighted")
+            loss = ddp(x, y)  # a mean over this rank's tokens
+            ddp.set_weight(number_of_tokens)
+            loss.backward()  # .grad is the mean over all ranks' tokens
+
+        With weights w and gradients g, each .grad becomes sum(w g) / sum(w), or zero where no rank has a weight. The
+        weight travels with the gradients, in a collective that is there anyway. It applies to all that a backward
+        reduces, also to what was accumulated under `no_sync()`. A rank in `skip_step()` that has accumulated nothing
+        has the weight 0.
+
+        Raises, on this rank, ValueError for a weight that is negative or that float32 cannot hold (one that is not
+        finite there, or that becomes zero; 0 itself is allowed), TypeError for what is no number, RuntimeError without
+        `reduction="weighted"`.
+        """
+        if self.reduction != "weighted":
+            raise RuntimeError(
+                f'set_weight() has no effect on reduction="{self.reduction}": pass reduction="weighted" to the wrapper.'
+            )
+        ranks = self._runtime.communicator.ranks
+        self._runtime.reduction.carried.set_weight(
+            as_weight(weight, taker=f"rank {ranks.ranks[ranks.rank]}: set_weight()", world_size=ranks.world_size)
+        )
+
+    @torch_private.dynamo.untraced
+    def piggyback(self, **values: float | torch.Tensor) -> None:
+        """Send numbers along with the gradients of the next synchronised backward, to be summed over ranks.
+
+            ddp = compile_ddp(model, piggyback=("loss", "tokens"))
+            ddp.piggyback(loss=loss.detach(), tokens=y.numel())
+            loss.backward()
+            mean_loss = ddp.piggybacked["loss"] / world_size
+
+        Numbers or tensors of one element, which travel as float32, without a collective of their own; what is not
+        given counts as zero. A rank that skips the step may send them too.
+
+        Raises, on this rank, ValueError for a name that the wrapper was not made with and for a number that float32
+        cannot hold, TypeError for what is no number.
+        """
+        ranks, names = self._runtime.communicator.ranks, self._settings.options.piggyback
+        passengers = as_passengers(values, names, device=self.device, rank=ranks.ranks[ranks.rank])
+        self._runtime.reduction.carried.set_piggyback(passengers)
+
+    @property
+    def piggybacked(self) -> dict[str, torch.Tensor]:
+        """The sums over ranks that the last synchronised backward brought, scalars on the parameters' device.
+
+        Empty before the first one.
+        """
+        carried = self._runtime.reduction.carried.piggybacked
+        return {} if carried is None else dict(zip(self._settings.options.piggyback, carried.unbind(), strict=True))
+
+    # ---- communication hooks -----------------------------------------------------------------------------------------
+
+    @torch_private.dynamo.untraced
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let `hook(state, bucket)` reduce every bucket from the next backward on, as under torch's DDP.
+
+            ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)  # on every rank, before training
+
+        Hooks written for DDP work as they are, torch's own in `torch.distributed.algorithms.ddp_comm_hooks` among
+        them. `bucket` has the methods of `dist.GradBucket`: `index()`, `is_last()`, `buffer()`, `set_buffer()`,
+        `gradients()` and `parameters()`. The gradients in it are not divided: the hook divides. It returns a
+        `torch.futures.Future` that holds the reduced tensor, as large as the buffer. Buckets come in one order on all
+        ranks, whatever a rank ran, and have the same sizes from the second backward on.
+
+        Gradient hooks then launch all buckets, also under `compile_ddp`, whose graphs stay without communication. The
+        proof is off (`verify`), because ranks need not agree after a hook of any kind.
+
+        A collective: every rank calls it, between the same two steps. The wrapper compares the hooks' names.
+
+        Raises TypeError or ValueError for what cannot be a hook; RuntimeError if one is registered already, if a rank
+        does not register or registers another one, inside a backward, under `strict=True`, which wants graphs, and
+        with a `reduction` other than the mean, whose place the hook takes. A hook that raises in a backward ends that
+        backward on every rank, and the wrapper cannot reduce any more.
+        """
+
+        def name() -> str:
+            checked = check_comm_hook(hook)
+            check_takes_complex(hook, self._managed.trained())
+            return checked
+
+        self._register(state, hook, name)
+
+    @torch_private.dynamo.untraced
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """Let the hook that DDP has built in reduce every bucket, on the wrapper's own communicator."""
+
+        def name() -> str:
+            check_takes_complex(builtin_hook(comm_hook_type), self._managed.trained())
+            return str(comm_hook_type)
+
+        def reduce(state: Communicator, bucket: Any) -> Any:
+            return builtin_hook(comm_hook_type)(state, bucket)
+
+        self._register(self._runtime.communicator, reduce, name)
+
+    def _register(self, state: object, hook: Hook, checked_name: Callable[[], str]) -> None:
+        self._check_in_use()
+        if self._runtime.reduction.ddp_hook is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        if torch_private.autograd.current_graph_task() != -1:
+            raise RuntimeError("register_comm_hook() was called inside a backward: call it before or after one.")
+        self._runtime.finish_broken_backward()
+        self._registrations += 1
+        ranks, name, options = self._runtime.communicator.ranks, "", self._settings.options
+
+        def describe() -> dict[str, list[object]]:
+            nonlocal name
+            name = checked_name()
+            if options.strict and self._why_not_graph() is None:
+                raise RuntimeError("strict=True wants graphs to reduce, and under a communication hook none does.")
+            sparse = self._runtime.reduction.sparse.names
+            if sparse:
+                raise RuntimeError(
+                    f"parameter {sparse[0]} has a sparse gradient, which no communication hook "
+                    "reduces: pass sparse=False to its embedding."
+                )
+            if options.planned_reduction != "mean" or options.scaling is not None:
+                what = f'reduction="{options.reduction}"' if options.reduction != "mean" else "other options"
+                raise RuntimeError(
+                    f"a communication hook takes the place of {what}, comm_hook= and scaling: drop them."
+                )
+            return {
+                "communication hook": [name],
+                "number of backwards before it": [self._runtime.beginning.number],
+            }
+
+        agree_on_description(
+            ranks,
+            describe,
+            occasion=f"communication hook/{self._registrations}",
+            purpose="to compare the communication hooks of all ranks",
+            failure="the communication hook was not registered",
+        )
+        if options.verify == "always":
+            warn_user('verify="always" is ignored under a communication hook.')
+        self._runtime.reduction.register_comm_hook(TorchCommHook(state, hook, name=name, timeout=ranks.timeout))
+
+    @torch_private.dynamo.untraced
+    def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
+        """The state of the `comm_hook` on this rank, for a checkpoint of each rank; keys name each bucket's parameters.
+
+        Copies, which later steps do not change.
+        """
+        hook = self._runtime.reduction.traced_hook
+        return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
+
+    @torch_private.dynamo.untraced
+    def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Restore the state of the `comm_hook` from what `comm_hook_state_dict` returned on the same rank.
+
+        The buckets, and the parameters' dtypes and devices, may be other ones than when it was saved: what is owed to a
+        parameter goes to where its gradients go. What the hook keeps for a bucket as a whole, such as PowerSGD's
+        factor, needs a bucket of the same parameters, else it begins anew.
+
+        Raises KeyError for a parameter that the model does not have, ValueError, which names the bucket, for tensors of
+        another number or shape than the hook's or owed values that are not finite, RuntimeError without a `comm_hook`.
+        Nothing is taken up then.
+        """
+        if self._runtime.reduction.traced_hook is None:
+            raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
+        if not isinstance(state, Mapping):
+            raise TypeError(f"the state must be what comm_hook_state_dict() has returned, found {state!r}.")
+        parameters = self._runtime.parameters
+        self._runtime.reduction.traced_hook.load_state_dict(state, parameters.names, parameters.tensors)
 
     # ---- what users look at ------------------------------------------------------------------------------------------
 
@@ -278,3 +551,47 @@ class DataParallelWrapper(
 
     def _handed_out(self, method: types.MethodType) -> types.MethodType:
         return self._methods.watched(method) if self._lifecycle is Lifecycle.IN_USE else method
+
+    # ---- the end: the module is given back, or wrapped once more; an `Owner` of it until then ------------------------
+
+    @torch_private.dynamo.untraced
+    def unwrap(self) -> nn.Module:
+        """Remove every hook, give the communicator back, and return the module, ready to be wrapped again.
+
+        A collective: every rank calls it. The wrapper itself cannot be used afterwards; a second call changes nothing.
+        """
+        self._close(Lifecycle.UNWRAPPED)
+        return self.module
+
+    def _close(self, end: Lifecycle) -> None:
+        """A no-op for a wrapper that is closed already."""
+        before, name = self._lifecycle, type(self).__name__
+        if before is Lifecycle.COPY:
+            self._copied.close()
+        elif before is Lifecycle.IN_USE:
+            self._runtime.close(end.why_no_backward(name), abandon=end is Lifecycle.REPLACED)
+            unmark_wrapped(self._managed)
+            self._watched_model.close()
+        else:
+            return
+        self._lifecycle = end
+
+    def make_way(self) -> None:
+        """Take part in what other ranks may still wait for, before the module is wrapped once more."""
+        if not self._runtime.communicator.has_failed:
+            self._runtime.finish_broken_backward()
+
+    def warn_of(self, successor: str) -> None:
+        """Warn that a `successor` is about to take this one's place."""
+        module = type(torch_private.modules.without_compile_wrapper(self.module)).__name__
+        warn_user(
+            f"the {module} is wrapped once more: its {type(self).__name__} is closed, as by unwrap(), and the new "
+            f"{successor} takes its place. Call unwrap() first if that is meant."
+        )
+
+    def be_replaced(self) -> None:
+        """Close, for another wrapper that all ranks are about to make of the same module.
+
+        On this rank alone, as on others this one may have been collected as garbage.
+        """
+        self._close(Lifecycle.REPLACED)

@@ -3,8 +3,7 @@
 import torch
 
 from compiled_ddp.options import Options
-from compiled_ddp.wrapping.settings import Settings
-from compiled_ddp.wrapping.switches import Switches
+from compiled_ddp.wrapping.parts import Settings, Switches
 
 
 def test_a_size_that_was_chosen_is_not_among_what_was_given() -> None:

@@ -11,7 +11,7 @@ from compiled_ddp.errors import NotPicklableError
 from compiled_ddp.options import CheckSteps, Verify
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.wrapper import DataParallelWrapper
-from compiled_ddp.wrapping.lifecycle import Lifecycle
+from compiled_ddp.wrapping.parts import Lifecycle
 
 
 class ApexAdapter(DataParallelWrapper):

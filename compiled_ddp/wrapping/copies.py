@@ -25,10 +25,7 @@ from compiled_ddp.options import Options
 from compiled_ddp.step.hooks import GradientHooks
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.wrapping.ddp_arguments import DDPArguments
-from compiled_ddp.wrapping.lifecycle import Lifecycle
-from compiled_ddp.wrapping.parts import HasParts
-from compiled_ddp.wrapping.settings import Settings
-from compiled_ddp.wrapping.switches import Switches
+from compiled_ddp.wrapping.parts import HasParts, Lifecycle, Settings, Switches
 
 
 class CopiedModule:

@@ -14,9 +14,8 @@ from compiled_ddp.model.nested_tensors import tensors_in
 from compiled_ddp.model.watch import Look, StandIns
 from compiled_ddp.step.join import UnevenInputs
 from compiled_ddp.step.runtime import Runtime
-from compiled_ddp.wrapping.settings import Settings
-from compiled_ddp.wrapping.switches import Switches
-from compiled_ddp.wrapping.watched_model import WatchedModel
+from compiled_ddp.wrapping.parts import Settings, Switches
+from compiled_ddp.wrapping.setup import WatchedModel
 
 _moments = itertools.count(1)
 

@@ -16,7 +16,7 @@ from compiled_ddp.model.managed import ManagedState, every_parameter
 from compiled_ddp.ranks import pretended
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.users_code import warn_user
-from compiled_ddp.wrapping.settings import Settings
+from compiled_ddp.wrapping.parts import Settings
 
 
 class WarmUps:

@@ -1,4 +1,4 @@
-"""Names of parameters, buffers and submodules: those of the bare model, as in its state dicts.
+"""Names of parameters, buffers and submodules, and checkpoints: those of the bare model.
 
 [Note: one set of names] An entry of named_parameters() is looked up in a state dict (averages of parameters,
 torch.distributed.checkpoint), a module's name with a parameter's behind it in named_parameters() (groups for weight
@@ -7,21 +7,21 @@ all of them have `module.`, as torch's DistributedDataParallel, or none has, als
 module. Here none has; names with `module.` are understood too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.model.state_keys import wrapper_prefix
+from compiled_ddp.model.state_keys import bare_keys_in_state, bare_state, with_ddps_prefix, wrapper_prefix
 from compiled_ddp.wrapping.parts import HasParts
 
 _MEMBERS = (torch.Tensor, nn.Module, type(None))
 
 
 class BareNames(torch_private.checkpoints.LookedThrough, HasParts):
-    """The part of a wrapper that is about them."""
+    """The part of a wrapper that is about names and checkpoints."""
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
@@ -121,3 +121,50 @@ class BareNames(torch_private.checkpoints.LookedThrough, HasParts):
             f"{type(self).__name__} would take {next(name for name in given if name.startswith('module.'))!r} for "
             "another: put 'module.' before all names, or call it on .module."
         )
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    @torch_private.dynamo.untraced
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load what the bare module, or any wrapper of it, has saved: keys may carry `module.` and `_orig_mod.`.
+
+        Missing and unexpected keys are reported under the bare module's names. Raises ValueError for `assign=True`,
+        which would put other parameters in the place of those that are reduced.
+        """
+        self._check_loadable(state_dict, assign=assign)
+        bare = torch_private.modules.without_compile_wrapper(self.module)
+        return bare.load_state_dict(bare_state(state_dict, list(bare.state_dict())), strict=strict)
+
+    @torch_private.dynamo.untraced
+    def state_dict_for_ddp(self) -> dict[str, Any]:
+        """`state_dict()` with `module.` before each key: loads into torch's DistributedDataParallel(model), strictly.
+
+        For a script that goes back to torch's class. What a wrapper inside the model holds has the bare model's names.
+        """
+        return with_ddps_prefix(self.state_dict())
+
+    def _check_loadable(self, state_dict: object, *, assign: bool) -> None:
+        if assign:
+            raise ValueError(
+                "assign=True would replace the parameters whose gradients are reduced: load without it, or load into "
+                "the module before wrapping it."
+            )
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"load_state_dict() takes what state_dict() has returned, found {state_dict!r}.")
+        entries = [name for name, entry in state_dict.items() if self._is_state(entry)]
+        if entries:
+            raise ValueError(
+                f"load_state_dict() takes the model's state alone, and found it as one entry of a checkpoint, beside "
+                f"{sorted(map(str, state_dict.keys() - set(entries)))}: load checkpoint[{entries[0]!r}]."
+            )
+
+    def _is_state(self, entry: object) -> bool:
+        """Whether `entry` is a mapping with keys of the model, whatever wrapper it was saved from."""
+        if not isinstance(entry, Mapping) or not all(isinstance(key, str) for key in entry):
+            return False
+        bare_keys = list(self.module.state_dict())
+        return not set(bare_keys).isdisjoint(bare_state(entry, bare_keys))
+
+    def _name_state(self) -> None:
+        """Let state dicts have the bare model's keys."""
+        bare_keys_in_state(self)

@@ -4,11 +4,12 @@ Passes know the plan's plain data types, torch and the standard library; private
 """
 
 import ast
+import functools
 import itertools
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ SHIPPED = [
     if path not in TORCH_PRIVATE
 ]
 PACKAGE = [path for path in SHIPPED if path.relative_to(ROOT).parts[0] in ("compiled_ddp", "passes")]
+OWN = [*PACKAGE, *TORCH_PRIVATE]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 # The rooms of the package, from the ground up: each may import those below it, and itself.
@@ -76,9 +78,15 @@ def lies_in(name: str, packages: tuple[str, ...]) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
+@functools.cache
+def nodes(tree: ast.AST) -> list[ast.AST]:
+    """All nodes of a tree, which several rules look at."""
+    return list(ast.walk(tree))
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
     """(line, full dotted name, name it is bound to) of each import; a relative one begins with its dots."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name, alias.asname or alias.name.partition(".")[0]
@@ -111,12 +119,13 @@ def is_private(name: str) -> bool:
 
 def private_torch_names(tree: ast.AST, allowed: tuple[str, ...] = ()) -> list[str]:
     """Private torch names that the source imports or reaches by attribute access, through an alias too."""
-    found = {(line, name) for line, name, _ in imports(tree) if is_private(name)}
+    imported = list(imports(tree))
+    found = {(line, name) for line, name, _ in imported if is_private(name)}
     bound = {"torch": "torch"}
-    for _, name, local in imports(tree):
+    for _, name, local in imported:
         if lies_in(name, ("torch",)) and local != "torch":
             bound[local] = name
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and (chain := dotted_name(node)) is not None:
             root, _, rest = chain.partition(".")
             name = f"{bound.get(root, root)}.{rest}"
@@ -153,13 +162,14 @@ FACTORIES = tuple(
 def factory_calls_of_default_kind(tree: ast.AST) -> list[str]:
     """Calls of torch's factories that leave the dtype or the device to the defaults."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and dotted_name(node.func) in FACTORIES:
             missing = {"dtype", "device"} - {keyword.arg for keyword in node.keywords}
             found += [f"line {node.lineno}: {dotted_name(node.func)} without {name}" for name in sorted(missing)]
     return found
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
@@ -168,31 +178,37 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", PASSES, ids=relative)
-def test_pass_imports_only_plan_and_torch(path: Path) -> None:
-    assert not foreign_imports(parse(path)), (
-        f"{relative(path)} may import only compiled_ddp.plan, compiled_ddp.passes, torch, functorch and the standard "
-        "library, by absolute names: a pass receives frozen data and knows nothing else of the library"
+def offenders(paths: Iterable[Path], found_in: Callable[[ast.Module], list[str]]) -> str:
+    """A line for each thing that `found_in` finds in these files, which begins with the file's name."""
+    assert paths
+    return "".join(f"\n{relative(path)}, {found}" for path in paths for found in found_in(parse(path)))
+
+
+def test_passes_import_only_plan_and_torch() -> None:
+    found = offenders(PASSES, foreign_imports)
+    assert not found, (
+        "a pass may import only compiled_ddp.plan, compiled_ddp.passes, torch, functorch and the standard library, by "
+        f"absolute names: it receives frozen data and knows nothing else of the library{found}"
     )
 
 
-@pytest.mark.parametrize("path", SHIPPED, ids=relative)
-def test_private_torch_names_stand_in_one_module(path: Path) -> None:
-    assert not private_torch_names(parse(path)), (
-        f"{relative(path)} uses a private torch API: give it a name in compiled_ddp/torch_private, with the "
-        "versions it was checked on, and import that"
+def test_private_torch_names_stand_in_one_module() -> None:
+    found = offenders(SHIPPED, private_torch_names)
+    assert not found, (
+        "a private torch API is used: give it a name in compiled_ddp/torch_private, with the versions it was checked "
+        f"on, and import that{found}"
     )
 
 
-@pytest.mark.parametrize("path", TESTS, ids=relative)
-def test_tests_use_private_torch_names_through_torch_private(path: Path) -> None:
-    assert not private_torch_names(parse(path), allowed=OPEN_TO_TESTS)
+def test_tests_use_private_torch_names_through_torch_private() -> None:
+    found = offenders(TESTS, functools.partial(private_torch_names, allowed=OPEN_TO_TESTS))
+    assert not found, f"a test uses a private torch API: take it from compiled_ddp/torch_private{found}"
 
 
-@pytest.mark.parametrize("path", [*PACKAGE, *TORCH_PRIVATE], ids=relative)
-def test_every_factory_call_of_the_package_names_dtype_and_device(path: Path) -> None:
-    assert not factory_calls_of_default_kind(parse(path)), (
-        "users set torch.set_default_dtype and torch.set_default_device: name the dtype and the device"
+def test_every_factory_call_of_the_package_names_dtype_and_device() -> None:
+    found = offenders(OWN, factory_calls_of_default_kind)
+    assert not found, (
+        "users set torch.set_default_dtype and torch.set_default_device: name the dtype and the device" + found
     )
 
 
@@ -228,14 +244,23 @@ NOT_BEFORE = {
 }
 
 
-# Below V.graph nothing is there until Inductor compiles.
-@pytest.mark.parametrize("name", sorted({name.partition(".V.graph.")[0] for name in names_of_torch_private()}))
-def test_every_private_name_exists_in_this_torch(name: str) -> None:
-    if torch.__version__ >= NOT_BEFORE.get(name, (0,)):
+def exists(name: str) -> bool:
+    try:
         private_names.find(name)
-    else:
-        with pytest.raises(ImportError):
-            private_names.find(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_every_private_name_exists_in_this_torch() -> None:
+    # Below V.graph nothing is there until Inductor compiles.
+    names = {name.partition(".V.graph.")[0] for name in names_of_torch_private()}
+    missing = {name for name in names if not exists(name)}
+    expected = {name for name in names if torch.__version__ < NOT_BEFORE.get(name, (0,))}
+    assert not missing - expected, f"torch {torch.__version__} has no {sorted(missing - expected)}"
+    assert not expected - missing, (
+        f"NOT_BEFORE denies {sorted(expected - missing)}, which torch {torch.__version__} has"
+    )
 
 
 def room_of(path: Path) -> str:
@@ -251,23 +276,25 @@ def rooms_imported(tree: ast.AST) -> Iterator[str]:
             yield parts[0]
 
 
-@pytest.mark.parametrize("path", [*PACKAGE, *TORCH_PRIVATE], ids=relative)
-def test_imports_point_down(path: Path) -> None:
-    room = room_of(path)
-    up = {other for other in rooms_imported(parse(path)) if other != room and FLOORS[other] >= FLOORS[room]}
-    assert not up, f"{relative(path)} imports {up}, which the table LAYERS does not place below {room}"
+def test_imports_point_down() -> None:
+    up = ""
+    for path in OWN:
+        room = room_of(path)
+        not_below = {other for other in rooms_imported(parse(path)) if other != room and FLOORS[other] >= FLOORS[room]}
+        up += f"\n{relative(path)} imports {not_below}, not below {room}" if not_below else ""
+    assert not up, f"the table LAYERS says what may be imported from where{up}"
 
 
 def test_every_room_has_a_floor_and_a_place_in_what_is_installed() -> None:
-    assert {room_of(path) for path in [*PACKAGE, *TORCH_PRIVATE]} == FLOORS.keys()
+    assert {room_of(path) for path in OWN} == FLOORS.keys()
     configured = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {f"compiled_ddp.{path.parent.name}" for path in (ROOT / "compiled_ddp").glob("*/__init__.py")}
     assert set(configured) == {"compiled_ddp", "compiled_ddp.passes", *folders}
 
 
-@pytest.mark.parametrize("path", [*PACKAGE, *TORCH_PRIVATE], ids=relative)
-def test_a_module_says_what_it_holds(path: Path) -> None:
-    assert ast.get_docstring(parse(path)), f"{relative(path)} needs a docstring: no list of files is kept by hand"
+def test_every_module_says_what_it_holds() -> None:
+    silent = [relative(path) for path in OWN if not ast.get_docstring(parse(path))]
+    assert not silent, f"{silent} need a docstring: no list of files is kept by hand"
 
 
 def test_the_readme_draws_these_layers() -> None:

@@ -7,6 +7,7 @@ where that is not installed: `make trainers` runs it.
 """
 
 import ast
+import functools
 import importlib.util
 import inspect
 import os
@@ -105,6 +106,15 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+@functools.cache
+def text_of(file: Path) -> str:
+    return file.read_text() if file.is_file() else ""
+
+
+def exists(path: Path, function: str | None) -> bool:
+    return path.exists() and (function is None or f"def {function}(" in text_of(path))
+
+
 @pytest.mark.inductor
 @pytest.mark.parametrize("page", [page for page in PAGES if snippets(page.read_text())], ids=relative)
 def test_snippets_of_page_run(page: Path, tmp_path: Path) -> None:
@@ -116,17 +126,22 @@ def test_snippets_of_page_run(page: Path, tmp_path: Path) -> None:
         pool.run(run_page, str(page), blocks, str(tmp_path), process_group=False, timeout_seconds=PAGE_SECONDS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_snippet_that_does_not_run_has_a_reason(page: Path) -> None:
-    bare = [block.first_line for block in snippets(page.read_text()) if not block.runs and block.reason is None]
-    assert not bare, f"{relative(page)}: put <!-- why it cannot run --> directly above the blocks at lines {bare}"
+def test_snippets_that_do_not_run_have_a_reason() -> None:
+    bare = [
+        f"{relative(page)}:{block.first_line}"
+        for page in PAGES
+        for block in snippets(page.read_text())
+        if not block.runs and block.reason is None
+    ]
+    assert not bare, f"put <!-- why it cannot run --> directly above the blocks at {bare}"
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "README.md"], ids=relative)
-def test_snippet_that_does_not_run_renders(page: Path) -> None:
-    assert not re.search(r"^ *[`~]{3,} *python\b.* notest", page.read_text(), flags=re.MULTILINE), (
-        f"{relative(page)}: write ```{{.python notest}}, MkDocs does not render ```python notest"
-    )
+def test_snippets_that_do_not_run_render() -> None:
+    pages = [page for page in PAGES if page.name != "README.md"]
+    assert pages
+    unseen = re.compile(r"^ *[`~]{3,} *python\b.* notest", flags=re.MULTILINE)
+    found = [relative(page) for page in pages if unseen.search(page.read_text())]
+    assert not found, f"{found}: write ```{{.python notest}}, MkDocs does not render ```python notest"
 
 
 def test_migration_page_names_every_ddp_argument() -> None:
@@ -165,13 +180,13 @@ def named_tests(page: Path) -> list[tuple[int, Path, str | None]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative)
-def test_tests_that_a_table_names_exist(page: Path) -> None:
-    missing = []
-    for number, file, test in named_tests(page):
-        text = file.read_text() if file.exists() else ""
-        if not text or (test is not None and f"def {test}(" not in text):
-            missing.append(f"{relative(page)}:{number}: {file.name}::{test}")
+def test_tests_that_a_table_names_exist() -> None:
+    missing = [
+        f"{relative(page)}:{number}: {file.name}::{test}"
+        for page in PAGES
+        for number, file, test in named_tests(page)
+        if not exists(file, test)
+    ]
     assert not missing, missing
 
 
@@ -203,14 +218,14 @@ def named_files(text: str) -> list[tuple[str, str | None]]:
     return [(name[1], name[2]) for name in SOURCE.finditer(text)]
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=relative)
-def test_files_that_a_page_names_exist(page: Path) -> None:
-    missing = []
-    for name, function in named_files(page.read_text()):
-        path = ROOT / name
-        if not path.exists() or (function is not None and f"def {function}(" not in path.read_text()):
-            missing.append(f"{name}::{function}" if function else name)
-    assert not missing, f"{relative(page)} names {missing}"
+def test_files_that_a_page_names_exist() -> None:
+    missing = [
+        f"{relative(page)} names {name}" + (f"::{function}" if function else "")
+        for page in WRITTEN
+        for name, function in named_files(page.read_text())
+        if not exists(ROOT / name, function)
+    ]
+    assert not missing, missing
 
 
 def test_names_of_files_are_found() -> None:
@@ -228,10 +243,14 @@ def cells(text: str) -> list[tuple[int, str]]:
     ]
 
 
-@pytest.mark.parametrize("page", WRITTEN, ids=relative)
-def test_no_cell_of_a_table_is_a_wall_of_text(page: Path) -> None:
-    long = [(number, len(cell)) for number, cell in cells(page.read_text()) if len(cell) > CELL_CHARACTERS]
-    assert not long, f"{relative(page)}: write the cells at these lines as prose below the table: {long}"
+def test_no_cell_of_a_table_is_a_wall_of_text() -> None:
+    long = [
+        f"{relative(page)}:{number}: {len(cell)} characters"
+        for page in WRITTEN
+        for number, cell in cells(page.read_text())
+        if len(cell) > CELL_CHARACTERS
+    ]
+    assert not long, f"write these cells as prose below the table: {long}"
 
 
 def test_cells_are_found_with_their_lines() -> None:

@@ -1,8 +1,11 @@
 """`compiled-ddp precompile`: a job finds in its folder all that it needs, and is told where that does not fit."""
 
 import json
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch import nn
 from compiled_ddp import compile_ddp
 from compiled_ddp.__main__ import main
 from compiled_ddp.graph import precompiled
+from compiled_ddp.precompile import command
 from compiled_ddp.ranks import pretended
 from ranks import RankPool
 
@@ -89,17 +93,28 @@ def test_a_job_compiles_nothing_that_was_precompiled(
 
 
 @pytest.mark.parametrize(
-    ("function", "why"),
+    ("function", "why", "in_a_process"),
     [
-        ("without_batches", "without_batches has no batches: return a list with one of each shape"),
-        ("by_hooks", "the model is wrapped by EagerDDP, which compiles nothing: take compile_ddp"),
-        ("nothing", "nothing: the function returned None: return (model, batches)"),
-        ("missing", "has no function 'missing': name one that returns (model, batches)"),
+        ("without_batches", "without_batches has no batches: return a list with one of each shape", False),
+        ("by_hooks", "the model is wrapped by EagerDDP, which compiles nothing: take compile_ddp", False),
+        ("nothing", "nothing: the function returned None: return (model, batches)", True),
+        ("missing", "has no function 'missing': name one that returns (model, batches)", False),
     ],
 )
 def test_what_cannot_be_compiled_is_named(
-    function: str, why: str, script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    function: str,
+    why: str,
+    in_a_process: bool,
+    script: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Once as for a user, in a process of its own: each of these is seconds, and each error takes the same way."""
+    if not in_a_process:
+        monkeypatch.setattr(command, "ProcessPoolExecutor", lambda workers, **_: ThreadPoolExecutor(workers))
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setitem(sys.modules, script.stem, ModuleType(script.stem))
     assert main(["precompile", f"{script}:{function}", "--ranks", "2", "--into", str(tmp_path / "filled")]) == 2
     told = capfd.readouterr().err
     assert why in told and "Traceback" not in told

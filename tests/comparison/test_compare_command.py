@@ -166,17 +166,25 @@ def test_what_cannot_be_compared_is_said_on_every_rank(ranks2: RankPool, script:
         ("missing.py:small", r"compare: there is no file missing\.py \(seen from"),
         ("no_module:small", r"compare: there is no module 'no_module' \(looked for from"),
         (":small", r"compare: there is no module '' \(looked for from"),
-        ("script.py:missing", r"compare: script.py:missing cannot be compared. rank \d: script.py has no function 'mi"),
     ],
 )
-def test_a_target_that_is_not_there_is_one_line_of_words(script: Path, target: str, words: str) -> None:
-    command = [sys.executable, "-m", "compiled_ddp", "compare", target, *QUICK]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, cwd=script.parent, env=environment(), check=False
-    )
+def test_a_file_that_is_not_there_is_one_line_of_words_before_any_rank_is_started(
+    script: Path, target: str, words: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(script.parent)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("compiled_ddp.comparison.command.run_on_own_ranks", None)
+    assert main(["compare", target, *QUICK]) == 2
+    (told,) = capfd.readouterr().err.splitlines()
+    assert re.match(words, told)
+
+
+def test_a_function_that_is_not_there_is_one_line_of_words(script: Path) -> None:
+    done = compare(script, "missing")
     told = [line for line in done.stderr.splitlines() if "socket.cpp" not in line]
     assert done.returncode == 2
     assert len(told) == 1, done.stderr
+    words = r"compare: script.py:missing cannot be compared. rank \d: script.py has no function 'mi"
     assert re.match(words, told[0])
 
 

@@ -35,7 +35,7 @@ endif
 export CXX
 
 .DEFAULT_GOAL := help
-.PHONY: help bench results test versions pythons trainers models gpu fuzz lint format types docs clean check-python check-compiler check-gpu shape
+.PHONY: help bench results test near versions pythons trainers models gpu fuzz lint format types docs clean check-python check-compiler check-gpu shape
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -67,6 +67,10 @@ endif
 test: check-compiler $(STAMP) ## Run the tests, two at a time (ARGS="-k name" picks some, WORKERS=0 runs one after the other)
 	@echo "==> make test: python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+near: check-compiler lint ## Run what a change needs in two minutes or so: ruff, and the round NEAR of noxfile.py (ARGS="tests/..." adds to it)
+	@echo "==> make near: the round NEAR of noxfile.py, $(WORKERS) at a time"
+	WORKERS="$(WORKERS)" $(BIN)/nox --session near -- $(ARGS)
 
 versions: check-compiler $(STAMP) ## Run the tests but for slow ones on each admitted torch (VERSIONS="2.14.1" picks some, ARGS=quick or ARGS="tests/..." others)
 	@echo "==> make versions: the tests on torch $(VERSIONS), environments in $(VERSIONS_FOLDER)"

@@ -1,10 +1,11 @@
-"""The tests on each torch and each Python that the metadata admits, in environments of their own: `make versions`.
+"""Rounds of tests: `make near`, and on each torch and Python that the metadata admits, in environments of their own.
 
-Environments are kept from run to run: with CUDA, which every torch but the pinned one brings, each takes 5 GB and two
-minutes.
+The environments of `make versions` and `make pythons` are kept from run to run: with CUDA, which every torch but the
+pinned one brings, each takes 5 GB and two minutes.
 """
 
 import os
+import sys
 from pathlib import Path
 
 import nox
@@ -33,6 +34,22 @@ QUICK = (
     "tests/test_architecture.py",
 )
 
+# What a change needs, in two minutes or so: the quick round, and all that is short of the tests of one module, most of
+# which need no ranks, and of those that read the sources.
+LONG = ("test_compile_once", "test_many_parameters", "test_ranks", "test_second_device", "test_startup")
+NEAR = (
+    *QUICK,
+    *sorted(str(path) for path in Path("tests").glob("test_*.py") if path.stem not in LONG),
+    *("-m", "not slow"),
+    *("--deselect", "tests/test_documentation.py::test_snippets_of_page_run"),
+)
+
+
+@nox.session(venv_backend="none")
+def near(session: nox.Session) -> None:
+    """What a change needs, by the Python that runs nox; arguments are pytest's, and add to it."""
+    _test(session, sys.executable, *NEAR, *session.posargs)
+
 
 @nox.session(name="torch")
 @nox.parametrize("version", TORCH, ids=TORCH)
@@ -52,8 +69,12 @@ def _run(session: nox.Session, torch: str, default: tuple[str, ...]) -> None:
     constraints.write_text(_constraints(torch))
     session.install("-c", str(constraints), f"torch=={torch}", "-e", ".[test,bench]")
     wanted = QUICK if session.posargs == ["quick"] else session.posargs or default
+    _test(session, "python", *wanted)
+
+
+def _test(session: nox.Session, python: str, *arguments: str) -> None:
     workers = os.environ.get("WORKERS", "2")
-    session.run("python", "-m", "pytest", "-n", workers, "--dist", "worksteal", "-p", "no:cacheprovider", *wanted)
+    session.run(python, "-m", "pytest", "-n", workers, "--dist", "worksteal", "-p", "no:cacheprovider", *arguments)
 
 
 def _constraints(torch: str) -> str:

@@ -12,7 +12,7 @@ from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_ddp import torch_private
-from compiled_ddp.checks.batches import batched, batched_in_place
+from compiled_ddp.checks.sums import batched, batched_in_place
 from compiled_ddp.model.checks import check_layouts, check_model, check_writable, describe_model
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.options import Options

@@ -8,19 +8,23 @@ raises because of what the riders say, takes part all the same, and proves nothi
 [Note: two steps of a proof] From gradients to buckets: what lies in a graph's bucket before it is launched is compared
 with the same backward without the passes, where the graph is new (`checks.values`); hooks' gradients are noted where
 autograd leaves them. From there to the result: sums with random signs, of what each rank brings and of what comes out
-(`checks.signs`), and checksums, which must be the same on all ranks.
+(`checks.sums`), and checksums, which must be the same on all ranks.
+
+[Note: two collectives] What ranks tell each other of reduced gradients. The first adds up what ranks have brought:
+[Note: proof by random signs]. The second takes maxima: of what each rank finds by it, and of checksums, which are equal
+where their maximum is their minimum.
 """
 
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from compiled_ddp import torch_private
-from compiled_ddp.checks.batches import batched, batched_in_place
-from compiled_ddp.checks.checksum import as_row
-from compiled_ddp.checks.exchange import Account, Verdict, exchange
+from compiled_ddp.checks.sums import as_row, batched, batched_in_place, rounding, smallest
 from compiled_ddp.checks.values import Reference, compare, explained, fill_with_pattern
 from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.planning.trained_parameters import TrainedParameters
@@ -51,6 +55,9 @@ _UNSEEN = "the graph launches where nobody can look, and ran first in a backward
 _NO_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
+# ---- what a rank has seen --------------------------------------------------------------------------------------------
+
+
 class Recording:
     """What this rank brings to the reductions of one backward, and what its graphs return of them."""
 
@@ -60,14 +67,14 @@ class Recording:
         self.not_seen: set[int] = set()
         self._strides = strides
         # Gradients, of each its signed sum, the sum of its squares and that of what it may be off; whether it is all.
-        self._brought: list[tuple[Sequence[int], torch.Tensor, bool]] = []
-        self._returned: list[tuple[Sequence[int], torch.Tensor]] = []  # gradients, signed sums of them
+        self._brought: list[tuple[Sequence[int], Tensor, bool]] = []
+        self._returned: list[tuple[Sequence[int], Tensor]] = []  # gradients, signed sums of them
 
     def launching(self, bucket: Bucket) -> None:
         """Hooks are about to launch it."""
         self.seen.update(bucket.indices)
 
-    def put(self, indices: Sequence[int], gradients: Sequence[torch.Tensor], share: float, *, is_all: bool) -> None:
+    def put(self, indices: Sequence[int], gradients: Sequence[Tensor], share: float, *, is_all: bool) -> None:
         """Hooks put `share` times these gradients into buckets; with `is_all` in place of what they had put."""
         for some, batch in batched(self._rows(indices, gradients)):
             sums = (
@@ -77,7 +84,7 @@ class Recording:
             )
             self._brought.append((some, sums, is_all))
 
-    def graph_launches(self, bucket: Bucket, flat_buffer: torch.Tensor) -> None:
+    def graph_launches(self, bucket: Bucket, flat_buffer: Tensor) -> None:
         self.seen.update(bucket.indices)
         sizes = [gradient.numel for gradient in bucket.gradients]
         values = flat_buffer.narrow(0, 0, sum(sizes))
@@ -95,15 +102,15 @@ class Recording:
             slack = torch.tensor(off, dtype=torch.float64, device="cpu").view(-1, 1)
             self._brought.append((indices, torch.cat((batch.signed_sums().cpu(), slack), dim=1), False))
 
-    def graph_returns(self, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
+    def graph_returns(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         for some, batch in batched(self._rows(indices, gradients)):
             self._returned.append((some, batch.signed_sums()[:, 0]))
 
-    def _rows(self, indices: Sequence[int], tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _rows(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         for index, tensor in zip(indices, tensors, strict=True):
             yield index, as_row(tensor.detach(), self._strides[index])
 
-    def brought(self, parameters: int, device: torch.device) -> torch.Tensor:
+    def brought(self, parameters: int, device: torch.device) -> Tensor:
         """Of all parameters: float64, shape (3, parameters); 0 where nothing was seen."""
         sums = torch.zeros(parameters, 3, dtype=torch.float64, device=device)
         for indices, added, is_all in self._brought:
@@ -115,7 +122,7 @@ class Recording:
             sums[places, :columns] += added.to(device)
         return sums.t().contiguous()
 
-    def returned(self, signed: torch.Tensor, by_hooks: Set[int]) -> torch.Tensor:
+    def returned(self, signed: Tensor, by_hooks: Set[int]) -> Tensor:
         """The signed sums of all parameters' results: what graphs have returned, of several the sum.
 
         Those that hooks have left in .grad, as `signed` has them, may have that in them.
@@ -129,8 +136,78 @@ class Recording:
         return torch.where(are_of_graphs, of_graphs, signed)
 
 
-def _scaled(sums: torch.Tensor, share: float) -> torch.Tensor:
+def _scaled(sums: Tensor, share: float) -> Tensor:
     return sums * torch.tensor((share, share * share), dtype=sums.dtype, device=sums.device)
+
+
+# ---- what ranks tell each other --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Account:
+    """Of a number of gradients, what this rank has seen; each tensor has a number for each, on one device.
+
+    `brought` is float64 of shape (3, gradients): the signed sum of what it put into the reduction, the sum of squares,
+    and of the squares of what the first may be off. `results` are the signed sums of what came out, float64, and
+    `checksums` are of that, int64. `kinds` are dtypes and numbers of elements. A result times `factor` is the sum of
+    what ranks have brought; None where nothing makes it that.
+    """
+
+    brought: Tensor
+    results: Tensor
+    checksums: Tensor
+    kinds: Sequence[tuple[torch.dtype, int]]
+    factor: float | None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The same on every rank: on the CPU, by gradient; `others` are the maxima of what each rank added."""
+
+    have_values: Tensor  # some rank brought more than zeros, and all ranks finite numbers
+    brought_differ: Tensor
+    results_differ: Tensor
+    are_off: Tensor  # on some rank the result is something else than the sum; not of what is not finite
+    others: Sequence[Tensor]
+
+
+def exchange(communicator: Communicator, account: Account, *others: Tensor) -> Verdict:
+    """Compare the accounts of all ranks. `others` are int64, a number for each gradient, of which ranks take maxima."""
+    expected = account.brought.clone()
+    communicator.all_reduce(expected).wait()
+    off = _are_off(account, expected, communicator.world_size).to(torch.int64)
+    own = account.brought[0].view(torch.int64)
+    shared = torch.stack((*_to_compare(own), *_to_compare(account.checksums), off, *others))
+    communicator.maximum(shared)
+    have_values = ((expected[1] > 0) & expected[:2].isfinite().all(0)).cpu()
+    before, before_inverted, after, after_inverted, off, *found = shared.cpu()
+    return Verdict(
+        have_values, _are_unequal(before, before_inverted), _are_unequal(after, after_inverted), off != 0, found
+    )
+
+
+def _are_off(account: Account, expected: Tensor, world_size: int) -> Tensor:
+    results, factor = account.results, account.factor
+    if factor is None:
+        return torch.zeros_like(results, dtype=torch.bool)
+    sizes = [(rounding(dtype, world_size), smallest(dtype) * max(numel, 1) ** 0.5) for dtype, numel in account.kinds]
+    relative, absolute = torch.tensor(sizes, dtype=torch.float64, device=results.device).view(-1, 2).t()
+    signed, squares, slack = expected
+    allowed = relative * squares.sqrt() + 4.0 * slack.sqrt() + world_size * absolute
+    are_off: Tensor = (results * factor - signed).abs() > allowed
+    return are_off
+
+
+def _to_compare(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Two rows whose maxima over ranks tell whether the ranks' values are equal. Unlike -x, ~x cannot overflow."""
+    return values, ~values
+
+
+def _are_unequal(most: Tensor, most_inverted: Tensor) -> Tensor:
+    return most != ~most_inverted
+
+
+# ---- what is kept from backward to backward --------------------------------------------------------------------------
 
 
 class Proof:
@@ -233,7 +310,7 @@ class Proof:
             return
         wrong: dict[int, int] = {}
 
-        def launching(number: int, flat_buffer: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        def launching(number: int, flat_buffer: Tensor) -> contextlib.AbstractContextManager[None]:
             if number < len(plan.buckets):
                 if recording is not None:
                     recording.graph_launches(plan.buckets[number], flat_buffer)
@@ -284,12 +361,10 @@ class Proof:
     def postpone(self) -> None:
         """Take part in the exchange without proving anything; a no-op in a backward that does not verify."""
         if self.verifies:
-            nothing: list[torch.Tensor | None] = [None] * len(self._parameters.names)
+            nothing: list[Tensor | None] = [None] * len(self._parameters.names)
             self._exchange([_BROKEN_OFF] * len(nothing), nothing, None, set())
 
-    def conclude(
-        self, outcome_of: Callable[[int], torch.Tensor | None], *, by_hooks: Set[int], factor: float | None
-    ) -> None:
+    def conclude(self, outcome_of: Callable[[int], Tensor | None], *, by_hooks: Set[int], factor: float | None) -> None:
         """Compare what has come out with what went in, on all ranks; a no-op in a backward that does not verify.
 
         `outcome_of` tells what the reduction has left of a parameter's gradient on this rank; None where it left
@@ -344,7 +419,7 @@ class Proof:
 
     @torch.no_grad()
     def _exchange(
-        self, hindrances: list[int], outcomes: list[torch.Tensor | None], factor: float | None, by_hooks: Set[int]
+        self, hindrances: list[int], outcomes: list[Tensor | None], factor: float | None, by_hooks: Set[int]
     ) -> tuple[dict[int, int], list[int], list[int]]:
         """Share what this rank knows, settle what is unverified.
 
@@ -370,9 +445,7 @@ class Proof:
         self.recording, self.verifies = None, False
         return self._settle(verdict, adds_up=account.factor is not None)
 
-    def _looked_at(
-        self, outcomes: list[torch.Tensor | None], device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _looked_at(self, outcomes: list[Tensor | None], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Of what a reduction has left: checksums, signed sums, and whether it is finite."""
         rows = (
             (index, as_row(outcome, self._strides[index]))
@@ -440,6 +513,6 @@ class Proof:
         return f"; {what}: {listed}" if listed else ""
 
 
-def _where(mask: torch.Tensor) -> list[int]:
+def _where(mask: Tensor) -> list[int]:
     places: list[int] = mask.nonzero().flatten().tolist()
     return places

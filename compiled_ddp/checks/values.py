@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_ddp.checks.signs import smallest
+from compiled_ddp.checks.sums import smallest
 from compiled_ddp.plan import Bucket
 
 # Quiet NaNs with a payload of their own, by bytes of an element.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.checks.batches import batched
+from compiled_ddp.checks.sums import batched
 from compiled_ddp.formatting import format_names
 from compiled_ddp.ranks.agreement import Differing
 from compiled_ddp.ranks.rank_group import RankGroup

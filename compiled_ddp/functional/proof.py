@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compiled_ddp.checks.checksum import checksum
-from compiled_ddp.checks.exchange import Account, exchange
-from compiled_ddp.checks.signs import signed_sum
+from compiled_ddp.checks.proof import Account, exchange
+from compiled_ddp.checks.sums import checksum, signed_sum
 from compiled_ddp.checks.values import Reference, compare, explained
 from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.wanted import Agreed

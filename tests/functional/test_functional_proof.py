@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.fx import Graph
 
 from compiled_ddp import functional as ddp
-from compiled_ddp.checks.exchange import Account, exchange
-from compiled_ddp.checks.signs import signed_sum
+from compiled_ddp.checks.proof import Account, exchange
+from compiled_ddp.checks.sums import signed_sum
 from compiled_ddp.functional import operator, proof
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.passes.ops import all_reduce_in_place, is_launch

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from compiled_ddp import compile_ddp, torch_private
-from compiled_ddp.checks.checksum import as_row, checksum
 from compiled_ddp.checks.proof import TRIES, Proof
+from compiled_ddp.checks.sums import as_row, checksum
 from compiled_ddp.passes import pipeline
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
 from compiled_ddp.passes.ops import PACKS

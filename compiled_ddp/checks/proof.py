@@ -17,8 +17,9 @@ where their maximum is their minimum.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -26,21 +27,24 @@ from torch import Tensor
 from compiled_ddp import torch_private
 from compiled_ddp.checks.sums import as_row, batched, batched_in_place, rounding, smallest
 from compiled_ddp.checks.values import Reference, compare, explained, fill_with_pattern
-from compiled_ddp.plan import Bucket, BucketPlan
-from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.formatting import format_names
+from compiled_ddp.plan import Bucket, BucketPlan, GradientSpec
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 
-# Under verify="first", the backwards that verify while parameters are unverified, counted from the first one and again
-# from each that ran a new graph. Beyond them a parameter stays so, and `explain()` lists it.
+# Under verify="first", the backwards that verify while gradients are unverified, counted from the first one and again
+# from each that ran a new graph. Beyond them a gradient stays so, and `explain()` lists it. Of a functional reduction
+# the launches up to `_LAUNCHES_UP_TO` verify whatever is proven: each may come from another graph than the one before.
 TRIES = (1, 2, 4, 8, 16, 32, 64)
+_LAUNCHES_UP_TO = 8
 
-# Why a parameter was not proven in a backward; of several ranks' reasons the largest one counts.
+# Why a gradient was not proven in a backward; of several ranks' reasons the largest one counts.
 _NOTHING = 0
-_NOT_SEEN = 1  # its launch: the backward did not record, or the graph launches from C++
-_NO_GRADIENT = 2
-_NOT_FINITE = 3
-_BROKEN_OFF = 4
+_LEFT_OUT = 1  # a graph, of which everything is seen, has not reduced it
+_NOT_SEEN = 2  # its launch: the backward did not record, or the graph launches from C++
+_NO_GRADIENT = 3
+_NOT_FINITE = 4
+_BROKEN_OFF = 5  # or neither what went in nor what came out was seen
 
 _WORDS = {_NO_GRADIENT: "no gradient so far", _NOT_FINITE: "gradients that are not finite"}
 _ZERO = "zero gradients so far"
@@ -52,6 +56,46 @@ _UNKNOWN = "not looked at yet"
 _NEW = "in a new graph, not looked at yet"
 _UNSEEN = "the graph launches where nobody can look, and ran first in a backward that did not verify"
 
+_REMEDY = (
+    "COMPILED_DDP_MODE=hooks in the environment reduces everything by hooks; if that helps, please report the model "
+    "with the output of explain()."
+)
+_REMEDY_OF_FUNCTIONS = "Please report the function; eager calls, without compiled_ddp.functional.compile, may be right."
+_NO_SUM_OF_FUNCTIONS = (
+    "rank {rank}: the gradients of {functions} with respect to {named} are not the sum over ranks: on some rank they "
+    f"were left out, added twice, or changed on the way. {_REMEDY_OF_FUNCTIONS}"
+)
+
+
+@dataclass(frozen=True)
+class _Errors:
+    """What is raised for gradients `named`, by what is wrong with them."""
+
+    in_buckets: str
+    different: str
+    no_sums: str
+
+
+_OF_WRAPPERS = _Errors(
+    "rank {rank}: the gradient of {named} was reduced from a bucket in which some rank's compiled backward has left "
+    "something else than its gradient ({found}). Take no step with these gradients. "
+    f'{_REMEDY} verify="off" looks at nothing.',
+    "rank {rank}: the gradient of {named} differs between the ranks after it was reduced: on some rank it stayed "
+    "local, in whole or in part, and from here on the models would drift apart. If the model has changed since it was "
+    f"wrapped, call unwrap() and wrap it again. {_REMEDY} A hook of yours that changes .grad in another way on every "
+    'rank does this too: then pass verify="off".',
+    "rank {rank}: the gradient of {named} is, after it was reduced, the same on all ranks, and not what their own "
+    "gradients add up to: some were left out, added twice, divided wrongly, or changed on the way. Take no step with "
+    f"these gradients. {_REMEDY}",
+)
+_OF_FUNCTIONS = _Errors(
+    "rank {rank}: the gradients of {functions} with respect to {named} were reduced from a bucket in which some rank's "
+    "compiled step has left something else ({found}). Use no result of it. "
+    f"{_REMEDY_OF_FUNCTIONS}",
+    _NO_SUM_OF_FUNCTIONS,
+    _NO_SUM_OF_FUNCTIONS,
+)
+
 _NO_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
@@ -59,16 +103,18 @@ _NO_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Recording:
-    """What this rank brings to the reductions of one backward, and what its graphs return of them."""
+    """What this rank brings to the reductions of one backward, or to a functional one, and what comes out of them."""
 
-    def __init__(self, strides: Sequence[tuple[int, ...]]) -> None:
-        """`strides` are those of the parameters' gradients, as they lie in buckets."""
+    def __init__(self, gradients: Sequence[GradientSpec]) -> None:
+        """`gradients` have the strides with which they lie in buckets."""
         self.seen: set[int] = set()
         self.not_seen: set[int] = set()
-        self._strides = strides
+        self._gradients = gradients
         # Gradients, of each its signed sum, the sum of its squares and that of what it may be off; whether it is all.
         self._brought: list[tuple[Sequence[int], Tensor, bool]] = []
         self._returned: list[tuple[Sequence[int], Tensor]] = []  # gradients, signed sums of them
+        # Gradients, of what has come out checksums, signed sums, and whether it is finite.
+        self._outcomes: list[tuple[Sequence[int], Tensor, Tensor, Tensor]] = []
 
     def launching(self, bucket: Bucket) -> None:
         """Hooks are about to launch it."""
@@ -106,13 +152,63 @@ class Recording:
         for some, batch in batched(self._rows(indices, gradients)):
             self._returned.append((some, batch.signed_sums()[:, 0]))
 
+    def come_out(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
+        """A reduction has left these of the gradients; of several the last counts."""
+        for some, batch in batched(self._rows(indices, tensors)):
+            self._outcomes.append((some, batch.checksums(), batch.signed_sums()[:, 0], batch.are_finite()))
+
+    def reduced(self, gradients: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """All gradients have been reduced at once, to `sums`."""
+        indices = range(len(gradients))
+        self.seen.update(indices)
+        self.put(indices, gradients, 1.0, is_all=True)
+        self.come_out(indices, sums)
+
+    def reduced_unseen(self) -> None:
+        """What has launched and awaited them cannot be looked at."""
+        self.not_seen.update(range(len(self._gradients)))
+
     def _rows(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         for index, tensor in zip(indices, tensors, strict=True):
-            yield index, as_row(tensor.detach(), self._strides[index])
+            yield index, as_row(tensor.detach(), self._gradients[index].stride)
 
-    def brought(self, parameters: int, device: torch.device) -> Tensor:
-        """Of all parameters: float64, shape (3, parameters); 0 where nothing was seen."""
-        sums = torch.zeros(parameters, 3, dtype=torch.float64, device=device)
+    def hindrances(self) -> list[int]:
+        """Of reductions that are to be seen on both sides, why nothing is known of a gradient."""
+        came_out = {index for indices, *_ in self._outcomes for index in indices}
+        return [
+            # Where empty buckets are awaited nothing tells them apart.
+            _BROKEN_OFF
+            if index in self.not_seen
+            else _NOTHING
+            if gradient.numel == 0 or (index in self.seen and index in came_out)
+            else _LEFT_OUT
+            for index, gradient in enumerate(self._gradients)
+        ]
+
+    def account(
+        self, hindrances: Sequence[int], device: torch.device, by_hooks: Set[int], factor: float | None
+    ) -> "Account":
+        """See `Proof.conclude` for `by_hooks`."""
+        checksums = torch.zeros(len(self._gradients), dtype=torch.int64, device=device)
+        signed = torch.zeros(len(checksums), dtype=torch.float64, device=device)
+        finite = torch.ones_like(checksums, dtype=torch.bool)
+        for indices, *looked_at in self._outcomes:
+            places = torch.tensor(indices, dtype=torch.int64, device=device)
+            for of_all, of_some in zip((checksums, signed, finite), looked_at, strict=True):
+                of_all[places] = of_some.to(device)
+        hindered = torch.tensor(hindrances, dtype=torch.int64, device=device)
+        return Account(
+            self._brought_of_all(device),
+            self._returned_of_all(signed, by_hooks),
+            checksums,
+            torch.where(finite, hindered, hindered.clamp(min=_NOT_FINITE)),
+            [(gradient.dtype, gradient.numel) for gradient in self._gradients],
+            factor,
+        )
+
+    def _brought_of_all(self, device: torch.device) -> Tensor:
+        """Float64, shape (3, gradients); 0 where nothing was seen."""
+        sums = torch.zeros(len(self._gradients), 3, dtype=torch.float64, device=device)
         for indices, added, is_all in self._brought:
             places = torch.tensor(indices, dtype=torch.int64, device=device)
             columns = added.shape[1]
@@ -122,8 +218,8 @@ class Recording:
             sums[places, :columns] += added.to(device)
         return sums.t().contiguous()
 
-    def returned(self, signed: Tensor, by_hooks: Set[int]) -> Tensor:
-        """The signed sums of all parameters' results: what graphs have returned, of several the sum.
+    def _returned_of_all(self, signed: Tensor, by_hooks: Set[int]) -> Tensor:
+        """The signed sums of all results: what graphs have returned, of several the sum.
 
         Those that hooks have left in .grad, as `signed` has them, may have that in them.
         """
@@ -148,27 +244,34 @@ class Account:
     """Of a number of gradients, what this rank has seen; each tensor has a number for each, on one device.
 
     `brought` is float64 of shape (3, gradients): the signed sum of what it put into the reduction, the sum of squares,
-    and of the squares of what the first may be off. `results` are the signed sums of what came out, float64, and
-    `checksums` are of that, int64. `kinds` are dtypes and numbers of elements. A result times `factor` is the sum of
-    what ranks have brought; None where nothing makes it that.
+    and of the squares of what the first may be off. `results` are the signed sums of what came out, float64,
+    `checksums` are of that, int64, and `hindrances` why a gradient cannot be proven. `kinds` are dtypes and numbers of
+    elements. A result times `factor` is the sum of what ranks have brought; None where nothing makes it that.
     """
 
     brought: Tensor
     results: Tensor
     checksums: Tensor
+    hindrances: Tensor
     kinds: Sequence[tuple[torch.dtype, int]]
     factor: float | None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The same on every rank: on the CPU, by gradient; `others` are the maxima of what each rank added."""
+    """The same on every rank: on the CPU, by gradient."""
 
     have_values: Tensor  # some rank brought more than zeros, and all ranks finite numbers
     brought_differ: Tensor
     results_differ: Tensor
     are_off: Tensor  # on some rank the result is something else than the sum; not of what is not finite
-    others: Sequence[Tensor]
+    others: Sequence[Tensor]  # the maxima of hindrances, and of what each rank added
+
+    def split(self, sizes: Sequence[int]) -> list["Verdict"]:
+        """Of so many gradients each."""
+        masks = (self.have_values, self.brought_differ, self.results_differ, self.are_off)
+        parts = zip(*(each.split([*sizes]) for each in (*masks, *self.others)), strict=True)
+        return [Verdict(values, before, after, are_off, others) for values, before, after, are_off, *others in parts]
 
 
 def exchange(communicator: Communicator, account: Account, *others: Tensor) -> Verdict:
@@ -177,7 +280,7 @@ def exchange(communicator: Communicator, account: Account, *others: Tensor) -> V
     communicator.all_reduce(expected).wait()
     off = _are_off(account, expected, communicator.world_size).to(torch.int64)
     own = account.brought[0].view(torch.int64)
-    shared = torch.stack((*_to_compare(own), *_to_compare(account.checksums), off, *others))
+    shared = torch.stack((*_to_compare(own), *_to_compare(account.checksums), off, account.hindrances, *others))
     communicator.maximum(shared)
     have_values = ((expected[1] > 0) & expected[:2].isfinite().all(0)).cpu()
     before, before_inverted, after, after_inverted, off, *found = shared.cpu()
@@ -210,49 +313,83 @@ def _are_unequal(most: Tensor, most_inverted: Tensor) -> Tensor:
 # ---- what is kept from backward to backward --------------------------------------------------------------------------
 
 
+class Reduced(Protocol):
+    """What is proven to be reduced: gradients by their numbers, the same on every rank."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+    @property
+    def gradients(self) -> Sequence[GradientSpec]:
+        """As they lie in buckets."""
+        ...
+
+
 class Proof:
-    """Which of the wrapper's parameters are proven; the same on every rank."""
+    """Which gradients are proven, of a wrapper's parameters or of a functional reduction; the same on every rank.
+
+    What is called a backward is, of a functional reduction, one launch of it.
+    """
 
     def __init__(
-        self, parameters: TrainedParameters, communicator: Communicator, verify: str, *, adds_up: bool = True
+        self,
+        reduced: Reduced,
+        communicator: Communicator,
+        verify: str = "first",
+        *,
+        adds_up: bool = True,
+        function: str = "",
     ) -> None:
         """`verify` is the wrapper's option: "first", "always" or "off".
 
-        Without `adds_up` a communication hook reduces, whose results need not be the sum of what goes in.
+        Without `adds_up` a communication hook reduces, whose results need not be the sum of what goes in. `function`
+        is the one whose gradients a functional reduction sums.
         """
         self._communicator, self._verify, self._adds_up = communicator, verify, adds_up
+        self.function, self.errors = function, _OF_FUNCTIONS if function else _OF_WRAPPERS
         self._looks_at_graphs = verify != "off"
         self._active = verify != "off" and communicator.world_size > 1
         self._why_off = 'verify="off"' if verify == "off" else ""
-        self.unverified: dict[int, str] = {}  # parameter -> why
+        self.unverified: dict[int, str] = {}  # gradient -> why
         self._tried = 0  # synchronised backwards since the first one, or since there was something new to look at
         self.verifies = False  # whether the backward under way ends with the exchange
         self.recording: Recording | None = None  # in a backward that verifies
         self.reference: Reference | None = None  # of the graph that is about to run, where it is new
         self._met: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
-        self.renewed: set[int] = set()  # parameters of graphs that are new on this rank
+        self.renewed: set[int] = set()  # gradients of graphs that are new on this rank
         self._compared: set[int] = set()  # whose latest new graph has left in its bucket what it was to leave, here
         self._not_compared: dict[int, str] = {}
         self._wrong: dict[int, int] = {}  # what is wrong in buckets, of which the other ranks do not know yet
-        self._parameters = parameters
-        self.begin_anew(parameters)
+        self._reduced = reduced
+        self.begin_anew(reduced)
 
-    def begin_anew(self, parameters: TrainedParameters) -> None:
+    @property
+    def device(self) -> torch.device:
+        """Where ranks share what they know."""
+        return self._reduced.gradients[0].device
+
+    def name_of(self, index: int) -> str:
+        return self._reduced.names[index]
+
+    def begin_anew(self, reduced: Reduced) -> None:
         """Hold nothing for proven: the sequence that all ranks keep is about to change, and so may the parameters."""
-        if parameters is not self._parameters:  # which may have other numbers
+        if reduced is not self._reduced:  # which may have other numbers
             self._met.clear()
             self._compared.clear()
             self._not_compared.clear()
-        self._parameters = parameters
-        self._strides = [gradient.stride for gradient in parameters.gradients]
+        self._reduced = reduced
         self.renewed.clear()
         self._wrong.clear()
-        self.unverified = dict.fromkeys(range(len(parameters.names)), _UNKNOWN)
+        self.unverified = dict.fromkeys(range(len(reduced.names)), _UNKNOWN)
         self.look_again()
 
     def look_again(self) -> None:
         """Verify the next backwards while something is unverified. On all ranks before the same backward."""
         self._tried = 0
+
+    def renew(self) -> None:
+        """Hold nothing for proven, as some rank has a new graph. On all ranks before the same backward."""
+        self.unverified = dict.fromkeys(range(len(self._reduced.names)), _NEW)
+        self.look_again()
 
     def switch_off(self, reason: str) -> None:
         """Look at nothing from here on: ranks need not agree after the reduction. On all ranks."""
@@ -265,8 +402,9 @@ class Proof:
         if not self._active:
             return
         self._tried += 1
-        self.verifies = self._verify == "always" or (bool(self.unverified) and self._tried in TRIES)
-        self.recording = Recording(self._strides) if self.verifies else None
+        may_be_wrong = self._tried <= _LAUNCHES_UP_TO if self.function else bool(self.unverified)
+        self.verifies = self._verify == "always" or (may_be_wrong and self._tried in TRIES)
+        self.recording = Recording(self._reduced.gradients) if self.verifies else None
 
     def meet_graph(
         self,
@@ -330,6 +468,14 @@ class Proof:
         elif recording is not None:
             recording.not_seen.update(plan.indices)
 
+    def note_wrong(self, wrong: Mapping[int, int]) -> None:
+        """These lie in buckets as something else than what a compiled step was to leave there."""
+        self._wrong.update(wrong)
+
+    def forget_wrong(self) -> None:
+        """What was launched was not what ranks wanted."""
+        self._wrong.clear()
+
     def _note_compared(self, plan: BucketPlan, reference: Reference | None, wrong: dict[int, int]) -> None:
         if reference is None:
             return
@@ -358,12 +504,14 @@ class Proof:
         if wished:
             self.verifies, self._tried = True, 0
 
+    @torch.no_grad()
     def postpone(self) -> None:
         """Take part in the exchange without proving anything; a no-op in a backward that does not verify."""
         if self.verifies:
-            nothing: list[Tensor | None] = [None] * len(self._parameters.names)
-            self._exchange([_BROKEN_OFF] * len(nothing), nothing, None, set())
+            count = len(self._reduced.names)
+            self._conclude([_BROKEN_OFF] * count, Recording(self._reduced.gradients), set(), None)
 
+    @torch.no_grad()
     def conclude(self, outcome_of: Callable[[int], Tensor | None], *, by_hooks: Set[int], factor: float | None) -> None:
         """Compare what has come out with what went in, on all ranks; a no-op in a backward that does not verify.
 
@@ -376,97 +524,46 @@ class Proof:
         """
         if not self.verifies:
             return
-        outcomes = [outcome_of(index) for index in range(len(self._parameters.names))]
+        recording = self.recording or Recording(self._reduced.gradients)
+        outcomes = {index: outcome_of(index) for index in range(len(self._reduced.names))}
+        left = {index: outcome for index, outcome in outcomes.items() if outcome is not None}
+        recording.come_out([*left], [*left.values()])
         hindrances = [
-            _NO_GRADIENT if outcome is None else _NOTHING if self._is_recorded(index) else _NOT_SEEN
-            for index, outcome in enumerate(outcomes)
+            _NO_GRADIENT
+            if index not in left
+            else _NOTHING
+            if index in recording.seen and index not in recording.not_seen
+            else _NOT_SEEN
+            for index in outcomes
         ]
-        wrong, different, off = self._exchange(hindrances, outcomes, factor, by_hooks)
-        if wrong or different or off:
+        faults = self._conclude(hindrances, recording, by_hooks, factor)
+        if faults.are_any:
             self._tried = 0  # and look again in the next backward
-            raise RuntimeError(self._told(wrong, different, off))
+            raise RuntimeError(_told(self._communicator.rank, [(self, faults)]))
 
-    def _told(self, wrong: dict[int, int], different: list[int], off: list[int]) -> str:
-        rank = self._communicator.rank
-        remedy = (
-            "COMPILED_DDP_MODE=hooks in the environment reduces everything by hooks; if that helps, please report the "
-            "model with the output of explain()."
-        )
-        if wrong:
-            found = "; ".join(f"{self._parameters.named([index])}: {explained(wrong[index])}" for index in [*wrong][:5])
-            return (
-                f"rank {rank}: the gradient of {self._parameters.named(wrong)} was reduced from a bucket in which some "
-                f"rank's compiled backward has left something else than its gradient ({found}). Take no step with "
-                f'these gradients. {remedy} verify="off" looks at nothing.'
-            )
-        if different:
-            return (
-                f"rank {rank}: the gradient of {self._parameters.named(different)} differs between the ranks after it "
-                "was reduced: on some rank it stayed local, in whole or in part, and from here on the models would "
-                "drift apart. If the model has changed since it was wrapped, call unwrap() and wrap it again. "
-                f"{remedy} A hook of yours that changes .grad in another way on every rank does this too: then pass "
-                'verify="off".'
-            )
-        return (
-            f"rank {rank}: the gradient of {self._parameters.named(off)} is, after it was reduced, the same on all "
-            "ranks, and not what their own gradients add up to: some were left out, added twice, divided wrongly, or "
-            f"changed on the way. Take no step with these gradients. {remedy}"
-        )
+    def _conclude(
+        self, hindrances: Sequence[int], recording: Recording, by_hooks: Set[int], factor: float | None
+    ) -> "_Faults":
+        """Share what this rank knows, settle what is unverified."""
+        account = recording.account(hindrances, self.device, by_hooks, factor if self._adds_up else None)
+        (verdict,) = _exchange(self._communicator, [(self, account)])
+        self.recording, self.verifies = None, False
+        return self.settle(verdict, adds_up=account.factor is not None)
 
-    def _is_recorded(self, index: int) -> bool:
-        recording = self.recording
-        return recording is not None and index in recording.seen and index not in recording.not_seen
-
-    @torch.no_grad()
-    def _exchange(
-        self, hindrances: list[int], outcomes: list[Tensor | None], factor: float | None, by_hooks: Set[int]
-    ) -> tuple[dict[int, int], list[int], list[int]]:
-        """Share what this rank knows, settle what is unverified.
-
-        Returns what is wrong in some bucket, the parameters that differ between ranks, and those that are no sums.
-        """
-        device = self._parameters.tensors[0].device
-        recording = self.recording or Recording(self._strides)
-        after, signed, finite = self._looked_at(outcomes, device)
-        account = Account(
-            recording.brought(len(outcomes), device),
-            recording.returned(signed, by_hooks),
-            after,
-            [(gradient.dtype, gradient.numel) for gradient in self._parameters.gradients],
-            factor if self._adds_up else None,
-        )
-        hindered = torch.where(finite, torch.tensor(hindrances, dtype=torch.int64, device=device), _NOT_FINITE)
-        names = range(len(outcomes))
-        renewed = torch.tensor([index in self.renewed for index in names], dtype=torch.int64, device=device)
-        wrong = torch.tensor([self._wrong.get(index, 0) for index in names], dtype=torch.int64, device=device)
-        verdict = exchange(self._communicator, account, hindered, renewed, wrong)
+    def others_of(self, device: torch.device) -> Tensor:
+        """What ranks share besides their account: which gradients are renewed, and what is wrong. Forgets both."""
+        indices = range(len(self._reduced.names))
+        told = [[int(index in self.renewed) for index in indices], [self._wrong.get(index, 0) for index in indices]]
         self.renewed.clear()
         self._wrong.clear()
-        self.recording, self.verifies = None, False
-        return self._settle(verdict, adds_up=account.factor is not None)
+        return torch.tensor(told, dtype=torch.int64, device=device)
 
-    def _looked_at(self, outcomes: list[Tensor | None], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Of what a reduction has left: checksums, signed sums, and whether it is finite."""
-        rows = (
-            (index, as_row(outcome, self._strides[index]))
-            for index, outcome in enumerate(outcomes)
-            if outcome is not None
-        )
-        after = torch.zeros(len(outcomes), dtype=torch.int64, device=device)
-        signed = torch.zeros(len(outcomes), dtype=torch.float64, device=device)
-        finite = torch.ones_like(after, dtype=torch.bool)
-        for indices, batch in batched(rows):
-            places = torch.tensor(indices, dtype=torch.int64, device=device)
-            after[places], finite[places] = batch.checksums().to(device), batch.are_finite().to(device)
-            signed[places] = batch.signed_sums()[:, 0].to(device)
-        return after, signed, finite
-
-    def _settle(self, verdict: Verdict, *, adds_up: bool) -> tuple[dict[int, int], list[int], list[int]]:
-        """Of what `_exchange` has shared. In tensors: in most exchanges all parameters are proven at once."""
+    def settle(self, verdict: Verdict, *, adds_up: bool) -> "_Faults":
+        """Of what ranks have shared. In tensors: in most exchanges all gradients are proven at once."""
         hindrances, renewed, findings = verdict.others
         looked_at = hindrances == _NOTHING
         differs = verdict.results_differ & (hindrances < _NO_GRADIENT)
-        off = verdict.are_off & looked_at & ~differs
+        off = (verdict.are_off & looked_at | (hindrances == _LEFT_OUT)) & ~differs
         shows = verdict.have_values if adds_up else verdict.brought_differ & (not self._adds_up)
         proven = shows & looked_at & ~differs & ~off & (findings == 0)
         for index in _where(renewed != 0):
@@ -480,7 +577,7 @@ class Proof:
         self.unverified.update(dict.fromkeys(not_sums, _NOT_THE_SUM))
         self.unverified.update(dict.fromkeys(different, _DIFFERENT))
         self.unverified.update(dict.fromkeys(in_buckets, _WRONG_IN_BUCKET))
-        return {index: int(findings[index]) for index in in_buckets}, different, not_sums
+        return _Faults({index: int(findings[index]) for index in in_buckets}, different, not_sums)
 
     # ---- in words ----------------------------------------------------------------------------------------------------
 
@@ -490,7 +587,7 @@ class Proof:
             return f"Whether gradients were reduced is not looked at: {self._why_off}."
         lines = [self._of_buckets()] if self._compared or self._not_compared else []
         if self._active:
-            everything = len(self._parameters.names)
+            everything = len(self._reduced.names)
             pending = self._listed("pending", self.unverified)
             lines.append(
                 f"Proven to be reduced: {everything - len(self.unverified)} of {everything} parameters{pending}."
@@ -509,8 +606,81 @@ class Proof:
         reasons: dict[str, list[int]] = {}
         for index, reason in whys.items():
             reasons.setdefault(reason, []).append(index)
-        listed = "; ".join(f"{self._parameters.named(indices)} ({reason})" for reason, indices in reasons.items())
+        listed = "; ".join(
+            f"{format_names([*map(self.name_of, indices)])} ({reason})" for reason, indices in reasons.items()
+        )
         return f"; {what}: {listed}" if listed else ""
+
+
+@dataclass(frozen=True)
+class _Faults:
+    """What an exchange has found, of each gradient of one proof at most one; the first by what was found."""
+
+    in_buckets: Mapping[int, int]
+    different: Sequence[int]
+    no_sums: Sequence[int]
+
+    @property
+    def are_any(self) -> bool:
+        return bool(self.in_buckets or self.different or self.no_sums)
+
+
+def _told(rank: int, found: Sequence[tuple[Proof, _Faults]]) -> str:
+    """Of proofs that are all a wrapper's or all of functions; the first kind of faults explains the others."""
+    errors = found[0][0].errors
+    explanations = {
+        (proof, index): explained(finding) for proof, faults in found for index, finding in faults.in_buckets.items()
+    }
+    different = [(proof, index) for proof, faults in found for index in faults.different]
+    no_sums = [(proof, index) for proof, faults in found for index in faults.no_sums]
+    if explanations:
+        text, wrong = errors.in_buckets, [*explanations]
+    elif errors.different == errors.no_sums:
+        text, wrong = errors.no_sums, [*dict.fromkeys([*different, *no_sums])]
+    else:
+        text, wrong = (errors.different, different) if different else (errors.no_sums, no_sums)
+    return text.format(
+        rank=rank,
+        functions=", ".join(dict.fromkeys(proof.function for proof, _ in wrong)),
+        named=format_names([proof.name_of(index) for proof, index in wrong]),
+        found="; ".join(f"{proof.name_of(index)}: {why}" for (proof, index), why in [*explanations.items()][:5]),
+    )
+
+
+def conclude_together(communicator: Communicator, recorded: Sequence[tuple[Proof, Recording]]) -> None:
+    """Compare, in one exchange, what has been recorded of functional reductions, all of them seen on both sides.
+
+    A no-op where nothing has been recorded. Raises RuntimeError, on every rank, by name.
+    """
+    if not recorded:
+        return
+    device = recorded[0][0].device
+    accounts = [(proof, recording.account(recording.hindrances(), device, set(), 1.0)) for proof, recording in recorded]
+    with communicator.explaining("what gradients should sum up to could not be compared"):
+        verdicts = _exchange(communicator, accounts)
+    found = [
+        (proof, proof.settle(verdict, adds_up=True)) for (proof, _), verdict in zip(recorded, verdicts, strict=True)
+    ]
+    wrong = [(proof, faults) for proof, faults in found if faults.are_any]
+    for proof, _ in wrong:
+        proof.look_again()
+    if wrong:
+        raise RuntimeError(_told(communicator.rank, wrong))
+
+
+def _exchange(communicator: Communicator, accounts: Sequence[tuple[Proof, Account]]) -> list[Verdict]:
+    """One verdict for each."""
+    (_, first), own = accounts[0], [account for _, account in accounts]
+    others = torch.cat([proof.others_of(account.results.device) for proof, account in accounts], dim=1)
+    whole = Account(
+        torch.cat([account.brought for account in own], dim=1),
+        torch.cat([account.results for account in own]),
+        torch.cat([account.checksums for account in own]),
+        torch.cat([account.hindrances for account in own]),
+        [kind for account in own for kind in account.kinds],
+        first.factor,
+    )
+    return exchange(communicator, whole, *others).split([len(account.kinds) for account in own])
 
 
 def _where(mask: Tensor) -> list[int]:

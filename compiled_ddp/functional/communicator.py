@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
+from compiled_ddp.checks.proof import Proof, Recording, conclude_together
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.launch_order import ReductionOrder
-from compiled_ddp.functional.proof import Evidence, Proof
 from compiled_ddp.functional.turn_riders import Departures, Turn, TurnReader, new_leading, write_turn
 from compiled_ddp.functional.wanted import Agreed, Wanted
 from compiled_ddp.keywords import suggests_keywords
@@ -47,7 +47,9 @@ class Communicator:
         self._calls = 0
         self.order.forget_launches()
         self._reader = TurnReader(self.world_size)
-        self.proof = Proof()
+        self._proofs: dict[Agreed, Proof] = {}  # of all that has been launched
+        self._wished: set[Proof] = set()  # whose next launches some rank wishes to see proven
+        self._recorded: list[tuple[Proof, Recording]] = []  # which ranks have not compared yet
         self._all_look = False  # whether the latest launch is one behind which all ranks look at the riders
         self._are_alike = True  # whether all ranks launch on as many communicators before they look
         self.departures = Departures(self.world_size)
@@ -129,7 +131,10 @@ class Communicator:
         own = self._own()
         own.refuse_if_failed()
         agreed = self.order.note_launched()
-        self.proof.note_launch(agreed)
+        proof = self._proofs.get(agreed)
+        if proof is None:
+            proof = self._proofs[agreed] = Proof(agreed, own, function=agreed.wanted.function)
+        proof.begin_backward()
         self._calls += 1
         own.progress.forward_began(self._calls)
         own.progress.note_wait(f"the gradients of {agreed.wanted.function}")
@@ -143,26 +148,34 @@ class Communicator:
         self._own().progress.note_wait("")
         launched = self.order.latest(len(sums))
         turns = self._reader.read(sums)
-        if self.proof.is_pending or any(map(self.proof.verifies, launched)):
+        if self._recorded or any(self.proof_of(agreed).verifies for agreed in launched):
             turns += self._reader.rest()
         self._note_turns(turns)
         self._all_look = bool(turns) and turns[-1].ends
         self._are_alike = all(turn.same_groups for turn in turns)
         if self._reader.was_at_once:
-            self.proof.note_wishes([agreed for agreed, turn in zip(launched, turns, strict=True) if turn.wishes])
+            wished = zip(launched, turns, strict=True)
+            self._wished.update(self.proof_of(agreed) for agreed, turn in wished if turn.wishes)
         if self._all_look:
-            self.proof.heed_wishes()
+            for proof in self._wished:
+                proof.renew()
+            self._wished.clear()
 
-    def prove(self, evidence: Sequence[Evidence]) -> None:
+    def proof_of(self, agreed: Agreed) -> Proof:
+        """That of one that has been launched."""
+        return self._proofs[agreed]
+
+    def prove(self, recorded: Sequence[tuple[Proof, Recording]]) -> None:
         """Compare what a reduction has made of the gradients, when all ranks do. Raises RuntimeError on every rank.
 
         They never do where some launch one by one, and wait for each, what others launch from one graph on several
         communicators.
         """
-        for each in evidence if self._are_alike else ():
-            self.proof.note(each)
-        if self._all_look and self._are_alike:
-            self.proof.conclude(self._own())
+        if self._are_alike:
+            self._recorded += recorded
+            if self._all_look:
+                due, self._recorded = self._recorded, []
+                conclude_together(self._own(), due)
 
     def _note_turns(self, turns: Sequence[Turn]) -> None:
         if not all(turn.same_call for turn in turns):
@@ -194,7 +207,9 @@ class Communicator:
             self.agreements.forget_order()
         self.order.forget_latest(self.departures.launches)
         self.departures = Departures(self.world_size)
-        self.proof.forget()
+        for proof in self._proofs.values():
+            proof.forget_wrong()
+        self._recorded = []
 
     # ---- errors ------------------------------------------------------------------------------------------------------
 

@@ -8,15 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiled_ddp.checks.values import Reference
+from compiled_ddp.checks.proof import Proof, Recording
+from compiled_ddp.checks.values import Reference, compare
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.failed_launches import forget_launches
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
-from compiled_ddp.functional.proof import Evidence, observed, watching
 from compiled_ddp.functional.wanted import Agreed, Wanted, describe
 from compiled_ddp.ranks.agreement import Description
+from compiled_ddp.ranks.launch_observer import LaunchObserver
 from compiled_ddp.ranks.progress import failed_in_collective
 
 
@@ -37,6 +38,16 @@ class Run:
 Launch = Run | LossLaunch
 
 
+@dataclass(frozen=True)
+class _Launched:
+    """A reduction as it is launched; where ranks verify it, it has a recording."""
+
+    communicator: Communicator
+    agreed: Agreed
+    proof: Proof
+    recording: Recording | None
+
+
 class Unit:
     """[Note: every rank launches what all expect]"""
 
@@ -46,8 +57,7 @@ class Unit:
         self.communicators = tuple(dict.fromkeys(run.communicator for run in self._runs))
         self._agreements = self.communicators[0].agreements
         self._launches, self._apart = _split(launches, self._agreements)
-        self._launched: list[tuple[Communicator, Agreed, bool]] = []  # the latest time; whether ranks verify it
-        self._evidence: dict[Communicator, list[Evidence]] = {}
+        self._launched: list[_Launched] = []  # the latest time
 
     @property
     def _name(self) -> str:
@@ -74,7 +84,8 @@ class Unit:
             remaining[run.communicator] -= 1
             left, groups = remaining[run.communicator], len(self.communicators)
             agreed = run.communicator.begin(run.leading, remaining=left, groups=groups, wishes=is_new)
-            launched.append((run.communicator, agreed, run.communicator.proof.verifies(agreed)))
+            proof = run.communicator.proof_of(agreed)
+            launched.append(_Launched(run.communicator, agreed, proof, proof.recording))
         self._launched = launched
         self._agreements.order.note_launched([each.key for each in self._launches])
         self._apart.note_launched()
@@ -89,38 +100,33 @@ class Unit:
         """
         sees_values = not any(in_cuda_graphs(run.wanted.device) for run in self._runs)
         with contextlib.ExitStack() as stack:
-            self._evidence = {
-                each: stack.enter_context(
-                    watching(self._launched_on(each, reference_of), each.group_name, sees_values=sees_values)
-                )
-                for each in self.communicators
-            }
+            for communicator in self.communicators:
+                on_its_group = [
+                    (each, None if reference_of is None else reference_of(number))
+                    for number, each in enumerate(self._launched)
+                    if each.communicator is communicator
+                ]
+                if any(each.recording is not None for each, _ in on_its_group):
+                    stack.enter_context(_watching(on_its_group, communicator.group_name, sees_values=sees_values))
             yield
 
     @property
     def verifies(self) -> bool:
         """Whether ranks verify every reduction that is about to be launched."""
-        return all(verifies for _, _, verifies in self._launched)
-
-    def _launched_on(
-        self, communicator: Communicator, reference_of: Callable[[int], Reference] | None
-    ) -> list[tuple[Agreed, bool, Reference | None]]:
-        return [
-            (agreed, verifies, reference_of(number) if reference_of is not None else None)
-            for number, (each, agreed, verifies) in enumerate(self._launched)
-            if each is communicator
-        ]
+        return all(each.recording is not None for each in self._launched)
 
     def note_reduced(self, gradients: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """Note, where ranks verify it, what the one reduction here has made of gradients."""
-        ((communicator, agreed, verifies),) = self._launched
-        self._evidence = {communicator: [observed(agreed, gradients, sums)] if verifies else []}
+        (launched,) = self._launched
+        if launched.recording is not None:
+            launched.recording.reduced(gradients, sums[: len(gradients)])
 
     def prove(self) -> None:
         """Raise RuntimeError, on every rank, where a gradient is not what was sent; behind `check`."""
         with self._heeding_calls():
-            for communicator, evidence in self._evidence.items():
-                communicator.prove(evidence)
+            for communicator in self.communicators:
+                on_it = [each for each in self._launched if each.communicator is communicator]
+                communicator.prove([(each.proof, each.recording) for each in on_it if each.recording is not None])
 
     def check(self, sums: Sequence[Tensor]) -> None:
         """Raise RuntimeError where the sums of the leading riders say that another rank has launched zeros."""
@@ -294,3 +300,49 @@ def _depart_until_known(communicators: Sequence[Communicator]) -> None:
         for each in communicators:
             while each.departures.ends < ends:
                 each.depart()
+
+
+@contextlib.contextmanager
+def _watching(
+    launched: Sequence[tuple[_Launched, Reference | None]], group_name: str, *, sees_values: bool
+) -> Iterator[None]:
+    """Record what a graph launches on this group, `launched`, and compare with its reference what has one.
+
+    Without `sees_values` nothing can be computed from what it launches: it runs as a CUDA graph.
+    """
+    buckets = [(each, reference, bucket) for each, reference in launched for bucket in each.agreed.plan.buckets]
+    flat: dict[int, tuple[int, Tensor]] = {}  # launch -> its bucket, and what is reduced
+    place = -1  # of the latest bucket
+
+    def launching(number: int, flat_buffer: Tensor) -> contextlib.AbstractContextManager[None]:
+        nonlocal place
+        size = flat_buffer.numel()
+        ahead = (n for n in range(place + 1, len(buckets)) if buckets[n][2].numel == size)
+        following = next(ahead, None)
+        if following is not None:
+            place = following
+            each, reference, bucket = buckets[place]
+            if each.recording is not None:
+                each.recording.graph_launches(bucket, flat_buffer)
+                if reference is not None:
+                    each.proof.note_wrong(compare(bucket, flat_buffer, reference))
+        if place >= 0 and buckets[place][2].numel == size:  # where it is launched again too
+            flat[number] = place, flat_buffer
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def waiting(number: int) -> Iterator[None]:
+        yield
+        if number in flat:
+            where, flat_buffer = flat.pop(number)
+            each, _, bucket = buckets[where]
+            if each.recording is not None:
+                views = [gradient.view(flat_buffer) for gradient in bucket.gradients]
+                each.recording.come_out(bucket.indices, views)
+
+    observer = LaunchObserver(group_name, launch=launching, wait=waiting)
+    with observer if sees_values else contextlib.nullcontext():
+        yield
+    for each, _ in launched if not observer.launched else ():
+        if each.recording is not None:
+            each.recording.reduced_unseen()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.passes.ops import sum_over_ranks
-from compiled_ddp.plan import BucketPlan
+from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import MEBIBYTE
 from compiled_ddp.ranks.agreement import Description
 
@@ -120,12 +120,19 @@ class Agreed:
         return (self.bucket_cap_mb * MEBIBYTE,)
 
     @property
-    def plan(self) -> BucketPlan:
-        specs = tuple(
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name, *_ in self.wanted.gradients)
+
+    @property
+    def gradients(self) -> tuple[GradientSpec, ...]:
+        return tuple(
             spec_of(index, shape, dtype, device)
             for index, (_, shape, dtype, device) in enumerate(self.wanted.gradients)
         )
-        return plan_of(specs, self.order, self._capacities_bytes, self.world_size, self.wanted.passengers)
+
+    @property
+    def plan(self) -> BucketPlan:
+        return plan_of(self.gradients, self.order, self._capacities_bytes, self.world_size, self.wanted.passengers)
 
     def launch(
         self, gradients: Sequence[Tensor], passengers: Sequence[Tensor], leading: Tensor, group_name: str

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.fx import Graph
 
 from compiled_ddp import functional as ddp
-from compiled_ddp.checks.proof import Account, exchange
+from compiled_ddp.checks.proof import Account, conclude_together, exchange
 from compiled_ddp.checks.sums import signed_sum
-from compiled_ddp.functional import operator, proof
+from compiled_ddp.functional import communicator, operator
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.passes.ops import all_reduce_in_place, is_launch
 from compiled_ddp.passes.step_pipeline import StepPipeline
@@ -129,14 +129,14 @@ def _exchanges(rank: int, ways: tuple[str, str]) -> tuple[list[int], int]:
         return between, one(between, x), other(between, x)
 
     compared = []
-    conclude = proof.Proof.conclude
+    conclude = conclude_together
 
-    def counted(self: proof.Proof, communicator: Any) -> None:
-        compared[-1] += self.is_pending
-        conclude(self, communicator)
+    def counted(own: Any, recorded: Any) -> None:
+        compared[-1] += bool(recorded)
+        conclude(own, recorded)
 
     call = ddp.compile(step, backend="aot_eager") if ways[rank] == "compiled" else step
-    with mock.patch.object(proof.Proof, "conclude", counted):
+    with mock.patch.object(communicator, "conclude_together", counted):
         for number in range(24):
             compared.append(0)
             expected = (step if number < 12 else call)(parameters(), rows(rank))
@@ -184,7 +184,7 @@ def test_signs_find_what_rounding_does_not_explain(found: Callable[..., Tensor],
         torch.tensor((*signed_sum(each).tolist(), 0.0), dtype=torch.float64).view(3, 1) for each in (own, other)
     ]
     result = signed_sum(found(own, other))[:1]
-    account = Account(accounts[0], result, torch.zeros(1, dtype=torch.int64), [(torch.float32, 9)], 1.0)
+    account = Account(accounts[0], result, *torch.zeros(2, 1, dtype=torch.int64), [(torch.float32, 9)], 1.0)
     verdict = exchange(cast(Any, _TwoRanks(accounts[1])), account)
     assert bool(verdict.are_off) == is_off and not verdict.results_differ and bool(verdict.have_values)
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from compiled_ddp import compile_ddp, torch_private
-from compiled_ddp.checks.proof import TRIES, Proof
+from compiled_ddp.checks import proof
+from compiled_ddp.checks.proof import TRIES
 from compiled_ddp.checks.sums import as_row, checksum
 from compiled_ddp.passes import pipeline
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
@@ -42,9 +43,9 @@ class Loss(nn.Module):
 
 def pending(ddp: Any) -> dict[str, str]:
     """Names of the parameters that are not proven yet -> why."""
-    proof: Proof = ddp._runtime.reduction.proof
+    unverified: dict[int, str] = ddp._runtime.reduction.proof.unverified
     names = ddp._runtime.parameters.names
-    return {names[index]: reason for index, reason in proof.unverified.items()}
+    return {names[index]: reason for index, reason in unverified.items()}
 
 
 class ExchangesCounted:
@@ -55,13 +56,13 @@ class ExchangesCounted:
         self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> "ExchangesCounted":
-        original = Proof._exchange
+        original = proof.exchange
 
-        def counted(*arguments: Any) -> list[int]:
+        def counted(*arguments: Any) -> proof.Verdict:
             self.count += 1
             return original(*arguments)
 
-        self._patch.setattr(Proof, "_exchange", counted)
+        self._patch.setattr(proof, "exchange", counted)
         return self
 
     def __exit__(self, *_: object) -> None:

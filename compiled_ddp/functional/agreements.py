@@ -1,4 +1,8 @@
-"""What ranks compare through the store, wherever each of them stands, and how those that wait elsewhere are called.
+"""What ranks agree on through the store before they launch it, wherever each of them stands.
+
+What is launched next follows from what has been launched, the same on all ranks: of what a communicator reduces it is
+what has most often followed; of all that some ranks launch, on whichever group, what has last. Where that does not
+hold, ranks compare, and those that wait elsewhere are called.
 
 [Note: closing ends the waits of others] From outside nothing ends a wait of gloo's. But a collective fails at once
 where one of its ranks has closed its connections. So a rank that cannot launch what others may wait for says so in the
@@ -10,18 +14,237 @@ import contextlib
 import json
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.launch_order import LaunchOrder
-from compiled_ddp.functional.open_groups import OpenGroups
+from compiled_ddp.functional.wanted import Agreed, Wanted
 from compiled_ddp.ranks import communicator as ranks
 from compiled_ddp.ranks.agreement import Description, Differing, agree_on_description
 from compiled_ddp.ranks.link_speed import bucket_cap_for, measure_bytes_per_second
 from compiled_ddp.ranks.rank_group import RankGroup
+
+# ---- the groups that functional collectives of some ranks run on, which are closed all at once -----------------------
+
+
+class Closable(Protocol):
+    """What launches on a group of its own."""
+
+    @property
+    def name(self) -> str:
+        """The same on every rank."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is one that can be closed."""
+
+    @property
+    def waits_for_this_rank(self) -> bool:
+        """Whether some rank has launched more on it, while there is one, than this rank has."""
+
+    def close(self) -> None:
+        """End it, and forget what was launched on it."""
+
+
+class OpenGroups:
+    """Those of some ranks.
+
+    [Note: groups whose users are gone] What ranks do next depends on how many groups there are, and must not depend on
+    when a rank collects garbage. So a group counts from the agreement at which ranks make it until they close all,
+    whether or not the gradient function that launched on it is still there.
+    """
+
+    def __init__(self, ranks: RankGroup) -> None:
+        self._ranks = ranks
+        self._users: weakref.WeakSet[Closable] = weakref.WeakSet()
+        self._open: set[str] = set()  # names, the same ones on all ranks: [Note: groups whose users are gone]
+
+    def add(self, user: Closable) -> None:
+        """Of a group of these ranks, on which they may have to wait for each other."""
+        self._users.add(user)
+
+    def note_open(self, name: str) -> None:
+        """Ranks make a group of this name, that can be closed."""
+        self._open.add(name)
+
+    def note_kept(self, name: str) -> None:
+        """The group of this name cannot be closed any more."""
+        self._open.discard(name)
+
+    @property
+    def are_any(self) -> bool:
+        """Whether there are any, on all ranks."""
+        return bool(self._open)
+
+    @property
+    def wait_for_this_rank(self) -> bool:
+        """Whether some rank waits on one of them for what this rank has not launched."""
+        return any(user.waits_for_this_rank for user in [*self._users] if user.is_open)
+
+    def are_several(self, users: Collection[Closable]) -> bool:
+        """Whether others may wait on another group than the only one of `users`, and closing would end that."""
+        every = self._open.union(user.name for user in users)
+        return len(every) > min(len(users), 1) and self._ranks.is_gloo
+
+    def close(self) -> None:
+        """Close all; none of other backends than gloo, where ranks would wait for each other to close."""
+        if self._ranks.is_gloo:
+            for user in [*self._users]:
+                user.close()
+            self._open.clear()
+
+
+# ---- what is launched next -------------------------------------------------------------------------------------------
+
+Item = TypeVar("Item", bound=Hashable)
+
+_LONGEST = 8  # launches in a row that are looked up
+_MOST_ROWS = 4096  # that are remembered
+_SEEN = 32  # launches that a communicator's expectations come from
+_REMEMBERED = 4096  # launches of a communicator
+
+
+class LaunchOrder(Generic[Item]):
+    """Of everything that some ranks launch."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Item, int] = {}  # by which the items are compared from then on
+        self._latest: tuple[int, ...] = ()
+        self._followers: dict[tuple[int, ...], int] = {}
+        self._agreed_ahead: list[Item] = []
+
+    def note_agreed(self, following: Sequence[Item]) -> None:
+        """All ranks launch these next."""
+        self._agreed_ahead = [*following]
+
+    def note_launched(self, launched: Sequence[Item]) -> None:
+        """As was expected, or agreed on."""
+        if len(self._followers) + len(self._numbers) > _MOST_ROWS:
+            self._numbers, self._latest, self._followers = {}, (), {}
+        for item in launched:
+            number = self._numbers.setdefault(item, len(self._numbers))
+            for length in range(1, len(self._latest) + 1):
+                self._followers[self._latest[-length:]] = number
+            self._latest = (*self._latest, number)[-_LONGEST:]
+        self._agreed_ahead = self._agreed_ahead[len(launched) :]
+
+    def unexpected(self, following: Sequence[Item]) -> int:
+        """How many of what a rank is about to launch, in this order, all must agree on; 0 if all expect it."""
+        latest, last = self._latest, 0
+        for place, item in enumerate(following):
+            number = self._numbers.get(item, -1)
+            is_agreed = last == 0 and place < len(self._agreed_ahead)
+            if not (item == self._agreed_ahead[place] if is_agreed else number == self._next(latest)):
+                last = place + 1
+            latest = (*latest, number)[-_LONGEST:]
+        return last
+
+    def _next(self, latest: tuple[int, ...]) -> int | None:
+        """What has followed the longest end of `latest` that is known."""
+        for start in range(len(latest)):
+            follower = self._followers.get(latest[start:])
+            if follower is not None:
+                return follower
+        return None
+
+
+class ReductionOrder:
+    """Of the reductions of one communicator, and which of them are known."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._known: dict[Wanted, Agreed] = {}
+        self._past: list[Agreed] = []
+        self._agreed_ahead: list[Agreed] = []
+
+    def known(self, wanted: Wanted) -> Agreed | None:
+        """What ranks have once agreed on for it."""
+        return self._known.get(wanted)
+
+    def add(self, agreed: Agreed) -> None:
+        """Know it from now on."""
+        self._known[agreed.wanted] = agreed
+
+    def note_next(self, agreed: Agreed) -> None:
+        """Ranks have agreed that it comes behind what they have agreed on before."""
+        self._agreed_ahead.append(agreed)
+
+    def expect(self, wanted: Sequence[Wanted]) -> None:
+        """These come next, as all ranks know, and each of them is known."""
+        self._agreed_ahead = [self._known[each] for each in wanted]
+
+    def ahead(self, number: int) -> list[Agreed]:
+        """The next launches, as every rank expects them; none before the first agreement."""
+        found = self._agreed_ahead[:number]
+        past = [*self._past[-_SEEN:], *found]
+        while len(found) < number and (follows := _likely_next(past)) is not None:
+            found.append(follows)
+            past.append(follows)
+        return found
+
+    def unexpected(self, wanted: Sequence[Wanted]) -> int:
+        """How many of these, the next launches, ranks must agree on: up to the last one that none would expect."""
+        past, ahead, last = self._past[-_SEEN:], [*self._agreed_ahead], 0
+        for number, each in enumerate(wanted, start=1):
+            expected = ahead.pop(0) if ahead else _likely_next(past)
+            if expected is None or expected.wanted != each:
+                last = number
+                ahead.clear()
+            past.append(self._known.get(each) or Agreed(each, (), self._world_size, 0.0))
+        return last
+
+    def note_launched(self) -> Agreed:
+        """The next one is launched: this one."""
+        (agreed,) = self.ahead(1)
+        self._past.append(agreed)
+        if len(self._past) > 2 * _REMEMBERED:
+            del self._past[:_REMEMBERED]
+        self._agreed_ahead = self._agreed_ahead[1:]
+        return agreed
+
+    def latest(self, number: int) -> list[Agreed]:
+        """The last launches."""
+        return self._past[-number:]
+
+    def forget_latest(self, number: int) -> None:
+        """So many of the last launches say nothing about what follows what. What was agreed to be next is not."""
+        del self._past[len(self._past) - number :]
+        self._agreed_ahead = []
+
+    def forget_launches(self) -> None:
+        """Nothing says any more what comes next. What is known stays so."""
+        self.forget_latest(len(self._past))
+
+
+def _likely_next(past: Sequence[Agreed]) -> Agreed | None:
+    """What most often followed the latest launches, as many of them in a row as have been seen; of several the latest.
+
+    None where nothing has been launched.
+    """
+    if len(set(past)) < 2:
+        return past[-1] if past else None
+    followers, longest = [past[-1]], 0
+    for end in range(len(past) - 1, 0, -1):
+        length = _alike(past, end)
+        if length > longest:
+            followers, longest = [], length
+        if length == longest > 0:
+            followers.append(past[end])
+    return max(followers, key=followers.count)
+
+
+def _alike(past: Sequence[Agreed], end: int) -> int:
+    """How many of the launches before `end` are the latest ones."""
+    length = 0
+    while length < min(end, _LONGEST) and past[end - 1 - length] is past[-1 - length]:
+        length += 1
+    return length
+
+
+# ---- comparing, and calling those that wait elsewhere: [Note: closing ends the waits of others] ----------------------
 
 _PATIENCE_SECONDS = 1.0  # until it is asked where those stand that have not come to compare
 

@@ -16,16 +16,14 @@ from compiled_ddp import torch_private
 from compiled_ddp.checks.values import fill_with_pattern
 from compiled_ddp.environment import check_environment
 from compiled_ddp.functional.agreements import Agreements
-from compiled_ddp.functional.another_kind import why_another
 from compiled_ddp.functional.closed_over import closed_over, generators_shared, reached
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.donations import donations
-from compiled_ddp.functional.flat_buffers import FlatBuffers, empty
 from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
 from compiled_ddp.functional.reduction import last_first
 from compiled_ddp.functional.reference import ReferenceStep
 from compiled_ddp.functional.session import Session, current_session, tracing
-from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace
+from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace, why_another
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.unit import Launch, Unit, break_off
 from compiled_ddp.graph import compile_once
@@ -38,6 +36,38 @@ from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.telling.slow_work import SlowWork
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
+
+# ---- the memory that compiled steps pack their buckets into, kept from call to call ----------------------------------
+
+
+def empty(bucket: Bucket) -> Tensor:
+    """The flat buffer of `bucket`."""
+    return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+
+
+class FlatBuffers:
+    """Those that one compiled graph is given.
+
+    [Note: nothing that leaves aliases what is kept] A step may return a bucket's part as it is, and only the compiled
+    code tells: which results do is the same in every run of it, and is found in the first one.
+    """
+
+    def __init__(self, memory: list[Tensor]) -> None:
+        """`memory` has a tensor for each bucket; other graphs may be given the same list."""
+        self.memory = memory
+        self._leaving: list[int] | None = None  # the places of those that results are parts of; None before a run
+
+    def give_up(self, results: Sequence[Tensor]) -> None:
+        """Take new memory for what `results` are parts of."""
+        if self._leaving is None:
+            held = {torch_private.tensors.memory_of(result) for result in results}
+            places = range(len(self.memory))
+            self._leaving = [n for n in places if torch_private.tensors.memory_of(self.memory[n]) in held]
+        for number in self._leaving:
+            self.memory[number] = torch.empty_like(self.memory[number])
+
+
+# ---- compiled steps --------------------------------------------------------------------------------------------------
 
 _log = logging.getLogger(__name__)
 

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.agreements import Agreements
-from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.communicator import Communicator, new_leading
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.operator import SumOverRanks
 from compiled_ddp.functional.session import Session, current_session
-from compiled_ddp.functional.turn_riders import new_leading
 from compiled_ddp.functional.unit import Run, Unit, break_off
 from compiled_ddp.functional.wanted import Agreed, Wanted
 from compiled_ddp.options import is_number

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from traceback import walk_tb
 
 import torch
 from torch import Tensor
@@ -12,13 +13,37 @@ from compiled_ddp.checks.proof import Proof, Recording
 from compiled_ddp.checks.values import Reference, compare
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
-from compiled_ddp.functional.failed_launches import forget_launches
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
 from compiled_ddp.functional.wanted import Agreed, Wanted, describe
+from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 from compiled_ddp.ranks.progress import failed_in_collective
+
+# ---- what has been launched when something fails: it would fail a later wait -----------------------------------------
+
+
+def forget_launches(error: BaseException, memory: Sequence[Tensor] = ()) -> None:
+    """Forget collectives on `memory`, and on the tensors of the code that has raised `error`, that nobody has awaited.
+
+    Their groups have been closed on this rank, so that none of them is under way any more. torch.distributed keeps what
+    is not awaited, and with it the connections, whose end others may wait for.
+    """
+    for tensor in (*memory, *_tensors_of_frames(error)):
+        with contextlib.suppress(RuntimeError):
+            wait_tensor(tensor)
+
+
+def _tensors_of_frames(error: BaseException) -> Iterator[Tensor]:
+    for frame, _ in walk_tb(error.__traceback__):
+        for value in [*frame.f_locals.values()]:
+            for leaf in value if isinstance(value, list | tuple) else (value,):
+                if type(leaf) is Tensor and not leaf.is_meta:
+                    yield leaf
+
+
+# ---- units -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

@@ -232,14 +232,14 @@ class GradientHooks:
             run_deferred(self._parameters[index])
 
 
-# [Note: collected] In a step that goes as those before there is nothing to do for a gradient until its bucket is full.
-# So while a synchronised backward runs, one function that is written in C notes which parameters of a bucket have got
-# one, in order. Told of are the last one of the bucket, large ones, whose memory is to be freed at once, and those at
-# which much would wait: then what has been noted is taken in. What comes behind the last one is taken in at the end of
-# the backward, and the next backward is told of that one instead.
+# [Note: collected] In a step like those before it there is nothing to do for a gradient until its bucket is full. So while a
+# synchronised backward runs, a function written in C notes which of a bucket's parameters have got a gradient, in order.
+# Python hears of the bucket's last gradient, of large ones, whose memory is to be freed at once, and of those at which
+# much would be waiting; then it takes in what has been noted. What comes behind the last one is taken in when the
+# backward ends, and in the next backward Python hears of that one instead.
 
-_FEWEST_NOTED = 3  # of a bucket, for which it pays
-_MOST_SURPRISES = 3  # backwards in which another gradient was the last one, until each is told of
+_FEWEST_NOTED = 3  # of a bucket: fewer are not worth it
+_MOST_SURPRISES = 3  # backwards in which another gradient came last, before Python hears of each again
 
 
 def _noted_of(gradients: Sequence[Gradient]) -> list[int]:
@@ -261,7 +261,7 @@ class Collected:
         """`last` is the one whose gradient fills the bucket, in the order in which they come."""
         self._hooks = weakref.ref(hooks)
         self._index_of, self._last, self._surprises = hooks.index_of, last, 0
-        # More than each of them, and so a second gradient of one, is noticed when they are taken.
+        # Room for more than one of each, so that a second gradient is noticed when they are taken.
         self._come: deque[torch.Tensor] = deque(maxlen=2 * len(indices))
         self._hook = functools.partial(hooks.tell)
         self._note, self.stop = _turned_into(self._hook, self._come.append), _turned_into(self._hook, hooks.tell)

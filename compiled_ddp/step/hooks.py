@@ -232,11 +232,11 @@ class GradientHooks:
             run_deferred(self._parameters[index])
 
 
-# [Note: collected] In a step like those before it there is nothing to do for a gradient until its bucket is full. So while a
-# synchronised backward runs, a function written in C notes which of a bucket's parameters have got a gradient, in order.
-# Python hears of the bucket's last gradient, of large ones, whose memory is to be freed at once, and of those at which
-# much would be waiting; then it takes in what has been noted. What comes behind the last one is taken in when the
-# backward ends, and in the next backward Python hears of that one instead.
+# [Note: collected] In a step like those before it there is nothing to do for a gradient until its bucket is full. So
+# while a synchronised backward runs, a function written in C notes which of a bucket's parameters have got a gradient,
+# in order. Python hears of the bucket's last gradient, of large ones, whose memory is to be freed at once, and of those
+# at which much would be waiting; then it takes in what has been noted. What comes behind the last one is taken in when
+# the backward ends, and in the next backward Python hears of that one instead.
 
 _FEWEST_NOTED = 3  # of a bucket: fewer are not worth it
 _MOST_SURPRISES = 3  # backwards in which another gradient came last, before Python hears of each again

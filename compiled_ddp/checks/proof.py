@@ -502,7 +502,8 @@ class Proof:
     def heed_wish(self, wished: bool) -> None:
         """Verify at the end of this backward, and from the next one on anew, if a rank has asked for it."""
         if wished:
-            self.verifies, self._tried = True, 0
+            self.verifies = True
+            self.look_again()
 
     @torch.no_grad()
     def postpone(self) -> None:
@@ -538,7 +539,7 @@ class Proof:
         ]
         faults = self._conclude(hindrances, recording, by_hooks, factor)
         if faults.are_any:
-            self._tried = 0  # and look again in the next backward
+            self.look_again()
             raise RuntimeError(_told(self._communicator.rank, [(self, faults)]))
 
     def _conclude(

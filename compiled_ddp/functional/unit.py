@@ -128,8 +128,7 @@ class Unit:
             for communicator in self.communicators:
                 on_its_group = [
                     (each, None if reference_of is None else reference_of(number))
-                    for number, each in enumerate(self._launched)
-                    if each.communicator is communicator
+                    for number, each in self._launched_on(communicator)
                 ]
                 if any(each.recording is not None for each, _ in on_its_group):
                     stack.enter_context(_watching(on_its_group, communicator.group_name, sees_values=sees_values))
@@ -150,8 +149,12 @@ class Unit:
         """Raise RuntimeError, on every rank, where a gradient is not what was sent; behind `check`."""
         with self._heeding_calls():
             for communicator in self.communicators:
-                on_it = [each for each in self._launched if each.communicator is communicator]
-                communicator.prove([(each.proof, each.recording) for each in on_it if each.recording is not None])
+                on_it = self._launched_on(communicator)
+                communicator.prove([(each.proof, each.recording) for _, each in on_it if each.recording is not None])
+
+    def _launched_on(self, communicator: Communicator) -> list[tuple[int, _Launched]]:
+        """Those on one communicator, with their numbers."""
+        return [(number, each) for number, each in enumerate(self._launched) if each.communicator is communicator]
 
     def check(self, sums: Sequence[Tensor]) -> None:
         """Raise RuntimeError where the sums of the leading riders say that another rank has launched zeros."""

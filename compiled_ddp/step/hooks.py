@@ -115,11 +115,10 @@ class GradientHooks:
         self._ids: dict[int, int] = {}  # of our hooks, by parameter: what their handles would remove them by
         self._watched: set[int] = set()  # the parameters on which these are not the tripwire
         self._tripwire = functools.partial(_DO_NOTHING)  # [Note: tripwire]
-        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        tripped = functools.partial(_tripped, self._listener, index_of)
+        self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self.tell = functools.partial(_tripped, self._listener, self.index_of)
         # Between forward and backward: let the first gradient of a parameter that is not watched be told of, or not.
-        self.arm, self.disarm = _turned_into(self._tripwire, tripped), _turned_into(self._tripwire, _DO_NOTHING)
-        self.index_of, self.tell = index_of, tripped
+        self.arm, self.disarm = _turned_into(self._tripwire, self.tell), _turned_into(self._tripwire, _DO_NOTHING)
         self._collected: dict[int, Collected] = {}  # by the position of their bucket
         self._collected_for: SequenceBuffers | None = None  # whose buckets these are
         self.deferred: set[int] = set()  # the parameters on which users' hooks were found, which wait for `run_users`
@@ -151,8 +150,8 @@ class GradientHooks:
             return
         for index in unwatched:
             parameter, hook = self._parameters[index], self.telling_of(index)
-            if index in self._ids and self._ids[index] in torch_private.tensors.post_accumulate_hooks(parameter):
-                torch_private.tensors.post_accumulate_hooks(parameter)[self._ids[index]] = hook
+            if self._is_in_place(index):
+                self.put(index, hook)
             elif parameter.requires_grad:
                 self._ids[index] = parameter.register_post_accumulate_grad_hook(hook).id
             else:
@@ -175,9 +174,12 @@ class GradientHooks:
 
     def put(self, index: int, hook: Hook) -> None:
         """Let our hook on a parameter be this one, at its place among the others."""
-        hooks = torch_private.tensors.post_accumulate_hooks(self._parameters[index])
-        if self._ids[index] in hooks:
-            hooks[self._ids[index]] = hook
+        if self._is_in_place(index):
+            torch_private.tensors.post_accumulate_hooks(self._parameters[index])[self._ids[index]] = hook
+
+    def _is_in_place(self, index: int) -> bool:
+        """Whether a parameter has our hook, whatever it is now."""
+        return self._ids.get(index) in torch_private.tensors.post_accumulate_hooks(self._parameters[index])
 
     def collect(self, buffers: SequenceBuffers) -> "Mapping[int, Collected]":
         """Let most gradients be noted and not told of until `Collected.stop`, by bucket: [Note: collected]

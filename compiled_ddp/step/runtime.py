@@ -3,7 +3,7 @@
 import functools
 import itertools
 import threading
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -51,7 +51,8 @@ class Runtime:
         self._own: OwnGradients | None = None  # what this rank had accumulated itself, while it shadows others
         # Of the latest task of autograd that was asked about.
         self._accumulates = functools.lru_cache(maxsize=1)(functools.partial(_accumulates, self.reduction))
-        self._is_reached_by = functools.lru_cache(maxsize=1)(functools.partial(_is_reached, self.reduction))
+        is_reached = functools.partial(_is_reached, self.reduction, self._accumulates)
+        self._is_reached_by = functools.lru_cache(maxsize=1)(is_reached)
         conductor.add(self)
 
     def close(self, why: str, *, abandon: bool = False) -> None:
@@ -521,10 +522,10 @@ def _accumulates(reduction: Reduction, _: int) -> bool:
     return "accumulated" in map(fate_of_gradient, reduction.parameters.tensors)
 
 
-def _is_reached(reduction: Reduction, task: int) -> bool:
+def _is_reached(reduction: Reduction, accumulates: Callable[[int], bool], task: int) -> bool:
     """Whether it will reach the wrapper's graphs or parameters."""
     calls = [call for call in reduction.live_calls() if call.plan.indices]
-    return any(call.will_run() for call in calls) or _accumulates(reduction, task)
+    return any(call.will_run() for call in calls) or accumulates(task)
 
 
 class OwnGradients:

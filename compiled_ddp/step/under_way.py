@@ -67,6 +67,8 @@ TRANSITIONS = {
     (Phase.BROKEN, Event.END): Phase.IDLE,
 }
 
+_NOT_BEGUN = Phase.IDLE, Phase.EXPECTED  # as far as this wrapper goes
+
 # What happens in other phases as well, and changes nothing there.
 WITHOUT_EFFECT = {
     *((phase, Event.OTHER_REACHED) for phase in Phase if phase is not Phase.IDLE),
@@ -221,13 +223,13 @@ class UnderWay:
 
     def has_begun(self) -> bool:
         """Whether a backward has reached this wrapper that has not ended."""
-        return self.phase is not Phase.IDLE and self.phase is not Phase.EXPECTED
+        return self.phase not in _NOT_BEGUN
 
     def ends_with(self, task: int) -> bool:
         """Whether it ends when autograd has ended this task, the only one of its that runs."""
-        has_begun = self.phase is not Phase.IDLE and self.phase is not Phase.EXPECTED
         noted = self.tasks.noted
-        return has_begun and task in noted and (len(noted) == 1 or not self.tasks.are_running(but=task))
+        is_last = task in noted and (len(noted) == 1 or not self.tasks.are_running(but=task))
+        return is_last and self.phase not in _NOT_BEGUN
 
     def is_broken_off(self) -> bool:
         """Outside of backwards: whether an exception has ended one. One that another thread still runs has not."""

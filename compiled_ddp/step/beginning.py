@@ -23,6 +23,7 @@ from compiled_ddp.step.graph_call import GraphCall, may_leave_out
 from compiled_ddp.step.graphs import GraphReservations
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.riders import Flag, Message
+from compiled_ddp.step.steady import SteadyStep
 from compiled_ddp.step.synchronised import Circumstances, ReturnedGradients, SynchronisedBackward
 
 NO_GRAPHS = 0  # in place of a number for those to run: everything is sent at once, and waits for no graph
@@ -57,6 +58,10 @@ class Beginning:
             returned=returned,
             graphs_to_run=functools.partial(self._graphs_to_run, accumulates=returned is None),
         )
+
+    def steady(self, steady: SteadyStep) -> None:
+        """The same where nothing sets it apart from the one before it: [Note: steady step]"""
+        steady.begin(self._count(accumulates=True))
 
     def after_task(self, ran: Sequence[GraphCall]) -> SynchronisedBackward:
         """One that was postponed, and has run these calls locally. It sends everything at once."""

@@ -213,6 +213,7 @@ class SequenceBuffers(dict[int, FlatBuffer]):
     def __init__(self, sections: Sequence[Section], before: "SequenceBuffers | None" = None) -> None:
         """Buckets that are equal to some of `before`'s keep their flat buffers."""
         super().__init__()
+        self.sections = sections
         self.buckets = [(place, bucket) for place, section in enumerate(sections) for bucket in section.plan.buckets]
         self.origins = [section.origin for section in sections]
         # The positions of buckets whose gradients are reduced in part elsewhere: see `Section.reduces_again`.

@@ -22,6 +22,7 @@ from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.step.forwards import ForwardCount
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.riders import Findings, Flag, RiderReader
+from compiled_ddp.step.steady import SteadyStep
 from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.step.under_way import UnderWay
 
@@ -219,7 +220,8 @@ class Ending:
 
     def _account(self) -> None:
         """All that this rank had accumulated is in the mean."""
-        self._reduction.carried.note_reduced()
+        if self._reduction.carried.used:
+            self._reduction.carried.note_reduced()
         if self._backward.circumstances.expected_gradients is not None:
             self._reduction.carried.note_gradients(self._backward.usage.arrived)
         if self._reduction.receive is not None:
@@ -348,14 +350,16 @@ class Ending:
 class Finish:
     """Ends backwards. Lasts from one to the next: riders that a GPU tells one backward later."""
 
-    def __init__(self, reduction: Reduction, forwards: ForwardCount, under_way: UnderWay) -> None:
-        self._reduction, self._forwards, self._under_way = reduction, forwards, under_way
+    def __init__(self, reduction: Reduction, forwards: ForwardCount, under_way: UnderWay, steady: SteadyStep) -> None:
+        self._reduction, self._forwards, self._under_way, self._steady = reduction, forwards, under_way, steady
         self._step_check = StepCheck(reduction.communicator, reduction.options.check_steps)
         self._reader = RiderReader(reduction.communicator.world_size)
         self._giving_up = GivingUpAfterSurprises(reduction.communicator)
 
     def finish(self) -> None:
         """Wait for the results of what was sent, and leave them in .grad; a no-op where nothing is under way."""
+        if self._steady.runs:
+            self._finish_steady()
         reduction, backward = self._reduction, self._under_way.backward
         if backward is None:
             return
@@ -382,6 +386,24 @@ class Finish:
             reduction.hooks.run_users(ending.averaged(reduction.hooks.deferred))
         if ending.is_first:
             ending.remove_needless_hooks()
+
+    def _finish_steady(self) -> None:
+        """[Note: steady step] Changes nothing where more is to be done than usually."""
+        reduction, steady = self._reduction, self._steady
+        if steady.has_rest:
+            return
+        steady.wait()
+        findings = self._reader.read(steady.riders())
+        if not findings.are_quiet or not steady.is_as_left() or reduction.newcomers():
+            return
+        self._forwards.settle(backwards=findings.backwards, forgiven=False)
+        steady.end()
+        self._under_way.end()
+        reduction.models_collectives.end()
+        if reduction.carried.used:
+            reduction.carried.note_reduced()
+        reduction.agreed.note_mismatches(0)
+        reduction.communicator.progress.backward_ended()
 
     def finish_broken(self, *, told: Collection[int], rest_was_launched: bool) -> None:
         """Wait for the results of what was sent after an exception, and drop them.

@@ -39,13 +39,16 @@ gradient_of = operator.attrgetter("grad")
 class ExistingGradients:
     """What .grad was, to tell what a backward has added, and where its result is to be left."""
 
-    def __init__(self, parameters: TrainedParameters, buffers: SequenceBuffers) -> None:
+    def __init__(self, parameters: TrainedParameters, buffers: SequenceBuffers | None) -> None:
+        """Without `buffers` there is no .grad, as is known."""
         self._parameters = parameters
-        self.were_any = any_has_gradient(parameters.tensors)
+        self.were_any = buffers is not None and any_has_gradient(parameters.tensors)
         self.apart: dict[int, torch.Tensor] = {}  # not views of their own place in a flat buffer
         # Each as it was when the backward began, with its version.
         self.begun_with: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._sharing: set[int] = set()
+        if buffers is None:
+            return
         if self.were_any:
             self._look_at(buffers)
         else:
@@ -523,6 +526,12 @@ class Gradients:
                 share = self._averaging.share(buffer.bucket.dtype)
                 buffer.put_all(indices, gradients, share, in_place=may_be_there)
         self._leave(position, indices, elsewhere=not may_be_there)
+
+    def take_over(self, gathered: Iterable[torch.Tensor], left: Mapping[int, torch.Tensor]) -> None:
+        """So much is `gathered` already, and so much has been left in .grad as a view of its bucket."""
+        self._gathered += sum(map(torch.Tensor.numel, gathered))
+        self.left.update(left)
+        self._in_place.update(left)
 
     def forget_gathered(self) -> None:
         """An exception has ended the backward: what is in no bucket yet counts as missing.

@@ -289,6 +289,10 @@ class Collected:
         if self._indices:
             self._note()
 
+    def __len__(self) -> int:
+        """How many have come since they were taken last."""
+        return len(self._come)
+
     def take(self) -> list[int]:
         """The parameters that have got a gradient since, in this order, one as often as it has."""
         if not self._come:

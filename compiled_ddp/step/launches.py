@@ -291,6 +291,16 @@ class Launches:
         """The graph that memory was lent to has run."""
         self._lent = {}
 
+    def take_over(self, position: int, missing: set[int], gathered: dict[int, torch.Tensor], work: Work | None) -> None:
+        """A bucket has come so far already."""
+        launch = self.buckets[position]
+        self.usage.note_any(launch.missing - missing)
+        launch.missing, launch.gathered, launch.work = missing, gathered, work
+
+    def count_from(self, launches_before: int) -> None:
+        """This backward had begun when there were so many launches on the communicator."""
+        self._launches_before = launches_before
+
     # ---- an exception ------------------------------------------------------------------------------------------------
 
     @property

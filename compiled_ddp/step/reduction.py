@@ -27,6 +27,7 @@ from compiled_ddp.reducers.reducer import Reducer
 from compiled_ddp.reducers.traced_hook import BucketHook, TracedHook
 from compiled_ddp.step.agreed_sequence import AgreedSequence
 from compiled_ddp.step.buffers import SequenceBuffers
+from compiled_ddp.step.gradients import ExistingGradients
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.hooks import GradientHooks, Listener
 from compiled_ddp.step.join import UnevenInputs
@@ -134,6 +135,11 @@ class CarriedOver:
         backward, unless they know: then `tell` is False.
         """
         self._to_tell = {flag for flag, wanted in ((Flag.LOST, tell), (Flag.STATE_LOST, state)) if wanted}
+
+    @property
+    def has_to_tell(self) -> bool:
+        """Whether the backward that begins has something to tell besides its numbers."""
+        return bool(self._to_tell) or self.piggyback is not None
 
     def take_flags(self) -> set[Flag]:
         """What the backward that begins must tell."""
@@ -321,9 +327,10 @@ class Reduction:
         used_before: set[int],
         message: Message,
         circumstances: Circumstances,
+        existing: ExistingGradients | None = None,
     ) -> SynchronisedBackward:
-        """One that launches these sections."""
-        return SynchronisedBackward(
+        """One that launches these sections; with `existing`, one that has begun: see `SynchronisedBackward`."""
+        backward = SynchronisedBackward(
             sections,
             buffers,
             self.communicator,
@@ -345,7 +352,14 @@ class Reduction:
             recording=self.proof.recording,
             gradient_as_bucket_view=self.options.gradient_as_bucket_view,
             reducer=self._reducer_of(sections, buffers),
+            existing=existing,
         )
+        if existing is None:
+            names, collectives = self.parameters.names, backward.launches.collectives
+            self.communicator.progress.backward_began(
+                message.forwards.begun, buffers.buckets, buffers.origins, names, collectives
+            )
+        return backward
 
     def _reducer_of(self, sections: Sequence[Section], buffers: SequenceBuffers) -> Reducer:
         """What reduces the buckets that hooks launch."""

@@ -17,6 +17,7 @@ from compiled_ddp.step.forwards import LatestForward
 from compiled_ddp.step.graph_call import GraphCall, UntilBackward, may_leave_out
 from compiled_ddp.step.graphs import GraphReservations, ReservedSection
 from compiled_ddp.step.reduction import Reduction, Wrapped
+from compiled_ddp.step.steady import SteadyStep
 from compiled_ddp.step.synchronised import SynchronisedBackward, returns_inputs_alone, watch_returned
 from compiled_ddp.step.under_way import Phase, UnderWay
 from compiled_ddp.torch_private.autograd import current_graph_task, evaluating_node, fate_of_gradient
@@ -44,7 +45,8 @@ class Runtime:
         self.reduction = Reduction(wrapped, self)
         self._reservations = GraphReservations(self.reduction)
         self.beginning = Beginning(self.reduction, self._reservations, self.forward)
-        self._finish = Finish(self.reduction, self.forward.count, self.under_way)
+        self._steady = SteadyStep(self.reduction, self.under_way)
+        self._finish = Finish(self.reduction, self.forward.count, self.under_way, self._steady)
         self.local = False  # whether backwards that begin now stay local, wherever their forward was called
         self._closed_because = ""
         self._rest_was_launched = False  # whether something was left to launch when an exception had ended a backward
@@ -158,8 +160,8 @@ class Runtime:
 
     # ---- where a backward begins -------------------------------------------------------------------------------------
 
-    def enter(self) -> SynchronisedBackward | None:
-        """The synchronised backward that this thread is in, begun if need be; None where it is postponed."""
+    def enter(self) -> None:
+        """Begin the synchronised backward that this thread is in, if need be, or postpone it."""
         if self._closed_because:
             raise RuntimeError(self._closed_because)
         with self.lock:
@@ -170,7 +172,6 @@ class Runtime:
                 under_way.expect_no_more()
             if under_way.phase is Phase.IDLE:
                 self._begin()
-            return under_way.backward
 
     def _begin(self) -> None:
         if self.beginning.waits and not conductor.may_wait(self, [self.begin_event]):
@@ -179,6 +180,9 @@ class Runtime:
             self.reduction.hooks.defer_users()
             return
         accumulates = self._accumulates(current_graph_task())
+        if accumulates and not self.reduction.agreed.expects_graphs and self._steady.fits():
+            self._begin_steady()
+            return
         returned = None if accumulates else watch_returned(self.reduction.parameters.tensors)
         backward = self.beginning.in_task(returned)
         self.under_way.begin(backward)
@@ -188,6 +192,12 @@ class Runtime:
             backward.collect(hooks.collect(agreed.buffers))
         if returned is not None:
             returned.begin()  # with tensor hooks of its own: after what looks for users' ones
+
+    def _begin_steady(self) -> None:
+        self.beginning.steady(self._steady)
+        self.under_way.begin_steady(self._steady.as_general)
+        if not self._steady.is_usual:
+            self.under_way.leave_steady()
 
     def _enter_task(self) -> None:
         if torch_private.dynamo.in_compiled_autograd():
@@ -237,7 +247,8 @@ class Runtime:
                 if not synchronises or self._is_local():
                     self._note_local_run(call)
                     return None
-            backward = self.enter()
+            self.enter()
+            backward = self.under_way.backward
             if backward is None:
                 self.under_way.run_locally(call)
                 self._note_local_run(call)
@@ -265,6 +276,9 @@ class Runtime:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self.lock:
             under_way = self.under_way
+            if self._steady.runs and current_graph_task() in under_way.tasks.noted:
+                self._steady.gradient_arrived(index)
+                return
             # The one under way, where this task is known to be one of it: asked for every gradient, so without a call.
             backward = under_way.backward if current_graph_task() in under_way.tasks.noted else None
             if backward is None and self.synchronises():
@@ -291,7 +305,8 @@ class Runtime:
     def _enter_with(self, index: int) -> SynchronisedBackward | None:
         """As `enter`, in a hook of a parameter, which has its gradient already if that begins the backward."""
         begins_here = not self.under_way.has_begun()
-        backward = self.enter()
+        self.enter()
+        backward = self.under_way.backward
         if begins_here and backward is not None:
             backward.existing.begun_by(index)
         return backward
@@ -416,8 +431,9 @@ class Runtime:
                 self.send_rest()
             try:
                 self._finish.finish()
-            finally:
+            except BaseException:
                 self.under_way.leave_skipping()
+                raise
 
     def begin_skipping(self) -> None:
         """Take part in the other ranks' synchronised backward with zeros: launch all, and wait for nothing yet."""

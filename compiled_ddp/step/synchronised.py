@@ -10,10 +10,11 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.checks.proof import Recording
@@ -22,7 +23,7 @@ from compiled_ddp.planning.sequence import Observations
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.averaging import Averaging
-from compiled_ddp.reducers.reducer import Reducer
+from compiled_ddp.reducers.reducer import AllReduceWork, Reducer
 from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.step.gradients import ExistingGradients, FoldedGradients, Gradients, GraphGradients, gradient_of
 from compiled_ddp.step.hooks import Collected
@@ -112,6 +113,19 @@ class Circumstances:
         return {} if notes_more else buffers.sole_positions
 
 
+@dataclass
+class PartlyReduced:
+    """How far a bucket has come."""
+
+    missing: set[int]  # parameters whose gradient has not come
+    gathered: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients to be put into the bucket together
+    left: dict[int, torch.Tensor] = field(default_factory=dict)  # what is in .grad of those that are in it
+    work: dist.Work | None = None
+
+    def launched(self, work: dist.Work) -> None:
+        self.work = work
+
+
 class SynchronisedBackward:
     """Told of gradients by hooks and by graphs, it launches them in order, and leaves their mean in .grad.
 
@@ -137,12 +151,16 @@ class SynchronisedBackward:
         reducer: Reducer,
         recording: Recording | None,
         gradient_as_bucket_view: bool = True,
+        existing: ExistingGradients | None = None,
     ) -> None:
-        """`reducer` launches what hooks have filled. A backward that verifies has a `recording`."""
+        """`reducer` launches what hooks have filled. A backward that verifies has a `recording`.
+
+        With `existing` it has begun as a steady one: `go_on_from` follows.
+        """
         self.sections, self.circumstances, self.message = sections, circumstances, message
         self.usage, self.averaging, self.observations, self.came_past = usage, averaging, Observations(), set[int]()
         self._again, self._sole_positions = buffers.reduced_again, circumstances.sole_positions(buffers)
-        self._parameters, self.existing = parameters, ExistingGradients(parameters, buffers)
+        self._parameters, self.existing = parameters, existing or ExistingGradients(parameters, buffers)
         self.folded, self.reservations = FoldedGradients(parameters, self.existing), Reservations(sections)
         self.of_graphs = GraphGradients(copies=averaging.needs_parts and self._may_reduce_again())
         self.launches = Launches(
@@ -166,13 +184,21 @@ class SynchronisedBackward:
         )
         self.positions_in = buffers.positions_in  # the buckets of each section
         # After `break_off`: whether those of all that was launched can be read. Else nobody knows what others do next.
-        self.riders_are_known = True
-        self._cursor, self._broke_in_launch = 0, False  # whether an exception has ended a launch by hooks
+        self.riders_are_known, self._broke_in_launch = True, False  # whether an exception has ended a launch by hooks
+        self._cursor, self._rank_progress = 0, communicator.progress
         self._collected: dict[int, Collected] = {}  # by bucket: [Note: collected]
-        self._rank_progress = communicator.progress
-        self._rank_progress.backward_began(
-            message.forwards.begun, buffers.buckets, buffers.origins, parameters.names, self.launches.collectives
-        )
+
+    def go_on_from(
+        self, buckets: Sequence[PartlyReduced], cursor: int, collected: Mapping[int, Collected], *, launches_before: int
+    ) -> None:
+        """What a steady step has done is done: [Note: steady step]"""
+        for position, bucket in enumerate(buckets):
+            work = None if bucket.work is None else AllReduceWork(bucket.work)
+            self.launches.take_over(position, bucket.missing, bucket.gathered, work)
+            self.gradients.take_over(bucket.gathered.values(), bucket.left)
+        self.launches.count_from(launches_before)
+        self._cursor = cursor
+        self.collect(collected)
 
     # ---- told by hooks -----------------------------------------------------------------------------------------------
 
@@ -182,7 +208,7 @@ class SynchronisedBackward:
         if position is not None and position in self._collected:
             self._take_in(self._collected[position], position)
         if position is None or self.reservations.reserved or index in self.existing.begun_with:
-            self._arrived(index)
+            self.arrived(index)
             return
         gradient, launch = self._parameters.tensors[index].grad, self.launches.buckets[position]
         if gradient is None:
@@ -218,7 +244,7 @@ class SynchronisedBackward:
             self.gradients.gather_all(position, indices, gradients)
         else:
             for index in indices:
-                self._arrived(index)
+                self.arrived(index)
         return indices
 
     def _take_in_rest(self) -> None:
@@ -231,7 +257,7 @@ class SynchronisedBackward:
             if indices and not self.launches.buckets[position].missing:
                 of_bucket.note_late(indices[-1])
 
-    def _arrived(self, index: int) -> None:
+    def arrived(self, index: int) -> None:
         """The same where more has to be looked at than what most gradients of most steps need."""
         gradient = self._parameters.tensors[index].grad
         positions = self.launches.positions_by_hooks(index)
@@ -343,14 +369,18 @@ class SynchronisedBackward:
         try:
             self.launches.start(position, flat)
         except BaseException as error:
-            self._broke_in_launch = True
-            if self.launches.reducer.has_failed:
-                self._send_riders_alone()
-                self.launches.explain_failed_reducer(error, position)
-            else:
-                self.launches.explain(error, position, "could not be launched")
+            self.launch_failed(error, position)
             raise
         self._cursor += 1
+
+    def launch_failed(self, error: BaseException, position: int) -> None:
+        """Raise in words what has come of launching a bucket, if that is known."""
+        self._broke_in_launch = True
+        if self.launches.reducer.has_failed:
+            self._send_riders_alone()
+            self.launches.explain_failed_reducer(error, position)
+        else:
+            self.launches.explain(error, position, "could not be launched")
 
     def _send_riders_alone(self) -> None:
         """To tell the other ranks that the reducer has failed here."""

@@ -147,18 +147,33 @@ class UnderWay:
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
-        self.backward: SynchronisedBackward | None = None  # in the phases REDUCING, SKIPPING and BROKEN
+        self._backward: SynchronisedBackward | None = None  # in the phases REDUCING, SKIPPING and BROKEN
+        self._general: Callable[[], SynchronisedBackward] | None = None  # makes it: [Note: steady step]
         self.ran_locally: list[GraphCall] = []  # calls whose backward has run since it was POSTPONED
         self.tasks = OpenTasks()  # of autograd, that it runs in
         self._skipping: int | None = None  # the thread that sends zeros
+
+    @property
+    def backward(self) -> SynchronisedBackward | None:
+        """The one under way, which is a steady one no longer."""
+        if self._general is not None:
+            self.leave_steady()
+        return self._backward
+
+    def leave_steady(self) -> None:
+        """Let the backward under way go on in the general way: [Note: steady step]"""
+        assert self._general is not None
+        general, self._general = self._general, None
+        self._backward = general()
 
     # ---- calls that run locally --------------------------------------------------------------------------------------
 
     def pass_on(self, call: GraphCall, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
         """What autograd gets of the gradients, by graph input, of a call that has run locally: [Note: equal calls]"""
-        if self.backward is None or call.fingerprint not in self.backward.folded.withheld.repeated:
+        backward = self.backward
+        if backward is None or call.fingerprint not in backward.folded.withheld.repeated:
             return gradients
-        return self.backward.folded.withheld.pass_on(call, gradients, call.index_of)
+        return backward.folded.withheld.pass_on(call, gradients, call.index_of)
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
@@ -180,25 +195,30 @@ class UnderWay:
 
     def begin(self, backward: SynchronisedBackward) -> None:
         self.phase = after(self.phase, Event.BEGIN)
-        self.backward, self.ran_locally = backward, []
+        self._backward, self.ran_locally = backward, []
+
+    def begin_steady(self, general: Callable[[], SynchronisedBackward]) -> None:
+        """A steady one begins; `general` makes the backward of it, should anybody ask for that."""
+        self.phase = after(self.phase, Event.BEGIN)
+        self._general, self.ran_locally = general, []
 
     def skip(self, backward: SynchronisedBackward) -> None:
         """This thread sends zeros."""
         self.phase = after(self.phase, Event.SKIP)
-        self.backward, self._skipping = backward, threading.get_ident()
+        self._backward, self._skipping = backward, threading.get_ident()
 
     def leave_skipping(self) -> None:
-        """This thread is done with that, whether the results could be read or not."""
+        """This thread is done with that, though the results could not be read."""
         self._skipping = None
 
     def break_off(self, backward: SynchronisedBackward) -> None:
         """An exception has ended `backward`, the one under way or one that would have begun."""
         self.phase = after(self.phase, Event.BREAK)
-        self.backward, self.ran_locally = backward, []
+        self._backward, self.ran_locally = backward, []
 
     def end(self) -> None:
         self.phase = after(self.phase, Event.END)
-        self.backward = None
+        self._backward = self._general = self._skipping = None
 
     def forget_threads(self) -> None:
         """An exception has ended all that runs it."""

@@ -1,0 +1,275 @@
+"""A backward by hooks like the one before it: filled, launched and waited for by what was bound once.
+
+[Note: steady step] Most steps decide nothing: the same buckets, no .grad at the beginning, no hook, join or flag. Such
+a backward is run here, in few calls. As soon as anything asks for more (a graph, a second gradient, an exception, what
+another rank tells), it is turned into the `SynchronisedBackward` that would have come as far, which goes on from there.
+So nothing but the usual has code in here, and whoever asks for the backward under way never sees this one.
+"""
+
+import itertools
+import operator
+from collections.abc import Collection, Sequence
+
+import torch
+
+from compiled_ddp import torch_private
+from compiled_ddp.plan import Bucket
+from compiled_ddp.step.buffers import MOST_ELEMENTS_TOGETHER
+from compiled_ddp.step.conductor import conductor
+from compiled_ddp.step.forwards import ForwardNumbers
+from compiled_ddp.step.gradients import ExistingGradients, any_has_gradient, grad_mode_off, gradient_of
+from compiled_ddp.step.hooks import Collected
+from compiled_ddp.step.reduction import Reduction
+from compiled_ddp.step.riders import Message, usual_riders
+from compiled_ddp.step.synchronised import Circumstances, PartlyReduced, SynchronisedBackward
+from compiled_ddp.step.under_way import UnderWay
+from compiled_ddp.torch_private.tensors import are_strided, version_of, with_several_hooks
+
+
+class SteadyBucket:
+    """What has become of a bucket so far."""
+
+    def __init__(self, position: int, bucket: Bucket) -> None:
+        self.position, self.bucket = position, bucket
+        self._indices = bucket.indices
+        self.large = frozenset(g.index for g in bucket.gradients if g.numel > MOST_ELEMENTS_TOGETHER)
+        self.begin()
+
+    def begin(self) -> None:
+        self.state = PartlyReduced({*self._indices})
+
+
+class SteadyStep:
+    """[Note: steady step] `runs` while a backward is under way here."""
+
+    def __init__(self, reduction: Reduction, under_way: UnderWay) -> None:
+        self._reduction, self._under_way = reduction, under_way
+        self.runs = False
+        self._bound_to: Sequence[object] = (None, None, None)
+
+    # ---- whether a backward is like the one before it ----------------------------------------------------------------
+
+    def fits(self) -> bool:
+        """Whether nothing sets the backward that is about to begin, in a task of autograd, apart from others."""
+        reduction, agreed = self._reduction, self._reduction.agreed
+        if not agreed.refined or agreed.must_agree:
+            return False
+        if not all(map(operator.is_, self._bound_to, self._binding)):
+            self._bind()
+        return (
+            self._is_plain
+            and len(conductor.references) == 1
+            and not agreed.unused
+            and not self._is_set_apart()
+            and not torch_private.autograd.profiler_is_on()
+            and not any_has_gradient(reduction.parameters.tensors)
+        )
+
+    def _is_set_apart(self) -> bool:
+        """By what a user, or the step before, has left for this one."""
+        reduction, carried, uneven = self._reduction, self._reduction.carried, self._reduction.uneven
+        return bool(
+            carried.used
+            or carried.has_to_tell
+            or reduction.hooks.deferred
+            or not reduction.hooks.everywhere
+            or reduction.models_collectives.seen
+            or reduction.receive is not None
+            or reduction.live_calls()
+            or (uneven is not None and (uneven.factor != 1.0 or uneven.is_training))
+        )
+
+    @property
+    def _binding(self) -> Sequence[object]:
+        return self._reduction.agreed.buffers, self._reduction.parameters, self._reduction.options
+
+    def _bind(self) -> None:
+        """Take over what does not change as long as the sequence, the parameters and the options stay the same."""
+        self._bound_to = self._binding
+        self._buffers, self._buckets = self._reduction.agreed.buffers, list[SteadyBucket]()
+        self._is_plain = self._may_be_steady()
+        if self._is_plain:
+            self._buckets = [SteadyBucket(n, bucket) for n, (_, bucket) in enumerate(self._buffers.buckets)]
+            self._bucket_of = {i: self._buckets[position] for i, position in self._buffers.sole_positions.items()}
+            self._in_order = [*itertools.chain.from_iterable(b.bucket.indices for b in self._buckets)]
+            tensors = self._reduction.parameters.tensors
+            self._tensors_in_order = [*map(tensors.__getitem__, self._in_order)]
+            self._share = self._buffers.sections[0].plan.share
+            self._collectives = [1] * len(self._buckets)
+
+    def _may_be_steady(self) -> bool:
+        reduction, buffers, options = self._reduction, self._buffers, self._reduction.options
+        sections, tensors = buffers.sections, reduction.parameters.tensors
+        by_rule = (
+            options.scaling is None
+            and not options.piggyback
+            and not options.static_graph
+            and options.gradient_as_bucket_view
+            and (options.bucket_rule is None or not options.bucket_rule.delayed)
+        )
+        by_all_reduce = reduction.ddp_hook is None and reduction.traced_hook is None and not reduction.sparse.names
+        each_in_one = not buffers.shared and not buffers.reduced_again and len(buffers.sole_positions) == len(tensors)
+        return (
+            by_rule
+            and by_all_reduce
+            and each_in_one
+            and reduction.parameters.on_cpu
+            and all(section.origin == "hooks" and section.plan.reduction != "weighted" for section in sections)
+            and all(bucket.gradients for _, bucket in buffers.buckets)
+        )
+
+    # ---- gradients, as they come -------------------------------------------------------------------------------------
+
+    def begin(self, forwards: ForwardNumbers) -> None:
+        """A backward that `fits` begins."""
+        reduction, buffers = self._reduction, self._buffers
+        reduction.proof.begin_backward()
+        reduction.models_collectives.begin()
+        buffers.renew_all_held()
+        self._message, self._cursor = Message(forwards, reduction.carried.weight), 0
+        for bucket in self._buckets:
+            bucket.begin()
+        self._collected: dict[int, Collected] = {**reduction.hooks.collect(buffers)}
+        progress, names = reduction.communicator.progress, reduction.parameters.names
+        self._launches_before = progress.launches
+        progress.backward_began(forwards.begun, buffers.buckets, buffers.origins, names, self._collectives)
+        self.runs = True
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing that the beginning has found calls for more."""
+        return not self._reduction.proof.verifies and not self._reduction.hooks.deferred
+
+    def gradient_arrived(self, index: int) -> None:
+        """Take in a gradient that autograd has just accumulated, with those that were only noted before it."""
+        bucket = self._bucket_of[index]
+        state, is_large = bucket.state, index in bucket.large
+        collected = self._collected.get(bucket.position)
+        come = [index]
+        if collected is not None and (not is_large or len(state.missing) == 1 + len(collected)):
+            come = [*collected.take(), index]
+        tensors = self._reduction.parameters.tensors
+        gradients = [*map(gradient_of, map(tensors.__getitem__, come))]
+        if not self._are_usual(bucket, come, gradients):
+            backward = self._under_way.backward
+            assert backward is not None
+            for one in come:
+                backward.arrived(one)
+            return
+        state.missing.difference_update(come)
+        state.gathered.update(zip(come, gradients, strict=True))
+        if is_large:
+            self._put_large(bucket, index)
+        if state.gathered and (not state.missing or (collected is not None and not is_large)):
+            self._put(bucket)
+        if not state.missing:
+            if collected is not None:
+                self._collected.pop(bucket.position).stop()
+            self._launch_complete()
+
+    def _are_usual(self, bucket: SteadyBucket, indices: Collection[int], gradients: Sequence[torch.Tensor]) -> bool:
+        """Whether each is the first of its parameter, as planned, and seen by nobody before it is reduced."""
+        planned, missing, tensors = bucket.bucket, bucket.state.missing, self._reduction.parameters.tensors
+        return (
+            missing.issuperset(indices)
+            and len({*indices}) == len(indices)
+            and all(map(operator.is_not, gradients, itertools.repeat(None)))
+            and are_strided(gradients, planned.dtype, planned.device)
+            and not with_several_hooks(map(tensors.__getitem__, indices))
+        )
+
+    def _put_large(self, bucket: SteadyBucket, index: int) -> None:
+        """At once, so that its memory is free for what follows."""
+        buffer, state, tensors = self._buffers[bucket.position], bucket.state, self._reduction.parameters.tensors
+        buffer.put(index, state.gathered.pop(index), self._share)
+        state.left[index] = buffer.put_in_place([index], tensors)[0]
+
+    def _put(self, bucket: SteadyBucket) -> None:
+        """Put what has been gathered into the bucket, where .grad is from here on."""
+        buffer, state = self._buffers[bucket.position], bucket.state
+        indices = list(state.gathered)
+        with grad_mode_off():
+            buffer.put_all(indices, list(state.gathered.values()), self._share, in_place=False)
+        state.left.update(zip(indices, buffer.put_in_place(indices, self._reduction.parameters.tensors), strict=True))
+        state.gathered.clear()
+
+    def _launch_complete(self) -> None:
+        """Launch every bucket that is full, up to the first one that is not."""
+        communicator = self._reduction.communicator
+        while self._cursor < len(self._buckets) and not self._buckets[self._cursor].state.missing:
+            position, buffer = self._cursor, self._buffers[self._cursor]
+            if buffer.riders is not None:
+                buffer.riders.copy_(usual_riders(self._message, len(buffer.riders), buffer.riders.device))
+            try:
+                self._buckets[position].state.launched(communicator.all_reduce(buffer.flat))
+            except BaseException as error:
+                backward = self._under_way.backward
+                assert backward is not None
+                backward.launch_failed(error, position)
+                raise
+            communicator.progress.hooks_launched(position)
+            self._cursor += 1
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether a bucket has not been launched."""
+        return self._cursor < len(self._buckets)
+
+    def wait(self) -> None:
+        """Wait for every bucket, all of which have been launched."""
+        progress = self._reduction.communicator.progress
+        for bucket in self._buckets:
+            work = bucket.state.work
+            assert work is not None
+            progress.hooks_await(bucket.position)
+            try:
+                work.wait()
+            except BaseException as error:
+                backward = self._under_way.backward
+                assert backward is not None
+                backward.launches.explain(error, bucket.position, "was launched but not reduced")
+                raise
+        progress.hooks_await(None)
+        progress.all_launched(self._launches_before + len(self._buckets))
+
+    def riders(self) -> list[torch.Tensor]:
+        """Their sums over ranks, of every section."""
+        riders = [self._buffers[position].riders for position in self._buffers.with_riders]
+        return [of_one for of_one in riders if of_one is not None]
+
+    def is_as_left(self) -> bool:
+        """Whether each .grad is what was left in it, and nobody has written to it: [Note: what a backward leaves]"""
+        left: dict[int, torch.Tensor] = {}
+        for bucket in self._buckets:
+            left |= bucket.state.left
+        now = map(gradient_of, self._tensors_in_order)
+        before = [*map(left.__getitem__, self._in_order)]
+        return all(map(operator.is_, now, before)) and not any(map(version_of, before))
+
+    def end(self) -> None:
+        """The mean is in .grad. Holds none of it any longer: [Note: memory that others hold]"""
+        self.runs = False
+        for bucket in self._buckets:
+            bucket.begin()
+
+    # ---- the general way ---------------------------------------------------------------------------------------------
+
+    def as_general(self) -> SynchronisedBackward:
+        """The backward that has come as far as this one, which ends here."""
+        reduction, sequence = self._reduction, self._reduction.agreed.sequence
+        assert sequence is not None
+        backward = reduction.new_backward(
+            self._buffers.sections,
+            self._buffers,
+            used_before=reduction.carried.used,
+            message=self._message,
+            circumstances=Circumstances(looks_at_values=True),
+            existing=ExistingGradients(reduction.parameters, None),
+        )
+        so_far = [bucket.state for bucket in self._buckets]
+        backward.go_on_from(so_far, self._cursor, self._collected, launches_before=self._launches_before)
+        self._collected = {}
+        self.end()
+        return backward

@@ -205,7 +205,7 @@ def makes_two_ranks() -> Iterator[Two]:
 
     def make(**options: Any) -> tuple[RunTime, RunTime]:
         wire = Wire(2)
-        made.extend(RunTime(wire, rank, SIZES, Options(bucket_cap_mb=1, **options)) for rank in range(2))
+        made.extend(RunTime(wire, rank, SIZES, Options(**{"bucket_cap_mb": 1, **options})) for rank in range(2))
         return made[-2], made[-1]
 
     with unittest.mock.patch.object(conductor, "references", []):

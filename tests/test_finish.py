@@ -119,7 +119,7 @@ def test_a_backward_that_has_ended_is_kept_by_nothing(two: Two) -> None:
     def step(rank: RunTime) -> None:
         loss = rank.forward(0, 1, 2)
         rank.tensors[0].register_hook(
-            lambda _: kept.append(weakref.ref(rank.runtime.enter()))  # type: ignore[arg-type, func-returns-value]
+            lambda _: kept.append(weakref.ref(rank.runtime.under_way.backward))  # type: ignore[arg-type]
         )
         loss.backward()
 

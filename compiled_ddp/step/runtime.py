@@ -419,6 +419,8 @@ class Runtime:
         with self.lock:
             if self.under_way.phase is Phase.POSTPONED:
                 self.under_way.begin(self.beginning.after_task(self.under_way.ran_locally))
+            if self._steady.runs and not self._steady.has_rest:
+                return
             assert self.under_way.backward is not None
             self.under_way.backward.send_rest()
 

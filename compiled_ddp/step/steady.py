@@ -58,7 +58,6 @@ class SteadyStep:
             self._bind()
         return (
             self._is_plain
-            and len(conductor.references) == 1
             and not agreed.unused
             and not self._is_set_apart()
             and not torch_private.autograd.profiler_is_on()
@@ -74,6 +73,7 @@ class SteadyStep:
             or reduction.hooks.deferred
             or not reduction.hooks.everywhere
             or reduction.models_collectives.seen
+            or (len(conductor.references) > 1 and conductor.any_communicates())
             or reduction.receive is not None
             or reduction.live_calls()
             or (uneven is not None and (uneven.factor != 1.0 or uneven.is_training))

@@ -1,0 +1,225 @@
+"""[Note: steady step]: backwards like those before them, on two ranks in one process, and what turns them general."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from run_times import ALL, RunTime, Two, assert_steps_well, forget_gradients, makes_two_ranks, mean, refined, together
+from torch import Tensor
+
+from compiled_ddp.step.steady import SteadyStep
+from compiled_ddp.step.synchronised import SynchronisedBackward
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    with makes_two_ranks() as make:
+        yield make
+
+
+@pytest.fixture
+def made_general(monkeypatch: pytest.MonkeyPatch) -> list[SteadyStep]:
+    """The steady steps that have been turned into general backwards."""
+    found: list[SteadyStep] = []
+    turn = SteadyStep.as_general
+
+    def as_general(steady: SteadyStep) -> SynchronisedBackward:
+        found.append(steady)
+        return turn(steady)
+
+    monkeypatch.setattr(SteadyStep, "as_general", as_general)
+    return found
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> list[SteadyStep]:
+    found: list[SteadyStep] = []
+    begin = SteadyStep.begin
+
+    def noted(steady: SteadyStep, *arguments: Any) -> None:
+        found.append(steady)
+        begin(steady, *arguments)
+
+    monkeypatch.setattr(SteadyStep, "begin", noted)
+    return found
+
+
+def steady(two: Two, **options: Any) -> tuple[RunTime, RunTime]:
+    """Two ranks whose next backward is a steady one."""
+    ranks = refined(two, **options)
+    for _ in range(4):  # the proof looks at the first ones
+        assert_steps_well(*ranks)
+    forget_gradients(*ranks)
+    return ranks
+
+
+def test_steps_like_those_before_them_are_steady_from_beginning_to_end(
+    two: Two, begun: list[SteadyStep], made_general: list[SteadyStep]
+) -> None:
+    ranks = steady(two)
+    begun.clear()
+    made_general.clear()
+    for _ in range(3):
+        assert_steps_well(*ranks)
+    assert len(begun) == 6
+    assert not made_general
+    for rank in ranks:
+        assert all(not bucket.state.left for bucket in rank.runtime._steady._buckets), "gradients are still held"
+
+
+# ---- both ways to the same bits --------------------------------------------------------------------------------------
+
+
+def _random_step(rank: RunTime, seed: int) -> None:
+    """The same on both ranks but for what each uses and whether it keeps .grad."""
+    of_all, own = random.Random(seed), random.Random(2 * seed + rank.rank)
+    if of_all.random() < 0.7:
+        for tensor in rank.tensors:
+            tensor.grad = None
+    kind = of_all.choice(["all", "all", "all", "some", "twice", "local", "hook"])
+    used = [*range(3)]
+    own.shuffle(used)
+    if kind == "some":
+        used = used[: own.randint(0, 3)]
+    if kind == "local":
+        sum(((tensor * 3.0).sum() for tensor in rank.tensors), torch.zeros(())).backward()
+    handle = rank.tensors[own.randrange(3)].register_post_accumulate_grad_hook(_halve) if kind == "hook" else None
+    rank.step(*used)
+    if kind == "twice":
+        rank.step(*used)
+    if handle is not None:
+        handle.remove()
+
+
+def _halve(tensor: Tensor) -> None:
+    assert tensor.grad is not None
+    tensor.grad.mul_(0.5)
+
+
+def _gradients(two: Two, seed: int) -> list[list[Any]]:
+    ranks = steady(two)
+    found = []
+    for step in range(12):
+        errors = together(ranks, lambda rank, step=step: _random_step(rank, 100 * seed + step))  # type: ignore[misc]
+        found.append([repr(errors), *([_bits(t.grad) for t in rank.tensors] for rank in ranks)])
+    return found
+
+
+def _bits(gradient: Tensor | None) -> Any:
+    return None if gradient is None else gradient.tolist()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps_leave_the_same_bits_as_in_the_general_way(
+    two: Two, seed: int, begun: list[SteadyStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _gradients(two, seed)
+    assert begun
+    begun.clear()
+    monkeypatch.setattr(SteadyStep, "fits", lambda _: False)
+    assert found == _gradients(two, seed)
+    assert not begun
+
+
+# ---- what makes one general, at any moment ---------------------------------------------------------------------------
+
+
+def _when(rank: RunTime, index: int, act: Callable[[RunTime], object]) -> Any:
+    return rank.tensors[index].register_hook(lambda _: (act(rank), None)[1])
+
+
+@pytest.mark.parametrize("many", [1, 2])
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("small_buckets", [False, True])
+def test_one_that_is_asked_for_goes_on_where_it_stands(
+    two: Two, index: int, many: int, small_buckets: bool, made_general: list[SteadyStep]
+) -> None:
+    ranks = steady(two, **({"bucket_cap_mb": 1e-6} if small_buckets else {}))
+    made_general.clear()
+    handles = [_when(rank, index, lambda rank: rank.runtime.under_way.backward) for rank in ranks[:many]]
+    assert_steps_well(*ranks)
+    assert len(made_general) == many
+    for handle in handles:
+        handle.remove()
+    assert_steps_well(*ranks)
+    assert len(made_general) == many
+
+
+@pytest.mark.parametrize("used", [(0,), (1, 2), ()])
+def test_one_without_a_gradient_of_each_sends_zeros_for_the_others(
+    two: Two, used: tuple[int, ...], made_general: list[SteadyStep]
+) -> None:
+    one, other = ranks = steady(two)
+    assert together(ranks, lambda rank: rank.step(*used), ALL) == [None, None]
+    assert made_general == ([one.runtime._steady] if used else [])  # without any it begins as another one
+    for index in range(3):
+        expected = ((one.values(index) if index in used else 0.0) + other.values(index)) / 2
+        for rank in ranks:
+            assert torch.equal(rank.tensors[index].grad, expected)  # type: ignore[arg-type]
+    assert_steps_well(*ranks)
+
+
+@pytest.mark.parametrize("breaks", ["breaks_before", "breaks_after"])
+def test_an_exception_on_one_rank_is_an_error_on_the_other(two: Two, breaks: str) -> None:
+    ranks = steady(two)
+    errors = together(ranks, lambda rank: rank.step(0, 1, 2, **{breaks: True}), ALL)
+    assert "an exception of the user's" in str(errors[0])
+    if breaks == "breaks_after":  # when all had been sent
+        assert errors[1] is None
+        errors = together(ranks, ALL)
+        assert all("finds that an exception ended the one before it" in str(error) for error in errors), errors
+    else:
+        assert "broke off on 1 other rank" in str(errors[1])
+    assert_steps_well(*ranks)
+
+
+def test_a_launch_that_fails_says_of_which_bucket(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    (rank, _) = steady(two)
+
+    def refuse(_: Tensor) -> Any:
+        raise ValueError("no memory for it")
+
+    monkeypatch.setattr(rank.communicator, "all_reduce", refuse)
+    loss = rank.submit(lambda rank: rank.forward(0, 1, 2)).result()
+    error = rank.submit(lambda _: loss.backward()).exception()  # type: ignore[attr-defined]
+    assert "no memory for it" in str(error)
+    backward = rank.runtime.under_way.backward
+    assert backward is not None
+    assert backward._broke_in_launch
+
+
+def test_what_is_written_to_grad_behind_the_launch_is_an_error(two: Two, made_general: list[SteadyStep]) -> None:
+    """In the hook of the gradient that comes last, when the first one is in a bucket of its own that is launched."""
+    ranks = steady(two, bucket_cap_mb=1e-6)
+    made_general.clear()
+
+    def write(rank: RunTime) -> None:
+        rank.tensors[2].grad.add_(1.0)  # type: ignore[union-attr]
+
+    handles = [_when(rank, 0, write) for rank in ranks]
+    errors = together(ranks, ALL)
+    assert all("p2 was written to, or replaced" in str(error) for error in errors), errors
+    assert len(made_general) == 2
+    for handle in handles:
+        handle.remove()
+
+
+def test_kept_gradients_are_added_to_in_the_general_way(two: Two, begun: list[SteadyStep]) -> None:
+    ranks = steady(two)
+    assert together(ranks, ALL) == [None, None]
+    begun.clear()
+    assert together(ranks, ALL) == [None, None]
+    assert not begun
+    for rank in ranks:
+        assert all(torch.equal(tensor.grad, 2 * mean(index)) for index, tensor in enumerate(rank.tensors))  # type: ignore[arg-type]
+
+
+def test_another_sequence_and_other_options_bind_it_anew(two: Two, begun: list[SteadyStep]) -> None:
+    ranks = steady(two)
+    for rank in ranks:
+        rank.reduction.expect_static_graph()
+    begun.clear()
+    assert_steps_well(*ranks)
+    assert not begun

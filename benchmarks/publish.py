@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from compiled_ddp.comparison import chart
@@ -25,8 +24,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 RUNS = {"1gbit": "a 1 Gbit/s link", "loopback": "loopback"}
-_SHORT = {"1gbit": "1 Gbit/s", "loopback": "loopback"}
 COMPARED = {"compare-mlp": "An MLP", "compare-gpt2": "A small GPT-2 from transformers"}  # by compiled-ddp compare
+_ON_LOOPBACK = ("torch.compile(DDP)", "EagerDDP", "compile_ddp")
 TORCH_ROWS = {"torch-rows-1gbit": "1 Gbit/s", "torch-rows-loopback": "loopback"}
 FLOAT16, TRAINING = "1gbit-float16", "train"
 COMPARISONS = (*RUNS, *COMPARED)  # their pictures are drawn from the JSON
@@ -34,16 +33,12 @@ PICTURES = (*COMPARISONS, TRAINING)  # runs whose picture a document shows
 
 Runs = Mapping[str, dict[str, Any]]  # by name, what is in NAME.json
 
-_OF_EACH_RUN = {
+_IN_README = {
+    "name": ("", "s"),
     "step_ms": ("step ms", ".0f"),
     "ratio_to_baseline": ("x torch DDP", ".3f"),
-    "ratio_to_limit": ("x limit 1", ".3f"),
-    "exposed_ms": ("exposed ms", ".0f"),
-}
-_OF_THE_FIRST_RUN = {
+    "ratio_to_limit": ("x limit", ".3f"),
     "peak_memory_mb": ("peak MiB", ".0f"),
-    "first_step_cold_s": ("first step cold s", ".1f"),
-    "first_step_warm_s": ("warm s", ".1f"),
 }
 _IN_SHORT = {
     "name": ("", "s"),
@@ -66,22 +61,6 @@ class Section:
     of: tuple[str, ...]
 
 
-def summary(comparisons: dict[str, Comparison]) -> str:
-    """The columns that a reader of the README looks for, one comparison beside the other, as a Markdown table."""
-    tables = [derive(comparison) for comparison in comparisons.values()]
-    rows = [[*table.variants, replace(table.limits[0], name="limit 1")] for table in tables]
-    columns = {"name": ("", "s")}
-    for run, name in enumerate(comparisons):
-        columns |= {f"{field} {run}": (f"{name}: {title}", spec) for field, (title, spec) in _OF_EACH_RUN.items()}
-    columns |= {f"{field} 0": title_and_spec for field, title_and_spec in _OF_THE_FIRST_RUN.items()}
-    joined = []
-    for same_row in zip(*rows, strict=True):
-        (name,) = {row.name for row in same_row}
-        fields = {f"{field} {run}": value for run, row in enumerate(same_row) for field, value in vars(row).items()}
-        joined.append(SimpleNamespace(name=name, **fields))
-    return tabulate_rows(joined, columns, tablefmt="github", missing="")
-
-
 def provenance(recipe: dict[str, Any]) -> str:
     """One sentence: hardware, versions, date, commit and command."""
     where = ran_on(recipe, f"{machine(recipe, 'cpu')}, one rank pinned to each, gloo")
@@ -89,18 +68,26 @@ def provenance(recipe: dict[str, Any]) -> str:
 
 
 def readme_text(runs: Runs) -> str:
-    """The GPT on every link, in short."""
-    gpt = {_SHORT[name]: _comparisons(runs[name])["gpt"] for name in RUNS}
+    """The GPT on the link in a table that fits a screen, and in a sentence how it compares on loopback."""
+    link, loopback = (_comparisons(runs[name])["gpt"] for name in RUNS)
+    table, other = derive(link), derive(loopback)
+    rows = [*table.variants, replace(table.limits[0], name="limit")]
     caption = (
-        f"GPT, {gpt['loopback'].parameters / 1e6:.1f} M parameters, 2 ranks, on {' and on '.join(RUNS.values())}.\n"
-        "Limit 1 is forward + max(backward, communication) + optimizer of the compiled floor: the best that overlap\n"
-        "inside the backward can reach. Peak memory (without the interpreter and torch) and first steps are those\n"
-        "on the link."
+        f"GPT, {link.parameters / 1e6:.1f} M parameters, 2 ranks, on {RUNS['1gbit']}.\n"
+        "The limit is the best step that overlap inside the backward allows: compiled forward + max(backward,\n"
+        "communication) + optimizer."
     )
-    link, loopback = (runs[name]["recipe"] for name in RUNS)
-    ran = f"{loopback['date'][:10]}, commit {loopback['commit']}; `{loopback['command']}`"
-    recipe = f"{provenance(link)}\nOn loopback: {ran}. [How it is measured](docs/benchmarks.md)."
-    return "\n\n".join([caption, summary(gpt), recipe])
+    shown_rows = [row for row in other.variants if row.name in _ON_LOOPBACK]
+    ratios = ", ".join(f"{row.name} {row.ratio_to_baseline:.3f}" for row in shown_rows)
+    limit = f"the limit {other.limits[0].ratio_to_baseline:.3f}"
+    recipe = runs["loopback"]["recipe"]
+    below = (
+        f"{provenance(runs['1gbit']['recipe'])}\n\n"
+        f"On loopback, of torch DDP's step: {ratios}, {limit} "
+        f"({recipe['date'][:10]}, commit {recipe['commit']}; `{recipe['command']}`).\n"
+        "[All models, rows and columns](docs/benchmarks.md#results)."
+    )
+    return "\n\n".join([caption, tabulate_rows(rows, _IN_README, tablefmt="github", missing=""), below])
 
 
 def page_text(runs: Runs) -> str:

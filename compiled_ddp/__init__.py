@@ -3,10 +3,11 @@
     ddp = compile_ddp(model)  # in place of DistributedDataParallel(model) and torch.compile
     ddp(batch).backward()     # .grad is the mean over ranks
 
-`EagerDDP(model)` does the same from hooks, with nothing compiled. `functional` has gradients whose mean over ranks is
-part of a function, and whole steps as one graph. `replace_ddp()` lets a library that wraps by itself take these, and
-`verify_parity()` trains a model beside torch's DDP and compares. `comm_hooks` are what may reduce in place of an
-all-reduce. The other names are of what `ddp.plan` and `ddp.explain()` return. Begin with docs/quick-start.md.
+`EagerDDP(model)` does the same from gradient hooks and compiles nothing. `functional` differentiates plain functions
+and averages over ranks, and compiles whole steps as one graph. `replace_ddp()` makes libraries that wrap models in DDP
+use these wrappers. `verify_parity()` trains a copy of a model and compares its gradients with plain autograd, averaged
+by hand. `comm_hooks` compress what is sent. The other names are the types of `ddp.plan` and `ddp.explain()`. Start with
+docs/quick-start.md.
 """
 
 # The public names stand in `public.py`. They are imported when the first of them is asked for, as torch takes a second

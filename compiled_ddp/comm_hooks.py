@@ -37,7 +37,7 @@ class Ranks:
     place: int | None = None
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of `tensor` over ranks."""
+        """Return the sum of `tensor` over ranks."""
         reduced: torch.Tensor = wait_tensor(all_reduce(tensor, "sum", self.group_name))
         return reduced
 

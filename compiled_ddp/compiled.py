@@ -47,22 +47,22 @@ def compile_ddp(
     each .grad is the mean over ranks, as under torch's DistributedDataParallel.
 
     Args:
-        model: the model, also one that has been through torch.compile or model.compile(). Its parameters and buffers
-            are overwritten by those of the group's rank 0.
-        device_ids: the GPU of the model, where inputs are moved in each forward; None leaves them where they are.
+        model: the model; it may have been through torch.compile or model.compile(). Its parameters and buffers are
+            overwritten with those of the group's rank 0.
+        device_ids: the model's GPU, to which each forward moves its inputs; None leaves them where they are.
         output_device: the same GPU, if given.
-        dim: without effect, as inputs are not split.
+        dim: accepted for compatibility; inputs are not split.
         process_group: the ranks to average over; None is all of them.
         bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, measured here
             (`compiled_ddp.ranks.link_speed`; docs/benchmarks.md, "Bucket size").
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
-        bucket_cap_mb_list: a size in MiB for each bucket in order, the last one for all further ones too; in place of
-            the two sizes above.
-        broadcast_buffers: overwrite buffers by rank 0's at construction and at the start of a forward, by DDP's rule;
-            None is True.
-        forward_sync_buffers: DDP's newer name for the same in forwards alone: buffers are rank 0's at construction in
-            any case. None leaves it to `broadcast_buffers`.
-        init_sync: overwrite parameters and buffers by rank 0's at construction.
+        bucket_cap_mb_list: the size of each bucket in MiB, in launch order; the last one applies to all further
+            buckets. Replaces the two sizes above.
+        broadcast_buffers: overwrite buffers with rank 0's at construction and at the start of a forward, by DDP's rule;
+            None means True.
+        forward_sync_buffers: DDP's newer name for the same, for forwards only: at construction buffers always become
+            rank 0's. None leaves it to `broadcast_buffers`.
+        init_sync: overwrite parameters and buffers with rank 0's at construction.
         find_unused_parameters: accepted for compatibility; unused parameters need no flag.
         static_graph: every step runs the same graph. A parameter may then get several gradients in one backward, by
             reentrant checkpoints that share it: where hooks reduce everything (`COMPILED_DDP_MODE=hooks`), as under
@@ -71,9 +71,9 @@ def compile_ddp(
             tensors where hooks reduce; where a graph does they are views at no cost.
         keep_buffers: keep the buckets' flat buffers from step to step. False gives them back when a forward begins, so
             that activations may use their memory once no .grad lies in it; each backward allocates them anew.
-        reduction: what a synchronised backward makes of the ranks' gradients: their "mean", their "sum", or the mean
-            "weighted" by what each rank gives to `set_weight`, for example its number of tokens.
-        piggyback: names of numbers that `piggyback` sends along with the gradients, to be summed over ranks.
+        reduction: how the ranks' gradients are combined: "mean", "sum", or "weighted", the mean weighted by what each
+            rank passes to `set_weight`, for example its number of tokens.
+        piggyback: names of the numbers that `piggyback()` sends along with the gradients and sums over ranks.
         comm_hook: reduces the buckets in place of an all-reduce, as part of the graph where there is one
             (`compiled_ddp.comm_hooks`).
         check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
@@ -81,21 +81,22 @@ def compile_ddp(
         verify: when to prove that gradients were reduced, by checksums before and after, compared between ranks:
             "first" in the first backward, after a new graph, and while something is pending (`explain()` lists it);
             "always" in every backward; "off" never. A gradient that was not reduced raises on every rank.
-        strict: raise where a graph cannot serve, instead of falling back to hooks with a warning.
-        smallest_graph_mb: hooks reduce a graph with fewer MiB of gradients, where it is one of several that a backward
-            runs: an all-reduce of its own costs more than overlap brings, and with hooks such graphs share buckets. 0
-            lets every graph reduce its own.
-        warmup_chooses: let `warmup()` time the compiled model beside the model as it is, and run it as it is, with
-            hooks as under EagerDDP, where that is faster. Without effect with `strict` and with "aot_eager".
-        compile_once: let one rank of a host compile each graph, while the others wait, and load what it has compiled.
-            Without effect where Inductor's cache is off. False lets each rank compile by itself.
+        strict: raise where a graph cannot reduce its gradients, instead of falling back to hooks with a warning.
+        smallest_graph_mb: if a backward runs several graphs, hooks reduce those with fewer MiB of gradients, in shared
+            buckets: an all-reduce of their own would cost more than its overlap gains. 0 lets
+            every graph reduce its own.
+        warmup_chooses: let `warmup()` time the model compiled and eager, and run it eagerly, with hooks as under
+            EagerDDP, if that is faster. Ignored with `strict` and with "aot_eager".
+        compile_once: let one rank of a host compile each graph while the others wait and load the result from
+            Inductor's cache. Ignored if that cache is off. False lets each rank compile for itself.
         backend: "inductor", or "aot_eager" for the same passes without code generation (debugging, fast tests).
         fullgraph: as in torch.compile. With it, or with `strict`, `nn.LSTM`, `nn.GRU` and `nn.RNN` are captured, step
-            by step, which takes long to compile; else they run eagerly, as under torch.compile, and hooks reduce them.
+            by step, which takes long to compile; otherwise they run eagerly, as under torch.compile, and hooks reduce
+            them.
         dynamic: as in torch.compile.
         mode: as in torch.compile; an alternative to `options`.
         options: as in torch.compile. `{"compiled_ddp.naive": True}` keeps the reference program: one all-reduce for
-            each gradient.
+            each gradient, unscheduled.
         **ddp_arguments: DDP's other arguments (docs/migration.md, "Arguments of the constructor").
 
     Raises:

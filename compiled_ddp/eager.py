@@ -18,30 +18,30 @@ class EagerKeywords(OptionKeywords, DDPKeywords, total=False):
 class EagerDDP(DataParallelWrapper):
     """Data-parallel training of an eager model: hooks, flat buckets and asynchronous all-reduces.
 
-    A gradient is copied into its bucket when autograd has accumulated it; a bucket is launched when it is full and
-    all buckets before it have been; at the end of the outermost backward what is missing is launched with zeros,
-    everything is waited for, and .grad is left as a view of its bucket. The first backward fills buckets in reverse
-    registration order; rank 0's order of arrival in it is the order of all later ones.
+    Once autograd has accumulated a gradient, it is copied into its bucket. A bucket is launched when it is full and all
+    buckets before it have been launched. At the end of the outermost backward missing gradients are sent as zeros, all
+    launches are awaited, and .grad is a view of its bucket. The first backward fills buckets in reverse registration
+    order; later ones use the order in which gradients arrived on rank 0.
 
     In the spirit of apex's `DistributedDataParallel` (apex/parallel/distributed.py) and c10d's Reducer
     (torch/csrc/distributed/c10d/reducer.cpp).
 
     Args:
-        module: the model; its parameters and buffers are overwritten by those of the group's rank 0.
-        device_ids: the GPU of the model, where inputs are moved in each forward; None leaves them where they are.
+        module: the model; its parameters and buffers are overwritten with those of the group's rank 0.
+        device_ids: the model's GPU, to which each forward moves its inputs; None leaves them where they are.
         output_device: the same GPU, if given.
-        dim: without effect, as inputs are not split.
+        dim: accepted for compatibility; inputs are not split.
         process_group: the ranks to average over; None is all of them.
         bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, measured here
             (`compiled_ddp.ranks.link_speed`; docs/benchmarks.md, "Bucket size").
         first_bucket_mb: size of the first bucket, which decides how soon communication starts.
-        bucket_cap_mb_list: a size in MiB for each bucket in order, the last one for all further ones too; in place of
-            the two sizes above.
-        broadcast_buffers: overwrite buffers by rank 0's at construction and at the start of a forward, by DDP's rule;
-            None is True.
-        forward_sync_buffers: DDP's newer name for the same in forwards alone: buffers are rank 0's at construction in
-            any case. None leaves it to `broadcast_buffers`.
-        init_sync: overwrite parameters and buffers by rank 0's at construction.
+        bucket_cap_mb_list: the size of each bucket in MiB, in launch order; the last one applies to all further
+            buckets. Replaces the two sizes above.
+        broadcast_buffers: overwrite buffers with rank 0's at construction and at the start of a forward, by DDP's rule;
+            None means True.
+        forward_sync_buffers: DDP's newer name for the same, for forwards only: at construction buffers always become
+            rank 0's. None leaves it to `broadcast_buffers`.
+        init_sync: overwrite parameters and buffers with rank 0's at construction.
         find_unused_parameters: accepted for compatibility; unused parameters need no flag.
         static_graph: every step runs the same graph. A parameter may then get several gradients in one backward, by
             reentrant checkpoints that share it: the first backward counts them, and launches at its end.

@@ -1,4 +1,4 @@
-"""The options of both wrappers: the keywords by which they are given, their defaults, and what makes them valid.
+"""The options of both wrappers: their keywords, their defaults, and the checks of their values.
 
 A new option is a keyword and a field here, what it does where it acts, and its line in the constructors' docstrings.
 """
@@ -48,7 +48,7 @@ class OptionKeywords(TypedDict, total=False):
 
 
 class CompilerKeywords(OptionKeywords, total=False):
-    """Options of `compile_ddp`: those of graphs, beside those that both wrappers have."""
+    """Options of `compile_ddp`: those of both wrappers, and those that concern graphs."""
 
     strict: bool
     smallest_graph_mb: float
@@ -95,7 +95,7 @@ def part_options(keywords: Mapping[str, Any], known: type[OptionKeywords]) -> tu
 class BucketOptions:
     """How large buckets are, in MiB as DDP's.
 
-    A `bucket_cap_mb` of None is to be replaced by the size that fits the link before anything is planned.
+    Before anything is planned, a `bucket_cap_mb` of None is replaced by the size that fits the link.
     """
 
     bucket_cap_mb: float | None = None
@@ -117,7 +117,7 @@ class BucketOptions:
 
 @dataclass(frozen=True)
 class CompilerOptions:
-    """Options of graphs: how they are compiled, and whether hooks may stand in. `EagerDDP` has none of them."""
+    """How graphs are compiled, and whether hooks may replace them. `EagerDDP` has none of these options."""
 
     strict: bool = False
     smallest_graph_mb: float = 0.5  # what it does: compiled_ddp/planning/small_graphs.py
@@ -179,7 +179,7 @@ class Options(CompilerOptions, BucketOptions):
     follows_model: bool = False  # take what was replaced, removed or frozen in the model, and find the buckets anew
 
     def check(self) -> None:
-        """Raise ValueError, with what is allowed, for a value that is not."""
+        """Raise ValueError, naming the allowed values, for one that is not allowed."""
         self._check_buckets()
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
@@ -217,7 +217,7 @@ class Options(CompilerOptions, BucketOptions):
         return math.inf if self.bucket_rule is not None else self.bucket_capacities_bytes[-1]
 
     def bucket_policy(self, world_size: int) -> BucketPolicy:
-        """The arguments that every plan of a wrapper with these options is made with."""
+        """What all plans of a wrapper with these options have in common."""
         capacities = self.bucket_capacities_bytes if self.bucket_rule is None else ()
         return BucketPolicy(capacities, world_size, self.planned_reduction, len(self.piggyback), self.bucket_rule)
 
@@ -250,7 +250,7 @@ _SWITCHES = (
 
 
 def check_compiler(backend: object, mode: object, dynamic: object) -> None:
-    """Raise ValueError, with what is allowed, for a value that is not."""
+    """Raise ValueError, naming the allowed values, for one that is not allowed."""
     if backend not in ("inductor", "aot_eager"):
         raise ValueError(f"backend must be 'inductor' or 'aot_eager', found {backend!r}.")
     if not isinstance(dynamic, bool | None):
@@ -261,7 +261,7 @@ def check_compiler(backend: object, mode: object, dynamic: object) -> None:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """A real number of Python's, no truth value."""
+    """Whether this is an int or a float, and no bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

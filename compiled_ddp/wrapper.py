@@ -155,33 +155,32 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
 
         Runs the forward once and compiles every backward variant of the graphs that it calls (with and without
         communication, with and without gradients to fold in). Then, in training mode, it times some passes of forward
-        and backward, compiled and as the model is, and chooses the faster way for all ranks: `explain()` tells which,
+        and backward, compiled and as the model is, and all ranks use the faster one: `explain()` says which,
         `warmup_chooses=False` keeps graphs. It starts no collective of its own and leaves parameters, gradients,
-        buffers and the random state of CPU and CUDA as they were; what else the model's forward changes stays changed.
-        Call it as the steps will run, under autocast for example, in the mode (train or eval), and again for other
-        shapes: each call adds to what the choice is made by. Rank 0 logs a line for each compilation, with its seconds,
-        to the logger `compiled_ddp.graph.warmup`, or to stderr where logging has not been set up (docs/api.md, "What is
-        told").
+        buffers and the random state of CPU and CUDA as they were; any other side effect of the model's forward remains.
+        Call it the way the steps will run (autocast, train or eval mode), and once for each shape: the choice takes all
+        calls into account. Rank 0 logs a line for each compilation, with its seconds, to the logger
+        `compiled_ddp.graph.warmup`, or to stderr if logging has not been set up (docs/api.md, "Progress messages").
 
-        At its end the ranks wait for each other in the store, so a slow compiler delays here and not in a collective:
-        for two hours at most, and for one that does not tell any more that it lives, for the group's timeout. Under
+        At its end the ranks wait for each other through the store, so that a slow compiler delays this call and no
+        collective: for two hours at most, or for the group's timeout if a rank shows no sign of life. Under
         `EagerDDP` there is nothing to compile, and it returns at once.
 
-        Raises what forward or the compiler raises on this rank, RuntimeError if that happened on another rank or after
-        unwrap().
+        Raises whatever forward or the compiler raises on this rank; RuntimeError if that happened on another rank, or
+        after unwrap().
         """
         self._check_in_use()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Leave gradients local: backwards of forwards called in here accumulate into .grad without communication.
+        """Keep gradients local: backwards of forwards called in this context do not communicate.
 
-        They are reduced together with the next backward whose forward is called outside, as under DDP.
+        They accumulate into .grad, and are reduced in the next backward whose forward is called outside, as under DDP.
         """
         return self._switches.local()
 
     @torch_private.dynamo.untraced
     def skip_step(self, *others: "DataParallelWrapper") -> None:
-        """Contribute zeros to this step. A rank that drops its batch calls it in place of backward.
+        """Contribute zeros to this step. Call it instead of backward on a rank that drops its batch.
 
             loss = ddp(x, y)
             if loss.isnan():
@@ -190,11 +189,11 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
                 loss.backward()
             optimizer.step()  # on every rank
 
-        Afterwards each .grad is the mean over ranks, as after a backward on the others, so the optimizer's step must
-        follow here too. Without a forward before it (a rank whose data has run out) it takes the place of that as
-        well. After an exception in backward it is `abandon_backward()`. A no-op under `no_sync()`. Wrappers inside the
-        model skip the step too, and so do `others`: wrappers that take part in the same backward, whose graphs the
-        other ranks wait for in the middle of it.
+        Afterwards each .grad is the mean over ranks, as after a backward on the others, so step the optimizer
+        here too. Without a forward before it (a rank whose data has run out) it replaces the forward as well. After
+        an exception in backward call `abandon_backward()` instead. A no-op under `no_sync()`. Wrappers inside the
+        model skip the step too, and so do `others`: wrappers of the same backward, whose graphs the other ranks wait
+        for in the middle of it.
 
         Raises RuntimeError when called inside a backward, or if torch's DistributedDataParallel is inside the model.
         """
@@ -227,12 +226,10 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
     def abandon_backward(self, *others: "DataParallelWrapper") -> None:
         """Send zeros for the rest of a backward that an exception ended on this rank, so that no other rank waits.
 
-        Other ranks may be waiting for it. The next forward does this by itself; call it where there is none, for
-        example before leaving the training loop. Where the exception came before the backward had reached what the
-        wrapper returned (in a hook on the loss), nothing but this call can tell: a forward that still waits for its
-        backward is given up too, and so are those of the wrappers in `others`, which were to take part in the same
-        backward. For that, call it where the exception is handled, or while what the wrapper returned is still there.
-        A no-op otherwise.
+        The next forward does this by itself; call it if none follows, for example before leaving the training loop. It
+        is also the only way to give up a forward whose backward failed before it reached the wrapper's output (in a
+        hook on the loss, say): that of this wrapper and those of `others`, wrappers of the same backward. For that,
+        call it where the exception is handled, or while the wrapper's output is still alive. A no-op otherwise.
         """
         awaited = [wrapper._runtime for wrapper in (self, *others) if wrapper._runtime.is_awaited()]
         broken = conductor.finish_broken()
@@ -257,7 +254,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """Train on as many batches as each rank has, as under torch's DDP.
+        """Let ranks train on different numbers of batches, as under torch's DDP.
 
             with ddp.join():
                 for x, y in batches:  # fewer on some rank
@@ -265,17 +262,17 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
                     optimizer.step()
                     optimizer.zero_grad()
 
-        A rank that leaves the loop takes part in the others' backwards with zeros, until all have left. Then every
-        rank takes the parameters, and the buffers if forwards synchronise them, of the last one to leave. For an
+        A rank that leaves the loop contributes zeros to the others' backwards until all have left. Then every rank
+        receives the parameters of the last one to leave, and its buffers if forwards synchronise them. For an
         optimizer that communicates (ZeroRedundancyOptimizer) use torch's `Join([ddp, optimizer])`.
 
         Args:
             divide_by_initial_world_size: divide sums of gradients by the number of all ranks; False divides by the
                 number of those that still have data. Without effect on sums, weighted means and communication hooks.
-            enable: False does nothing, for data that is known to be even.
+            enable: False turns the context into a no-op, for data that is known to be even.
             throw_on_early_termination: raise RuntimeError on every rank as soon as one has left, instead of going on.
 
-        In it buffers come from the first rank that still has data, in forwards that are synchronised.
+        Within the context, synchronised forwards take buffers from the first rank that still has data.
         """
         self._check_in_use()
         context: contextlib.AbstractContextManager[None] = JoinContext(
@@ -289,7 +286,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         return context
 
     def join_hook(self, **kwargs: Any) -> WrapperJoinHook:
-        """What torch's `Join` calls. Takes `divide_by_initial_world_size`, as `join` does."""
+        """Return the hook that torch's `Join` asks for. Takes `divide_by_initial_world_size`, as `join` does."""
         self._check_in_use()
         if self._runtime.reduction.sparse.names or self._managed.wrappers_inside():
             raise RuntimeError(
@@ -324,26 +321,26 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
 
     @property
     def reduction(self) -> ReductionKind:
-        """What a synchronised backward makes of the ranks' gradients."""
+        """How a synchronised backward combines the ranks' gradients: "mean", "sum" or "weighted"."""
         return self._settings.options.reduction
 
     @torch_private.dynamo.untraced
     def set_weight(self, weight: float) -> None:
-        """This rank's weight in the mean over ranks, from the next synchronised backward on; 1 before the first call.
+        """Set this rank's weight in the mean over ranks, from the next synchronised backward on. Initially 1.
 
             ddp = compile_ddp(model, reduction="weighted")
             loss = ddp(x, y)  # a mean over this rank's tokens
             ddp.set_weight(number_of_tokens)
             loss.backward()  # .grad is the mean over all ranks' tokens
 
-        With weights w and gradients g, each .grad becomes sum(w g) / sum(w), or zero where no rank has a weight. The
-        weight travels with the gradients, in a collective that is there anyway. It applies to all that a backward
-        reduces, also to what was accumulated under `no_sync()`. A rank in `skip_step()` that has accumulated nothing
-        has the weight 0.
+        With weights w and gradients g, each .grad becomes sum(w g) / sum(w), or zero if all weights are 0. The
+        weight travels with the gradients and needs no collective of its own. It applies to everything that a backward
+        reduces, including what was accumulated under `no_sync()`. A rank that calls `skip_step()` and has accumulated
+        nothing has the weight 0.
 
         Raises, on this rank, ValueError for a weight that is negative or that float32 cannot hold (one that is not
-        finite there, or that becomes zero; 0 itself is allowed), TypeError for what is no number, RuntimeError without
-        `reduction="weighted"`.
+        finite there, or that becomes zero; 0 itself is allowed), TypeError for anything but a number, RuntimeError
+        without `reduction="weighted"`.
         """
         if self.reduction != "weighted":
             raise RuntimeError(
@@ -367,7 +364,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         given counts as zero. A rank that skips the step may send them too.
 
         Raises, on this rank, ValueError for a name that the wrapper was not made with and for a number that float32
-        cannot hold, TypeError for what is no number.
+        cannot hold, TypeError for anything but a number.
         """
         ranks, names = self._runtime.communicator.ranks, self._settings.options.piggyback
         passengers = as_passengers(values, names, device=self.device, rank=ranks.ranks[ranks.rank])
@@ -375,7 +372,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
 
     @property
     def piggybacked(self) -> dict[str, torch.Tensor]:
-        """The sums over ranks that the last synchronised backward brought, scalars on the parameters' device.
+        """The sums over ranks from the last synchronised backward, as scalars on the parameters' device.
 
         Empty before the first one.
         """
@@ -393,18 +390,18 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         Hooks written for DDP work as they are, torch's own in `torch.distributed.algorithms.ddp_comm_hooks` among
         them. `bucket` has the methods of `dist.GradBucket`: `index()`, `is_last()`, `buffer()`, `set_buffer()`,
         `gradients()` and `parameters()`. The gradients in it are not divided: the hook divides. It returns a
-        `torch.futures.Future` that holds the reduced tensor, as large as the buffer. Buckets come in one order on all
-        ranks, whatever a rank ran, and have the same sizes from the second backward on.
+        `torch.futures.Future` that holds the reduced tensor, as large as the buffer. All ranks see the buckets in
+        the same order, whatever each of them ran; their sizes are fixed from the second backward on.
 
-        Gradient hooks then launch all buckets, also under `compile_ddp`, whose graphs stay without communication. The
-        proof is off (`verify`), because ranks need not agree after a hook of any kind.
+        From then on gradient hooks launch all buckets, under `compile_ddp` too, whose graphs no longer communicate.
+        `verify` is off, because ranks need not agree after an arbitrary hook.
 
         A collective: every rank calls it, between the same two steps. The wrapper compares the hooks' names.
 
-        Raises TypeError or ValueError for what cannot be a hook; RuntimeError if one is registered already, if a rank
-        does not register or registers another one, inside a backward, under `strict=True`, which wants graphs, and
-        with a `reduction` other than the mean, whose place the hook takes. A hook that raises in a backward ends that
-        backward on every rank, and the wrapper cannot reduce any more.
+        Raises TypeError or ValueError for what cannot be a hook; RuntimeError if one is registered already, if some
+        rank registers none or a different one, inside a backward, under `strict=True`, and with a `reduction` other
+        than the mean. If a hook raises in a backward, that backward fails on every rank and the wrapper cannot be used
+        to reduce any more.
         """
 
         def name() -> str:
@@ -471,9 +468,9 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
 
     @torch_private.dynamo.untraced
     def comm_hook_state_dict(self) -> dict[str, list[torch.Tensor]]:
-        """The state of the `comm_hook` on this rank, for a checkpoint of each rank; keys name each bucket's parameters.
+        """Return a copy of the `comm_hook`'s state on this rank, for a checkpoint that every rank writes.
 
-        Copies, which later steps do not change.
+        Keys name each bucket's parameters.
         """
         hook = self._runtime.reduction.traced_hook
         return {} if hook is None else hook.state_dict(self._runtime.parameters.names)
@@ -482,13 +479,13 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
     def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Restore the state of the `comm_hook` from what `comm_hook_state_dict` returned on the same rank.
 
-        The buckets, and the parameters' dtypes and devices, may be other ones than when it was saved: what is owed to a
-        parameter goes to where its gradients go. What the hook keeps for a bucket as a whole, such as PowerSGD's
-        factor, needs a bucket of the same parameters, else it begins anew.
+        Buckets, dtypes and devices may differ from those at the time of saving: what is owed to a parameter moves to
+        the bucket of its gradient. What the hook keeps for a bucket as a whole, such as PowerSGD's factor, is restored
+        only if a bucket has the same parameters, and otherwise starts afresh.
 
         Raises KeyError for a parameter that the model does not have, ValueError, which names the bucket, for tensors of
         another number or shape than the hook's or owed values that are not finite, RuntimeError without a `comm_hook`.
-        Nothing is taken up then.
+        Then nothing is loaded.
         """
         if self._runtime.reduction.traced_hook is None:
             raise RuntimeError("the wrapper has no comm_hook, and so no state of one.")
@@ -503,7 +500,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
     def plan(self) -> ReductionSequence | None:
         """The agreed sequence of buckets, fixed from the end of the first synchronised backward on.
 
-        Before that backward it is None where graphs take part, and the order it will try where hooks do everything.
+        Before that backward it is None if graphs reduce, and the order of the first attempt if hooks do everything.
         """
         return self._runtime.reduction.agreed.sequence
 

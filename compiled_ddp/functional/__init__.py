@@ -1,4 +1,4 @@
-"""Functional data parallelism: gradients of plain functions, whose mean over ranks is part of the graph."""
+"""Functional data parallelism: gradients of plain functions, averaged over ranks inside the graph."""
 
 from typing import TYPE_CHECKING, NoReturn
 

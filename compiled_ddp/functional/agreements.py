@@ -31,7 +31,7 @@ from compiled_ddp.ranks.rank_group import RankGroup
 
 
 class Closable(Protocol):
-    """What launches on a group of its own."""
+    """Something that launches on a process group of its own."""
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Closable(Protocol):
 
 
 class OpenGroups:
-    """Those of some ranks.
+    """The groups that some ranks may wait on.
 
     [Note: groups whose users are gone] What ranks do next depends on how many groups there are, and must not depend on
     when a rank collects garbage. So a group counts from the agreement at which ranks make it until they close all,
@@ -108,7 +108,7 @@ _REMEMBERED = 4096  # launches of a communicator
 
 
 class LaunchOrder(Generic[Item]):
-    """Of everything that some ranks launch."""
+    """Predicts, alike on all ranks, what some ranks launch next."""
 
     def __init__(self) -> None:
         self._numbers: dict[Item, int] = {}  # by which the items are compared from then on
@@ -152,7 +152,7 @@ class LaunchOrder(Generic[Item]):
 
 
 class ReductionOrder:
-    """Of the reductions of one communicator, and which of them are known."""
+    """Predicts the next reductions of one communicator, and remembers which of them ranks have agreed on."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
@@ -259,7 +259,7 @@ _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, Agreements]]" = 
 
 
 class Agreements:
-    """Those of some ranks, in order. [Note: agreements are counted for each set of ranks]"""
+    """The agreements among one set of ranks, in order. [Note: agreements are counted for each set of ranks]"""
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.ranks = RankGroup(process_group)

@@ -7,13 +7,13 @@ from compiled_ddp.functional.session import current_session
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `function(*args, **kwargs)` and keep only its results: what derivatives need is computed again.
+    """Call `function(*args, **kwargs)` and keep only its results; the backward recomputes intermediate values.
 
-    As jax.checkpoint does, and torch.utils.checkpoint, which torch.func refuses. It may close over tensors, and draw
-    from explicit generators, which then give the same numbers again; collectives in it run once. A call within another
-    one belongs to that one. Inputs of `function` that are no arguments of the step are copied once.
+    Like jax.checkpoint, and like torch.utils.checkpoint, which torch.func refuses. The function may close over tensors
+    and draw from explicit generators, which then give the same numbers again; collectives in it run once. A nested call
+    belongs to the outer one. Inputs of `function` that are not arguments of the step are copied once.
 
-    Raises RuntimeError outside of a step that `compile` traces, and for draws from the default generator.
+    Raises RuntimeError outside of a compiled step, and for draws from the default generator.
     """
     session = current_session()
     if session is None:

@@ -1,4 +1,4 @@
-"""Collectives inside of a loss, with the adjoints of an objective that is the sum of all ranks' losses.
+"""Differentiable collectives inside a loss. Their adjoints take the sum of all ranks' losses as the objective.
 
 Every rank launches the same ones, in the same order. What repeats is expected; else ranks compare what they are about
 to launch, and raise RuntimeError on every rank, by name, where that is not the same: another collective, shape, dtype,
@@ -37,7 +37,7 @@ def world_size() -> int:
 
 
 def all_reduce(x: Tensor, op: Literal["mean", "sum"] = "mean") -> Tensor:
-    """Reduce `x` over ranks to its mean or sum: of the shape of `x`, equal on all ranks.
+    """Return the mean or sum of `x` over ranks, in the shape of `x`.
 
     Adjoint: the mean, or sum, of all ranks' cotangents.
     """
@@ -52,10 +52,10 @@ def all_reduce(x: Tensor, op: Literal["mean", "sum"] = "mean") -> Tensor:
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """Concatenate every rank's `x` along the first dimension, in the order of ranks; numbers become a vector.
+    """Concatenate every rank's `x` along the first dimension, in rank order; scalars become a vector.
 
-    `x` has the same shape on every rank, else all raise RuntimeError. Adjoint: this rank's rows of the sum of all
-    ranks' cotangents.
+    `x` must have the same shape on every rank; otherwise all raise RuntimeError. Adjoint: this rank's rows of the sum
+    of all ranks' cotangents.
     """
     if not isinstance(x, Tensor):
         raise _told("all_gather", _no_tensor("all_gather", x))
@@ -66,7 +66,7 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def broadcast(tree: Any, src: int = 0) -> Any:
-    """Replace the tensors of a tree by those of rank `src`; leaves that are no tensors stay this rank's.
+    """Replace the tensors of a tree by those of rank `src`; other leaves stay this rank's.
 
     Adjoint: on rank `src` the sum of all ranks' cotangents, zeros elsewhere.
     """
@@ -82,9 +82,9 @@ def broadcast(tree: Any, src: int = 0) -> Any:
 
 
 def fold_in_rank(generator: torch.Generator) -> torch.Generator:
-    """Make a generator of this rank's own from one number of `generator`, which advances by it on every rank.
+    """Derive a generator of this rank's own from `generator`, which advances by one number on every rank.
 
-    For dropout or noise that differs between ranks, of a generator that does not.
+    For dropout or noise that differs between ranks, from a generator that is the same on all of them.
     """
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, found {generator!r}.")

@@ -133,9 +133,9 @@ class TurnReader:
 class Communicator:
     """A communicator over ranks, for one gradient function or to be shared by several.
 
-    `process_group` is a process group of torch.distributed's, None for the default one. The collectives run on a group
-    of their own, which is made when its first user is called. Functions that share a communicator must be called in
-    the same order on every rank; each of them has one of its own where none is given.
+    `process_group` is one of torch.distributed's; None means the default one. The collectives run on a group of their
+    own, created when the first function that uses it is called. Functions that share a communicator must be called in
+    the same order on every rank; a function that is given none creates its own.
 
     [Note: every rank launches what all expect] What is launched next follows from what has been launched, which is the
     same on all ranks. So a rank that wants something else sends zeros in the shape of what is expected, and says so in
@@ -155,7 +155,7 @@ class Communicator:
         self.agreements.groups.add(self)
 
     def _begin_anew(self) -> None:
-        """With a group that has yet to be made."""
+        """Reset to the state before the first agreement, when there is no group yet."""
         self._made: ranks.Communicator | None = None
         self._calls = 0
         self.order.forget_launches()
@@ -169,7 +169,7 @@ class Communicator:
 
     @property
     def name(self) -> str:
-        """The same on every rank."""
+        """Identifies the communicator; the same on every rank."""
         return self._ranks.name
 
     @property
@@ -190,7 +190,7 @@ class Communicator:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The user's."""
+        """The process group that the user passed."""
         return self._ranks.process_group
 
     @property

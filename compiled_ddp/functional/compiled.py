@@ -1,4 +1,4 @@
-"""A whole training step as one graph, whose reductions are launched and awaited inside of it."""
+"""Compiling a whole training step as one graph that launches and awaits its own reductions."""
 
 import contextlib
 import dataclasses
@@ -41,12 +41,12 @@ from compiled_ddp.users_code import warn_user
 
 
 def empty(bucket: Bucket) -> Tensor:
-    """The flat buffer of `bucket`."""
+    """Allocate the flat buffer of `bucket`."""
     return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
 
 
 class FlatBuffers:
-    """Those that one compiled graph is given.
+    """The flat buffers that one compiled graph writes into.
 
     [Note: nothing that leaves aliases what is kept] A step may return a bucket's part as it is, and only the compiled
     code tells: which results do is the same in every run of it, and is found in the first one.
@@ -87,25 +87,25 @@ def compile(
 ) -> Callable[..., Any]:
     """Compile `step`, a function of trees of tensors that calls `grad` or `grad_and_value`, as one graph.
 
-    Each bucket is launched behind its last gradient, and awaited where its sum is first read. Gradients of other
-    ranks' shapes are compiled for by every rank alone.
+    Each bucket is launched right after its last gradient, and awaited where its sum is first read. Each rank compiles
+    for the shapes of its own arguments.
 
-    The step is traced with the first arguments of each kind (structure, shapes, dtypes, devices, values that are no
-    tensors), and again where a number, tensor or function that it closes over is replaced. As with jax.jit, Python that
-    has an effect besides the results runs only then. Results do not require gradients. Called within another compiled
-    step it is a part of that one.
+    The step is traced once for each kind of arguments (structure, shapes, dtypes, devices, values other than tensors),
+    and again if a number, tensor or function that it closes over is replaced. As with jax.jit, Python side effects
+    happen only while tracing. Results do not require gradients. Inside another compiled step it becomes part of that
+    one.
 
     Args:
-        donate: arguments, by name or position, in whose memory results of the same shape, stride and dtype are written,
-            each in the first that fits, in order; not in those that are returned as they are. Use them no more:
-            passed to a step or a gradient function again they are a RuntimeError.
+        donate: arguments, by name or position, whose memory results may reuse: each result is written to the first one
+            of the same shape, stride and dtype that the step does not return unchanged. Do not use them afterwards:
+            passing them to a step or a gradient function again is a RuntimeError.
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
         mode: as in torch.compile; for Inductor.
-        options: the same.
-        fullgraph: True; the step is always one graph.
-        dynamic: None or False; other shapes are another graph.
+        options: as in torch.compile; for Inductor.
+        fullgraph: must be True; the step is always one graph.
+        dynamic: must be None or False; other shapes get a graph of their own.
 
-    Raises TypeError or ValueError for arguments that are not as described; TypeError for `donate` that names no
+    Raises TypeError or ValueError for arguments that are not as described; TypeError if `donate` does not name an
     argument.
     """
     if not callable(step):
@@ -208,7 +208,7 @@ class _Runnable:
 
 
 class CompiledStep:
-    """What `compile` returns."""
+    """A step compiled by `compile`, with a graph for each kind of arguments."""
 
     def __init__(
         self,

@@ -49,7 +49,7 @@ class Donations:
 
 
 def _unchanged(given: Sequence[_Given], written: Iterable[int] = ()) -> list[_Given]:
-    """Those that somebody holds and nobody else has written into; those at the addresses `written` have, by a step."""
+    """Those still alive that nobody has written into, but for a step (at the addresses `written`)."""
     alive = [(each, tensor, version, address) for each, version, address in given if (tensor := each()) is not None]
     return [
         (each, now, address)

@@ -20,7 +20,7 @@ from compiled_ddp.users_code import warn_user
 
 
 class FirstParameters:
-    """Of the reductions that a rank is about to launch: [Note: parameters that differ at first]."""
+    """Compares the initial parameters of reductions across ranks: [Note: parameters that differ at first]."""
 
     def __init__(self, of_reductions: Sequence[Mapping[str, Tensor | None]]) -> None:
         """What each is taken with respect to, by name; None for what only a graph computes."""

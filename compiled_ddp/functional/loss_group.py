@@ -18,7 +18,7 @@ _of_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, LossGroup]" = weakref.
 
 
 class LossGroup:
-    """Where the collectives of losses of some ranks are launched, and the top-level ones.
+    """The group that collectives in losses, and top-level ones, of some ranks run on.
 
     [Note: every rank launches what all expect] What comes next follows from what has come, alike on all ranks. A rank
     that wants something else compares with the others before it launches anything, so that collectives of different
@@ -136,7 +136,7 @@ class LossLaunch:
 
 
 class LossLaunches:
-    """All those of a graph."""
+    """The collectives in losses that one graph launches."""
 
     def __init__(self, launches: Sequence[LossLaunch]) -> None:
         groups = dict.fromkeys(launch.group for launch in launches)

@@ -113,18 +113,18 @@ class SumOverRanks(torch.autograd.Function):
 
 @suggests_keywords
 def overlap(graph_module: GraphModule, *, in_place: bool = False) -> GraphModule:
-    """Rewrite `graph_module` to launch an all-reduce for each bucket in place of each reduction; returns it.
+    """Rewrite `graph_module`, in place, so that its reductions overlap with computation; returns it.
 
-    Each is launched behind the last gradient of its bucket, and awaited where its sum is first read. The graph is that
-    of a function which calls `grad` or `grad_and_value`: what make_fx returns, or what AOTAutograd hands to its
-    compiler. A graph in which something is written to in place before its end keeps its order.
+    Each bucket is launched right after its last gradient, and awaited where its sum is first read. The graph is one of
+    a function that calls `grad` or `grad_and_value`, from make_fx or as AOTAutograd passes it to its compiler. A graph
+    that mutates something before its end keeps its order.
 
     Args:
-        in_place: let an all-reduce overwrite its bucket, which saves a copy: for a graph that is run as it is. A
-            compiler that does so by itself, as Inductor, needs the default.
+        in_place: let all-reduces overwrite their buckets, which saves a copy in a graph that is run as it is. Keep the
+            default for a compiler that does so by itself, such as Inductor.
 
-    Raises TypeError for what is no graph, ValueError for a graph without a reduction; where there is one rank, it has
-    none, and stays as it is.
+    Raises TypeError for anything but a graph, ValueError for a graph without a reduction. On one rank there is none,
+    and the graph stays as it is.
     """
     check_switches(in_place=in_place)
     if not isinstance(graph_module, GraphModule):

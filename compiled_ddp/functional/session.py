@@ -121,7 +121,7 @@ class Session:
 
 @dataclass
 class LossCall:
-    """A gradient function that calls its loss."""
+    """A gradient function's call of its loss, which numbers the collectives in it."""
 
     process_group: dist.ProcessGroup | None  # the user's; None without torch.distributed
     function: str

@@ -85,23 +85,25 @@ def grad(
 ) -> Callable[..., Any]:
     """Make a function that returns the gradients of `f`, reduced over ranks, with torch.func.grad's arguments.
 
-    Make it once, outside of the step: it has a communicator of its own, made when it is first called.
+    Make it once, outside of the step: its first call creates a communicator of its own.
 
     Args:
-        f: returns a loss without dimensions; with `has_aux`, the loss and anything else, which stays local.
-        argnums: which of the positional arguments of `f`, trees of floating-point tensors, gradients are taken of.
-        has_aux: whether `f` returns a pair; then so does what is returned: the gradients, and its second part.
-        process_group: the ranks; None for all of them. A `Communicator` is used in place of one of its own.
+        f: returns a scalar loss; with `has_aux`, the loss and anything else, which stays local.
+        argnums: the positional arguments of `f` to differentiate, trees of floating-point tensors.
+        has_aux: whether `f` returns a pair; the returned function then returns one too: the gradients, and the second
+            part.
+        process_group: the ranks; None means all of them. A `Communicator` replaces one of its own.
         reduction: "mean" of the ranks' gradients, "sum", or "weighted": each call then takes this rank's `weight=`, a
             number or a tensor of one element, and returns the gradients of the weighted mean of the ranks' losses:
-            zeros where no rank has a weight. One that is negative or not finite, or that float32 makes infinite or
-            zero, is refused on every rank; in a graph or on a GPU, where it is not read, all gradients become NaN.
-        bucket_cap_mb: the size at which a bucket is full, in MiB; 0 for a bucket for each gradient. None measures, at
-            the first call on these ranks, how fast they reduce: 2 on a slow link, 8 on a faster one, 25 on the fastest.
+            zeros if all weights are 0. A weight that is negative or not finite, or that becomes infinite or zero in
+            float32, is refused on every rank; in a graph or on a GPU, where it cannot be read, all gradients become
+            NaN.
+        bucket_cap_mb: the size of a bucket in MiB; 0 gives each gradient a bucket of its own. None measures the link at
+            the first call on these ranks: 2 on a slow one, 8 on a faster one, 25 on the fastest.
 
-    Raises TypeError or ValueError for arguments that are not as described; what is returned raises RuntimeError, on
-    every rank and with the names, where ranks call it with other trees, shapes, dtypes or options, or where one of them
-    has raised.
+    Raises TypeError or ValueError for arguments that are not as described. The returned function raises RuntimeError on
+    every rank, with the names, if ranks call it with different trees, shapes, dtypes or options, or if one of them has
+    raised.
     """
     differentiate = GradientFunction(f, argnums, has_aux, Options(process_group, reduction, bucket_cap_mb), "grad")
 
@@ -126,8 +128,8 @@ def grad_and_value(
 ) -> Callable[..., Any]:
     """Make a function that returns reduced gradients and the loss: (gradients, loss), or (gradients, (loss, aux)).
 
-    Arguments are those of `grad`. The loss is this rank's. With `reduce_value` it is reduced as the gradients are, in
-    float32, and costs no all-reduce of its own.
+    Arguments are those of `grad`. The loss is this rank's. With `reduce_value` it is reduced like the gradients, in
+    float32 and without an all-reduce of its own.
     """
     options = Options(process_group, reduction, bucket_cap_mb)
     differentiate = GradientFunction(f, argnums, has_aux, options, "grad_and_value", reduce_value=reduce_value)
@@ -140,7 +142,7 @@ def grad_and_value(
 
 
 class GradientFunction:
-    """What `grad` and `grad_and_value` return, as one."""
+    """The gradient function behind `grad` and `grad_and_value`."""
 
     def __init__(
         self,
@@ -166,7 +168,7 @@ class GradientFunction:
         self._proven: set[torch.dtype] = set()  # whose division has been tried
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """(gradients, value), where value is (value, aux) with `has_aux`."""
+        """Return (gradients, value), where value is (value, aux) with `has_aux`."""
         if torch.is_inference_mode_enabled():
             # Where torch.func.grad of torch 2.11 returns zeros, and buffers are made that no later call may write.
             # Nothing in here has a derivative to the outside either way.

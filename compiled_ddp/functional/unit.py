@@ -174,7 +174,7 @@ class Unit:
         return [run for run in self._runs if run.communicator is communicator]
 
     def _unexpected(self) -> list[Run]:
-        """What ranks must agree on."""
+        """The launches that ranks must agree on first."""
         found = []
         for each in self.communicators:
             own = self._of(each)

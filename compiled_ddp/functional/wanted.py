@@ -33,7 +33,7 @@ class Wanted:
         return self.gradients[0][3]
 
     def describe(self) -> Description:
-        """What all ranks must have alike."""
+        """Describe what must be equal on all ranks."""
         properties: Description = {
             "the function": [self.function],
             "reduction": [self.reduction],
@@ -59,7 +59,7 @@ class LossCollective:
 
     @property
     def caller(self) -> str:
-        """What fails where it does."""
+        """The function to name in an error about this collective."""
         return self.function or self.what
 
     @property
@@ -67,7 +67,7 @@ class LossCollective:
         return f"collective {self.number} in the loss of {self.function}" if self.function else "it"
 
     def describe(self) -> list[object]:
-        """What all ranks must have alike."""
+        """Describe what must be equal on all ranks."""
         return [self.what, str(self.dtype), list(self.shape)]
 
     def in_short(self) -> str:
@@ -102,7 +102,7 @@ def _in_short(following: Sequence[Wanted | LossCollective]) -> list[object]:
 
 
 def _digest(value: object) -> str:
-    """Another one for another value, as good as always."""
+    """A hash that tells values apart."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 

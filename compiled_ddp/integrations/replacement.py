@@ -12,7 +12,7 @@ from compiled_ddp.wrapping.ddp_arguments import refuse_unknown
 
 
 def check_replacement(taker: str, backend: str, options: Mapping[str, Any]) -> None:
-    """Raise TypeError or ValueError for what is no option of `replace_ddp` with this backend; `taker` was given it."""
+    """Raise TypeError or ValueError for an option that `replace_ddp` does not have with this backend."""
     keywords: type[OptionKeywords] = OptionKeywords
     if backend != "hooks":
         options, keywords = {"backend": backend, **options}, CompilerKeywords

@@ -30,7 +30,7 @@ Loss = Callable[[Any, Any], torch.Tensor]  # (output, inputs) -> loss
 
 @dataclass(frozen=True)
 class ParameterDifference:
-    """The largest difference of one parameter's gradient to plain autograd's mean, over all ranks and steps."""
+    """The largest difference between one parameter's gradient and plain autograd's mean, over all ranks and steps."""
 
     name: str
     shape: tuple[int, ...]

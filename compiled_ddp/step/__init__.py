@@ -4,6 +4,7 @@
     hooks, graphs   autograd has accumulated a gradient; a captured graph asks whether it may launch its buckets
     runtime         the wrapper's side of a backward: `beginning` makes it, `ending` ends it
     synchronised    one backward: in which order buckets are launched, whoever produces the gradients
+    steady          one by hooks like the one before it, in few calls, until anything asks for more
     gradients       between .grad and the buckets: what goes in, and what comes back
     buffers, riders what a bucket lies in, and what travels with it
     launches        starting the reduction of each bucket, and waiting for it

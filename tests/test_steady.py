@@ -1,6 +1,7 @@
 """[Note: steady step]: backwards like those before them, on two ranks in one process, and what turns them general."""
 
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -216,7 +217,18 @@ def test_kept_gradients_are_added_to_in_the_general_way(two: Two, begun: list[St
         assert all(torch.equal(tensor.grad, 2 * mean(index)) for index, tensor in enumerate(rank.tensors))  # type: ignore[arg-type]
 
 
-def test_another_sequence_and_other_options_bind_it_anew(two: Two, begun: list[SteadyStep]) -> None:
+def test_nothing_of_an_earlier_sequence_is_held(two: Two, begun: list[SteadyStep]) -> None:
+    ranks = steady(two)
+    before = [weakref.ref(rank.agreed.buffers) for rank in ranks]
+    for rank in ranks:
+        rank.reduction.forget_sequence()
+    begun.clear()
+    assert_steps_well(*ranks)
+    assert not begun
+    assert [buffers() for buffers in before] == [None, None]
+
+
+def test_other_options_bind_it_anew(two: Two, begun: list[SteadyStep]) -> None:
     ranks = steady(two)
     for rank in ranks:
         rank.reduction.expect_static_graph()

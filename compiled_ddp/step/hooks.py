@@ -120,7 +120,7 @@ class GradientHooks:
         # Between forward and backward: let the first gradient of a parameter that is not watched be told of, or not.
         self.arm, self.disarm = _turned_into(self._tripwire, self.tell), _turned_into(self._tripwire, _DO_NOTHING)
         self._collected: dict[int, Collected] = {}  # by the position of their bucket
-        self._collected_for: SequenceBuffers | None = None  # whose buckets these are
+        self._collected_for: Callable[[], SequenceBuffers | None] = lambda: None  # whose buckets these are
         self.deferred: set[int] = set()  # the parameters on which users' hooks were found, which wait for `run_users`
         self._hooks_registered = 0  # by anybody on anything, when these were looked for
         # What is left of a wrapper that was dropped must hold nothing back. Not when the interpreter ends.
@@ -188,8 +188,8 @@ class GradientHooks:
         """
         if len(self._watched) < len(self._parameters):
             return {}
-        if self._collected_for is not buffers:
-            self._collected_for = buffers
+        if self._collected_for() is not buffers:
+            self._collected_for = weakref.ref(buffers)
             for before in self._collected.values():
                 before.give_up()
             self._collected = {}

@@ -8,13 +8,15 @@ So nothing but the usual has code in here, and whoever asks for the backward und
 
 import itertools
 import operator
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.options import Options
 from compiled_ddp.plan import Bucket
-from compiled_ddp.step.buffers import MOST_ELEMENTS_TOGETHER
+from compiled_ddp.step.buffers import MOST_ELEMENTS_TOGETHER, SequenceBuffers
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.forwards import ForwardNumbers
 from compiled_ddp.step.gradients import ExistingGradients, any_has_gradient, grad_mode_off, gradient_of
@@ -24,6 +26,8 @@ from compiled_ddp.step.riders import Message, usual_riders
 from compiled_ddp.step.synchronised import Circumstances, PartlyReduced, SynchronisedBackward
 from compiled_ddp.step.under_way import UnderWay
 from compiled_ddp.torch_private.tensors import are_strided, version_of, with_several_hooks
+
+_NONE = SequenceBuffers(())
 
 
 class SteadyBucket:
@@ -45,7 +49,10 @@ class SteadyStep:
     def __init__(self, reduction: Reduction, under_way: UnderWay) -> None:
         self._reduction, self._under_way = reduction, under_way
         self.runs = False
-        self._bound_to: Sequence[object] = (None, None, None)
+        self._buffers = _NONE  # of the backward that runs
+        # To the buffers, and so to the sequence and the parameters: they are not held longer than anybody needs them.
+        self._bound_to: Callable[[], SequenceBuffers | None] = lambda: None
+        self._options: Options | None = None
 
     # ---- whether a backward is like the one before it ----------------------------------------------------------------
 
@@ -54,7 +61,7 @@ class SteadyStep:
         reduction, agreed = self._reduction, self._reduction.agreed
         if not agreed.refined or agreed.must_agree:
             return False
-        if not all(map(operator.is_, self._bound_to, self._binding)):
+        if self._bound_to() is not agreed.buffers or self._options is not reduction.options:
             self._bind()
         return (
             self._is_plain
@@ -79,26 +86,20 @@ class SteadyStep:
             or (uneven is not None and (uneven.factor != 1.0 or uneven.is_training))
         )
 
-    @property
-    def _binding(self) -> Sequence[object]:
-        return self._reduction.agreed.buffers, self._reduction.parameters, self._reduction.options
-
     def _bind(self) -> None:
         """Take over what does not change as long as the sequence, the parameters and the options stay the same."""
-        self._bound_to = self._binding
-        self._buffers, self._buckets = self._reduction.agreed.buffers, list[SteadyBucket]()
-        self._is_plain = self._may_be_steady()
+        buffers = self._reduction.agreed.buffers
+        self._bound_to, self._options = weakref.ref(buffers), self._reduction.options
+        self._is_plain, self._buckets = self._may_be_steady(buffers), list[SteadyBucket]()
         if self._is_plain:
-            self._buckets = [SteadyBucket(n, bucket) for n, (_, bucket) in enumerate(self._buffers.buckets)]
-            self._bucket_of = {i: self._buckets[position] for i, position in self._buffers.sole_positions.items()}
+            self._buckets = [SteadyBucket(n, bucket) for n, (_, bucket) in enumerate(buffers.buckets)]
+            self._bucket_of = {i: self._buckets[position] for i, position in buffers.sole_positions.items()}
             self._in_order = [*itertools.chain.from_iterable(b.bucket.indices for b in self._buckets)]
-            tensors = self._reduction.parameters.tensors
-            self._tensors_in_order = [*map(tensors.__getitem__, self._in_order)]
-            self._share = self._buffers.sections[0].plan.share
+            self._share = buffers.sections[0].plan.share
             self._collectives = [1] * len(self._buckets)
 
-    def _may_be_steady(self) -> bool:
-        reduction, buffers, options = self._reduction, self._buffers, self._reduction.options
+    def _may_be_steady(self, buffers: SequenceBuffers) -> bool:
+        reduction, options = self._reduction, self._reduction.options
         sections, tensors = buffers.sections, reduction.parameters.tensors
         by_rule = (
             options.scaling is None
@@ -122,7 +123,8 @@ class SteadyStep:
 
     def begin(self, forwards: ForwardNumbers) -> None:
         """A backward that `fits` begins."""
-        reduction, buffers = self._reduction, self._buffers
+        reduction, buffers = self._reduction, self._reduction.agreed.buffers
+        self._buffers = buffers
         reduction.proof.begin_backward()
         reduction.models_collectives.begin()
         buffers.renew_all_held()
@@ -244,13 +246,13 @@ class SteadyStep:
         left: dict[int, torch.Tensor] = {}
         for bucket in self._buckets:
             left |= bucket.state.left
-        now = map(gradient_of, self._tensors_in_order)
+        now = map(gradient_of, map(self._reduction.parameters.tensors.__getitem__, self._in_order))
         before = [*map(left.__getitem__, self._in_order)]
         return all(map(operator.is_, now, before)) and not any(map(version_of, before))
 
     def end(self) -> None:
         """The mean is in .grad. Holds none of it any longer: [Note: memory that others hold]"""
-        self.runs = False
+        self.runs, self._buffers = False, _NONE
         for bucket in self._buckets:
             bucket.begin()
 

@@ -10,6 +10,8 @@ import torch
 from run_times import ALL, RunTime, Two, assert_steps_well, forget_gradients, makes_two_ranks, mean, refined, together
 from torch import Tensor
 
+from compiled_ddp.step import gradients, hooks
+from compiled_ddp.step import steady as steady_module
 from compiled_ddp.step.steady import SteadyStep
 from compiled_ddp.step.synchronised import SynchronisedBackward
 
@@ -112,10 +114,17 @@ def _bits(gradient: Tensor | None) -> Any:
     return None if gradient is None else gradient.tolist()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("most_together", [None, 2, 3])
+@pytest.mark.parametrize("seed", range(6))
 def test_random_steps_leave_the_same_bits_as_in_the_general_way(
-    two: Two, seed: int, begun: list[SteadyStep], monkeypatch: pytest.MonkeyPatch
+    two: Two, seed: int, most_together: int | None, begun: list[SteadyStep], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With gradients that are noted, or of more than `most_together` elements, and so large: of 3, 2 and 4."""
+    monkeypatch.setattr(hooks, "_FEWEST_NOTED", 1)
+    if most_together is not None:
+        for module in (hooks, gradients, steady_module):
+            monkeypatch.setattr(module, "MOST_ELEMENTS_TOGETHER", most_together)
+            monkeypatch.setattr(module, "MOST_ELEMENTS_GATHERED", most_together + 1)
     found = _gradients(two, seed)
     assert begun
     begun.clear()

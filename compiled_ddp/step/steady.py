@@ -16,7 +16,7 @@ import torch
 from compiled_ddp import torch_private
 from compiled_ddp.options import Options
 from compiled_ddp.plan import Bucket
-from compiled_ddp.step.buffers import MOST_ELEMENTS_TOGETHER, SequenceBuffers
+from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.forwards import ForwardNumbers
 from compiled_ddp.step.gradients import ExistingGradients, any_has_gradient, grad_mode_off, gradient_of
@@ -129,6 +129,7 @@ class SteadyStep:
         reduction.models_collectives.begin()
         buffers.renew_all_held()
         self._message, self._cursor = Message(forwards, reduction.carried.weight), 0
+        self._gathered = 0  # elements that have come since something was put into a bucket
         for bucket in self._buckets:
             bucket.begin()
         self._collected: dict[int, Collected] = {**reduction.hooks.collect(buffers)}
@@ -153,16 +154,15 @@ class SteadyStep:
         tensors = self._reduction.parameters.tensors
         gradients = [*map(gradient_of, map(tensors.__getitem__, come))]
         if not self._are_usual(bucket, come, gradients):
-            backward = self._under_way.backward
-            assert backward is not None
             for one in come:
-                backward.arrived(one)
+                self._general().arrived(one)
             return
         state.missing.difference_update(come)
         state.gathered.update(zip(come, gradients, strict=True))
+        self._gathered += sum(map(torch.Tensor.numel, gradients))
         if is_large:
             self._put_large(bucket, index)
-        if state.gathered and (not state.missing or (collected is not None and not is_large)):
+        if state.gathered and (not state.missing or self._gathered > MOST_ELEMENTS_GATHERED):
             self._put(bucket)
         if not state.missing:
             if collected is not None:
@@ -183,7 +183,9 @@ class SteadyStep:
     def _put_large(self, bucket: SteadyBucket, index: int) -> None:
         """At once, so that its memory is free for what follows."""
         buffer, state, tensors = self._buffers[bucket.position], bucket.state, self._reduction.parameters.tensors
-        buffer.put(index, state.gathered.pop(index), self._share)
+        gradient = state.gathered.pop(index)
+        self._gathered -= gradient.numel()
+        buffer.put(index, gradient, self._share)
         state.left[index] = buffer.put_in_place([index], tensors)[0]
 
     def _put(self, bucket: SteadyBucket) -> None:
@@ -194,6 +196,7 @@ class SteadyStep:
             buffer.put_all(indices, list(state.gathered.values()), self._share, in_place=False)
         state.left.update(zip(indices, buffer.put_in_place(indices, self._reduction.parameters.tensors), strict=True))
         state.gathered.clear()
+        self._gathered = 0
 
     def _launch_complete(self) -> None:
         """Launch every bucket that is full, up to the first one that is not."""
@@ -205,9 +208,7 @@ class SteadyStep:
             try:
                 self._buckets[position].state.launched(communicator.all_reduce(buffer.flat))
             except BaseException as error:
-                backward = self._under_way.backward
-                assert backward is not None
-                backward.launch_failed(error, position)
+                self._general().launch_failed(error, position)
                 raise
             communicator.progress.hooks_launched(position)
             self._cursor += 1
@@ -229,9 +230,7 @@ class SteadyStep:
             try:
                 work.wait()
             except BaseException as error:
-                backward = self._under_way.backward
-                assert backward is not None
-                backward.launches.explain(error, bucket.position, "was launched but not reduced")
+                self._general().launches.explain(error, bucket.position, "was launched but not reduced")
                 raise
         progress.hooks_await(None)
         progress.all_launched(self._launches_before + len(self._buckets))
@@ -258,10 +257,15 @@ class SteadyStep:
 
     # ---- the general way ---------------------------------------------------------------------------------------------
 
+    def _general(self) -> SynchronisedBackward:
+        """The backward under way, which is a steady one no longer."""
+        backward = self._under_way.backward
+        assert backward is not None
+        return backward
+
     def as_general(self) -> SynchronisedBackward:
         """The backward that has come as far as this one, which ends here."""
-        reduction, sequence = self._reduction, self._reduction.agreed.sequence
-        assert sequence is not None
+        reduction = self._reduction
         backward = reduction.new_backward(
             self._buffers.sections,
             self._buffers,

@@ -23,7 +23,6 @@ from compiled_ddp.step.graph_call import GraphCall, may_leave_out
 from compiled_ddp.step.graphs import GraphReservations
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.riders import Flag, Message
-from compiled_ddp.step.steady import SteadyStep
 from compiled_ddp.step.synchronised import Circumstances, ReturnedGradients, SynchronisedBackward
 
 NO_GRAPHS = 0  # in place of a number for those to run: everything is sent at once, and waits for no graph
@@ -59,10 +58,6 @@ class Beginning:
             graphs_to_run=functools.partial(self._graphs_to_run, accumulates=returned is None),
         )
 
-    def steady(self, steady: SteadyStep) -> None:
-        """The same where nothing sets it apart from the one before it: [Note: steady step]"""
-        steady.begin(self._count(accumulates=True))
-
     def after_task(self, ran: Sequence[GraphCall]) -> SynchronisedBackward:
         """One that was postponed, and has run these calls locally. It sends everything at once."""
         return self._new(lambda call: call in ran, ran_locally=ran)
@@ -88,7 +83,7 @@ class Beginning:
         everything at once.
         """
         reduction, carried = self._reduction, self._reduction.carried
-        forwards = self._count(accumulates=returned is None)
+        forwards = self.count(accumulates=returned is None)
         self._take_in_what_is_shared(takes_part)
         sequence, some_rank_differs = self._agree(takes_part, graphs_to_run)
         agreed, options = reduction.agreed, reduction.options
@@ -122,7 +117,7 @@ class Beginning:
             sequence.launched, agreed.buffers, used_before=carried.used, message=message, circumstances=circumstances
         )
 
-    def _count(self, *, accumulates: bool) -> ForwardNumbers:
+    def count(self, *, accumulates: bool) -> ForwardNumbers:
         """Count a backward that begins; returns the numbers of forwards before it."""
         reduction, count = self._reduction, self._forward.count
         reduction.refuse_if_broken()

@@ -90,7 +90,7 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: S
     Of the `unused` parameters this rank produced no gradient.
     """
     if not unused and not riders.passengers:
-        return into.copy_(usual_riders(message, riders.numel, into.device), non_blocking=True)
+        return into.copy_(_usual(message, riders.numel, into.device), non_blocking=True)
     users = riders.numel - riders.passengers
     into[:FIRST_USED].copy_(_leading(message, into.device), non_blocking=True)
     used = into[FIRST_USED:users]
@@ -109,10 +109,10 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: S
 
 def _leading(message: Message, device: torch.device) -> torch.Tensor:
     """The elements that come before those of the parameters, to be copied to `device`; only to be read."""
-    return usual_riders(message, FIRST_USED, device)
+    return _usual(message, FIRST_USED, device)
 
 
-def usual_riders(message: Message, numel: int, device: torch.device) -> torch.Tensor:
+def _usual(message: Message, numel: int, device: torch.device) -> torch.Tensor:
     """The riders of a rank that has used every parameter, shape (numel,), without passengers; only to be read."""
     forwards = message.forwards
     counts = forwards.begun % COUNT_MODULUS, forwards.returned % COUNT_MODULUS

@@ -194,7 +194,7 @@ class Runtime:
             returned.begin()  # with tensor hooks of its own: after what looks for users' ones
 
     def _begin_steady(self) -> None:
-        self.beginning.steady(self._steady)
+        self._steady.begin(self.beginning.count(accumulates=True))
         self.under_way.begin_steady(self._steady.as_general)
         if not self._steady.is_usual:
             self.under_way.leave_steady()

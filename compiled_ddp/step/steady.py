@@ -22,7 +22,7 @@ from compiled_ddp.step.forwards import ForwardNumbers
 from compiled_ddp.step.gradients import ExistingGradients, any_has_gradient, grad_mode_off, gradient_of
 from compiled_ddp.step.hooks import Collected
 from compiled_ddp.step.reduction import Reduction
-from compiled_ddp.step.riders import Message, usual_riders
+from compiled_ddp.step.riders import Message, write_riders
 from compiled_ddp.step.synchronised import Circumstances, PartlyReduced, SynchronisedBackward
 from compiled_ddp.step.under_way import UnderWay
 from compiled_ddp.torch_private.tensors import are_strided, version_of, with_several_hooks
@@ -203,8 +203,8 @@ class SteadyStep:
         communicator = self._reduction.communicator
         while self._cursor < len(self._buckets) and not self._buckets[self._cursor].state.missing:
             position, buffer = self._cursor, self._buffers[self._cursor]
-            if buffer.riders is not None:
-                buffer.riders.copy_(usual_riders(self._message, len(buffer.riders), buffer.riders.device))
+            if buffer.riders is not None and buffer.bucket.riders is not None:
+                write_riders(buffer.riders, buffer.bucket.riders, self._message, frozenset())
             try:
                 self._buckets[position].state.launched(communicator.all_reduce(buffer.flat))
             except BaseException as error:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.real_model_rank import (
     COUNTED_STEPS,
@@ -37,6 +38,17 @@ THREE_STEPS = Loop(steps=3)
 ACCUMULATING = Loop(steps=3, micro_batches=2, last_is_larger=True)
 
 
+@functools.cache
+def _onednn_runs_bfloat16() -> bool:
+    """Whether an LSTM of autocast runs: torch asks oneDNN for it on CPUs (AVX2 without bfloat16) where it has none."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(1, 1)(torch.ones(1, 1))
+    except RuntimeError:  # "could not create a primitive descriptor"
+        return False
+    return True
+
+
 def _train(rank: int, name: str, backend: str | None, loop: Loop) -> list[Difference]:
     torch.set_num_threads(1)
     options: dict[str, Any] = {"bucket_cap_mb": 0.05, "first_bucket_mb": 0.01}
@@ -46,7 +58,7 @@ def _train(rank: int, name: str, backend: str | None, loop: Loop) -> list[Differ
         options |= {"backend": backend, "smallest_graph_mb": 0}
         options |= {"options": {"fallback_random": True}} if backend == "inductor" else {}
         wrap = functools.partial(compile_ddp, **options)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.backends.mkldnn.flags(enabled=not loop.bfloat16 or _onednn_runs_bfloat16()):
         warnings.simplefilter("ignore")  # of parts that hooks reduce
         return list(train_beside(ZOO[name], TINY, wrap, loop, rank=rank))
 

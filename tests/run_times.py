@@ -100,7 +100,8 @@ class _Graph(torch.autograd.Function):
             reserved = rank.runtime.reserve(call)
             if reserved is not None:
                 graph = GraphRun(reserved, call.plan, gradients, rank.communicator, most=most)
-                if most < len(call.plan.buckets):
+                if most <= len(call.plan.buckets):
+                    graph.wait()  # as `wait_tensor` would, for whoever asks for a launched bucket
                     reserved.break_off()
                     raise Broken("an exception of the user's")
                 gradients = graph.complete()
@@ -161,10 +162,17 @@ class RunTime:
         self._calls.append(call)
         return output
 
-    def step(self, *used: int, **how: Any) -> None:
-        """What an exception leaves to be sent follows, as it would before the next forward."""
+    def step(self, *used: int, tries: int = 1, **how: Any) -> None:
+        """What an exception leaves to be sent follows, as it would before the next forward.
+
+        A backward that the graph has broken off is run again, so often in all.
+        """
         try:
-            self.forward(*used, **how).backward()
+            loss = self.forward(*used, **how)
+            for _ in range(tries - 1):
+                with contextlib.suppress(Broken):
+                    return loss.backward(retain_graph=True)
+            loss.backward()
         except BaseException:
             self.runtime.finish_broken_backward()
             raise

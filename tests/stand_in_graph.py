@@ -8,6 +8,7 @@ from wire import WiredCommunicator
 
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.step.graphs import ReservedSection
+from compiled_ddp.step.steady import SteadyGraph
 
 
 class GraphRun:
@@ -15,7 +16,7 @@ class GraphRun:
 
     def __init__(
         self,
-        reserved: ReservedSection,
+        reserved: ReservedSection | SteadyGraph,
         plan: BucketPlan,
         gradients: Mapping[int, Tensor | None],
         communicator: WiredCommunicator,
@@ -44,12 +45,16 @@ class GraphRun:
                 bucket.riders.view(flat).copy_(riders)
             self._works.append(communicator.all_reduce(flat))
 
-    def complete(self) -> dict[int, Tensor]:
-        """Wait; returns the means, which `accumulate_all` takes."""
+    def wait(self) -> None:
+        """For all that has been launched."""
         for work in self._works:
             work.wait()
+
+    def complete(self) -> dict[int, Tensor]:
+        """Wait; returns the means, which `accumulate_all` takes."""
+        self.wait()
         riders = self.plan.riders.view(self.flats[-1]).clone()
-        left_out = self.reserved.unused_everywhere(riders)
+        left_out = self.reserved.unused_everywhere(riders) if isinstance(self.reserved, ReservedSection) else set[int]()
         of_buckets = zip(self.plan.buckets, self.flats, strict=True)
         means = {g.index: g.view(flat).clone() for bucket, flat in of_buckets for g in bucket.gradients}
         means = {index: mean for index, mean in means.items() if index not in left_out}

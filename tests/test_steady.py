@@ -1,18 +1,33 @@
 """[Note: steady step]: backwards like those before them, on two ranks in one process, and what turns them general."""
 
 import random
+import unittest.mock
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from run_times import ALL, RunTime, Two, assert_steps_well, forget_gradients, makes_two_ranks, mean, refined, together
+from run_times import (
+    ALL,
+    RunTime,
+    Two,
+    assert_steps_well,
+    forget_gradients,
+    makes_two_ranks,
+    mean,
+    refined,
+    together,
+    uses,
+)
 from torch import Tensor
 
+from compiled_ddp.checks.values import Reference
 from compiled_ddp.step import gradients, hooks
 from compiled_ddp.step import steady as steady_module
-from compiled_ddp.step.steady import SteadyStep
+from compiled_ddp.step.forwards import ForwardNumbers
+from compiled_ddp.step.graphs import ReservedSection
+from compiled_ddp.step.steady import SteadyGraph, SteadyHooks, SteadyStep
 from compiled_ddp.step.synchronised import SynchronisedBackward
 
 
@@ -41,59 +56,82 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[SteadyStep]:
     found: list[SteadyStep] = []
     begin = SteadyStep.begin
 
-    def noted(steady: SteadyStep, *arguments: Any) -> None:
+    def noted(steady: SteadyStep, forwards: ForwardNumbers) -> None:
         found.append(steady)
-        begin(steady, *arguments)
+        begin(steady, forwards)
 
     monkeypatch.setattr(SteadyStep, "begin", noted)
     return found
 
 
-def steady(two: Two, **options: Any) -> tuple[RunTime, RunTime]:
+def steady(two: Two, step: Callable[[RunTime], None] = ALL, **options: Any) -> tuple[RunTime, RunTime]:
     """Two ranks whose next backward is a steady one."""
-    ranks = refined(two, **options)
+    ranks = refined(two, step, **options)
     for _ in range(4):  # the proof looks at the first ones
-        assert_steps_well(*ranks)
+        assert_steps_well(*ranks, step=step)
     forget_gradients(*ranks)
     return ranks
 
 
+IN_GRAPH = uses(graph=(2, 1, 0))
+
+
+@pytest.mark.parametrize("step", [ALL, IN_GRAPH], ids=["hooks", "graph"])
+@pytest.mark.parametrize("small_buckets", [False, True])
 def test_steps_like_those_before_them_are_steady_from_beginning_to_end(
-    two: Two, begun: list[SteadyStep], made_general: list[SteadyStep]
+    two: Two,
+    step: Callable[[RunTime], None],
+    small_buckets: bool,
+    begun: list[SteadyStep],
+    made_general: list[SteadyStep],
 ) -> None:
-    ranks = steady(two)
+    ranks = steady(two, step, verify="off", **({"bucket_cap_mb": 1e-6} if small_buckets else {}))
     begun.clear()
     made_general.clear()
     for _ in range(3):
-        assert_steps_well(*ranks)
-    assert len(begun) == 6
+        assert_steps_well(*ranks, step=step)
+    assert [type(one) for one in begun] == 6 * [SteadyHooks if step is ALL else SteadyGraph]
     assert not made_general
     for rank in ranks:
-        assert all(not bucket.state.left for bucket in rank.runtime._steady._buckets), "gradients are still held"
+        assert not rank.runtime._steady_graph._of_graph.addresses, "gradients are still held"
+        buckets = rank.runtime._steady_hooks._buckets if step is ALL else []
+        assert all(not bucket.state.left for bucket in buckets), "gradients are still held"
 
 
 # ---- both ways to the same bits --------------------------------------------------------------------------------------
 
 
-def _random_step(rank: RunTime, seed: int) -> None:
-    """The same on both ranks but for what each uses and whether it keeps .grad."""
+def _random_step(rank: RunTime, seed: int, *, in_graph: bool) -> None:
+    """The same on both ranks but for what each uses, whether it keeps .grad, and where an exception ends the graph."""
     of_all, own = random.Random(seed), random.Random(2 * seed + rank.rank)
     if of_all.random() < 0.7:
         for tensor in rank.tensors:
             tensor.grad = None
-    kind = of_all.choice(["all", "all", "all", "some", "twice", "local", "hook"])
+    breaks = ["breaks", "retries"] if in_graph else []
+    kind = of_all.choice(["all", "all", "all", "some", "twice", "local", "hook", "tensor hook", *breaks])
     used = [*range(3)]
     own.shuffle(used)
     if kind == "some":
         used = used[: own.randint(0, 3)]
     if kind == "local":
         sum(((tensor * 3.0).sum() for tensor in rank.tensors), torch.zeros(())).backward()
-    handle = rank.tensors[own.randrange(3)].register_post_accumulate_grad_hook(_halve) if kind == "hook" else None
-    rank.step(*used)
-    if kind == "twice":
-        rank.step(*used)
-    if handle is not None:
-        handle.remove()
+    handle: Any = None
+    if kind == "hook":
+        handle = rank.tensors[own.randrange(3)].register_post_accumulate_grad_hook(_halve)
+    elif kind == "tensor hook":
+        handle = rank.tensors[own.randrange(3)].register_hook(lambda gradient: 3.0 * gradient)
+    most = {"breaks": own.choice([0, 1, 2, 3, 99]), "retries": of_all.choice([0, 1, 2])}.get(kind, 99)
+    try:
+        for _ in range(2 if kind == "twice" else 1):
+            if in_graph and kind == "some":
+                rank.step(*used[:1], graph=(2, 1, 0))  # an error where something comes from outside
+            elif in_graph:
+                rank.step(graph=(2, 1, 0), most=most, tries=2 if kind == "retries" else 1)
+            else:
+                rank.step(*used)
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def _halve(tensor: Tensor) -> None:
@@ -101,11 +139,11 @@ def _halve(tensor: Tensor) -> None:
     tensor.grad.mul_(0.5)
 
 
-def _gradients(two: Two, seed: int) -> list[list[Any]]:
-    ranks = steady(two)
+def _gradients(two: Two, seed: int, *, in_graph: bool = False, **options: Any) -> list[list[Any]]:
+    ranks = steady(two, IN_GRAPH if in_graph else ALL, **options)
     found = []
     for step in range(12):
-        errors = together(ranks, lambda rank, step=step: _random_step(rank, 100 * seed + step))  # type: ignore[misc]
+        errors = together(ranks, lambda rank, step=step: _random_step(rank, 100 * seed + step, in_graph=in_graph))  # type: ignore[misc]
         found.append([repr(errors), *([_bits(t.grad) for t in rank.tensors] for rank in ranks)])
     return found
 
@@ -128,8 +166,23 @@ def test_random_steps_leave_the_same_bits_as_in_the_general_way(
     found = _gradients(two, seed)
     assert begun
     begun.clear()
-    monkeypatch.setattr(SteadyStep, "fits", lambda _: False)
+    monkeypatch.setattr(SteadyHooks, "fits", lambda _: False)
     assert found == _gradients(two, seed)
+    assert not begun
+
+
+@pytest.mark.parametrize("small_buckets", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps_in_a_graph_leave_the_same_bits_as_in_the_general_way(
+    two: Two, seed: int, small_buckets: bool, begun: list[SteadyStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"bucket_cap_mb": 1e-6} if small_buckets else {}
+    found = _gradients(two, seed, in_graph=True, **options)
+    assert any(isinstance(one, SteadyGraph) for one in begun)
+    begun.clear()
+    for kind in (SteadyHooks, SteadyGraph):
+        monkeypatch.setattr(kind, "fits", lambda _: False)
+    assert found == _gradients(two, seed, in_graph=True, **options)
     assert not begun
 
 
@@ -157,13 +210,66 @@ def test_one_that_is_asked_for_goes_on_where_it_stands(
     assert len(made_general) == many
 
 
+def _with_a_hook_in_the_graphs_way(rank: RunTime, act: Callable[[RunTime], object]) -> None:
+    """It runs when the graph's gradients have come, and autograd has accumulated the first of them."""
+    loss = rank.forward(graph=(2, 1, 0))
+    node = rank.tensors[2].view_as(rank.tensors[2]).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    handle = node.register_hook(lambda *_: (act(rank), None)[1])
+    loss.backward()
+    handle.remove()
+
+
+def test_one_in_a_graph_that_is_asked_for_behind_it_goes_on_there(two: Two, made_general: list[SteadyStep]) -> None:
+    ranks = steady(two, IN_GRAPH, verify="off")
+    made_general.clear()
+
+    def ask(rank: RunTime) -> None:
+        _with_a_hook_in_the_graphs_way(rank, lambda rank: rank.runtime.under_way.backward)
+
+    assert together(ranks, ask) == [None, None]
+    assert len(made_general) == 2
+    for rank in ranks:
+        assert all(torch.equal(tensor.grad, mean(index)) for index, tensor in enumerate(rank.tensors))  # type: ignore[arg-type]
+    assert_steps_well(*ranks, step=IN_GRAPH)
+    assert len(made_general) == 2
+
+
+def test_a_graph_that_is_new_to_the_proof_is_run_in_the_general_way(two: Two, made_general: list[SteadyStep]) -> None:
+    ranks = steady(two, IN_GRAPH)
+    made_general.clear()
+    looked: list[float] = []
+
+    def run(rank: RunTime) -> None:
+        loss, reserve, proof = rank.forward(graph=(2, 1, 0)), rank.runtime.reserve, rank.reduction.proof
+
+        def reserved(call: Any) -> Any:
+            section = reserve(call)
+            assert isinstance(section, SteadyGraph)
+            section = section.note_graph(made_general.append, "a plan", lambda share: _reference(looked, share))
+            assert isinstance(section, ReservedSection)
+            proof.forget_reference()  # a compiled graph is compared with it
+            return section
+
+        with unittest.mock.patch.object(rank.runtime, "reserve", reserved):
+            loss.backward()
+
+    assert together(ranks, run) == [None, None]
+    assert looked == [0.5, 0.5]
+    assert len(made_general) == 2
+
+
+def _reference(looked: list[float], share: float) -> Reference:
+    looked.append(share)
+    return Reference({}, "nothing is known")
+
+
 @pytest.mark.parametrize("used", [(0,), (1, 2), ()])
 def test_one_without_a_gradient_of_each_sends_zeros_for_the_others(
     two: Two, used: tuple[int, ...], made_general: list[SteadyStep]
 ) -> None:
     one, other = ranks = steady(two)
     assert together(ranks, lambda rank: rank.step(*used), ALL) == [None, None]
-    assert made_general == ([one.runtime._steady] if used else [])  # without any it begins as another one
+    assert made_general == ([one.runtime._steady_hooks] if used else [])  # without any it begins as another one
     for index in range(3):
         expected = ((one.values(index) if index in used else 0.0) + other.values(index)) / 2
         for rank in ranks:

@@ -427,6 +427,10 @@ class Proof:
             else:
                 self._not_compared.update(dict.fromkeys(indices, "a communication hook reduces it"))
 
+    def has_met(self, backward: Callable[..., object], fingerprint: str) -> bool:
+        """Whether `meet_graph` has nothing to note of it."""
+        return fingerprint in self._met.get(backward, ()) or not self._looks_at_graphs
+
     def forget_reference(self) -> None:
         """The graph will not run."""
         self.reference = None

@@ -23,6 +23,7 @@ from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.group_name import SHARED_NAME, NameInGraphs
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graphs import ReservedSection
+from compiled_ddp.step.steady import SteadyGraph
 from compiled_ddp.torch_private.inductor import Rewriting
 
 # ---- a wrapper's program ---------------------------------------------------------------------------------------------
@@ -37,6 +38,7 @@ VARIANTS: tuple[Variant, ...] = ("synchronised", "folding")
 
 
 _GONE = "the backward of a graph that is gone"
+AnySection = ReservedSection | SteadyGraph
 
 
 class Captured(Protocol):
@@ -127,10 +129,10 @@ class Program:
                 return self._failures[variant]
         return None
 
-    def run(self, section: ReservedSection, call: GraphCall, node: Any, saved_and_tangents: list[Any]) -> Any:
+    def run(self, section: AnySection, call: GraphCall, node: Any, saved_and_tangents: list[Any]) -> Any:
         """The gradients of the graph's inputs, reduced in a reserved `section` of the running backward."""
         with self.named() as group_name:
-            compiled, state = self._take_inputs(section, call, saved_and_tangents, group_name)
+            section, compiled, state = self._take_inputs(section, call, saved_and_tangents, group_name)
             graph = functools.partial(compiled, node, saved_and_tangents)
             try:
                 *gradients, riders = section.run(graph, group_name, sees_values=not self._in_cuda_graphs)
@@ -140,9 +142,9 @@ class Program:
                 raise
 
     def _take_inputs(
-        self, section: ReservedSection, call: GraphCall, saved_and_tangents: list[Any], group_name: str
-    ) -> tuple[torch_private.aot.BackwardImplementation, int]:
-        """Add what the section gives; returns the compiled backward, and how many tensors are a hook's state."""
+        self, section: AnySection, call: GraphCall, saved_and_tangents: list[Any], group_name: str
+    ) -> tuple[AnySection, torch_private.aot.BackwardImplementation, int]:
+        """Add what the section gives; returns that, the compiled backward, and how many tensors are a hook's state."""
         graph = self._graph()
         try:
             graph.check_fits(saved_and_tangents)
@@ -153,18 +155,21 @@ class Program:
             fingerprint = (
                 graph.fingerprint_at(call.fingerprint, saved_and_tangents) if graph.is_dynamic else call.fingerprint
             )
-            section.note_graph(
+            section = section.note_graph(
                 compiled, fingerprint, functools.partial(self._without_passes, call, saved_and_tangents, to_fold)
             )
             flat_buffers = section.lend_buffers(self._lent_buckets)
-            state = section.hook_state() if self._has_hooks else []
+            state: list[torch.Tensor] = []
+            if self._has_hooks:
+                assert isinstance(section, ReservedSection), "a steady step has no communication hook"
+                state = section.hook_state()
             undefined = [call.index_of[n] for n in call.undefined & call.index_of.keys()] if call.undefined else []
             riders = section.rider_values(undefined)
             saved_and_tangents += [riders, *to_fold, *state, *flat_buffers]
         except BaseException:
             section.give_up()
             raise
-        return compiled, len(state)
+        return section, compiled, len(state)
 
     def _without_passes(
         self, call: GraphCall, saved_and_tangents: Sequence[Any], to_fold: Sequence[torch.Tensor], share: float
@@ -193,15 +198,18 @@ class Program:
         return Reference(expected, "its gradient is known before the backward runs")
 
     def _hand_over(
-        self, section: ReservedSection, call: GraphCall, gradients: list[Any], riders: torch.Tensor, state: int
+        self, section: AnySection, call: GraphCall, gradients: list[Any], riders: torch.Tensor, state: int
     ) -> Any:
         """Give the section what the graph has returned, with `state` tensors of a hook; returns autograd's part."""
-        left_out = section.unused_everywhere(riders) if call.undefined else set[int]()
-        if state:
-            gradients, new_state = gradients[:-state], gradients[-state:]
-            if self._in_cuda_graphs:  # the next replay writes over what this one returned
-                new_state = [tensor.clone() for tensor in new_state]
-            section.keep_hook_state(new_state, left_out)
+        left_out = set[int]()
+        if isinstance(section, ReservedSection):  # a steady step has every gradient, and no communication hook
+            if call.undefined:
+                left_out = section.unused_everywhere(riders)
+            if state:
+                gradients, new_state = gradients[:-state], gradients[-state:]
+                if self._in_cuda_graphs:  # the next replay writes over what this one returned
+                    new_state = [tensor.clone() for tensor in new_state]
+                section.keep_hook_state(new_state, left_out)
         positions = call.index_of
         if call.undefined:
             reduced_too = {place for place, index in positions.items() if index not in left_out}

@@ -250,6 +250,17 @@ class SequenceBuffers(dict[int, FlatBuffer]):
         for buffer in self.values():
             buffer.renew_if_held(0)
 
+    def lend(self, positions: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Memory for a graph to pack these buckets into."""
+        lent = {}
+        for position in positions:
+            _, bucket = self.buckets[position]
+            if bucket.kept:
+                lent[position] = self[position].lend()
+            else:
+                lent[position] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        return lent
+
     def let_go(self) -> None:
         """Leave all flat buffers to whoever holds views of them; what is filled next gets new ones."""
         self.clear()

@@ -22,9 +22,8 @@ from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.step.forwards import ForwardCount
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.riders import Findings, Flag, RiderReader
-from compiled_ddp.step.steady import SteadyStep
 from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
-from compiled_ddp.step.under_way import UnderWay
+from compiled_ddp.step.under_way import Steady, UnderWay
 
 # ---- where an exception would keep this rank from collectives that the others launch ---------------------------------
 
@@ -350,16 +349,17 @@ class Ending:
 class Finish:
     """Ends backwards. Lasts from one to the next: riders that a GPU tells one backward later."""
 
-    def __init__(self, reduction: Reduction, forwards: ForwardCount, under_way: UnderWay, steady: SteadyStep) -> None:
-        self._reduction, self._forwards, self._under_way, self._steady = reduction, forwards, under_way, steady
+    def __init__(self, reduction: Reduction, forwards: ForwardCount, under_way: UnderWay) -> None:
+        self._reduction, self._forwards, self._under_way = reduction, forwards, under_way
         self._step_check = StepCheck(reduction.communicator, reduction.options.check_steps)
         self._reader = RiderReader(reduction.communicator.world_size)
         self._giving_up = GivingUpAfterSurprises(reduction.communicator)
 
     def finish(self) -> None:
         """Wait for the results of what was sent, and leave them in .grad; a no-op where nothing is under way."""
-        if self._steady.runs:
-            self._finish_steady()
+        steady = self._under_way.steady
+        if steady is not None and not steady.has_rest:
+            self._finish_steady(steady)
         reduction, backward = self._reduction, self._under_way.backward
         if backward is None:
             return
@@ -387,11 +387,9 @@ class Finish:
         if ending.is_first:
             ending.remove_needless_hooks()
 
-    def _finish_steady(self) -> None:
+    def _finish_steady(self, steady: Steady) -> None:
         """[Note: steady step] Changes nothing where more is to be done than usually."""
-        reduction, steady = self._reduction, self._steady
-        if steady.has_rest:
-            return
+        reduction = self._reduction
         steady.wait()
         findings = self._reader.read(steady.riders())
         if not findings.are_quiet or not steady.is_as_left() or reduction.newcomers():

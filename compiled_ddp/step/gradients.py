@@ -346,6 +346,11 @@ class GraphGradients:
         self._of_each.append(dict(zip(indices, kept, strict=True)))
         return [*map(_alias_of, tensors)]
 
+    def take_over(self, other: "GraphGradients") -> None:
+        """What has been handed out there has been handed out here: [Note: steady step]"""
+        self.addresses |= other.addresses
+        self._of_each += other._of_each
+
     def note_left_out(self, indices: Set[int]) -> None:
         """A graph returns nothing of these parameters: [Note: undefined gradients]"""
         self._left_out |= indices

@@ -117,16 +117,18 @@ class ReservedSection:
 
     def note_graph(
         self, compiled: Callable[..., object], fingerprint: str, run_without_passes: Callable[[float], Reference]
-    ) -> None:
+    ) -> "ReservedSection":
         """It is `compiled` that will run, for the plan with this fingerprint: a new one is to be proven.
 
-        Then it is run without the passes too, which is given the factor of a gradient in its bucket.
+        Then it is run without the passes too, which is given the factor of a gradient in its bucket. Returns what
+        gives the graph its inputs.
         """
         proof = self._reduction.proof
         share = self._backward.message.weight if self._plan.reduction == "weighted" else self._plan.share
         proof.meet_graph(compiled, fingerprint, self._plan.indices, functools.partial(run_without_passes, share))
         if proof.renewed and proof.recording is None:  # in a backward that does not verify here
             self._backward.message.note(Flag.VERIFY)
+        return self
 
     def give_up(self) -> None:
         """The graph has launched nothing, and will not: hooks launch the section, others get zeros."""
@@ -309,7 +311,7 @@ class GraphReservations:
         parameters = [*map(self._reduction.parameters.tensors.__getitem__, call.index_of.values())]
         if torch_private.tensors.any_has_hooks(parameters) and self.with_tensor_hooks(call):
             return False
-        if accumulates and not all(map(_requires_grad, parameters)):  # in C, for every parameter in every backward
+        if accumulates and not all(map(requires_grad, parameters)):  # in C, for every parameter in every backward
             return False
         return self.compiles(call, repeated=repeated)
 
@@ -319,7 +321,7 @@ class GraphReservations:
 
     def _frozen(self, call: GraphCall) -> list[int]:
         """Those that were frozen since the call."""
-        return [index for index in call.plan.indices if not _requires_grad(self._reduction.parameters.tensors[index])]
+        return [index for index in call.plan.indices if not requires_grad(self._reduction.parameters.tensors[index])]
 
 
-_requires_grad = operator.attrgetter("requires_grad")
+requires_grad = operator.attrgetter("requires_grad")

@@ -277,15 +277,13 @@ class Launches:
 
     def lend(self, positions: Iterable[int]) -> list[torch.Tensor]:
         """Memory for these buckets of a reserved section, for its graph to pack them into."""
-        self._lent = {}
-        for position in positions:
-            bucket = self.buckets[position].bucket
-            if bucket.kept:
-                self._lent[position] = self.buffers[position].lend()
-            else:
-                self._lent[position] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        self._lent = self.buffers.lend(positions)
         self._rank_progress.graph_fills(self._lent)
         return list(self._lent.values())
+
+    def has_lent(self, memory: Mapping[int, torch.Tensor]) -> None:
+        """A graph has got it, by position."""
+        self._lent = {**memory}
 
     def take_back(self) -> None:
         """The graph that memory was lent to has run."""

@@ -95,8 +95,7 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: S
     into[:FIRST_USED].copy_(_leading(message, into.device), non_blocking=True)
     used = into[FIRST_USED:users]
     if unused:
-        values = _on_host([float(index not in unused) for index in riders.indices])
-        used.copy_(pinned_for(into.device, values), non_blocking=True)
+        used.copy_(_to_copy([float(index not in unused) for index in riders.indices], into.device), non_blocking=True)
     else:
         used.fill_(1.0)
     if riders.passengers:
@@ -130,11 +129,13 @@ def _usual_of(
     for flag in flags:
         values[flag] = 1.0
     values[WEIGHT] = weight
-    return pinned_for(device, _on_host([*values, *itertools.repeat(1.0, numel - FIRST_USED)]))
+    return _to_copy([*values, *itertools.repeat(1.0, numel - FIRST_USED)], device)
 
 
-def _on_host(values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.float32, device="cpu")
+def _to_copy(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """On the host, to be copied to `device`."""
+    on_host = torch.tensor(values, dtype=torch.float32, device="cpu")
+    return on_host if device.type == "cpu" else pinned_for(device, on_host)
 
 
 def ranks_using(riders: Riders, sums: torch.Tensor) -> dict[int, float]:

@@ -17,7 +17,7 @@ from compiled_ddp.step.forwards import LatestForward
 from compiled_ddp.step.graph_call import GraphCall, UntilBackward, may_leave_out
 from compiled_ddp.step.graphs import GraphReservations, ReservedSection
 from compiled_ddp.step.reduction import Reduction, Wrapped
-from compiled_ddp.step.steady import SteadyStep
+from compiled_ddp.step.steady import SteadyGraph, SteadyHooks
 from compiled_ddp.step.synchronised import SynchronisedBackward, returns_inputs_alone, watch_returned
 from compiled_ddp.step.under_way import Phase, UnderWay
 from compiled_ddp.torch_private.autograd import current_graph_task, evaluating_node, fate_of_gradient
@@ -45,8 +45,9 @@ class Runtime:
         self.reduction = Reduction(wrapped, self)
         self._reservations = GraphReservations(self.reduction)
         self.beginning = Beginning(self.reduction, self._reservations, self.forward)
-        self._steady = SteadyStep(self.reduction, self.under_way)
-        self._finish = Finish(self.reduction, self.forward.count, self.under_way, self._steady)
+        self._steady_hooks = SteadyHooks(self.reduction, self.under_way)
+        self._steady_graph = SteadyGraph(self.reduction, self.under_way)
+        self._finish = Finish(self.reduction, self.forward.count, self.under_way)
         self.local = False  # whether backwards that begin now stay local, wherever their forward was called
         self._closed_because = ""
         self._rest_was_launched = False  # whether something was left to launch when an exception had ended a backward
@@ -174,14 +175,17 @@ class Runtime:
                 self._begin()
 
     def _begin(self) -> None:
-        if self.beginning.waits and not conductor.may_wait(self, [self.begin_event]):
+        waits = self.beginning.waits
+        if waits and not conductor.may_wait(self, [self.begin_event]):
             self.under_way.postpone()
             self.reduction.hooks.install()
             self.reduction.hooks.defer_users()
             return
         accumulates = self._accumulates(current_graph_task())
-        if accumulates and not self.reduction.agreed.expects_graphs and self._steady.fits():
-            self._begin_steady()
+        steady = self._steady_graph if self.reduction.agreed.expects_graphs else self._steady_hooks
+        if accumulates and not waits and steady.fits():
+            steady.begin(self.beginning.count(accumulates=True))
+            self.under_way.begin_steady(steady)
             return
         returned = None if accumulates else watch_returned(self.reduction.parameters.tensors)
         backward = self.beginning.in_task(returned)
@@ -193,11 +197,10 @@ class Runtime:
         if returned is not None:
             returned.begin()  # with tensor hooks of its own: after what looks for users' ones
 
-    def _begin_steady(self) -> None:
-        self._steady.begin(self.beginning.count(accumulates=True))
-        self.under_way.begin_steady(self._steady.as_general)
-        if not self._steady.is_usual:
-            self.under_way.leave_steady()
+    def _may_wait_for_first(self) -> bool:
+        """Whether this rank may wait for others in the graph of the first section, as far as other wrappers go."""
+        alone = len(conductor.references) == 1
+        return alone or conductor.may_wait(self, [self.reduction.agreed.event_of(0)])
 
     def _enter_task(self) -> None:
         if torch_private.dynamo.in_compiled_autograd():
@@ -237,7 +240,7 @@ class Runtime:
 
     # ---- told by graphs ----------------------------------------------------------------------------------------------
 
-    def reserve(self, call: GraphCall) -> ReservedSection | None:
+    def reserve(self, call: GraphCall) -> ReservedSection | SteadyGraph | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self.lock:
             if not self.under_way.has_begun():
@@ -248,6 +251,9 @@ class Runtime:
                     self._note_local_run(call)
                     return None
             self.enter()
+            if self._steady_graph.awaits(call) and self._may_wait_for_first():
+                self._steady_graph.reserve()
+                return self._steady_graph
             backward = self.under_way.backward
             if backward is None:
                 self.under_way.run_locally(call)
@@ -276,8 +282,8 @@ class Runtime:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self.lock:
             under_way = self.under_way
-            if self._steady.runs and current_graph_task() in under_way.tasks.noted:
-                self._steady.gradient_arrived(index)
+            if self._steady_hooks.runs and current_graph_task() in under_way.tasks.noted:
+                self._steady_hooks.gradient_arrived(index)
                 return
             # The one under way, where this task is known to be one of it: asked for every gradient, so without a call.
             backward = under_way.backward if current_graph_task() in under_way.tasks.noted else None
@@ -403,7 +409,12 @@ class Runtime:
         return waits and forward.is_of_this_thread and not has_calls and forward.count.waits_alive
 
     def unsent(self) -> Iterable[str]:
-        backward, agreed = self.under_way.backward, self.reduction.agreed
+        agreed = self.reduction.agreed
+        if self.under_way.steady is not None:
+            if self._steady_graph.awaited is not None:
+                yield from map(agreed.event_of, agreed.graph_sections.values())
+            return
+        backward = self.under_way.backward
         if backward is None and self.beginning.waits:
             yield self.begin_event
         all_by_hooks = backward is not None and backward.circumstances.some_rank_differs  # on every rank
@@ -419,7 +430,8 @@ class Runtime:
         with self.lock:
             if self.under_way.phase is Phase.POSTPONED:
                 self.under_way.begin(self.beginning.after_task(self.under_way.ran_locally))
-            if self._steady.runs and not self._steady.has_rest:
+            steady = self.under_way.steady
+            if steady is not None and not steady.has_rest:
                 return
             assert self.under_way.backward is not None
             self.under_way.backward.send_rest()

@@ -1,49 +1,45 @@
-"""A backward by hooks like the one before it: filled, launched and waited for by what was bound once.
+"""A backward like the one before it: run by what was bound once, and looked at once, at its end.
 
 [Note: steady step] Most steps decide nothing: the same buckets, no .grad at the beginning, no hook, join or flag. Such
-a backward is run here, in few calls. As soon as anything asks for more (a graph, a second gradient, an exception, what
-another rank tells), it is turned into the `SynchronisedBackward` that would have come as far, which goes on from there.
-So nothing but the usual has code in here, and whoever asks for the backward under way never sees this one.
+a backward is run here, in few calls: by hooks, or in the one graph that has all parameters. As soon as anything asks
+for more (a second gradient or graph, an exception, what another rank tells), it is turned into the
+`SynchronisedBackward` that would have come as far, which goes on from there. So nothing but the usual has code in here,
+and whoever asks for the backward under way never sees this one.
 """
 
+import abc
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from typing import TypeVar
 
 import torch
 
 from compiled_ddp import torch_private
+from compiled_ddp.checks.values import Reference
 from compiled_ddp.options import Options
 from compiled_ddp.plan import Bucket
 from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.forwards import ForwardNumbers
-from compiled_ddp.step.gradients import ExistingGradients, any_has_gradient, grad_mode_off, gradient_of
+from compiled_ddp.step.gradients import ExistingGradients, GraphGradients, any_has_gradient, grad_mode_off, gradient_of
+from compiled_ddp.step.graph_call import GraphCall
+from compiled_ddp.step.graphs import ReservedSection, requires_grad, run_graph
 from compiled_ddp.step.hooks import Collected
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.riders import Message, write_riders
 from compiled_ddp.step.synchronised import Circumstances, PartlyReduced, SynchronisedBackward
 from compiled_ddp.step.under_way import UnderWay
-from compiled_ddp.torch_private.tensors import are_strided, version_of, with_several_hooks
+from compiled_ddp.torch_private.tensors import any_has_hooks, are_strided, version_of, with_several_hooks
+
+# ---- what both kinds have in common ----------------------------------------------------------------------------------
 
 _NONE = SequenceBuffers(())
+_IN_ORDER = Circumstances(looks_at_values=True)
 
 
-class SteadyBucket:
-    """What has become of a bucket so far."""
-
-    def __init__(self, position: int, bucket: Bucket) -> None:
-        self.position, self.bucket = position, bucket
-        self._indices = bucket.indices
-        self.large = frozenset(g.index for g in bucket.gradients if g.numel > MOST_ELEMENTS_TOGETHER)
-        self.begin()
-
-    def begin(self) -> None:
-        self.state = PartlyReduced({*self._indices})
-
-
-class SteadyStep:
+class SteadyStep(abc.ABC):
     """[Note: steady step] `runs` while a backward is under way here."""
 
     def __init__(self, reduction: Reduction, under_way: UnderWay) -> None:
@@ -53,13 +49,14 @@ class SteadyStep:
         # To the buffers, and so to the sequence and the parameters: they are not held longer than anybody needs them.
         self._bound_to: Callable[[], SequenceBuffers | None] = lambda: None
         self._options: Options | None = None
+        self._is_plain = False
 
     # ---- whether a backward is like the one before it ----------------------------------------------------------------
 
     def fits(self) -> bool:
-        """Whether nothing sets the backward that is about to begin, in a task of autograd, apart from others."""
+        """Whether the backward that is about to begin, in a task of autograd, and waits for nobody, is."""
         reduction, agreed = self._reduction, self._reduction.agreed
-        if not agreed.refined or agreed.must_agree:
+        if not agreed.refined:
             return False
         if self._bound_to() is not agreed.buffers or self._options is not reduction.options:
             self._bind()
@@ -69,7 +66,12 @@ class SteadyStep:
             and not self._is_set_apart()
             and not torch_private.autograd.profiler_is_on()
             and not any_has_gradient(reduction.parameters.tensors)
+            and self._finds_the_usual()
         )
+
+    @abc.abstractmethod
+    def _finds_the_usual(self) -> bool:
+        """Whether there are the hooks and the calls of graphs that this kind is for."""
 
     def _is_set_apart(self) -> bool:
         """By what a user, or the step before, has left for this one."""
@@ -78,25 +80,11 @@ class SteadyStep:
             carried.used
             or carried.has_to_tell
             or reduction.hooks.deferred
-            or not reduction.hooks.everywhere
             or reduction.models_collectives.seen
             or (len(conductor.references) > 1 and conductor.any_communicates())
             or reduction.receive is not None
-            or reduction.live_calls()
-            or (uneven is not None and (uneven.factor != 1.0 or uneven.is_training))
+            or (uneven is not None and uneven.factor != 1.0)
         )
-
-    def _bind(self) -> None:
-        """Take over what does not change as long as the sequence, the parameters and the options stay the same."""
-        buffers = self._reduction.agreed.buffers
-        self._bound_to, self._options = weakref.ref(buffers), self._reduction.options
-        self._is_plain, self._buckets = self._may_be_steady(buffers), list[SteadyBucket]()
-        if self._is_plain:
-            self._buckets = [SteadyBucket(n, bucket) for n, (_, bucket) in enumerate(buffers.buckets)]
-            self._bucket_of = {i: self._buckets[position] for i, position in buffers.sole_positions.items()}
-            self._in_order = [*itertools.chain.from_iterable(b.bucket.indices for b in self._buckets)]
-            self._share = buffers.sections[0].plan.share
-            self._collectives = [1] * len(self._buckets)
 
     def _may_be_steady(self, buffers: SequenceBuffers) -> bool:
         reduction, options = self._reduction, self._reduction.options
@@ -115,24 +103,26 @@ class SteadyStep:
             and by_all_reduce
             and each_in_one
             and reduction.parameters.on_cpu
-            and all(section.origin == "hooks" and section.plan.reduction != "weighted" for section in sections)
-            and all(bucket.gradients for _, bucket in buffers.buckets)
+            and all(section.plan.reduction != "weighted" for section in sections)
         )
 
-    # ---- gradients, as they come -------------------------------------------------------------------------------------
+    def _bind(self) -> None:
+        """Take over what does not change as long as the sequence, the parameters and the options stay the same."""
+        buffers = self._reduction.agreed.buffers
+        self._bound_to, self._options = weakref.ref(buffers), self._reduction.options
+        self._is_plain = self._may_be_steady(buffers)
+        self._collectives = [1] * len(buffers.buckets)
+
+    # ---- from its beginning to its end -------------------------------------------------------------------------------
 
     def begin(self, forwards: ForwardNumbers) -> None:
-        """A backward that `fits` begins."""
+        """A backward that fits begins."""
         reduction, buffers = self._reduction, self._reduction.agreed.buffers
         self._buffers = buffers
         reduction.proof.begin_backward()
         reduction.models_collectives.begin()
         buffers.renew_all_held()
-        self._message, self._cursor = Message(forwards, reduction.carried.weight), 0
-        self._gathered = 0  # elements that have come since something was put into a bucket
-        for bucket in self._buckets:
-            bucket.begin()
-        self._collected: dict[int, Collected] = {**reduction.hooks.collect(buffers)}
+        self._message = Message(forwards, reduction.carried.weight)
         progress, names = reduction.communicator.progress, reduction.parameters.names
         self._launches_before = progress.launches
         progress.backward_began(forwards.begun, buffers.buckets, buffers.origins, names, self._collectives)
@@ -142,6 +132,105 @@ class SteadyStep:
     def is_usual(self) -> bool:
         """Whether nothing that the beginning has found calls for more."""
         return not self._reduction.proof.verifies and not self._reduction.hooks.deferred
+
+    @property
+    @abc.abstractmethod
+    def has_rest(self) -> bool:
+        """Whether a bucket has not been launched."""
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Wait for every bucket, all of which have been launched."""
+
+    @abc.abstractmethod
+    def riders(self) -> list[torch.Tensor]:
+        """Their sums over ranks, of every section."""
+
+    @abc.abstractmethod
+    def is_as_left(self) -> bool:
+        """Whether each .grad is what was left in it, and nobody has written to it: [Note: what a backward leaves]"""
+
+    @abc.abstractmethod
+    def _forget(self) -> None:
+        """Hold no tensor any longer: [Note: memory that others hold]"""
+
+    def end(self) -> None:
+        """The mean is in .grad."""
+        self.runs, self._buffers = False, _NONE
+        self._forget()
+
+    # ---- the general way ---------------------------------------------------------------------------------------------
+
+    def _general(self) -> SynchronisedBackward:
+        """The backward under way, which is a steady one no longer."""
+        backward = self._under_way.backward
+        assert backward is not None
+        return backward
+
+    def as_general(self) -> SynchronisedBackward:
+        """The backward that has come as far as this one, which ends here."""
+        reduction = self._reduction
+        backward = reduction.new_backward(
+            self._buffers.sections,
+            self._buffers,
+            used_before=reduction.carried.used,
+            message=self._message,
+            circumstances=_IN_ORDER,
+            existing=ExistingGradients(reduction.parameters, None),
+        )
+        backward.launches.count_from(self._launches_before)
+        self._hand_over_to(backward)
+        self.end()
+        return backward
+
+    @abc.abstractmethod
+    def _hand_over_to(self, backward: SynchronisedBackward) -> None:
+        """What has been done is done."""
+
+
+# ---- by hooks --------------------------------------------------------------------------------------------------------
+
+
+class SteadyBucket:
+    """What has become of a bucket so far."""
+
+    def __init__(self, position: int, bucket: Bucket) -> None:
+        self.position, self.bucket = position, bucket
+        self._indices = bucket.indices
+        self.large = frozenset(g.index for g in bucket.gradients if g.numel > MOST_ELEMENTS_TOGETHER)
+        self.begin()
+
+    def begin(self) -> None:
+        self.state = PartlyReduced({*self._indices})
+
+
+class SteadyHooks(SteadyStep):
+    """One whose gradients hooks take in, as they come."""
+
+    def _finds_the_usual(self) -> bool:
+        return self._reduction.hooks.everywhere and not self._reduction.live_calls()
+
+    def _may_be_steady(self, buffers: SequenceBuffers) -> bool:
+        by_hooks = all(section.origin == "hooks" for section in buffers.sections)
+        return by_hooks and all(bucket.gradients for _, bucket in buffers.buckets) and super()._may_be_steady(buffers)
+
+    def _bind(self) -> None:
+        super()._bind()
+        self._buckets = list[SteadyBucket]()
+        if self._is_plain:
+            buffers = self._reduction.agreed.buffers
+            self._buckets = [SteadyBucket(n, bucket) for n, (_, bucket) in enumerate(buffers.buckets)]
+            self._bucket_of = {i: self._buckets[position] for i, position in buffers.sole_positions.items()}
+            self._in_order = [*itertools.chain.from_iterable(b.bucket.indices for b in self._buckets)]
+            self._share = buffers.sections[0].plan.share
+
+    # ---- gradients, as they come -------------------------------------------------------------------------------------
+
+    def begin(self, forwards: ForwardNumbers) -> None:
+        """A backward that fits begins."""
+        self._cursor, self._gathered = 0, 0  # elements that have come since something was put into a bucket
+        super().begin(forwards)
+        self._collected: dict[int, Collected] = {**self._reduction.hooks.collect(self._buffers)}
 
     def gradient_arrived(self, index: int) -> None:
         """Take in a gradient that autograd has just accumulated, with those that were only noted before it."""
@@ -217,11 +306,9 @@ class SteadyStep:
 
     @property
     def has_rest(self) -> bool:
-        """Whether a bucket has not been launched."""
         return self._cursor < len(self._buckets)
 
     def wait(self) -> None:
-        """Wait for every bucket, all of which have been launched."""
         progress = self._reduction.communicator.progress
         for bucket in self._buckets:
             work = bucket.state.work
@@ -236,12 +323,10 @@ class SteadyStep:
         progress.all_launched(self._launches_before + len(self._buckets))
 
     def riders(self) -> list[torch.Tensor]:
-        """Their sums over ranks, of every section."""
         riders = [self._buffers[position].riders for position in self._buffers.with_riders]
         return [of_one for of_one in riders if of_one is not None]
 
     def is_as_left(self) -> bool:
-        """Whether each .grad is what was left in it, and nobody has written to it: [Note: what a backward leaves]"""
         left: dict[int, torch.Tensor] = {}
         for bucket in self._buckets:
             left |= bucket.state.left
@@ -249,33 +334,134 @@ class SteadyStep:
         before = [*map(left.__getitem__, self._in_order)]
         return all(map(operator.is_, now, before)) and not any(map(version_of, before))
 
-    def end(self) -> None:
-        """The mean is in .grad. Holds none of it any longer: [Note: memory that others hold]"""
-        self.runs, self._buffers = False, _NONE
+    def _forget(self) -> None:
         for bucket in self._buckets:
             bucket.begin()
 
+    def _hand_over_to(self, backward: SynchronisedBackward) -> None:
+        backward.go_on_from([bucket.state for bucket in self._buckets], self._cursor, self._collected)
+        self._collected = {}
+
+
+# ---- in a graph ------------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
+
+
+class SteadyGraph(SteadyStep):
+    """One in which a single graph reduces all that there is, for which this is what `ReservedSection` is elsewhere."""
+
+    def __init__(self, reduction: Reduction, under_way: UnderWay) -> None:
+        super().__init__(reduction, under_way)
+        self.awaited: GraphCall | None = None  # of the backward that runs, until its graph begins
+        self._is_reserved = False  # whether that has begun
+        self._lent: dict[int, torch.Tensor] = {}  # position -> memory that it fills
+        self._riders: torch.Tensor | None = None  # when it has run
+        self._of_graph = GraphGradients()  # what it has returned
+
+    def _finds_the_usual(self) -> bool:
+        parameters, calls = self._reduction.parameters.tensors, self._reduction.live_calls()
+        return (
+            len(calls) == 1
+            and not self._reduction.hooks.everywhere
+            and not any_has_hooks(parameters)
+            and all(map(requires_grad, parameters))
+            and calls[0].fingerprint in self._reduction.agreed.graph_sections
+            and calls[0].is_still_to_run()
+            and calls[0].compile(folds=False) is None
+        )
+
+    def _may_be_steady(self, buffers: SequenceBuffers) -> bool:
+        return [section.origin for section in buffers.sections] == ["graph"] and super()._may_be_steady(buffers)
+
+    def begin(self, forwards: ForwardNumbers) -> None:
+        self.awaited = self._reduction.live_calls()[0]
+        super().begin(forwards)
+
+    # ---- the graph that is about to run ------------------------------------------------------------------------------
+
+    def awaits(self, call: GraphCall) -> bool:
+        """Whether it is for the graph of `call`, as it was planned, that a backward under way here waits."""
+        is_planned = not call.undefined and call.fingerprint in self._reduction.agreed.graph_sections
+        return self.awaited is call and is_planned
+
+    def reserve(self) -> None:
+        """The awaited graph is about to run."""
+        self.awaited, self._is_reserved = None, True
+        self._reduction.communicator.progress.graph_began(0)
+
+    def note_graph(
+        self, compiled: Callable[..., object], fingerprint: str, run_without_passes: Callable[[float], Reference]
+    ) -> "ReservedSection | SteadyGraph":
+        """It is `compiled` that will run, for the plan with this fingerprint; returns what gives it its inputs."""
+        if self._reduction.proof.has_met(compiled, fingerprint):
+            return self
+        return self._reserved().note_graph(compiled, fingerprint, run_without_passes)
+
+    def gradients_to_fold(self) -> Sequence[torch.Tensor]:
+        """There are none."""
+        return ()
+
+    def lend_buffers(self, buckets: Iterable[int]) -> list[torch.Tensor]:
+        """Memory for these buckets, for the graph to pack them into."""
+        self._lent = self._buffers.lend(buckets)
+        self._reduction.communicator.progress.graph_fills(self._lent)
+        return [*self._lent.values()]
+
+    def rider_values(self, without_gradient: Iterable[int]) -> torch.Tensor:
+        """What the riders carry from this rank: every parameter gets a gradient."""
+        riders = self._buffers.sections[0].plan.riders
+        values = torch.empty(riders.numel, dtype=torch.float32, device="cpu")
+        return write_riders(values, riders, self._message, frozenset(without_gradient))
+
+    def run(self, graph: Callable[[], T], group_name: str, *, sees_values: bool) -> T:
+        """What the graph returns, which calls the process group `group_name`."""
+        return run_graph(graph, self._reduction.communicator, group_name, None)
+
+    def complete(
+        self, riders: torch.Tensor, indices: Sequence[int], gradients: Sequence[torch.Tensor], left_out: Set[int]
+    ) -> list[torch.Tensor]:
+        """The graph has run; returns what autograd is to get of the gradients of the parameters `indices`."""
+        self._riders, self._lent = riders, {}
+        return self._of_graph.hand_out(indices, gradients)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    @property
+    def has_rest(self) -> bool:
+        return self._riders is None
+
+    def wait(self) -> None:
+        """The graph has waited."""
+        self._reduction.communicator.progress.all_launched(self._launches_before + len(self._collectives))
+
+    def riders(self) -> list[torch.Tensor]:
+        assert self._riders is not None
+        return [self._riders]
+
+    def is_as_left(self) -> bool:
+        tensors = self._reduction.parameters.tensors
+        return len(self._of_graph.addresses) == len(tensors) and not self._of_graph.changed(tensors)
+
+    def _forget(self) -> None:
+        self.awaited, self._is_reserved = None, False
+        self._riders, self._of_graph, self._lent = None, GraphGradients(), {}
+
     # ---- the general way ---------------------------------------------------------------------------------------------
 
-    def _general(self) -> SynchronisedBackward:
-        """The backward under way, which is a steady one no longer."""
-        backward = self._under_way.backward
-        assert backward is not None
-        return backward
+    def _reserved(self) -> ReservedSection:
+        """What this is in the general way."""
+        plan = self._buffers.sections[0].plan
+        return ReservedSection(self._general(), 0, plan, self._reduction)
 
-    def as_general(self) -> SynchronisedBackward:
-        """The backward that has come as far as this one, which ends here."""
-        reduction = self._reduction
-        backward = reduction.new_backward(
-            self._buffers.sections,
-            self._buffers,
-            used_before=reduction.carried.used,
-            message=self._message,
-            circumstances=Circumstances(looks_at_values=True),
-            existing=ExistingGradients(reduction.parameters, None),
-        )
-        so_far = [bucket.state for bucket in self._buckets]
-        backward.go_on_from(so_far, self._cursor, self._collected, launches_before=self._launches_before)
-        self._collected = {}
-        self.end()
-        return backward
+    def give_up(self) -> None:
+        """The graph has launched nothing, and will not."""
+        self._reserved().give_up()
+
+    def break_off(self) -> None:
+        """An exception has ended the graph."""
+        self._reserved().break_off()
+
+    def _hand_over_to(self, backward: SynchronisedBackward) -> None:
+        if self._is_reserved:
+            backward.go_on_from_graph(self._of_graph, self._riders, self._lent)

@@ -155,7 +155,7 @@ class SynchronisedBackward:
     ) -> None:
         """`reducer` launches what hooks have filled. A backward that verifies has a `recording`.
 
-        With `existing` it has begun as a steady one: `go_on_from` follows.
+        With `existing` it has begun as a steady one: `go_on_from` or `go_on_from_graph` follows.
         """
         self.sections, self.circumstances, self.message = sections, circumstances, message
         self.usage, self.averaging, self.observations, self.came_past = usage, averaging, Observations(), set[int]()
@@ -188,17 +188,28 @@ class SynchronisedBackward:
         self._cursor, self._rank_progress = 0, communicator.progress
         self._collected: dict[int, Collected] = {}  # by bucket: [Note: collected]
 
-    def go_on_from(
-        self, buckets: Sequence[PartlyReduced], cursor: int, collected: Mapping[int, Collected], *, launches_before: int
-    ) -> None:
-        """What a steady step has done is done: [Note: steady step]"""
+    # ---- what a steady step has done is done: [Note: steady step] ----------------------------------------------------
+
+    def go_on_from(self, buckets: Sequence[PartlyReduced], cursor: int, collected: Mapping[int, Collected]) -> None:
+        """Hooks have come so far."""
         for position, bucket in enumerate(buckets):
             work = None if bucket.work is None else AllReduceWork(bucket.work)
             self.launches.take_over(position, bucket.missing, bucket.gathered, work)
             self.gradients.take_over(bucket.gathered.values(), bucket.left)
-        self.launches.count_from(launches_before)
         self._cursor = cursor
         self.collect(collected)
+
+    def go_on_from_graph(
+        self, of_graph: GraphGradients, riders: torch.Tensor | None, lent: Mapping[int, torch.Tensor]
+    ) -> None:
+        """The graph of the one section has begun, with this memory; with `riders` it has run, and handed this out."""
+        self._cursor = len(self.launches.buckets)
+        self.reservations.reserve(0)
+        self.launches.has_lent(lent)
+        if riders is not None:
+            self.reservations.complete(0, riders)
+            self.usage.note_gradients(of_graph.addresses)
+            self.of_graphs.take_over(of_graph)
 
     # ---- told by hooks -----------------------------------------------------------------------------------------------
 

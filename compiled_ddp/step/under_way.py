@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -142,13 +143,40 @@ class OpenTasks:
 # ---- the backward under way ------------------------------------------------------------------------------------------
 
 
+class Steady(Protocol):
+    """One of two kinds: [Note: steady step]"""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing that the beginning has found calls for more."""
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether a bucket has not been launched."""
+
+    def wait(self) -> None:
+        """Wait for every bucket, all of which have been launched."""
+
+    def riders(self) -> list[torch.Tensor]:
+        """Their sums over ranks, of every section."""
+
+    def is_as_left(self) -> bool:
+        """Whether each .grad is what was left in it, and nobody has written to it: [Note: what a backward leaves]"""
+
+    def end(self) -> None:
+        """The mean is in .grad."""
+
+    def as_general(self) -> SynchronisedBackward:
+        """The backward that has come as far as this one, which ends here."""
+
+
 class UnderWay:
     """Its phase, and what belongs to that."""
 
     def __init__(self) -> None:
         self.phase = Phase.IDLE
         self._backward: SynchronisedBackward | None = None  # in the phases REDUCING, SKIPPING and BROKEN
-        self._general: Callable[[], SynchronisedBackward] | None = None  # makes it: [Note: steady step]
+        self.steady: Steady | None = None  # in its place: [Note: steady step]
         self.ran_locally: list[GraphCall] = []  # calls whose backward has run since it was POSTPONED
         self.tasks = OpenTasks()  # of autograd, that it runs in
         self._skipping: int | None = None  # the thread that sends zeros
@@ -156,15 +184,15 @@ class UnderWay:
     @property
     def backward(self) -> SynchronisedBackward | None:
         """The one under way, which is a steady one no longer."""
-        if self._general is not None:
+        if self.steady is not None:
             self.leave_steady()
         return self._backward
 
     def leave_steady(self) -> None:
         """Let the backward under way go on in the general way: [Note: steady step]"""
-        assert self._general is not None
-        general, self._general = self._general, None
-        self._backward = general()
+        assert self.steady is not None
+        steady, self.steady = self.steady, None
+        self._backward = steady.as_general()
 
     # ---- calls that run locally --------------------------------------------------------------------------------------
 
@@ -197,10 +225,12 @@ class UnderWay:
         self.phase = after(self.phase, Event.BEGIN)
         self._backward, self.ran_locally = backward, []
 
-    def begin_steady(self, general: Callable[[], SynchronisedBackward]) -> None:
-        """A steady one begins; `general` makes the backward of it, should anybody ask for that."""
+    def begin_steady(self, steady: Steady) -> None:
+        """A steady one has begun, of which a backward is made should anybody ask for that."""
         self.phase = after(self.phase, Event.BEGIN)
-        self._general, self.ran_locally = general, []
+        self.steady, self.ran_locally = steady, []
+        if not steady.is_usual:
+            self.leave_steady()
 
     def skip(self, backward: SynchronisedBackward) -> None:
         """This thread sends zeros."""
@@ -218,7 +248,7 @@ class UnderWay:
 
     def end(self) -> None:
         self.phase = after(self.phase, Event.END)
-        self._backward = self._general = self._skipping = None
+        self._backward = self.steady = self._skipping = None
 
     def forget_threads(self) -> None:
         """An exception has ended all that runs it."""

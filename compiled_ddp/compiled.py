@@ -158,6 +158,8 @@ class CompiledDDP(DataParallelWrapper):
         once = options.compile_once and compile_once.is_on() and options.backend == "inductor"
         name = type(self.module).__name__
         self.teller = Teller(self._runtime, name, backend=options.backend, compiles_once=once)
+        if once:
+            torch_private.vector_checks.remember()
         if once and self._runtime.communicator.rank == 0:
             precompiled.tell_if_foreign(self._runtime.communicator.world_size)
         policy = options.bucket_policy(self._runtime.communicator.world_size)

@@ -79,6 +79,7 @@ try:
         tensors,
         tracing,
         trees,
+        vector_checks,
     )
 except (AttributeError, ImportError) as error:
     raise ImportError(versions.where_names_have_moved([str(error)])) from error
@@ -107,5 +108,6 @@ __all__ = [
     "tensors",
     "tracing",
     "trees",
+    "vector_checks",
     "versions",
 ]

@@ -30,7 +30,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch._inductor.list_mode_options",
     ),
     "an identity in the caches' keys": ("torch._inductor.custom_graph_pass",),
-    "one rank that compiles for all of its host": ("torch._inductor.runtime.cache_dir_utils.cache_dir",),
+    "one rank that compiles for all of its host": (
+        "torch._inductor.runtime.cache_dir_utils.cache_dir",
+        "torch._inductor.cpu_vec_isa.VecISA.check_build",
+        "torch._inductor.cpp_builder.get_cpp_compiler",
+    ),
     "what was found in the cache": ("torch._dynamo.utils.counters",),
     "one host that compiles for all of a job": (
         "torch.compiler._cache.AppendingByteSerializer",

@@ -21,6 +21,7 @@ from stream_steps import (
 )
 from torch import Tensor
 
+from compiled_ddp.ranks.host_numbers import LateRows
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 from compiled_ddp.step import graphs
 from compiled_ddp.step.buffers import Writers
@@ -85,13 +86,11 @@ def _no_wait_for_a_launch(wrapper: str) -> Iterator[None]:
 
 
 def _no_wait_for_riders(_: str) -> Fault:
-    def earlier(reader: Any) -> list[list[float]]:
-        if reader._copied is None:
-            return []
-        copied, reader._copied = reader._copied, None
-        return copied.tolist()
+    def take(late: LateRows) -> list[list[float]]:
+        copied, late.copied = late.copied, None
+        return [] if copied is None else copied.tolist()
 
-    return mock.patch.object(RiderReader, "_earlier", earlier)
+    return mock.patch.object(LateRows, "take", take)
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ from compiled_ddp.functional.wanted import Agreed, Wanted
 from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.plan import COUNT_MODULUS, FIRST_USED
 from compiled_ddp.ranks import communicator as ranks
+from compiled_ddp.ranks.host_numbers import LateRows, to_copy
 from compiled_ddp.ranks.rank_group import RankGroup
-from compiled_ddp.step.riders import pinned_for
 
 # ---- what the leading riders of a reduction tell, and reading it without making a GPU wait ---------------------------
 
@@ -45,8 +45,7 @@ def write_turn(
     values[_DEPARTED], values[_REMAINING], values[_WISHES] = float(departs), float(remaining), float(wishes)
     values[_GROUPS], values[_GROUPS_SQUARED] = float(groups), float(groups) ** 2
     with torch_private.tracing.outside_of_traces():
-        on_host = torch.tensor(values, dtype=torch.float32, device="cpu")
-        into.copy_(pinned_for(into.device, on_host), non_blocking=True)
+        into.copy_(to_copy(values, into.device), non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,7 @@ class TurnReader:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self.was_at_once = True  # whether what was read last is of what was launched last
-        self._copied: Tensor | None = None
-        self._ready: torch.Event | None = None
+        self._late = LateRows()
 
     def read(self, sums: Sequence[Tensor]) -> list[Turn]:
         """What has come to be known, in order. Where a rank has departed, everything."""
@@ -107,24 +105,15 @@ class TurnReader:
         if self.was_at_once:
             return [self._turn(row.tolist()) for row in sums]
         earlier = self.rest()
-        self._copy(torch.stack(tuple(sums)))
+        self._late.copy(sums, sums[0].device)
         return [*earlier, *self.rest()] if any(turn.departed for turn in earlier) else earlier
 
     def rest(self) -> list[Turn]:
         """What has been launched and not been told yet."""
-        if self._copied is None or self._ready is None:
-            return []
-        self._ready.synchronize()
-        rows, self._copied = self._copied.tolist(), None
-        return [self._turn(row) for row in rows]
+        return [self._turn(row) for row in self._late.take()]
 
     def _turn(self, row: Sequence[float]) -> Turn:
         return Turn.of(row, self._world_size)
-
-    def _copy(self, rows: Tensor) -> None:
-        self._copied = rows.to("cpu", non_blocking=True)
-        self._ready = torch.Event(rows.device)
-        self._ready.record(torch.accelerator.current_stream(rows.device))
 
 
 # ---- the ranks -------------------------------------------------------------------------------------------------------

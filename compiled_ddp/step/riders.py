@@ -26,29 +26,8 @@ from compiled_ddp.plan import (
     WEIGHT,
     Riders,
 )
+from compiled_ddp.ranks.host_numbers import LateRows, to_copy
 from compiled_ddp.step.forwards import ForwardNumbers
-
-# ---- numbers of the host that a device copies by itself, without either waiting for the other ------------------------
-
-
-def pinned_for(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, of the CPU's memory, in pinned memory where `device` copies from there alone without blocking the host.
-
-    A copy to CUDA from other memory goes by way of memory that is pinned, and may wait for the stream before.
-    """
-    return tensor.pin_memory() if _copies_from_pinned(device.type) else tensor
-
-
-@functools.cache
-def _copies_from_pinned(kind: str) -> bool:
-    """Whether torch itself pins memory for copies between the host and devices of this kind."""
-    if kind == "cpu":
-        return False
-    number = torch.empty(1, dtype=torch.float32, device=kind)
-    return number.to("cpu", non_blocking=True).is_pinned()
-
-
-# ---- riders ----------------------------------------------------------------------------------------------------------
 
 # A count and its square.
 _BEGUN = FORWARD_COUNT, FORWARD_COUNT_SQUARED
@@ -95,7 +74,7 @@ def write_riders(into: torch.Tensor, riders: Riders, message: Message, unused: S
     into[:FIRST_USED].copy_(_leading(message, into.device), non_blocking=True)
     used = into[FIRST_USED:users]
     if unused:
-        used.copy_(_to_copy([float(index not in unused) for index in riders.indices], into.device), non_blocking=True)
+        used.copy_(to_copy([float(index not in unused) for index in riders.indices], into.device), non_blocking=True)
     else:
         used.fill_(1.0)
     if riders.passengers:
@@ -129,13 +108,7 @@ def _usual_of(
     for flag in flags:
         values[flag] = 1.0
     values[WEIGHT] = weight
-    return _to_copy([*values, *itertools.repeat(1.0, numel - FIRST_USED)], device)
-
-
-def _to_copy(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """On the host, to be copied to `device`."""
-    on_host = torch.tensor(values, dtype=torch.float32, device="cpu")
-    return on_host if device.type == "cpu" else pinned_for(device, on_host)
+    return to_copy([*values, *itertools.repeat(1.0, numel - FIRST_USED)], device)
 
 
 def ranks_using(riders: Riders, sums: torch.Tensor) -> dict[int, float]:
@@ -167,17 +140,12 @@ _quiet = functools.lru_cache(Findings)
 
 
 class RiderReader:
-    """Reads what every rank must know of a backward: at once on CPU, one backward later elsewhere.
-
-    A device-to-host read in every step would stall a GPU, so there the values are copied to pinned memory behind the
-    kernels of this backward, and read when the next one ends.
-    """
+    """Reads what every rank must know of a backward: at once on CPU, elsewhere when the next one ends."""
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self.was_at_once = True  # whether the last findings were those of the backward that they were read in
-        self._copied: torch.Tensor | None = None
-        self._ready: torch.Event | None = None
+        self._late = LateRows()
 
     def read(self, riders: Iterable[torch.Tensor], *, at_once: bool = False) -> Findings:
         """What `riders`, one tensor per section, say; or those of the call before.
@@ -192,23 +160,12 @@ class RiderReader:
         if not leading:
             return Findings()
         self.was_at_once = at_once or device is None
-        before = [] if self._copied is None else self._earlier()
+        before = [] if self._late.copied is None else self._late.take()
         if self.was_at_once:
             return self._findings([*before, *map(torch.Tensor.tolist, leading)], backwards=1 + bool(before))
-        together = torch.stack([part.to(device, non_blocking=True) for part in leading])
-        self._copied = together.to("cpu", non_blocking=True)
-        self._ready = torch.Event(device)
-        self._ready.record(torch.accelerator.current_stream(device))
+        assert device is not None
+        self._late.copy(leading, device)
         return self._findings(before, backwards=1) if before else Findings()
-
-    def _earlier(self) -> list[list[float]]:
-        """What has been copied and not been told yet."""
-        if self._copied is None or self._ready is None:
-            return []
-        self._ready.synchronize()
-        earlier: list[list[float]] = self._copied.tolist()
-        self._copied = None
-        return earlier
 
     def _findings(self, sections: list[list[float]], *, backwards: int) -> Findings:
         same_begun = True

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from compiled_ddp.ranks.host_numbers import pinned_for
 from compiled_ddp.reducers.weights import FLOAT32, as_float
-from compiled_ddp.step.riders import pinned_for
 
 
 def as_passengers(

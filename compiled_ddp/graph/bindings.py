@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from compiled_ddp.graph.program import Binding, Bound, Program
 from compiled_ddp.graph.segment import Segment, SegmentCall
@@ -138,12 +139,19 @@ class Bindings:
         )
 
     def _refuse_replaced(self, inputs: Sequence[Any]) -> None:
+        unknown = [
+            value
+            for value in inputs
+            if isinstance(value, nn.Parameter) and value.requires_grad and id(value) not in self._index_of_parameter
+        ]
+        if not unknown:  # as for each of the thousand experts of a model, through all of which the rest would look
+            return
         sparse = self._managed.sparse()
         names = {id(parameter): name for name, parameter in self._managed.parameters().items() if name not in sparse}
         for newcomer in self._runtime.reduction.newcomers().values():  # which this forward's end takes in
             names.pop(id(newcomer), None)
-        for value in inputs:
-            if id(value) in names and value.requires_grad and id(value) not in self._index_of_parameter:
+        for value in unknown:
+            if id(value) in names:
                 raise RuntimeError(
                     f"parameter {names[id(value)]} was replaced or unfrozen after compile_ddp: nothing would reduce "
                     "its gradient. Call unwrap() and wrap the model again."

@@ -175,9 +175,10 @@ class Beginning:
         live = self._reduction.live_calls()
         if any(map(may_leave_out, live)):
             indices = {call: call.every_parameter().plan.indices for call in live if takes_part(call)}
-            count = Counter(index for of_call in indices.values() for index in of_call)
+            count = Counter(itertools.chain.from_iterable(indices.values()))
+            shared = {index for index, number in count.items() if number > 1}
             for call, of_call in indices.items():
-                call.take_all_in(any(count[index] > 1 for index in of_call))
+                call.take_all_in(not shared.isdisjoint(of_call))
 
     def _graphs_to_run(self, *, accumulates: bool) -> int | None:
         """A number for the calls that the backward which begins will run, equal calls of each graph counted.

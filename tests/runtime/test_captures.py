@@ -16,6 +16,7 @@ from models import Mlp, assert_gradients, assert_step, expected_mean, mean_by_ha
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp, torch_private
+from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.ranks.group_name import SHARED_NAME
 from compiled_ddp.ranks.launch_observer import LaunchObserver
@@ -557,3 +558,63 @@ def _assigned(rank: int) -> None:
 
 def test_what_is_assigned_to_a_part_after_compilation_is_used(ranks2: RankPool) -> None:
     ranks2.run(_assigned)
+
+
+# ---- many graphs of one model ----------------------------------------------------------------------------------------
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu()
+
+
+class Experts(nn.Module):
+    """Each a graph of its own, as the forward itself is left to eager for a break in a loop. With `replaces` the forward puts another parameter into the first one."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(number))
+        self.replaces = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replaces:
+            torch.compiler.disable(self._replace)()
+        for expert in self.experts:
+            x = expert(x)
+            torch._dynamo.graph_break()
+        return x
+
+    def _replace(self) -> None:
+        self.experts[0].linear.weight = nn.Parameter(torch.ones(4, 4))
+
+
+def _looks_through_model(_: int, number: int) -> int:
+    ddp = compile_ddp(Experts(number), backend="aot_eager", smallest_graph_mb=0)
+    parameters = ManagedState.parameters
+    with unittest.mock.patch.object(ManagedState, "parameters", autospec=True, side_effect=parameters) as looks:
+        ddp(torch.ones(2, 4)).sum().backward()
+    assert sum(section.origin == "graph" for section in ddp.plan.sections) == number
+    return looks.call_count
+
+
+def test_a_graph_that_is_called_for_the_first_time_does_not_look_through_all_of_the_model(ranks2: RankPool) -> None:
+    few, many = (ranks2.run(_looks_through_model, number)[0] for number in (2, 6))
+    assert few == many
+
+
+def _replaces_in_forward(_: int) -> str:
+    ddp = compile_ddp(Experts(2), backend="aot_eager", smallest_graph_mb=0)
+    ddp(torch.ones(2, 4)).sum().backward()
+    ddp.module.replaces = True
+    with pytest.raises(RuntimeError) as error:
+        ddp(torch.ones(2, 4))
+    return str(error.value)
+
+
+def test_a_parameter_that_the_forward_has_replaced_before_its_graph_is_an_error(ranks2: RankPool) -> None:
+    for message in ranks2.run(_replaces_in_forward):
+        assert message.startswith("parameter experts.0.linear.weight was replaced or unfrozen after compile_ddp")

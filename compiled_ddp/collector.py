@@ -35,7 +35,7 @@ _NEVER = 2**31 - 1  # collections of the generation before
 
 
 class _FullCollections:
-    """Those of all objects of the process, and how many contexts put them off, in all threads."""
+    """The collections of all objects, and how many contexts of all threads put them off."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -173,7 +173,7 @@ class Recording:
             yield index, as_row(tensor.detach(), self._gradients[index].stride)
 
     def hindrances(self) -> list[int]:
-        """Of reductions that are to be seen on both sides, why nothing is known of a gradient."""
+        """For each gradient why nothing is known of it, where reductions are to be seen on both sides."""
         came_out = {index for indices, *_ in self._outcomes for index in indices}
         return [
             # Where empty buckets are awaited nothing tells them apart.
@@ -241,7 +241,7 @@ def _scaled(sums: Tensor, share: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Account:
-    """Of a number of gradients, what this rank has seen; each tensor has a number for each, on one device.
+    """What this rank has seen of a number of gradients; each tensor has a number for each, on one device.
 
     `brought` is float64 of shape (3, gradients): the signed sum of what it put into the reduction, the sum of squares,
     and of the squares of what the first may be off. `results` are the signed sums of what came out, float64,
@@ -259,7 +259,7 @@ class Account:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The same on every rank: on the CPU, by gradient."""
+    """What ranks have found together, equal on every rank: on the CPU, by gradient."""
 
     have_values: Tensor  # some rank brought more than zeros, and all ranks finite numbers
     brought_differ: Tensor
@@ -268,7 +268,7 @@ class Verdict:
     others: Sequence[Tensor]  # the maxima of hindrances, and of what each rank added
 
     def split(self, sizes: Sequence[int]) -> list["Verdict"]:
-        """Of so many gradients each."""
+        """Split into verdicts on so many gradients each."""
         masks = (self.have_values, self.brought_differ, self.results_differ, self.are_off)
         parts = zip(*(each.split([*sizes]) for each in (*masks, *self.others)), strict=True)
         return [Verdict(values, before, after, are_off, others) for values, before, after, are_off, *others in parts]
@@ -564,7 +564,7 @@ class Proof:
         return torch.tensor(told, dtype=torch.int64, device=device)
 
     def settle(self, verdict: Verdict, *, adds_up: bool) -> "_Faults":
-        """Of what ranks have shared. In tensors: in most exchanges all gradients are proven at once."""
+        """Draw the conclusions. In tensors: in most exchanges all gradients are proven at once."""
         hindrances, renewed, findings = verdict.others
         looked_at = hindrances == _NOTHING
         differs = verdict.results_differ & (hindrances < _NO_GRADIENT)
@@ -631,7 +631,7 @@ class _Faults:
 
 
 def _told(rank: int, found: Sequence[tuple[Proof, _Faults]]) -> str:
-    """Of proofs that are all a wrapper's or all of functions; the first kind of faults explains the others."""
+    """The error's text. All proofs are of wrappers, or all of functions; faults of the first kind explain the rest."""
     errors = found[0][0].errors
     explanations = {
         (proof, index): explained(finding) for proof, faults in found for index, finding in faults.in_buckets.items()

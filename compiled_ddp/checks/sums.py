@@ -33,7 +33,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 @functools.lru_cache(maxsize=8)
 def signs(device: torch.device) -> Tensor:
-    """Those of `CHUNK` elements in a row: float64, the same on every rank."""
+    """Random signs for `CHUNK` elements: float64, the same on every rank."""
     with torch_private.tracing.outside_of_traces():
         generator = torch.Generator().manual_seed(16)
         drawn = torch.randint(0, 2, (CHUNK,), generator=generator, dtype=torch.int64, device="cpu")
@@ -127,12 +127,12 @@ class SmallRows:
         return cls(torch.cat(tuple(rows)), [row.numel() for row in rows])
 
     def checksums(self) -> Tensor:
-        """Of each row: int64, shape (rows,). It depends on nothing but the row, wherever that lies among others."""
+        """A checksum of each row: int64, shape (rows,). It does not depend on where the row lies among others."""
         words = self._values.view(_INTEGERS[self._values.element_size()])
         return self._sums((2 * self._places() + 1) * words)
 
     def signed_sums(self) -> Tensor:
-        """Of each row, see `signed_sum`: float64, shape (rows, 2). What is not finite stays in its row."""
+        """The `signed_sum` of each row: float64, shape (rows, 2). What is not finite stays in its row."""
         exact = self._values.double()
         both = torch.stack((exact * signs(exact.device)[self._places()], exact * exact), dim=1)
         rows = torch.arange(len(self._sizes), dtype=torch.int64, device=both.device)
@@ -140,7 +140,7 @@ class SmallRows:
         return torch.zeros(len(rows), 2, dtype=both.dtype, device=both.device).index_add_(0, of_elements, both)
 
     def _places(self) -> Tensor:
-        """Of each element in its row."""
+        """Each element's place in its row."""
         numel = len(self._values)
         starts = (self._ends - self._sizes).repeat_interleave(self._sizes, output_size=numel)
         return torch.arange(numel, dtype=torch.int64, device=starts.device) - starts
@@ -150,13 +150,13 @@ class SmallRows:
         return self._sums(self._values.isfinite().logical_not()) == 0
 
     def _sums(self, values: Tensor) -> Tensor:
-        """Of each row: int64, modulo 2**64, so that what came before a row leaves nothing in it."""
+        """The sum of each row: int64, modulo 2**64, so that earlier rows leave nothing in it."""
         before = torch.zeros(1, dtype=torch.int64, device=values.device)
         return torch.cat((before, values.cumsum(0)))[torch.cat((before, self._ends))].diff()
 
 
 class LargeRow:
-    """The same of one tensor, in fewer passes through memory."""
+    """One tensor as a row, with the methods of `SmallRows`, in fewer passes through memory."""
 
     def __init__(self, row: Tensor) -> None:
         self._row = row
@@ -196,7 +196,7 @@ def batched(rows: Iterable[tuple[int, Tensor]]) -> Iterator[tuple[Sequence[int],
 def batched_in_place(
     numbers: Sequence[int], values: Tensor, sizes: Sequence[int]
 ) -> Iterator[tuple[Sequence[int], SmallRows | LargeRow]]:
-    """The same of rows that lie back to back in `values`; where all are small, without a look at each."""
+    """As `batched`, for rows that lie back to back in `values`; where all are small, without a look at each."""
     if sizes and max(sizes) <= _SMALL and values.numel() <= _TOGETHER:
         yield numbers, SmallRows(values, sizes)
     elif sizes:

@@ -80,7 +80,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Reference:
-    """Of one run of a graph: by parameter, what is expected. Without any, `why_not` tells why there is nothing."""
+    """What a run of a graph is expected to give, by parameter; `why_not` tells why where nothing is known."""
 
     expected: Mapping[int, Expected]
     why_not: str = ""

@@ -68,7 +68,7 @@ class Table:
 
 
 def phases_ms(result: VariantResult) -> list[Phases]:
-    """Of each round's slowest rank."""
+    """Milliseconds of each round's slowest rank."""
     slowest: list[Phases] = []
     for ranks in result.samples:
         forward, backward, optimizer = max(([1e3 * phase for phase in phases] for phases in ranks), key=sum)
@@ -77,12 +77,12 @@ def phases_ms(result: VariantResult) -> list[Phases]:
 
 
 def steps_ms(result: VariantResult) -> list[float]:
-    """Of each round."""
+    """Milliseconds of each round."""
     return [sum(phases) for phases in phases_ms(result)]
 
 
 def communication_ms(comparison: Comparison) -> list[float]:
-    """Of each round: all-reducing the same bytes with nothing else running, on the slowest rank."""
+    """Milliseconds of each round for all-reducing the same bytes with nothing else running, on the slowest rank."""
     return [1e3 * max(ranks) for ranks in comparison.communication_samples]
 
 
@@ -95,7 +95,7 @@ def floor_of(comparison: Comparison, kind: str) -> VariantResult | None:
 
 
 def ratios(steps: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Of each round, how many times the others' step this one takes."""
+    """Each round's step as a multiple of the other's."""
     return [step / other for step, other in zip(steps, others, strict=True)]
 
 

@@ -17,7 +17,7 @@ _START_OF_LINE = "\r\x1b[K"  # which it clears
 
 
 class Progress:
-    """Of one rank. Says nothing where `COMPILED_DDP_LOG` is quiet."""
+    """Shows one rank's progress. Says nothing where `COMPILED_DDP_LOG` is quiet."""
 
     def __init__(self, *, shown: bool, stream: TextIO | None = None) -> None:
         """`stream` is stderr unless it is given; nothing is written where `shown` is not set, as on other ranks."""

@@ -92,7 +92,7 @@ def count(number: int, of: str) -> str:
 
 
 def fields_without_values(comparison: Comparison) -> list[str]:
-    """Those of COLUMNS in which no variant has anything to show."""
+    """The fields of COLUMNS in which no variant has anything to show."""
     rows = derive(comparison).variants
     return [field for field in COLUMNS if all(getattr(row, field) is None for row in rows)]
 

@@ -43,7 +43,7 @@ def samples_in(batch: Any) -> int | None:
 
 
 def total_samples(of_ranks: Sequence[int | None]) -> int | None:
-    """Of a step over all ranks; None where some rank does not know how many its batch has."""
+    """The samples of a step over all ranks; None where some rank does not know how many its batch has."""
     known = [samples for samples in of_ranks if samples is not None]
     return sum(known) if len(known) == len(of_ranks) else None
 

@@ -35,7 +35,7 @@ class Closable(Protocol):
 
     @property
     def name(self) -> str:
-        """The same on every rank."""
+        """A name that is the same on every rank."""
 
     @property
     def is_open(self) -> bool:
@@ -63,7 +63,7 @@ class OpenGroups:
         self._open: set[str] = set()  # names, the same ones on all ranks: [Note: groups whose users are gone]
 
     def add(self, user: Closable) -> None:
-        """Of a group of these ranks, on which they may have to wait for each other."""
+        """Add a user of a group of these ranks, on which they may have to wait for each other."""
         self._users.add(user)
 
     def note_open(self, name: str) -> None:
@@ -271,7 +271,7 @@ class Agreements:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None) -> "Agreements":
-        """Those of this group's ranks. Raises as `RankGroup`."""
+        """The agreements among this group's ranks. Raises as `RankGroup`."""
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if world is None or not isinstance(process_group, dist.ProcessGroup | None):
             return cls(process_group)  # which says why not

@@ -41,7 +41,7 @@ def closed_over(function: Callable[..., Any]) -> tuple[Hashable, ...]:
 
 
 def generators_shared(leaves: Sequence[Any], closed: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
-    """Of each generator among a step's arguments, where it is given first, and itself if the step closes over it."""
+    """For each generator among a step's arguments: its first place there, and itself if the step closes over it."""
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Generator)]
     first = [next(other for other in places if leaves[other] is leaves[place]) for place in places]
     same = [_Same(leaves[place]) for place in places]

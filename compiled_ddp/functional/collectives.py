@@ -138,7 +138,7 @@ class _LossRanks:
         return self._launched(x.shape, self.ranks.all_reduce, x.contiguous())
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Of shape (world, *x.shape)."""
+        """Gather `x` of every rank; shape (world, *x.shape)."""
         return self._launched(x.shape, self.ranks.all_gather, x.contiguous()[None])
 
     def _launched(self, shape: Sequence[int], launch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Of shape (world, *x.shape). [Note: adjoints]"""
+    """Gathers `x` of every rank, shape (world, *x.shape). [Note: adjoints]"""
 
     @staticmethod
     def forward(ranks: _LossRanks, own: int, x: Tensor) -> Tensor:

@@ -264,7 +264,7 @@ class Communicator:
             self._wished.clear()
 
     def proof_of(self, agreed: Agreed) -> Proof:
-        """That of one that has been launched."""
+        """The proof of a reduction that has been launched."""
         return self._proofs[agreed]
 
     def prove(self, recorded: Sequence[tuple[Proof, Recording]]) -> None:

@@ -328,7 +328,7 @@ class CompiledStep:
             raise
 
     def _is_on_rank_zero(self, session: Session) -> bool:
-        """Of the ranks that it reduces over, or of all ranks where those are not known yet."""
+        """Whether this is rank 0 of the ranks that the step reduces over, or of all ranks while those are not known."""
         communicators, _ = self._whom_to_tell(session)
         if communicators:
             return communicators[0].rank == 0

@@ -49,7 +49,7 @@ class Donations:
 
 
 def _unchanged(given: Sequence[_Given], written: Iterable[int] = ()) -> list[_Given]:
-    """Those still alive that nobody has written into, but for a step (at the addresses `written`)."""
+    """The tensors still alive that nobody has written into, except a step (at the addresses `written`)."""
     alive = [(each, tensor, version, address) for each, version, address in given if (tensor := each()) is not None]
     return [
         (each, now, address)

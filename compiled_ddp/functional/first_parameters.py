@@ -28,7 +28,7 @@ class FirstParameters:
         self._found: list[tuple[RankGroup, Differing]] = []
 
     def checksums(self, functions: Mapping[int, str]) -> dict[str, int]:
-        """Of the parameters of these reductions, by number, which are of these functions. Reads from the device."""
+        """A checksum of each parameter of these reductions, `functions` by their number. Reads from the device."""
         named = {  # the number first, as a function may be called with several trees
             f"{number}/{name} of {function}": parameter
             for number, function in functions.items()
@@ -64,7 +64,7 @@ class FirstParameters:
 
 
 def _rows(parameters: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:
-    """Those with values that can be read, one-dimensional, one after the other: what is not contiguous is copied."""
+    """The parameters whose values can be read, flattened, with their places; copies what is not contiguous."""
     for number, parameter in enumerate(parameters):
         if parameter is not None:
             plain = torch_private.autograd.without_transforms(parameter).detach()

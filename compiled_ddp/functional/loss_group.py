@@ -33,7 +33,7 @@ class LossGroup:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup | None) -> "LossGroup":
-        """That of this group's ranks. Raises as `RankGroup`."""
+        """The group for losses of this process group's ranks. Raises as `RankGroup`."""
         if process_group is not None and process_group in _of_groups:
             return _of_groups[process_group]
         agreements, world = Agreements.of(process_group), dist.group.WORLD
@@ -131,7 +131,7 @@ class LossLaunch:
 
     @property
     def key(self) -> Hashable:
-        """The same on all ranks."""
+        """Identifies the collective on all ranks."""
         return self.wanted
 
 
@@ -175,7 +175,7 @@ class LossLaunches:
 
     @contextlib.contextmanager
     def launching_alone(self) -> Iterator[None]:
-        """The same, without reductions: agrees on them first, and raises what goes wrong on every rank by name."""
+        """As `launching`, for a graph without reductions: agrees first, and raises on every rank what went wrong."""
         with contextlib.ExitStack() as stack:
             for group, collectives in self._of_groups.items():
                 stack.enter_context(group.launching(collectives))

@@ -93,7 +93,7 @@ class GradientReduction:
         return () if self._communicator is None or self.is_alone else (self._communicator,)
 
     def agreements(self) -> Agreements | None:
-        """Those of this function's ranks, also before its first call; None where there are no others."""
+        """The agreements among this function's ranks, also before its first call; None where there is one rank."""
         group = self.options.process_group
         if isinstance(group, Communicator):
             return group.agreements

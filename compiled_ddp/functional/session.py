@@ -128,7 +128,7 @@ class LossCall:
     _collectives: int = 0
 
     def number_of_next(self) -> int:
-        """Of the next collective in the loss, or in its derivative; from 1 on."""
+        """The number of the next collective in the loss or in its derivative, from 1 on."""
         self._collectives += 1
         return self._collectives
 

@@ -48,7 +48,7 @@ class TracedStep:
     written: Sequence[int]  # the leaves of its arguments in whose memory it leaves results
 
     def values_by_node(self) -> dict[str, Tensor]:
-        """Of the inputs, by the names of their nodes."""
+        """The value of each input, by the name of its node."""
         nodes = self.graph_module.graph.find_nodes(op="placeholder")
         return {node.name: value for node, value in zip(nodes, self.inputs, strict=True)}
 

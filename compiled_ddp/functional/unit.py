@@ -56,7 +56,7 @@ class Run:
 
     @property
     def key(self) -> Hashable:
-        """The same on all ranks."""
+        """Identifies the reduction on all ranks."""
         return self.communicator.name, self.wanted
 
 
@@ -153,7 +153,7 @@ class Unit:
                 communicator.prove([(each.proof, each.recording) for _, each in on_it if each.recording is not None])
 
     def _launched_on(self, communicator: Communicator) -> list[tuple[int, _Launched]]:
-        """Those on one communicator, with their numbers."""
+        """What was launched on one communicator, with its number among all."""
         return [(number, each) for number, each in enumerate(self._launched) if each.communicator is communicator]
 
     def check(self, sums: Sequence[Tensor]) -> None:

@@ -169,7 +169,7 @@ def _those_once(parameters: _Parameters) -> _Parameters:
 
 
 class _Known:
-    """Of one segment."""
+    """What is known of one segment."""
 
     def __init__(self) -> None:
         # By which of the inputs are parameters, and the dtypes of their gradients.
@@ -186,7 +186,7 @@ class _Known:
 
 
 class SegmentCalls:
-    """Those of the forward under way, and those whose backward may still run."""
+    """The calls of the forward under way, and all calls whose backward may still run."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[SegmentCall]] = []

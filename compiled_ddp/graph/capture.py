@@ -52,7 +52,7 @@ OVERWRITTEN = -1
 
 
 def with_own_outputs(reached: Mapping[int, frozenset[int]], inputs: Iterable[int]) -> dict[int, frozenset[int]]:
-    """Of these inputs, those that reach some of the graph's outputs and not others, with the outputs that they reach.
+    """The inputs that reach some of the graph's outputs and not others, with the outputs that they reach.
 
     A loss that uses none of them leaves the input without a gradient, as in eager mode.
     """

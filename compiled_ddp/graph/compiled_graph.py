@@ -22,7 +22,7 @@ LOCAL = Rewriting()  # the backward as plain torch.compile has it, whose cache e
 
 
 class HasTeller(Protocol):
-    """Of a wrapper, that needs a backward."""
+    """A wrapper's call or program that needs a backward."""
 
     @property
     def teller(self) -> Teller: ...
@@ -166,7 +166,7 @@ class CompiledGraph:
         return self._reference.gradients(saved_and_tangents)
 
     def fingerprint_at(self, fingerprint: str, saved_and_tangents: Sequence[Any]) -> str:
-        """That of a plan, in a graph of dynamic sizes: another one for sizes at which kernels may take other ways.
+        """The plan's fingerprint with the sizes of a dynamic graph: it differs where kernels may take other ways.
 
         Those of another order of magnitude, or that are a multiple of 16 where others are none.
         """

@@ -85,7 +85,7 @@ _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.02, 1.0
 
 
 class OtherHosts:
-    """Those of a wrapper's ranks, for one piece of work."""
+    """The other hosts of a wrapper's ranks, for one piece of work."""
 
     def __init__(
         self, ranks: RankGroup, what: str, work: Mapping[str, str], tell_of_difference: Callable[[str], None]

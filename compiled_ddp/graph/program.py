@@ -258,7 +258,7 @@ class Binding:
         self.left_out = frozenset[int]()
 
     def without(self, undefined: frozenset[int]) -> Bound:
-        """The same without these graph inputs."""
+        """The program bound without these graph inputs."""
         return self._bind_without(undefined) if undefined else self.whole
 
     def note_undefined(self, undefined: frozenset[int]) -> None:

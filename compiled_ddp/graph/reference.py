@@ -46,7 +46,7 @@ class ReferenceGraph:
         self._why_not = _hindrance(graph_module, may_communicate)
 
     def gradients(self, saved_and_tangents: Sequence[Any]) -> tuple[list[Rounded | None], float]:
-        """Of a backward: those of its graph's inputs, and the coarsest epsilon among what they come from.
+        """The gradients of a backward graph's inputs, and the coarsest epsilon among what they are computed from.
 
         Raises NoReference.
         """
@@ -192,13 +192,13 @@ class RoundingAtRandom(Operators):
         return value
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        """Of its own: what the graph draws is to be the same with and without rounding."""
+        """A generator of its own, so that the graph draws the same with and without rounding."""
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(16)
         return self._generators[device]
 
     def _epsilon_of(self, value: Tensor) -> float:
-        """Of what it may have been computed with."""
+        """The epsilon of the precision that `value` may have been computed with."""
         own = torch.finfo(value.dtype).eps
         if value.dtype == torch.float32 and (self._products_are_coarse or _uses_tf32(value.device)):
             return 2.0**-10

@@ -234,7 +234,7 @@ class Segment:
         self.graph.replace_backward(self._run_backward)
 
     def _keep(self, is_meant: Callable[[int], bool]) -> None:
-        """Of the inputs that may get a gradient, those alone: it is the graph that gives it, and may leave it out."""
+        """Keep only these of the inputs that may get a gradient."""
         self.gradient_order = [*filter(is_meant, self.gradient_order)]
         self._outputs_of = {place: outputs for place, outputs in self._outputs_of.items() if is_meant(place)}
         self.may_leave_out = bool(self._outputs_of)

@@ -106,7 +106,7 @@ _MOST_OF_A_GUARD = 200  # characters
 
 
 class Teller:
-    """Of one wrapper, on rank 0 of its group."""
+    """Tells users, on rank 0 of a wrapper's group, what compilers do for it."""
 
     def __init__(self, runtime: Runtime, model: str, *, backend: str, compiles_once: bool) -> None:
         """`model` is the name of its class; `compiles_once` tells whether ranks of a host take turns at compiling."""
@@ -152,7 +152,7 @@ class Teller:
     def compiling_backward(
         self, name: str, graph: int, *, spares_saved_tensors: bool
     ) -> contextlib.AbstractContextManager[object]:
-        """The same for a backward of it, that needs to leave the saved tensors as they are or does not."""
+        """The work of a compiler on a backward of the graph, which may have to spare the saved tensors."""
         occasion = self._occasion()
         why = (
             f"again {occasion}, for backwards with retain_graph=True"
@@ -181,7 +181,7 @@ class Teller:
                 self._compiled_by = before
 
     def _tell_once(self, line: str) -> None:
-        """That of the first graph in which this rank differs from the others: it may be one of 10,000."""
+        """Tell of the first graph alone in which this rank differs from others: it may be one of 10,000 ranks."""
         if not self._has_told_of_difference:
             self._has_told_of_difference = True
             log.tell(_log, line)

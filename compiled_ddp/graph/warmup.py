@@ -39,7 +39,7 @@ class Pass:
     parameters: Sequence[torch.Tensor]
 
     def seconds(self, run: Callable[..., Any]) -> float:
-        """Of calling `run`, and of its backward from every output that has one."""
+        """Time a call of `run` and its backward from every output that has one."""
         torch.clear_autocast_cache()  # as a step finds it, whose weights have changed
         self._wait_for_devices()
         started = time.perf_counter()

@@ -44,7 +44,7 @@ _untraced = functools.partial(untraced, why=_WHY_UNTRACED)
 
 
 class TrainsWithOurs(ConstructsOurs):
-    """The same for the Trainer's strategy, whose steps call Lightning again while Dynamo captures them.
+    """Trains with our wrappers in the Trainer's strategy, whose steps call Lightning while Dynamo captures them.
 
     Args:
         submodules: names of the parts that are compiled and reduced, each by a wrapper of its own that stands in its
@@ -130,7 +130,7 @@ class TrainsWithOurs(ConstructsOurs):
 
 
 class SetsUpOurs(ConstructsOurs):
-    """The same for Fabric's strategy."""
+    """Sets a module up with our wrappers in Fabric's strategy."""
 
     def setup_module(self, module: nn.Module) -> Any:
         parent: Any = super()

@@ -102,7 +102,7 @@ class Contents:
 
     @functools.cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Those of the parameters that require a gradient."""
+        """The parameters that require a gradient."""
         return _trained(self.parameters)
 
     @functools.cached_property
@@ -148,7 +148,7 @@ class ManagedState:
         return ((name, parameter) for name, parameter in given if id(parameter) not in inside)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Those of the parameters that require a gradient."""
+        """The parameters that require a gradient."""
         return _trained(self.parameters())
 
     def devices(self) -> list[torch.device]:

@@ -62,7 +62,7 @@ def is_owned(part: object) -> bool:
 
 
 def other_state_of(part: object, own: ManagedState) -> ManagedState | None:
-    """The same, unless it is `own`, or of an earlier wrapper of the very module that `own` is of."""
+    """The state of the wrapper that `part` belongs to; None for `own`, and an earlier wrapper of the same module."""
     if not _is_others(_state_of(part), own):
         return None
     gc.collect()  # a wrapper is part of a cycle: one that was dropped may still be there, on some ranks alone

@@ -50,7 +50,7 @@ class RememberedParts:
 
     @property
     def dictionaries(self) -> Sequence[dict[str, Part]]:
-        """Those of them that are plain ones, which hold `number` parts together."""
+        """The plain dictionaries among them, which hold `number` parts together."""
         return self._dictionaries
 
     def are_in_place(self) -> bool:
@@ -214,7 +214,7 @@ class ModelWatch:
         return sum(map(len, self._dictionaries)) != self._number_of_parts
 
     def buffers(self) -> Sequence[torch.Tensor]:
-        """Those that the wrapper looks after, as they are now: each once, in registration order."""
+        """The buffers that the wrapper manages, as they are now: each once, in registration order."""
         untouched = self._modules.are_untouched() and self._siblings_of_buffers.are_untouched()
         if self._asks_for_buffers or not untouched:
             self._take_buffers()

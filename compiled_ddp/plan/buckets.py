@@ -99,7 +99,7 @@ class Bucket:
 
     @functools.cached_property
     def _hash(self) -> int:
-        """Of what tells buckets apart: those of one wrapper have no gradient in common."""
+        """Hash what tells buckets apart: those of one wrapper have no gradient in common."""
         return hash((self.indices, self.numel, self.dtype, self.device))
 
     @functools.cached_property

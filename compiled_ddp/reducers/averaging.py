@@ -67,7 +67,7 @@ class Averaging:
         return self._share if self._scaling is None else self._scaling.share(dtype)
 
     def still_to_reduce(self, gradient: torch.Tensor, reduced: torch.Tensor) -> torch.Tensor:
-        """Of a gradient a part of which is the same on every rank, as it has been `reduced` before.
+        """The part of a gradient to reduce where another part, `reduced` before, is the same on every rank.
 
         A mean leaves that part as it is; to a sum each rank brings an equal share of it.
         """

@@ -29,7 +29,7 @@ def as_weight(weight: object, *, taker: str, world_size: int) -> float:
 
 
 def weight_in_trace(weight: object, *, taker: str, world_size: int) -> float | torch.Tensor:
-    """The same of what may be traced, in a batch or on another device; a tensor stays one, as losses hang on it.
+    """As `as_weight`, for what may be traced, batched or on another device; a tensor stays one, as losses depend on it.
 
     Where its value cannot be read in time, what is no weight becomes NaN, and so does what is divided by the sum.
     """

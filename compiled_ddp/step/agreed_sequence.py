@@ -86,12 +86,12 @@ class AgreedSequence:
         self._reduction: ReductionKind | None = None  # in place of the options' own
         self._options, self._communicator, self._traced_hook = options, communicator, traced_hook
         self.among_collectives = False  # [Note: models that communicate], whether the ranks know it of this one
-        self.must_agree = True  # whether the next backward brings `sequence` about, for which ranks wait for each other
-        self.beginnings = -1  # how often a sequence has been brought about anew
+        self.must_agree = True  # whether ranks agree on `sequence` in the next backward, and wait for each other
+        self.beginnings = -1  # how often ranks have begun to agree on another sequence
         self._patience = Patience()
 
     def begin_anew(self, parameters: TrainedParameters) -> None:
-        """Let the next synchronised backward bring a new sequence about."""
+        """Let ranks agree on a new sequence in the next synchronised backward."""
         policy = self._options.bucket_policy(self._communicator.world_size)
         if self._reduction is not None:
             policy = replace(policy, reduction=self._reduction)

@@ -153,7 +153,7 @@ class FlatBuffer:
             self.put_in_place(elsewhere, parameters)
 
     def put_in_place(self, indices: Iterable[int], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The same of those that are known not to be there; returns what .grad is now.
+        """As `leave_in_place`, for gradients that are known to be elsewhere; returns what .grad is now.
 
         Each is a new tensor that shares the memory of the bucket, with a version of its own: what autograd adds to one
         is no sign that it has added to another of the same buffer.
@@ -246,7 +246,7 @@ class SequenceBuffers(dict[int, FlatBuffer]):
             buffer.renew_if_held(in_place[buffer.address] if in_place else 0)
 
     def renew_all_held(self) -> None:
-        """The same where there is no .grad."""
+        """As `renew_held`, where there is no .grad."""
         for buffer in self.values():
             buffer.renew_if_held(0)
 

@@ -25,7 +25,7 @@ class Conducted(Protocol):
 
     @property
     def name(self) -> str:
-        """The same on all ranks, and that of no other wrapper."""
+        """The wrapper's name, the same on all ranks, and no other wrapper's."""
 
     def takes_part(self) -> bool:
         """Whether the backward that this thread runs has reached the wrapper, or will."""
@@ -46,7 +46,7 @@ class Conducted(Protocol):
         """Drop what `expect_in_task` or `backward_failed` has noted."""
 
     def unsent(self) -> Iterable[str]:
-        """Of what ranks wait for in the middle of a backward, that which this rank has not sent in this one."""
+        """What ranks wait for in the middle of a backward and this rank has not sent yet."""
 
     def ends_with(self, task: int) -> bool:
         """Whether its backward ends when autograd has ended `task`."""
@@ -124,7 +124,7 @@ class Conductor:
                 wrapper.expect_no_more()
 
     def broken_off(self) -> Sequence[Conducted]:
-        """Those of whose backwards an exception has ended one in this thread."""
+        """The wrappers with a backward that an exception has ended in this thread."""
         wrappers = self._wrappers()
         for wrapper in wrappers:
             wrapper.outlast_threads()

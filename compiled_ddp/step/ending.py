@@ -49,7 +49,7 @@ class GivingUpAfterSurprises:
 
 
 class GivingUpAfterAnyException(GivingUpAfterSurprises):
-    """The same where the code of a communication hook runs in here, whose RuntimeErrors are none of ours."""
+    """As its base, where a communication hook's code runs in here, whose RuntimeErrors are none of ours."""
 
     def _is_surprise(self, error: BaseException) -> bool:
         return not self._communicator.has_failed
@@ -109,7 +109,7 @@ class _Also:
 
 
 class Ending:
-    """Of one backward, everything of which has been reduced."""
+    """The stages that follow when everything of one backward has been reduced."""
 
     def __init__(
         self, reduction: Reduction, backward: SynchronisedBackward, findings: Findings, not_reduced: Sequence[int] = ()
@@ -131,7 +131,7 @@ class Ending:
             self._conclude()
 
     def averaged(self, among: Set[int]) -> set[int]:
-        """Of these parameters, those with the mean in .grad, which users' hooks may see now."""
+        """The parameters among these with the mean in .grad, which users' hooks may see now."""
         if self._backward.circumstances.returned is not None:
             return set()
         tensors = self._reduction.parameters.tensors
@@ -160,7 +160,7 @@ class Ending:
             self._rebuild()
 
     def run_broken(self) -> None:
-        """Of a backward that is broken on this rank alone: what the others' stages communicate in."""
+        """The stages in which the others communicate, of a backward that is broken on this rank alone."""
         self._admit_newly_used()
         if self.is_first and self._is_skipped_by_all():
             self._forget_a_skip_of_all()
@@ -297,7 +297,7 @@ class Ending:
         )
 
     def _refuse_newcomers(self, newcomers: Mapping[str, torch.nn.Parameter]) -> None:
-        """Of what was put into the model behind its forward, nothing has reduced a gradient of this backward."""
+        """Raise RuntimeError if one put into the model after its forward got a gradient, which nothing has reduced."""
         in_task = torch_private.autograd.current_graph_task() != -1
         brought = torch_private.autograd.backward_will_accumulate
         late = [name for name, p in newcomers.items() if p.grad is not None and in_task and brought(p)]

@@ -369,7 +369,7 @@ class GraphGradients:
         return sum_in_order([of_one[index] for of_one in self._of_each if index in of_one])
 
     def changed(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """Those of these parameters whose .grad is not simply what a graph has left in it."""
+        """The parameters among these whose .grad is not simply what a graph has left in it."""
         gradients = [*map(gradient_of, map(parameters.__getitem__, self.addresses))]
         are_there = all(map(operator.is_not, gradients, itertools.repeat(None)))
         if (
@@ -493,7 +493,7 @@ class Gradients:
             self.put_gathered(position)
 
     def gather_all(self, position: int, indices: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """The same of several small ones, on a CPU, which go into no other bucket."""
+        """As `gather`, for several small gradients on a CPU, which go into no other bucket."""
         launch = self._launches.buckets[position]
         launch.gathered.update(zip(indices, gradients, strict=True))
         launch.missing.difference_update(indices)

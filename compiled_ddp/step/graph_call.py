@@ -14,11 +14,11 @@ class Bound(Protocol):
 
     @property
     def plan(self) -> BucketPlan:
-        """Over parameters."""
+        """The plan over the wrapper's parameters."""
 
     @property
     def fingerprint(self) -> str:
-        """Of the plan."""
+        """The plan's fingerprint."""
 
 
 class GraphCall(Protocol):

@@ -155,7 +155,7 @@ class ReservedSection:
         self._backward.folded.give_back_as_they_were(self._plan.indices)
 
     def unused_everywhere(self, riders: torch.Tensor) -> set[int]:
-        """Of the parameters without gradient here, those that no rank has used, by the reduced `riders`.
+        """The parameters without gradient here that no rank has used, by the reduced `riders`.
 
         On the CPU; elsewhere a device would have to be waited for, and they keep what the graph has made, zeros.
         """
@@ -320,7 +320,7 @@ class GraphReservations:
         return list(filter(self._reduction.with_tensor_hooks, call.plan.indices))
 
     def _frozen(self, call: GraphCall) -> list[int]:
-        """Those that were frozen since the call."""
+        """The call's parameters that were frozen since."""
         return [index for index in call.plan.indices if not requires_grad(self._reduction.parameters.tensors[index])]
 
 

@@ -144,7 +144,7 @@ class GradientHooks:
             self.watch(range(len(self._parameters)))
 
     def watch(self, indices: Iterable[int]) -> None:
-        """The same of these parameters."""
+        """Watch these parameters, and hold back the users' hooks on them."""
         unwatched = sorted(set(indices) - self._watched)
         if not unwatched:
             return
@@ -245,7 +245,7 @@ _MOST_SURPRISES = 3  # backwards in which another gradient came last, before Pyt
 
 
 def _noted_of(gradients: Sequence[Gradient]) -> list[int]:
-    """Of a bucket's gradients, in the order in which they come, the parameters that are noted only."""
+    """The parameters of a bucket, in the order of its gradients, that are noted only."""
     noted, waiting = [], 0
     for gradient in gradients[:-1]:
         waiting += gradient.numel
@@ -329,7 +329,7 @@ def _turned_into(hook: functools.partial[Any], function: Callable[[torch.Tensor]
 
 
 def _tripped(listener: weakref.ref[Listener], index_of: Mapping[int, int], parameter: torch.Tensor) -> None:
-    """Of a parameter with the tripwire, whose index is found by its id."""
+    """The hook of a parameter with the tripwire, whose index is found by its id."""
     _gradient_accumulated(listener, index_of[id(parameter)], parameter)
 
 

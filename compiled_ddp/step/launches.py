@@ -48,7 +48,7 @@ class Usage:
         return not self._sends_zeros and (index in self.arrived or index in self.before)
 
     def unused(self, indices: Iterable[int]) -> set[int]:
-        """Of these parameters, those without one."""
+        """The parameters among these without a gradient to reduce."""
         return set(indices) if self._sends_zeros else set(indices).difference(self.arrived, self.before)
 
     def note_gradient(self, index: int) -> None:
@@ -238,7 +238,7 @@ class Launches:
         self._using: dict[int, dict[int, float]] = {}  # section -> parameter -> on how many ranks it is used
 
     def positions_by_hooks(self, index: int) -> Sequence[int]:
-        """Of the buckets that carry this gradient, those that no graph has reserved."""
+        """The buckets that carry this gradient and that no graph has reserved."""
         positions, reserved = self.buffers.positions_of.get(index, ()), self._reservations.reserved
         return [p for p in positions if self.buckets[p].section not in reserved] if reserved else positions
 
@@ -336,7 +336,7 @@ class Launches:
             error.add_note(f"in the communication hook, for {self._name(position)}")
 
     def explain_failed_reducer(self, error: BaseException, position: int) -> None:
-        """The same where nothing but riders can be launched any more."""
+        """As `explain`, where nothing but riders can be launched any more."""
         where = f"{self.reducer.name} failed for {self._name(position)}"
         if isinstance(error, RuntimeError):  # of a collective, maybe
             raise self._communicator.failure(error, where) from error
@@ -433,7 +433,7 @@ class Launches:
         return indices.difference(index for index in unused_here if ranks[index] == 0)
 
     def unused_everywhere(self) -> set[int]:
-        """Of the parameters that hooks reduced, those that no rank has used."""
+        """The parameters that hooks reduced and no rank has used."""
         return {i for p in self.by_hooks() for i in self.buffers.indices_in[p].difference(self.used_on_any_rank(p))}
 
     def _ranks_using(self, section: int) -> dict[int, float]:
@@ -444,7 +444,7 @@ class Launches:
         return self._using[section]
 
     def _riders_at(self, position: int) -> torch.Tensor | None:
-        """Of a bucket that hooks launched, or a graph that broke off; None where there are none."""
+        """The riders of a bucket that hooks launched, or a graph that broke off; None where there are none."""
         work, layout = self.buckets[position].work, self.buckets[position].bucket.riders
         if isinstance(work, LaunchedByGraph):
             return None if work.flat is None or layout is None else layout.view(work.flat)

@@ -297,13 +297,13 @@ class Runtime:
                 self.reduction.carried.note_local_use([index])
 
     def users_hook_comes(self, index: int) -> None:
-        """The same, of a user's hook that may come before ours."""
+        """A gradient was accumulated, as a user's hook tells that may come before ours."""
         with self.lock:
             if self.synchronises():
                 self._enter_with(index)
 
     def gradient_comes(self) -> None:
-        """The same, of a parameter that is not in the buckets."""
+        """A gradient comes, of a parameter that is not in the buckets."""
         with self.lock:
             if self.synchronises():
                 self.enter()
@@ -366,7 +366,7 @@ class Runtime:
 
     @property
     def begin_event(self) -> str:
-        """What ranks wait for when a backward begins that brings a sequence about."""
+        """What ranks wait for when a backward begins in which they agree on a sequence."""
         return f"{self.name} begin {self.reduction.agreed.beginnings}"
 
     @property

@@ -242,7 +242,7 @@ class SynchronisedBackward:
         return self._parameters.on_cpu and bool(self._sole_positions) and not observes and not existing and not returned
 
     def collect(self, collected: Mapping[int, Collected]) -> None:
-        """Of these, by the position of their bucket, gradients are noted as they come: [Note: collected]"""
+        """Let gradients be noted as they come, by the position of their bucket: [Note: collected]"""
         self._collected = {**collected}
 
     def _take_in(self, collected: Collected, position: int) -> Sequence[int]:
@@ -269,7 +269,7 @@ class SynchronisedBackward:
                 of_bucket.note_late(indices[-1])
 
     def arrived(self, index: int) -> None:
-        """The same where more has to be looked at than what most gradients of most steps need."""
+        """As `gradient_arrived`, where more has to be looked at than for most gradients."""
         gradient = self._parameters.tensors[index].grad
         positions = self.launches.positions_by_hooks(index)
         if not positions or gradient is None or not self.existing.has_accumulated(index):

@@ -113,7 +113,7 @@ class RecompileLimits(logging.Handler):
             self.notes.append(f"{function} has been captured as often as torch._dynamo.config.{limit} ({value}) allows")
 
     def given_up_in(self, module: torch.nn.Module) -> list[str]:
-        """Those of the notes that are about the forward of `module` or of a part of it."""
+        """The notes about the forward of `module` or of a part of it."""
         # Looked up without asking the class: TorchScript's has one that only objects have.
         forwards = {inspect.getattr_static(type(part), "forward") for part in module.modules()}
         codes = [forward.__code__ for forward in forwards if isinstance(forward, types.FunctionType)]

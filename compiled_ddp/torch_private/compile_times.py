@@ -17,7 +17,7 @@ class CompileTimes(NamedTuple):
 
 
 def compile_times() -> CompileTimes:
-    """Of all that has been compiled so far in this process."""
+    """The times of all that this process has compiled so far."""
     from torch._dynamo.utils import compilation_time_metrics, counters
 
     def seconds(*phases: str) -> float:

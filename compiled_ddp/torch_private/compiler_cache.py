@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 
 def folder() -> Path:
-    """Of all that Inductor keeps: `TORCHINDUCTOR_CACHE_DIR`, or one of the user's own below that of temporary files."""
+    """Inductor's cache: `TORCHINDUCTOR_CACHE_DIR`, or a folder of the user's own below that of temporary files."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
@@ -129,7 +129,7 @@ def _instructions() -> str:
 
 
 def _shown(value: object) -> str:
-    """The same in every process: without the addresses of functions."""
+    """A repr that is equal in every process: without the addresses of functions."""
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 

@@ -9,7 +9,7 @@ from compiled_ddp.keywords import suggestion
 
 
 def modes() -> tuple[str, ...]:
-    """Those that torch.compile takes."""
+    """The modes that torch.compile takes."""
     import torch._inductor
 
     return tuple(torch._inductor.list_mode_options())

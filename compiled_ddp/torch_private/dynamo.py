@@ -131,7 +131,7 @@ def why_captured_again() -> Callable[[], str]:
 
 
 def name_of_higher_order(operator: object) -> str:
-    """Of an operator of a captured graph that has graphs among its arguments; "" of any other."""
+    """The name of an operator that takes graphs as arguments; "" for any other operator."""
     return operator.name() if isinstance(operator, torch._ops.HigherOrderOperator) else ""
 
 

@@ -189,7 +189,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def with_own_connection(store: dist.Store) -> dist.Store:
-    """The same store for use in another thread, where blocking calls on `store` do not hold it up."""
+    """A connection to the same store for another thread, which blocking calls on `store` do not hold up."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     return clone
 

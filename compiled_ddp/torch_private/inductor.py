@@ -393,7 +393,7 @@ def _drawing(
     device: torch.device,
     seed_shape: tuple[int, ...],
 ) -> Callable[..., Any]:
-    """Of an operator's arguments the one that is None is the seed."""
+    """A compiled call of `operator` that takes the seed, in place of the argument that is None."""
     from torch._inductor.compile_fx import compile_fx
 
     graph = torch.fx.Graph()

@@ -177,7 +177,7 @@ def find(name: str) -> object:
 
 
 def moved() -> list[str]:
-    """Those that this torch lacks, each with what it is used for. Takes some seconds: it imports torch's compiler."""
+    """The names that this torch lacks, each with its use. Takes some seconds: it imports torch's compiler."""
     return [f"{name} ({use})" for use, names in NAMES.items() for name in names if not _exists(name)]
 
 

@@ -35,7 +35,7 @@ version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def version_if_any(tensor: torch.Tensor) -> int:
-    """The same; -1 for what was made in inference mode, which has none."""
+    """As `version_of`; -1 for a tensor made in inference mode, which has no version."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -121,7 +121,7 @@ def is_distributed_tensor(tensor: torch.Tensor) -> bool:
 
 
 def place_of(generator: torch.Generator) -> int:
-    """Of the generator itself, in memory: what it is known by where operators see it as another object."""
+    """The generator's address, by which it is known where operators see it as another Python object."""
     place: int = generator._cdata  # type: ignore[attr-defined]
     return place
 

@@ -44,7 +44,7 @@ def _remembering(check_build: Callable[[Any, str], bool]) -> Callable[[Any, str]
 
 
 def _identity(kind: Any, code: str) -> str:
-    """Of a check: what is built, by which compiler, and what it is loaded into."""
+    """Identifies a check: what is built, by which compiler, and what loads it."""
     compiler = _compiler()
     files = [Path(shutil.which(compiler) or "."), Path(torch.__file__).parent / "lib"]
     dates = [(str(file), file.stat().st_mtime_ns) for file in files]

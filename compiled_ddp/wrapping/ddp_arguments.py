@@ -36,7 +36,7 @@ class DDPKeywords(TypedDict, total=False):
 
 
 class DDPArguments(DDPKeywords, total=False):
-    """The same, with those that may be given by position."""
+    """DDP's arguments, with those that may be given by position."""
 
     device_ids: Sequence[Device] | None  # the GPU of the model, where inputs are moved
     output_device: Device | None  # the same

@@ -138,7 +138,7 @@ class Settings:
         return torch_private.modules.moved(args, kwargs, self.input_device)
 
     def of_a_copy(self) -> "Settings":
-        """Those of a copy of the wrapper, which has neither ranks nor these parameters."""
+        """The settings of a copy of the wrapper, which has neither ranks nor these parameters."""
         copied = Settings(self.options, without_group(self.ddp_arguments), on_default_group=True)
         copied.given = self.given
         copied.move_inputs_to(self.input_device)

@@ -95,7 +95,7 @@ class Setup:
         return {"wrapper": [self._wrapper], **describe_model(self.contents, options, self.mode)}
 
     def check_and_describe_parts(self, known_sparse: Collection[str]) -> Description:
-        """The same of a model that has changed, in which `known_sparse` had sparse gradients before."""
+        """As `check_and_describe`, for a model that has changed; `known_sparse` had sparse gradients before."""
         self.contents = self.managed_state.contents()
         check_parts(self.managed_state, self.contents)
         check_layouts(self.contents, self._settings.options)
@@ -124,7 +124,7 @@ class Setup:
         return {name: parameter for name, parameter in self.contents.trained.items() if name not in sparse}
 
     def sparse(self) -> dict[str, nn.Parameter]:
-        """Those with sparse ones."""
+        """The trained parameters with sparse gradients, by name."""
         sparse = self.contents.sparse
         return {name: parameter for name, parameter in self.contents.trained.items() if name in sparse}
 
@@ -206,7 +206,7 @@ class WatchedModel:
         return {name: parameter for name, parameter in trained.items() if id(parameter) not in known}
 
     def buffers(self) -> Sequence[torch.Tensor]:
-        """Those that the wrapper looks after, as they are now: each once, in registration order."""
+        """The buffers that the wrapper manages, as they are now: each once, in registration order."""
         return self._watch.buffers()
 
     def take_changes(self, *, in_forward: bool = False) -> None:

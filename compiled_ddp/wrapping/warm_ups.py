@@ -20,7 +20,7 @@ from compiled_ddp.wrapping.parts import Settings
 
 
 class WarmUps:
-    """Those of a wrapper in use."""
+    """The warm-ups of a wrapper in use."""
 
     def __init__(
         self,

@@ -573,7 +573,10 @@ class Expert(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each a graph of its own, as the forward itself is left to eager for a break in a loop. With `replaces` the forward puts another parameter into the first one."""
+    """Each a graph of its own, as the forward itself is left to eager code for a break in a loop.
+
+    With `replaces` the forward puts another parameter into the first one.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()

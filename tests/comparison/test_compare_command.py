@@ -282,6 +282,10 @@ def test_two_machines_under_torchrun_begin_anew_when_a_rank_was_killed(
         statuses = ["no end"]
     finally:
         for agent in agents:
+            agent.terminate()  # and with it the ranks, which are in sessions of their own
+        for agent in agents:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                agent.wait(timeout=60)
             agent.kill()
             agent.wait()
     printed = [output.read_text() for output in outputs]

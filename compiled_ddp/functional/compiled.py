@@ -305,6 +305,7 @@ class CompiledStep:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if not several or self._backend != "inductor" or not compile_once.is_on():
             return contextlib.nullcontext()
+        torch_private.vector_checks.remember()
         work = compile_once.work_on(traced.graph_module, traced.inputs, self._options, identity)
         waiting = functools.partial(slow_work, ("waiting", "waited"))
         return compile_once.in_turn(work, lambda owner: waiting(what=compile_once.waiting_for(owner)))

@@ -21,30 +21,9 @@ class _Holder:
     """Whose name it is, and how many of its graphs run."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._group: weakref.ref[dist.ProcessGroup] | None = None
-        self._running = 0
-
-    def hand_over(self, group: dist.ProcessGroup) -> str | None:
-        """The shared name, which is the group's until `release`; None while graphs of another one run."""
-        with self._lock:
-            if self._group is None or self._group() is not group:
-                if self._running:
-                    return None
-                torch_private.groups.name_group(group, SHARED_NAME)
-                self._group = weakref.ref(group)
-            self._running += 1
-            return SHARED_NAME
-
-    def release(self) -> None:
-        with self._lock:
-            self._running -= 1
-
-    def forget(self, group: dist.ProcessGroup) -> None:
-        with self._lock:
-            if self._group is not None and self._group() is group:
-                torch_private.groups.forget_group_name(SHARED_NAME)
-                self._group = None
+        self.lock = threading.Lock()
+        self.group: weakref.ref[dist.ProcessGroup] | None = None
+        self.running = 0
 
 
 _holder = _Holder()
@@ -52,21 +31,34 @@ _holder = _Holder()
 
 def forget(group: dist.ProcessGroup) -> None:
     """No graph will call `group` any more: torch.distributed would hold it under the name."""
-    _holder.forget(group)
+    with _holder.lock:
+        if _holder.group is not None and _holder.group() is group:
+            torch_private.groups.forget_group_name(SHARED_NAME)
+            _holder.group = None
 
 
 class NameInGraphs(contextlib.AbstractContextManager[str]):
     """Entered, the name of `group` in a graph that runs in this context."""
 
     def __init__(self, group: dist.ProcessGroup, own_name: str, *, shared: bool) -> None:
-        """It is the one of all graphs if it is to be `shared`, and no other group has it now."""
+        """It is the one of all graphs if it is to be `shared`, and no graph of another group has it now."""
         self._group, self._own_name, self._shared = group, own_name, shared
-        self._name: str | None = None
+        self._holds = False
 
     def __enter__(self) -> str:
-        self._name = _holder.hand_over(self._group) if self._shared else None
-        return self._name or self._own_name
+        if not self._shared:
+            return self._own_name
+        with _holder.lock:
+            if _holder.group is None or _holder.group() is not self._group:
+                if _holder.running:
+                    return self._own_name
+                torch_private.groups.name_group(self._group, SHARED_NAME)
+                _holder.group = weakref.ref(self._group)
+            _holder.running += 1
+        self._holds = True
+        return SHARED_NAME
 
     def __exit__(self, *_: object) -> None:
-        if self._name is not None:
-            _holder.release()
+        if self._holds:
+            with _holder.lock:
+                _holder.running -= 1

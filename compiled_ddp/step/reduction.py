@@ -230,7 +230,7 @@ class Reduction:
         self.forget_sequence()
 
     def forget_sequence(self) -> None:
-        """Let ranks agree on a new sequence in the next synchronised backward. On all ranks before the same backward."""
+        """Let ranks agree on a new sequence in the next backward. On all ranks before the same one."""
         self.agreed.begin_anew(self.parameters)
         self.carried.begin_anew()
         self.proof.begin_anew(self.parameters)

@@ -336,7 +336,7 @@ class Runtime:
             tasks = self.under_way.tasks
             try:
                 # With several devices, another task's thread may end the one that is inside of it.
-                if outer is None and not tasks.are_running(but=task):
+                if outer is None and ([*tasks.noted] == [task] or not tasks.are_running(but=task)):
                     conductor.end(task)
             finally:  # only now: other threads must not take the backward for one that has broken off
                 tasks.close(task)
@@ -466,6 +466,8 @@ class Runtime:
 
         A no-op where there is none. A backward that another thread runs is none.
         """
+        if self.under_way.phase is Phase.IDLE:  # as before nearly every forward, which asks
+            return
         self.outlast_threads()
         if self.under_way.is_broken_off():
             conductor.finish_broken(also=[self])

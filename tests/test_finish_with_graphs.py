@@ -48,6 +48,39 @@ def test_where_graphs_reduce_everything_no_parameter_is_watched_after_the_first_
     assert not any(rank.reduction.hooks.everywhere for rank in ranks)
 
 
+@pytest.mark.parametrize("skips", ["other graphs", "no graph on one rank"])
+def test_after_a_step_without_its_graphs_the_hooks_rest_again(two: Two, skips: str) -> None:
+    graph = uses(graph=(2, 1, 0))
+    one, other = ranks = refined(two, graph)
+    if skips == "other graphs":
+        assert_steps_well(*ranks, step=uses(2, 1, graph=(0,)))
+    else:
+        forget_gradients(*ranks)
+        assert together(ranks, uses(2, 1, 0), graph) == [None, None]
+    assert one.reduction.hooks.everywhere
+    for _ in range(2):  # in the first one graphs run again, and in the next one nothing else is to be expected
+        assert_steps_well(*ranks, step=graph)
+    assert not any(rank.reduction.hooks.everywhere for rank in ranks)
+    assert {rank.agreed.beginnings for rank in ranks} == {0}
+    assert_steps_well(one, other, step=graph)
+
+
+def test_hooks_do_not_rest_while_a_forward_waits_that_called_other_graphs(two: Two) -> None:
+    """Its backward comes with that of a forward that called them, on both ranks."""
+    graph = uses(graph=(2, 1, 0))
+    ranks = refined(two, graph)
+    assert_steps_well(*ranks, step=graph)
+
+    def step(rank: RunTime) -> None:
+        first = rank.forward(2, 1, 0)
+        (first + rank.forward(graph=(2, 1, 0))).backward()
+
+    forget_gradients(*ranks)
+    errors = together(ranks, step)
+    assert all("got a gradient from outside of its captured graph" in str(error) for error in errors), errors
+    assert all(rank.reduction.hooks.everywhere for rank in ranks)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_what_one_rank_has_used_outside_of_the_graph_too_is_reduced_again_in_the_first_backward(
     two: Two, reduction: str

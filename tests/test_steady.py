@@ -332,6 +332,23 @@ def test_kept_gradients_are_added_to_in_the_general_way(two: Two, begun: list[St
         assert all(torch.equal(tensor.grad, 2 * mean(index)) for index, tensor in enumerate(rank.tensors))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("step", [ALL, IN_GRAPH], ids=["hooks", "graph"])
+def test_after_a_users_hook_was_removed_steps_are_steady_again(
+    two: Two, step: Callable[[RunTime], None], begun: list[SteadyStep]
+) -> None:
+    ranks = steady(two, step, verify="off")
+    handles = [rank.tensors[1].register_post_accumulate_grad_hook(lambda _: None) for rank in ranks]
+    begun.clear()
+    assert_steps_well(*ranks, step=step)
+    assert not begun
+    for handle in handles:
+        handle.remove()
+    for _ in range(3):
+        assert_steps_well(*ranks, step=step)
+    assert len(begun) >= 2
+    assert not any(rank.reduction.hooks.deferred for rank in ranks)
+
+
 def test_nothing_of_an_earlier_sequence_is_held(two: Two, begun: list[SteadyStep]) -> None:
     ranks = steady(two)
     before = [weakref.ref(rank.agreed.buffers) for rank in ranks]

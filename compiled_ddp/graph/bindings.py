@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_ddp import torch_private
 from compiled_ddp.graph.program import Binding, Bound, Program
 from compiled_ddp.graph.segment import Segment, SegmentCall
 from compiled_ddp.graph.telling import Teller
@@ -206,8 +207,14 @@ class SegmentCalls:
             self._made, self._of_forward, self._segments, self.stay_local = before
 
     def begin_forward(self) -> None:
-        """The calls that follow belong to another forward."""
-        self._made = [*filter(operator.call, self._made)]
+        """The calls that follow belong to another forward. Those whose backward has run are forgotten.
+
+        Users who keep their outputs and losses keep such calls alive. Inside of a backward it may still be asked of
+        them.
+        """
+        alive = [(made, call) for made in self._made if (call := made()) is not None]
+        inside = torch_private.autograd.current_graph_task() != -1
+        self._made = [made for made, call in alive if inside or not call.until_backward.is_over]
         self._of_forward, self._segments = [], {}
 
     def note(self, segment: Segment, call: SegmentCall | None) -> None:

@@ -85,6 +85,7 @@ class AgreedSequence:
         self.why_not_graph = why_not_graph
         self._reduction: ReductionKind | None = None  # in place of the options' own
         self._options, self._communicator, self._traced_hook = options, communicator, traced_hook
+        self.all_graphs_ran = False  # in the latest backward, so that nothing is left to hooks that a graph reduces
         self.among_collectives = False  # [Note: models that communicate], whether the ranks know it of this one
         self.must_agree = True  # whether ranks agree on `sequence` in the next backward, and wait for each other
         self.beginnings = -1  # how often ranks have begun to agree on another sequence
@@ -97,7 +98,7 @@ class AgreedSequence:
             policy = replace(policy, reduction=self._reduction)
         self._planner = SequencePlanner(parameters, policy)
         self.beginnings += 1
-        self.must_agree, self.refined = True, False
+        self.must_agree, self.refined, self.all_graphs_ran = True, False, False
         if self.why_not_graph is not None:
             self._adopt(self._planner.propose([], reason=self.why_not_graph))
         self.unused = frozenset()
@@ -159,6 +160,11 @@ class AgreedSequence:
         """Launch these parameters of the unused sections in every backward from now on."""
         assert self.sequence is not None
         self._adopt(self._planner.admit(self.sequence, used))
+
+    def note_graphs(self, sections: Set[int]) -> None:
+        """Graphs have reduced these sections in the backward that has ended, or are to be watched from here on."""
+        graphs = {*self.graph_sections.values()}
+        self.all_graphs_ran = bool(graphs) and graphs <= sections
 
     def note_mismatches(self, ranks: int) -> None:
         """On so many ranks the graphs of the backward that has ended did not fit."""

@@ -386,6 +386,7 @@ class Finish:
             reduction.hooks.run_users(ending.averaged(reduction.hooks.deferred))
         if ending.is_first:
             ending.remove_needless_hooks()
+        reduction.agreed.note_graphs(backward.reservations.reserved.keys())
 
     def _finish_steady(self, steady: Steady) -> None:
         """[Note: steady step] Changes nothing where more is to be done than usually."""

@@ -86,12 +86,13 @@ class UntilBackward(Generic[Kept]):
 
     def __init__(self, kept: Kept) -> None:
         self._held: Kept | None = kept
+        self.is_over = False  # whether a backward has come here that has freed the graph
         self._kept: Callable[[], Kept | None] = weakref.ref(kept)
 
     def take(self) -> Kept | None:
         """What is kept, for the backward that this thread runs; None once it is gone."""
         if not torch_private.autograd.keeps_graph():
-            self._held = None
+            self._held, self.is_over = None, True
         return self._kept()
 
     @torch_private.dynamo.untraced

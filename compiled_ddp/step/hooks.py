@@ -167,7 +167,7 @@ class GradientHooks:
 
     def rest(self, keep: Set[int]) -> None:
         """Watch only these parameters from now on, and those with hooks of the user's; others by the tripwire alone."""
-        self.deferred = {index for index in self.deferred if defers_any(self._parameters[index])}
+        self._forget_removed()
         for index in self._watched.difference(keep, self.deferred):
             self.put(index, self._tripwire)
         self._watched &= keep | self.deferred
@@ -232,6 +232,11 @@ class GradientHooks:
         """Call the users' hooks that were held back on these parameters, whose .grad is reduced now."""
         for index in sorted(self.deferred.intersection(indices)):
             run_deferred(self._parameters[index])
+        self._forget_removed()
+
+    def _forget_removed(self) -> None:
+        """Note whose hooks the users have removed meanwhile."""
+        self.deferred = {index for index in self.deferred if defers_any(self._parameters[index])}
 
 
 # [Note: collected] In a step like those before it there is nothing to do for a gradient until its bucket is full. So

@@ -127,15 +127,21 @@ class Runtime:
     def end_forward(self, calls: Sequence[GraphCall]) -> None:
         """Watch the parameters by hooks unless the segments that this forward called cover every graph section.
 
-        Even then its loss may reach none of these: [Note: tripwire]
+        Even then its loss may reach none of these: [Note: tripwire]. Where a step was another one, and graphs have
+        reduced everything since, the hooks rest again.
         """
         agreed, hooks = self.reduction.agreed, self.reduction.hooks
-        if agreed.sequence is not None and not hooks.everywhere:
-            called = {call.fingerprint for call in calls}
-            if not agreed.graph_sections.keys() <= called:
-                hooks.install()
-            elif self.forward.awaits_backward or any(map(may_leave_out, calls)):
-                hooks.arm()  # also of a local one, whose backward may use outside of a graph what this leaves out
+        if agreed.sequence is None or (hooks.everywhere and not agreed.all_graphs_ran):
+            return
+        called = {call.fingerprint for call in calls}
+        if not agreed.graph_sections.keys() <= called:
+            agreed.note_graphs(frozenset())
+            hooks.install()
+            return
+        if hooks.everywhere and {*self.reduction.live_calls()} <= {*calls}:
+            self.reduction.remove_needless_hooks()
+        if not hooks.everywhere and (self.forward.awaits_backward or any(map(may_leave_out, calls))):
+            hooks.arm()  # also of a local one, whose backward may use outside of a graph what this leaves out
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         """Begin a synchronised backward when one reaches these outputs, before it has accumulated any gradient.

@@ -621,3 +621,22 @@ def _replaces_in_forward(_: int) -> str:
 def test_a_parameter_that_the_forward_has_replaced_before_its_graph_is_an_error(ranks2: RankPool) -> None:
     for message in ranks2.run(_replaces_in_forward):
         assert message.startswith("parameter experts.0.linear.weight was replaced or unfrozen after compile_ddp")
+
+
+def _calls_that_live(_: int) -> list[int]:
+    ddp, kept, numbers = compile_ddp(Experts(2), backend="aot_eager"), [], []
+    for _ in range(4):
+        kept.append(ddp(torch.ones(2, 4)).sum())
+        numbers.append(len(ddp._calls.live()))
+        kept[-1].backward()
+    ddp(torch.ones(2, 4)).sum()  # thrown away
+    kept.append(ddp(torch.ones(2, 4)).sum())
+    kept[-1].backward(retain_graph=True)
+    kept.append(ddp(torch.ones(2, 4)).sum())
+    return [*numbers, len(ddp._calls.live())]
+
+
+def test_losses_that_a_user_keeps_do_not_keep_their_calls(ranks2: RankPool) -> None:
+    """Every backward looks through the calls whose backward may still run: also one that was run with retain_graph."""
+    for numbers in ranks2.run(_calls_that_live):
+        assert numbers == [2, 2, 2, 2, 4]

@@ -138,7 +138,7 @@ class Runtime:
             agreed.note_graphs(frozenset())
             hooks.install()
             return
-        if hooks.everywhere and {*self.reduction.live_calls()} <= {*calls}:
+        if hooks.everywhere and not self.under_way.has_begun() and {*self.reduction.live_calls()} <= {*calls}:
             self.reduction.remove_needless_hooks()
         if not hooks.everywhere and (self.forward.awaits_backward or any(map(may_leave_out, calls))):
             hooks.arm()  # also of a local one, whose backward may use outside of a graph what this leaves out

@@ -1,6 +1,7 @@
 """The segments that a wrapper has run, bound to its parameters, and its calls of them."""
 
 import contextlib
+import itertools
 import operator
 import weakref
 from collections import Counter
@@ -185,6 +186,8 @@ class _Known:
 
 # ---- the calls that one wrapper has made -----------------------------------------------------------------------------
 
+_is_over = operator.attrgetter("until_backward.is_over")
+
 
 class SegmentCalls:
     """The calls of the forward under way, and all calls whose backward may still run."""
@@ -212,9 +215,9 @@ class SegmentCalls:
         Users who keep their outputs and losses keep such calls alive. Inside of a backward it may still be asked of
         them.
         """
-        alive = [(made, call) for made in self._made if (call := made()) is not None]
+        alive = [*filter(None, map(operator.call, self._made))]  # in C, as below: in every step
         inside = torch_private.autograd.current_graph_task() != -1
-        self._made = [made for made, call in alive if inside or not call.until_backward.is_over]
+        self._made = [*map(weakref.ref, alive if inside else itertools.filterfalse(_is_over, alive))]
         self._of_forward, self._segments = [], {}
 
     def note(self, segment: Segment, call: SegmentCall | None) -> None:

@@ -131,16 +131,18 @@ class Runtime:
         reduced everything since, the hooks rest again.
         """
         agreed, hooks = self.reduction.agreed, self.reduction.hooks
-        if agreed.sequence is None or (hooks.everywhere and not agreed.all_graphs_ran):
+        everywhere = hooks.everywhere
+        if agreed.sequence is None or (everywhere and not agreed.all_graphs_ran):
             return
         called = {call.fingerprint for call in calls}
         if not agreed.graph_sections.keys() <= called:
             agreed.note_graphs(frozenset())
             hooks.install()
             return
-        if hooks.everywhere and not self.under_way.has_begun() and {*self.reduction.live_calls()} <= {*calls}:
+        if everywhere and not self.under_way.has_begun() and {*self.reduction.live_calls()} <= {*calls}:
             self.reduction.remove_needless_hooks()
-        if not hooks.everywhere and (self.forward.awaits_backward or any(map(may_leave_out, calls))):
+            everywhere = hooks.everywhere
+        if not everywhere and (self.forward.awaits_backward or any(map(may_leave_out, calls))):
             hooks.arm()  # also of a local one, whose backward may use outside of a graph what this leaves out
 
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:

@@ -160,8 +160,8 @@ class CompiledDDP(DataParallelWrapper):
         self.teller = Teller(self._runtime, name, backend=options.backend, compiles_once=once)
         if once:
             torch_private.vector_checks.remember()
-        if once and self._runtime.communicator.rank == 0:
-            precompiled.tell_if_foreign(self._runtime.communicator.world_size)
+            if self._runtime.communicator.rank == 0:
+                precompiled.tell_if_foreign(self._runtime.communicator.world_size)
         policy = options.bucket_policy(self._runtime.communicator.world_size)
         index_of, naive = self._index_of_parameter, options.naive
         self._bindings = Bindings(self._runtime, self._managed, policy, index_of, self.teller, naive=naive)

@@ -417,9 +417,8 @@ class Proof:
 
         A new one makes its parameters unverified again, and is run without the passes too, before it runs itself.
         """
-        met = self._met.setdefault(backward, set())
-        if self._looks_at_graphs and fingerprint not in met:
-            met.add(fingerprint)
+        if not self.has_met(backward, fingerprint):
+            self._met.setdefault(backward, set()).add(fingerprint)
             if self._active:
                 self.renewed.update(indices)
             if self._adds_up:

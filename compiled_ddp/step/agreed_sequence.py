@@ -162,7 +162,7 @@ class AgreedSequence:
         self._adopt(self._planner.admit(self.sequence, used))
 
     def note_graphs(self, sections: Set[int]) -> None:
-        """Graphs have reduced these sections in the backward that has ended, or are to be watched from here on."""
+        """Graphs have reduced these sections in the latest backward; none says that hooks are to go on watching."""
         graphs = {*self.graph_sections.values()}
         self.all_graphs_ran = bool(graphs) and graphs <= sections
 

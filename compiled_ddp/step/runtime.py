@@ -290,7 +290,7 @@ class Runtime:
         """Autograd has accumulated a gradient of parameter `index` into its .grad."""
         with self.lock:
             under_way = self.under_way
-            if self._steady_hooks.runs and current_graph_task() in under_way.tasks.noted:
+            if under_way.steady is self._steady_hooks and current_graph_task() in under_way.tasks.noted:
                 self._steady_hooks.gradient_arrived(index)
                 return
             # The one under way, where this task is known to be one of it: asked for every gradient, so without a call.

@@ -30,7 +30,7 @@ from compiled_ddp.step.hooks import Collected
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.riders import Message, write_riders
 from compiled_ddp.step.synchronised import Circumstances, PartlyReduced, SynchronisedBackward
-from compiled_ddp.step.under_way import UnderWay
+from compiled_ddp.step.under_way import Steady, UnderWay
 from compiled_ddp.torch_private.tensors import any_has_hooks, are_strided, version_of, with_several_hooks
 
 # ---- what both kinds have in common ----------------------------------------------------------------------------------
@@ -39,12 +39,11 @@ _NONE = SequenceBuffers(())
 _IN_ORDER = Circumstances(looks_at_values=True)
 
 
-class SteadyStep(abc.ABC):
-    """[Note: steady step] `runs` while a backward is under way here."""
+class SteadyStep(Steady):
+    """[Note: steady step]"""
 
     def __init__(self, reduction: Reduction, under_way: UnderWay) -> None:
         self._reduction, self._under_way = reduction, under_way
-        self.runs = False
         self._buffers = _NONE  # of the backward that runs
         # To the buffers, and so to the sequence and the parameters: they are not held longer than anybody needs them.
         self._bound_to: Callable[[], SequenceBuffers | None] = lambda: None
@@ -126,37 +125,17 @@ class SteadyStep(abc.ABC):
         progress, names = reduction.communicator.progress, reduction.parameters.names
         self._launches_before = progress.launches
         progress.backward_began(forwards.begun, buffers.buckets, buffers.origins, names, self._collectives)
-        self.runs = True
 
     @property
     def is_usual(self) -> bool:
-        """Whether nothing that the beginning has found calls for more."""
         return not self._reduction.proof.verifies and not self._reduction.hooks.deferred
-
-    @property
-    @abc.abstractmethod
-    def has_rest(self) -> bool:
-        """Whether a bucket has not been launched."""
-
-    @abc.abstractmethod
-    def wait(self) -> None:
-        """Wait for every bucket, all of which have been launched."""
-
-    @abc.abstractmethod
-    def riders(self) -> list[torch.Tensor]:
-        """Their sums over ranks, of every section."""
-
-    @abc.abstractmethod
-    def is_as_left(self) -> bool:
-        """Whether each .grad is what was left in it, and nobody has written to it: [Note: what a backward leaves]"""
 
     @abc.abstractmethod
     def _forget(self) -> None:
         """Hold no tensor any longer: [Note: memory that others hold]"""
 
     def end(self) -> None:
-        """The mean is in .grad."""
-        self.runs, self._buffers = False, _NONE
+        self._buffers = _NONE
         self._forget()
 
     # ---- the general way ---------------------------------------------------------------------------------------------
@@ -168,7 +147,6 @@ class SteadyStep(abc.ABC):
         return backward
 
     def as_general(self) -> SynchronisedBackward:
-        """The backward that has come as far as this one, which ends here."""
         reduction = self._reduction
         backward = reduction.new_backward(
             self._buffers.sections,
@@ -354,7 +332,6 @@ class SteadyGraph(SteadyStep):
     def __init__(self, reduction: Reduction, under_way: UnderWay) -> None:
         super().__init__(reduction, under_way)
         self.awaited: GraphCall | None = None  # of the backward that runs, until its graph begins
-        self._is_reserved = False  # whether that has begun
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that it fills
         self._riders: torch.Tensor | None = None  # when it has run
         self._of_graph = GraphGradients()  # what it has returned
@@ -387,7 +364,7 @@ class SteadyGraph(SteadyStep):
 
     def reserve(self) -> None:
         """The awaited graph is about to run."""
-        self.awaited, self._is_reserved = None, True
+        self.awaited = None
         self._reduction.communicator.progress.graph_began(0)
 
     def note_graph(
@@ -444,8 +421,7 @@ class SteadyGraph(SteadyStep):
         return len(self._of_graph.addresses) == len(tensors) and not self._of_graph.changed(tensors)
 
     def _forget(self) -> None:
-        self.awaited, self._is_reserved = None, False
-        self._riders, self._of_graph, self._lent = None, GraphGradients(), {}
+        self.awaited, self._riders, self._of_graph, self._lent = None, None, GraphGradients(), {}
 
     # ---- the general way ---------------------------------------------------------------------------------------------
 
@@ -463,5 +439,5 @@ class SteadyGraph(SteadyStep):
         self._reserved().break_off()
 
     def _hand_over_to(self, backward: SynchronisedBackward) -> None:
-        if self._is_reserved:
+        if self.awaited is None:
             backward.go_on_from_graph(self._of_graph, self._riders, self._lent)

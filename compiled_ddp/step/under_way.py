@@ -9,13 +9,13 @@ Whether a forward waits for its backward is no phase: a forward may begin in one
 of an earlier one, and a torch.autograd.grad leaves it waiting.
 """
 
+import abc
 import enum
 import functools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 
@@ -143,29 +143,36 @@ class OpenTasks:
 # ---- the backward under way ------------------------------------------------------------------------------------------
 
 
-class Steady(Protocol):
-    """One of two kinds: [Note: steady step]"""
+class Steady(abc.ABC):
+    """A backward in place of the `SynchronisedBackward` that it may become: [Note: steady step]"""
 
     @property
+    @abc.abstractmethod
     def is_usual(self) -> bool:
         """Whether nothing that the beginning has found calls for more."""
 
     @property
+    @abc.abstractmethod
     def has_rest(self) -> bool:
         """Whether a bucket has not been launched."""
 
+    @abc.abstractmethod
     def wait(self) -> None:
         """Wait for every bucket, all of which have been launched."""
 
+    @abc.abstractmethod
     def riders(self) -> list[torch.Tensor]:
         """Their sums over ranks, of every section."""
 
+    @abc.abstractmethod
     def is_as_left(self) -> bool:
         """Whether each .grad is what was left in it, and nobody has written to it: [Note: what a backward leaves]"""
 
+    @abc.abstractmethod
     def end(self) -> None:
         """The mean is in .grad."""
 
+    @abc.abstractmethod
     def as_general(self) -> SynchronisedBackward:
         """The backward that has come as far as this one, which ends here."""
 

@@ -66,9 +66,9 @@ def identity_of(graph_module: GraphModule, inputs: Sequence[Any], options: Mappi
     with config.patch(dict(options)):
         settings = sorted((name, _shown(value)) for name, value in config.save_config_portable().items())
     return {
-        "graph": _digest(_without_places(graph_module.print_readable(print_output=False))),
-        "inputs": _digest(described),
-        "compiler's options": _digest(settings),
+        "graph": digest(_without_places(graph_module.print_readable(print_output=False))),
+        "inputs": digest(described),
+        "compiler's options": digest(settings),
         "modes": f"gradients {torch.is_grad_enabled()}, autocast {autocast}",
         "torch": torch.__version__,
         "processor": processor(inputs),
@@ -81,7 +81,8 @@ def _without_places(text: str) -> list[str]:
     return [line for line in text.splitlines() if not line.lstrip().startswith("#")]
 
 
-def _digest(value: object) -> str:
+def digest(value: object) -> str:
+    """The same for values of equal repr."""
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
@@ -125,7 +126,7 @@ def _instructions() -> str:
     except OSError:  # not Linux
         return platform.processor()
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"instructions {_digest(sorted(flags.partition(':')[2].split()))[:8]}"
+    return f"instructions {digest(sorted(flags.partition(':')[2].split()))[:8]}"
 
 
 def _shown(value: object) -> str:

@@ -7,7 +7,6 @@ that has succeeded leaves a file in Inductor's cache, by which other processes k
 
 import contextlib
 import functools
-import hashlib
 import platform
 import shutil
 from collections.abc import Callable
@@ -49,8 +48,7 @@ def _identity(kind: Any, code: str) -> str:
     files = [Path(shutil.which(compiler) or "."), Path(torch.__file__).parent / "lib"]
     dates = [(str(file), file.stat().st_mtime_ns) for file in files]
     of_host = compiler, dates, torch.__version__, compiler_cache.processor(), platform.node()
-    described = code, kind.build_arch_flags(), of_host
-    return hashlib.sha256(repr(described).encode()).hexdigest()[:32]
+    return compiler_cache.digest((code, kind.build_arch_flags(), of_host))
 
 
 def _compiler() -> str:

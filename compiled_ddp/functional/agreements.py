@@ -1,8 +1,8 @@
 """What ranks agree on through the store before they launch it, wherever each of them stands.
 
-What is launched next follows from what has been launched, the same on all ranks: of what a communicator reduces it is
-what has most often followed; of all that some ranks launch, on whichever group, what has last. Where that does not
-hold, ranks compare, and those that wait elsewhere are called.
+What is launched next follows from what has been launched, the same on all ranks: it is what has most often followed,
+of what a communicator reduces and of all that some ranks launch on whichever group. Where that does not hold, ranks
+compare, and those that wait elsewhere are called.
 
 [Note: closing ends the waits of others] From outside nothing ends a wait of gloo's. But a collective fails at once
 where one of its ranks has closed its connections. So a rank that cannot launch what others may wait for says so in the
@@ -103,17 +103,21 @@ Item = TypeVar("Item", bound=Hashable)
 
 _LONGEST = 8  # launches in a row that are looked up
 _MOST_ROWS = 4096  # that are remembered
+_MOST_FOLLOWERS = 8  # of a row: several, as one odd launch must not make each ordinary one behind it unexpected
 _SEEN = 32  # launches that a communicator's expectations come from
 _REMEMBERED = 4096  # launches of a communicator
 
 
 class LaunchOrder(Generic[Item]):
-    """Predicts, alike on all ranks, what some ranks launch next."""
+    """Predicts, alike on all ranks, what some ranks launch next.
+
+    It is asked by ranks that know what they launch. ReductionOrder tells a rank that departs what the others launch.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[Item, int] = {}  # by which the items are compared from then on
         self._latest: tuple[int, ...] = ()
-        self._followers: dict[tuple[int, ...], int] = {}
+        self._followers: dict[tuple[int, ...], tuple[int, ...]] = {}  # the latest ones of each row
         self._agreed_ahead: list[Item] = []
 
     def note_agreed(self, following: Sequence[Item]) -> None:
@@ -127,7 +131,8 @@ class LaunchOrder(Generic[Item]):
         for item in launched:
             number = self._numbers.setdefault(item, len(self._numbers))
             for length in range(1, len(self._latest) + 1):
-                self._followers[self._latest[-length:]] = number
+                row = self._latest[-length:]
+                self._followers[row] = (*self._followers.get(row, ()), number)[-_MOST_FOLLOWERS:]
             self._latest = (*self._latest, number)[-_LONGEST:]
         self._agreed_ahead = self._agreed_ahead[len(launched) :]
 
@@ -143,11 +148,11 @@ class LaunchOrder(Generic[Item]):
         return last
 
     def _next(self, latest: tuple[int, ...]) -> int | None:
-        """What has followed the longest end of `latest` that is known."""
+        """What has most often followed the longest end of `latest` that is known; of several the latest."""
         for start in range(len(latest)):
-            follower = self._followers.get(latest[start:])
-            if follower is not None:
-                return follower
+            followers = self._followers.get(latest[start:])
+            if followers is not None:
+                return max(reversed(followers), key=followers.count)
         return None
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from models import TokenModel, assert_gradients, expected_mean, token_batch, wrappers
 from torch import Tensor, nn
 
-from compiled_ddp import EagerDDP, compile_ddp
+from compiled_ddp import EagerDDP, compile_ddp, functional
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 from ranks import RankPool
 
@@ -134,6 +134,44 @@ def test_a_profile_shows_by_name_when_gradients_are_folded_into_their_bucket(
                 "compiled_ddp: launch",
                 "compiled_ddp: wait for",
             ], names
+
+
+def _squares(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ params["first"] @ params["head"]).square().mean()
+
+
+def _absolute(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return (x @ params["first"]).abs().mean()
+
+
+def _profile_functional(rank: int, way: str) -> list[str]:
+    """What a warm step of two gradient functions shows, in order; one bucket for each parameter."""
+    of_squares, of_absolute = (functional.grad(each, bucket_cap_mb=0) for each in (_squares, _absolute))
+
+    def step(params: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        return of_squares(params, x), of_absolute(params, x)
+
+    run = step if way == "eager" else functional.compile(step, backend=way)
+    params = {"first": torch.ones(3, 2), "head": torch.ones(2, 1)}
+    for _ in range(25):  # until its reductions are proven
+        expected = run(params, torch.full((4, 3), 1.0 + rank))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = run(params, torch.full((4, 3), 1.0 + rank))
+    assert all(torch.equal(a[name], b[name]) for a, b in zip(expected, found, strict=True) for name in params)
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("compiled_ddp: ")]
+
+
+@pytest.mark.parametrize("way", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_profile_shows_the_buckets_of_gradient_functions_by_name_too(ranks2: RankPool, way: str) -> None:
+    """Folds only eagerly: a graph's kernels write gradients straight into their bucket."""
+    contents = ["argument 0['head']; 8 bytes", "argument 0['first']; 24 bytes", "riders; 56 bytes"]
+    buckets = [f"({content}) of grad({f.__name__})" for f in (_squares, _absolute) for content in contents]
+    for names in ranks2.run(_profile_functional, way, timeout_seconds=400):
+        for kind in ("launch", "wait for", *(["fold"] if way == "eager" else [])):
+            found = [name for name in names if name.startswith(f"compiled_ddp: {kind} bucket ")]
+            assert sorted(name[name.index("(") :] for name in found) == sorted(buckets), names
+            assert sorted(_numbers(found, kind)) == [0, 0, 1, 1, 2, 2], names
 
 
 def _profile_large(rank: int) -> list[str]:

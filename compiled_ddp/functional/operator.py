@@ -1,7 +1,9 @@
 """The sum over ranks of a tree's gradients, as an operator: eager, in a graph, and under torch.func's transforms."""
 
+import contextlib
+import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import find_sums
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
+from compiled_ddp.ranks.launch_observer import profiled
 
 # ---- the operator ----------------------------------------------------------------------------------------------------
 
@@ -40,6 +43,21 @@ def spec_of(index: int, size: tuple[int, ...], dtype: torch.dtype, device: torch
     return GradientSpec(index, size, stride, dtype, device)
 
 
+_bucket_name: contextvars.ContextVar[Callable[[int], str]] = contextvars.ContextVar(
+    "bucket_name", default="bucket {}".format
+)
+
+
+@contextlib.contextmanager
+def naming_buckets(name: Callable[[int], str]) -> Iterator[None]:
+    """Let profiles of the operator that runs in here call its buckets so, by their positions."""
+    token = _bucket_name.set(name)
+    try:
+        yield
+    finally:
+        _bucket_name.reset(token)
+
+
 @torch.library.impl("compiled_ddp::sum_over_ranks", "CompositeExplicitAutograd")
 def _sum_over_ranks(
     gradients: Sequence[Tensor],
@@ -55,15 +73,19 @@ def _sum_over_ranks(
     ridden = sum(passenger.numel() for passenger in passengers)
     plan = plan_of(specs, tuple(order), tuple(capacities_bytes), world_size, ridden)
     used = torch.ones(len(gradients), dtype=torch.float32, device=leading.device)
-    flat_buffers = []
-    for bucket in plan.buckets:
-        parts = [gradients[index].reshape(-1) for index in bucket.indices]
-        if bucket.riders is not None:
-            parts += [part.to(bucket.device).reshape(-1) for part in (leading, used, *passengers)]
-        flat_buffers.append(all_reduce_in_place(torch.cat(parts), "sum", group_name))
+    name, flat_buffers = _bucket_name.get(), []
+    for position, bucket in enumerate(plan.buckets):
+        with profiled("fold", name, position):
+            parts = [gradients[index].reshape(-1) for index in bucket.indices]
+            if bucket.riders is not None:
+                parts += [part.to(bucket.device).reshape(-1) for part in (leading, used, *passengers)]
+            flat = torch.cat(parts)
+        with profiled("launch", name, position):
+            flat_buffers.append(all_reduce_in_place(flat, "sum", group_name))
     views: dict[int, Tensor] = {}
-    for bucket, flat in zip(plan.buckets, flat_buffers, strict=True):
-        wait_tensor(flat)
+    for position, (bucket, flat) in enumerate(zip(plan.buckets, flat_buffers, strict=True)):
+        with profiled("wait for", name, position):
+            wait_tensor(flat)
         views |= {gradient.index: gradient.view(flat) for gradient in bucket.gradients}
     riders = plan.riders.view(flat_buffers[-1])
     first_passenger = plan.riders.numel - ridden

@@ -1,5 +1,6 @@
 """How one gradient function's trees are reduced: at once, as an operator of a graph that is traced, or not at all."""
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator, new_leading
 from compiled_ddp.functional.first_parameters import FirstParameters
-from compiled_ddp.functional.operator import SumOverRanks
+from compiled_ddp.functional.operator import SumOverRanks, naming_buckets
 from compiled_ddp.functional.session import Session, current_session
 from compiled_ddp.functional.unit import Run, Unit, break_off
 from compiled_ddp.functional.wanted import Agreed, Wanted
@@ -145,7 +146,8 @@ class GradientReduction:
         unit = Unit([Run(self.communicator, wanted, leading)])
         (agreed,) = unit.take_turn([last_first(wanted)], first)
         unit.begin()
-        with unit.launching():
+        is_profiled = torch_private.autograd.profiler_is_on()
+        with unit.launching(), naming_buckets(agreed.bucket_name) if is_profiled else contextlib.nullcontext():
             *sums, turn = agreed.launch(gradients, passengers, leading, self.communicator.group_name)
         unit.note_reduced(gradients, sums)
         unit.check([turn])

@@ -9,6 +9,7 @@ from traceback import walk_tb
 import torch
 from torch import Tensor
 
+from compiled_ddp import torch_private
 from compiled_ddp.checks.proof import Proof, Recording
 from compiled_ddp.checks.values import Reference, compare
 from compiled_ddp.functional.agreements import Agreements
@@ -17,8 +18,9 @@ from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
 from compiled_ddp.functional.wanted import Agreed, Wanted, describe
 from compiled_ddp.passes.ops import wait_tensor
+from compiled_ddp.plan import Bucket
 from compiled_ddp.ranks.agreement import Description
-from compiled_ddp.ranks.launch_observer import LaunchObserver
+from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, profiled
 from compiled_ddp.ranks.progress import failed_in_collective
 
 # ---- what has been launched when something fails: it would fail a later wait -----------------------------------------
@@ -121,16 +123,19 @@ class Unit:
     ) -> Iterator[None]:
         """Note, where ranks verify it, what the graph that runs in here launches; `prove` compares it.
 
+        A profiler is told the names of its buckets.
+
         `reference_of` tells of each reduction what it should be, where that is to be looked at.
         """
         sees_values = not any(in_cuda_graphs(run.wanted.device) for run in self._runs)
+        is_profiled = torch_private.autograd.profiler_is_on()
         with contextlib.ExitStack() as stack:
             for communicator in self.communicators:
                 on_its_group = [
                     (each, None if reference_of is None else reference_of(number))
                     for number, each in self._launched_on(communicator)
                 ]
-                if any(each.recording is not None for each, _ in on_its_group):
+                if is_profiled or any(each.recording is not None for each, _ in on_its_group):
                     stack.enter_context(_watching(on_its_group, communicator.group_name, sees_values=sees_values))
             yield
 
@@ -330,43 +335,65 @@ def _depart_until_known(communicators: Sequence[Communicator]) -> None:
                 each.depart()
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """A launch that is about to come in a graph; what has a reference is compared with it."""
+
+    launched: _Launched
+    reference: Reference | None
+    position: int  # of its bucket, in the reduction's launch order
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.launched.agreed.plan.buckets[self.position]
+
+    def named(self, what: str) -> contextlib.AbstractContextManager[object]:
+        """A range of a profile."""
+        return profiled(what, self.launched.agreed.bucket_name, self.position)
+
+
 @contextlib.contextmanager
 def _watching(
     launched: Sequence[tuple[_Launched, Reference | None]], group_name: str, *, sees_values: bool
 ) -> Iterator[None]:
-    """Record what a graph launches on this group, `launched`, and compare with its reference what has one.
+    """Record what a graph launches on this group, name it in profiles, and compare what has a reference.
 
     Without `sees_values` nothing can be computed from what it launches: it runs as a CUDA graph.
     """
-    buckets = [(each, reference, bucket) for each, reference in launched for bucket in each.agreed.plan.buckets]
-    flat: dict[int, tuple[int, Tensor]] = {}  # launch -> its bucket, and what is reduced
-    place = -1  # of the latest bucket
+    every = [
+        _Expected(each, reference, position)
+        for each, reference in launched
+        for position in range(len(each.agreed.plan.buckets))
+    ]
+    under_way: dict[int, tuple[_Expected, Tensor]] = {}  # launch -> what was expected, and what is reduced
+    place = -1  # of the latest one expected
 
-    def launching(number: int, flat_buffer: Tensor) -> contextlib.AbstractContextManager[None]:
+    def launching(number: int, flat_buffer: Tensor) -> contextlib.AbstractContextManager[object]:
         nonlocal place
         size = flat_buffer.numel()
-        ahead = (n for n in range(place + 1, len(buckets)) if buckets[n][2].numel == size)
+        ahead = (n for n in range(place + 1, len(every)) if every[n].bucket.numel == size)
         following = next(ahead, None)
         if following is not None:
             place = following
-            each, reference, bucket = buckets[place]
-            if each.recording is not None:
-                each.recording.graph_launches(bucket, flat_buffer)
-                if reference is not None:
-                    each.proof.note_wrong(compare(bucket, flat_buffer, reference))
-        if place >= 0 and buckets[place][2].numel == size:  # where it is launched again too
-            flat[number] = place, flat_buffer
-        return contextlib.nullcontext()
+            expected = every[place]
+            recording = expected.launched.recording
+            if recording is not None:
+                recording.graph_launches(expected.bucket, flat_buffer)
+                if expected.reference is not None:
+                    expected.launched.proof.note_wrong(compare(expected.bucket, flat_buffer, expected.reference))
+        if place < 0 or every[place].bucket.numel != size:
+            return UNNAMED
+        under_way[number] = every[place], flat_buffer  # where it is launched again too
+        return every[place].named("launch")
 
     @contextlib.contextmanager
     def waiting(number: int) -> Iterator[None]:
-        yield
-        if number in flat:
-            where, flat_buffer = flat.pop(number)
-            each, _, bucket = buckets[where]
-            if each.recording is not None:
-                views = [gradient.view(flat_buffer) for gradient in bucket.gradients]
-                each.recording.come_out(bucket.indices, views)
+        expected, flat_buffer = under_way.pop(number, (None, None))
+        with UNNAMED if expected is None else expected.named("wait for"):
+            yield
+        if expected is not None and flat_buffer is not None and expected.launched.recording is not None:
+            views = [gradient.view(flat_buffer) for gradient in expected.bucket.gradients]
+            expected.launched.recording.come_out(expected.bucket.indices, views)
 
     observer = LaunchObserver(group_name, launch=launching, wait=waiting)
     with observer if sees_values else contextlib.nullcontext():

@@ -12,6 +12,7 @@ from compiled_ddp.passes.ops import sum_over_ranks
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import MEBIBYTE
 from compiled_ddp.ranks.agreement import Description
+from compiled_ddp.ranks.progress import format_bucket
 
 _NEXT = "the next collective"
 _MOST_TOLD = 4  # of what follows it, one by one
@@ -133,6 +134,10 @@ class Agreed:
     @property
     def plan(self) -> BucketPlan:
         return plan_of(self.gradients, self.order, self._capacities_bytes, self.world_size, self.wanted.passengers)
+
+    def bucket_name(self, position: int) -> str:
+        """The name of the bucket at `position` of the launch order, in profiles."""
+        return f"{format_bucket(position, self.plan.buckets[position], self.names)} of {self.wanted.function}"
 
     def launch(
         self, gradients: Sequence[Tensor], passengers: Sequence[Tensor], leading: Tensor, group_name: str

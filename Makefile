@@ -18,7 +18,7 @@ TRAINERS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-trainers
 MODELS_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/compiled-ddp-models
 # What `make results` measures, in the order of RUNS in benchmarks/remeasure.py. MODELS_PYTHON and NEWEST_PYTHON name the
 # Pythons of environments that are there already, with transformers and with the newest torch.
-RUNS ?= 1gbit loopback 1gbit-float16 train compare-mlp compare-gpt2 torch-rows-1gbit torch-rows-loopback
+RUNS ?= readme-1gbit readme-loopback 1gbit loopback 1gbit-float16 train compare-mlp compare-gpt2 torch-rows-1gbit torch-rows-loopback
 MODELS_PYTHON ?=
 NEWEST_FOLDER ?= $(VERSIONS_FOLDER)/results
 NEWEST_PYTHON ?=

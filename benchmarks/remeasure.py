@@ -62,6 +62,8 @@ def _users_model(function: str, *, environment: str) -> Run:
 
 
 RUNS = {
+    "readme-1gbit": _compare("--full", "--model", "gpt", link="1gbit", minutes=12),
+    "readme-loopback": _compare("--full", "--model", "gpt", minutes=12),
     "1gbit": _compare("--full", link="1gbit", minutes=55),
     "loopback": _compare("--full", minutes=50),
     "1gbit-float16": _compare("--model", "gpt", "--steps", "25", "--variants", *_FLOAT16, link="1gbit", minutes=8),

@@ -8,6 +8,7 @@ import pytest
 from benchmarks.publish import (
     COMPARISONS,
     IMAGES,
+    README_RUNS,
     RESULTS,
     ROOT,
     RUNS,
@@ -57,7 +58,7 @@ def test_a_section_without_its_runs_stays_as_it_is(tmp_path: Path) -> None:
         )
     results = tmp_path / "results"
     results.mkdir()
-    for name in RUNS:
+    for name in (*RUNS, *README_RUNS):
         for suffix in (".json", ".png"):
             (results / f"{name}{suffix}").write_bytes((RESULTS / f"{name}{suffix}").read_bytes())
     assert publish(results, tmp_path) == ["README.md (results)", "docs/benchmarks.md (results)"]

@@ -3,7 +3,7 @@
 import contextlib
 import unittest.mock
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -239,18 +239,24 @@ def forget_gradients(*ranks: RunTime) -> None:
             tensor.grad = None
 
 
-def assert_steps_well(*ranks: RunTime, step: Callable[[RunTime], None] = ALL) -> None:
-    """The next step, without .grad, leaves the mean of all parameters, and nothing under way."""
+EVERY = range(len(SIZES))
+
+
+def assert_steps_well(*ranks: RunTime, step: Callable[[RunTime], None] = ALL, used: Collection[int] = EVERY) -> None:
+    """The next step, without .grad, leaves the mean of the parameters that it has `used`, and nothing under way."""
     forget_gradients(*ranks)
     assert together(ranks, step) == [None, None]
     for rank in ranks:
-        assert all(torch.equal(tensor.grad, mean(index)) for index, tensor in enumerate(rank.tensors))  # type: ignore[arg-type]
+        assert [index for index in EVERY if rank.tensors[index].grad is not None] == sorted(used)
+        assert all(torch.equal(rank.tensors[index].grad, mean(index)) for index in used)  # type: ignore[arg-type]
         assert rank.runtime.under_way.phase is Phase.IDLE
 
 
-def refined(two: Two, step: Callable[[RunTime], None] = ALL, **options: Any) -> tuple[RunTime, RunTime]:
+def refined(
+    two: Two, step: Callable[[RunTime], None] = ALL, *, used: Collection[int] = EVERY, **options: Any
+) -> tuple[RunTime, RunTime]:
     """Two ranks after a first backward, without .grad."""
     ranks = two(**options)
-    assert_steps_well(*ranks, step=step)
+    assert_steps_well(*ranks, step=step, used=used)
     forget_gradients(*ranks)
     return ranks

@@ -3,13 +3,14 @@
 import random
 import unittest.mock
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from run_times import (
     ALL,
+    EVERY,
     RunTime,
     Two,
     assert_steps_well,
@@ -64,11 +65,13 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[SteadyStep]:
     return found
 
 
-def steady(two: Two, step: Callable[[RunTime], None] = ALL, **options: Any) -> tuple[RunTime, RunTime]:
+def steady(
+    two: Two, step: Callable[[RunTime], None] = ALL, *, used: Collection[int] = EVERY, **options: Any
+) -> tuple[RunTime, RunTime]:
     """Two ranks whose next backward is a steady one."""
-    ranks = refined(two, step, **options)
+    ranks = refined(two, step, used=used, **options)
     for _ in range(4):  # the proof looks at the first ones
-        assert_steps_well(*ranks, step=step)
+        assert_steps_well(*ranks, step=step, used=used)
     forget_gradients(*ranks)
     return ranks
 
@@ -98,18 +101,70 @@ def test_steps_like_those_before_them_are_steady_from_beginning_to_end(
         assert all(not bucket.state.left for bucket in buckets), "gradients are still held"
 
 
+FEW, FEW_IN_GRAPH = uses(0, 1), uses(graph=(1, 0))  # p2 is used on no rank
+
+
+@pytest.mark.parametrize("step", [FEW, FEW_IN_GRAPH], ids=["hooks", "graph"])
+def test_steps_without_what_no_rank_uses_are_steady_until_one_does(
+    two: Two, step: Callable[[RunTime], None], begun: list[SteadyStep], made_general: list[SteadyStep]
+) -> None:
+    ranks = steady(two, step, used=(0, 1), verify="off")
+    begun.clear()
+    made_general.clear()
+    for _ in range(2):
+        assert_steps_well(*ranks, step=step, used=(0, 1))
+    assert len(begun) == 4 and not made_general
+    begun.clear()
+    uses_it = ALL if step is FEW else uses(2, graph=(1, 0))
+    forget_gradients(*ranks)
+    assert together(ranks, uses_it, step) == [None, None]
+    assert not begun[1:], "the rank that uses it tells the others, and so begins in the general way"
+    for rank in ranks:
+        assert torch.equal(rank.tensors[2].grad, ranks[0].values(2) / 2)  # type: ignore[arg-type]
+    for _ in range(3):
+        assert_steps_well(*ranks, step=uses_it)
+
+
+@pytest.mark.parametrize("step", [FEW, FEW_IN_GRAPH], ids=["hooks", "graph"])
+def test_a_grad_that_somebody_puts_where_no_rank_uses_any_is_what_it_is_in_the_general_way(
+    two: Two, step: Callable[[RunTime], None], begun: list[SteadyStep], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def assign(rank: RunTime) -> None:
+        rank.tensors[2].grad = torch.ones(4)
+
+    def errors() -> list[str]:
+        ranks = steady(two, step, used=(0, 1), verify="off")
+        begun.clear()
+        handles = [_when(rank, 0, assign) for rank in ranks] if step is FEW else []
+        act = step if step is FEW else lambda rank: _with_a_hook_in_the_graphs_way(rank, assign, graph=(1, 0))
+        found = [str(error) for error in together(ranks, act)]
+        for handle in handles:
+            handle.remove()
+        return found
+
+    found = errors()
+    assert begun and "p2" in found[0]
+    for kind in (SteadyHooks, SteadyGraph):
+        monkeypatch.setattr(kind, "fits", lambda _: False)
+    assert found == errors()
+
+
 # ---- both ways to the same bits --------------------------------------------------------------------------------------
 
 
-def _random_step(rank: RunTime, seed: int, *, in_graph: bool) -> None:
-    """The same on both ranks but for what each uses, whether it keeps .grad, and where an exception ends the graph."""
+def _random_step(rank: RunTime, seed: int, *, in_graph: bool, seldom: bool) -> None:
+    """The same on both ranks but for what each uses, whether it keeps .grad, and where an exception ends the graph.
+
+    With `seldom` p2 is.
+    """
     of_all, own = random.Random(seed), random.Random(2 * seed + rank.rank)
     if of_all.random() < 0.7:
         for tensor in rank.tensors:
             tensor.grad = None
     breaks = ["breaks", "retries"] if in_graph else []
     kind = of_all.choice(["all", "all", "all", "some", "twice", "local", "hook", "tensor hook", *breaks])
-    used = [*range(3)]
+    used = [0, 1] if seldom and own.random() < 0.8 else [0, 1, 2]
+    of_graph, outside = ((1, 0), used[2:]) if seldom else ((2, 1, 0), used[3:])
     own.shuffle(used)
     if kind == "some":
         used = used[: own.randint(0, 3)]
@@ -124,9 +179,9 @@ def _random_step(rank: RunTime, seed: int, *, in_graph: bool) -> None:
     try:
         for _ in range(2 if kind == "twice" else 1):
             if in_graph and kind == "some":
-                rank.step(*used[:1], graph=(2, 1, 0))  # an error where something comes from outside
+                rank.step(*used[:1], graph=of_graph)  # an error where something comes from outside
             elif in_graph:
-                rank.step(graph=(2, 1, 0), most=most, tries=2 if kind == "retries" else 1)
+                rank.step(*outside, graph=of_graph, most=most, tries=2 if kind == "retries" else 1)
             else:
                 rank.step(*used)
     finally:
@@ -139,11 +194,16 @@ def _halve(tensor: Tensor) -> None:
     tensor.grad.mul_(0.5)
 
 
-def _gradients(two: Two, seed: int, *, in_graph: bool = False, **options: Any) -> list[list[Any]]:
-    ranks = steady(two, IN_GRAPH if in_graph else ALL, **options)
+def _gradients(two: Two, seed: int, *, in_graph: bool = False, seldom: bool = False, **options: Any) -> list[list[Any]]:
+    step_of_few, step_of_all = (FEW_IN_GRAPH, IN_GRAPH) if in_graph else (FEW, ALL)
+    ranks = steady(two, step_of_few, used=(0, 1), **options) if seldom else steady(two, step_of_all, **options)
     found = []
     for step in range(12):
-        errors = together(ranks, lambda rank, step=step: _random_step(rank, 100 * seed + step, in_graph=in_graph))  # type: ignore[misc]
+
+        def run(rank: RunTime, step: int = step) -> None:
+            _random_step(rank, 100 * seed + step, in_graph=in_graph, seldom=seldom)
+
+        errors = together(ranks, run)
         found.append([repr(errors), *([_bits(t.grad) for t in rank.tensors] for rank in ranks)])
     return found
 
@@ -152,10 +212,16 @@ def _bits(gradient: Tensor | None) -> Any:
     return None if gradient is None else gradient.tolist()
 
 
+@pytest.mark.parametrize("seldom", [False, True], ids=["", "p2 is used seldom"])
 @pytest.mark.parametrize("most_together", [None, 2, 3])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_steps_leave_the_same_bits_as_in_the_general_way(
-    two: Two, seed: int, most_together: int | None, begun: list[SteadyStep], monkeypatch: pytest.MonkeyPatch
+    two: Two,
+    seed: int,
+    most_together: int | None,
+    seldom: bool,
+    begun: list[SteadyStep],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With gradients that are noted, or of more than `most_together` elements, and so large: of 3, 2 and 4."""
     monkeypatch.setattr(hooks, "_FEWEST_NOTED", 1)
@@ -163,20 +229,26 @@ def test_random_steps_leave_the_same_bits_as_in_the_general_way(
         for module in (hooks, gradients, steady_module):
             monkeypatch.setattr(module, "MOST_ELEMENTS_TOGETHER", most_together)
             monkeypatch.setattr(module, "MOST_ELEMENTS_GATHERED", most_together + 1)
-    found = _gradients(two, seed)
+    found = _gradients(two, seed, seldom=seldom)
     assert begun
     begun.clear()
     monkeypatch.setattr(SteadyHooks, "fits", lambda _: False)
-    assert found == _gradients(two, seed)
+    assert found == _gradients(two, seed, seldom=seldom)
     assert not begun
 
 
+@pytest.mark.parametrize("seldom", [False, True], ids=["", "p2 is used seldom"])
 @pytest.mark.parametrize("small_buckets", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_steps_in_a_graph_leave_the_same_bits_as_in_the_general_way(
-    two: Two, seed: int, small_buckets: bool, begun: list[SteadyStep], monkeypatch: pytest.MonkeyPatch
+    two: Two,
+    seed: int,
+    small_buckets: bool,
+    seldom: bool,
+    begun: list[SteadyStep],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = {"bucket_cap_mb": 1e-6} if small_buckets else {}
+    options: dict[str, Any] = {"seldom": seldom, **({"bucket_cap_mb": 1e-6} if small_buckets else {})}
     found = _gradients(two, seed, in_graph=True, **options)
     assert any(isinstance(one, SteadyGraph) for one in begun)
     begun.clear()
@@ -210,10 +282,12 @@ def test_one_that_is_asked_for_goes_on_where_it_stands(
     assert len(made_general) == many
 
 
-def _with_a_hook_in_the_graphs_way(rank: RunTime, act: Callable[[RunTime], object]) -> None:
+def _with_a_hook_in_the_graphs_way(
+    rank: RunTime, act: Callable[[RunTime], object], graph: Sequence[int] = (2, 1, 0)
+) -> None:
     """It runs when the graph's gradients have come, and autograd has accumulated the first of them."""
-    loss = rank.forward(graph=(2, 1, 0))
-    node = rank.tensors[2].view_as(rank.tensors[2]).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    loss, first = rank.forward(graph=graph), rank.tensors[graph[0]]
+    node = first.view_as(first).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
     handle = node.register_hook(lambda *_: (act(rank), None)[1])
     loss.backward()
     handle.remove()

@@ -1,8 +1,8 @@
 """A backward like the one before it: run by what was bound once, and looked at once, at its end.
 
 [Note: steady step] Most steps decide nothing: the same buckets, no .grad at the beginning, no hook, join or flag. Such
-a backward is run here, in few calls: by hooks, or in the one graph that has all parameters. As soon as anything asks
-for more (a second gradient or graph, an exception, what another rank tells), it is turned into the
+a backward is run here, in few calls: by hooks, or in the one graph that has all parameters which any rank uses. As soon
+as anything asks for more (a second gradient or graph, an exception, what another rank tells), it is turned into the
 `SynchronisedBackward` that would have come as far, which goes on from there. So nothing but the usual has code in here,
 and whoever asks for the backward under way never sees this one.
 """
@@ -49,6 +49,7 @@ class SteadyStep(Steady):
         self._bound_to: Callable[[], SequenceBuffers | None] = lambda: None
         self._options: Options | None = None
         self._is_plain = False
+        self._used, self._unused = list[torch.nn.Parameter](), list[torch.nn.Parameter]()  # by any rank so far
 
     # ---- whether a backward is like the one before it ----------------------------------------------------------------
 
@@ -61,10 +62,10 @@ class SteadyStep(Steady):
             self._bind()
         return (
             self._is_plain
-            and not agreed.unused
             and not self._is_set_apart()
             and not torch_private.autograd.profiler_is_on()
             and not any_has_gradient(reduction.parameters.tensors)
+            and not any(map(reduction.will_accumulate, agreed.unused))
             and self._finds_the_usual()
         )
 
@@ -87,7 +88,7 @@ class SteadyStep(Steady):
 
     def _may_be_steady(self, buffers: SequenceBuffers) -> bool:
         reduction, options = self._reduction, self._reduction.options
-        sections, tensors = buffers.sections, reduction.parameters.tensors
+        sections, launched = buffers.sections, len(reduction.parameters.tensors) - len(reduction.agreed.unused)
         by_rule = (
             options.scaling is None
             and not options.piggyback
@@ -96,7 +97,7 @@ class SteadyStep(Steady):
             and (options.bucket_rule is None or not options.bucket_rule.delayed)
         )
         by_all_reduce = reduction.ddp_hook is None and reduction.traced_hook is None and not reduction.sparse.names
-        each_in_one = not buffers.shared and not buffers.reduced_again and len(buffers.sole_positions) == len(tensors)
+        each_in_one = not buffers.shared and not buffers.reduced_again and len(buffers.sole_positions) == launched
         return (
             by_rule
             and by_all_reduce
@@ -107,10 +108,13 @@ class SteadyStep(Steady):
 
     def _bind(self) -> None:
         """Take over what does not change as long as the sequence, the parameters and the options stay the same."""
-        buffers = self._reduction.agreed.buffers
-        self._bound_to, self._options = weakref.ref(buffers), self._reduction.options
+        reduction, buffers = self._reduction, self._reduction.agreed.buffers
+        self._bound_to, self._options = weakref.ref(buffers), reduction.options
         self._is_plain = self._may_be_steady(buffers)
         self._collectives = [1] * len(buffers.buckets)
+        tensors, unused = reduction.parameters.tensors, reduction.agreed.unused
+        self._used = [tensor for index, tensor in enumerate(tensors) if index not in unused]
+        self._unused = [*map(tensors.__getitem__, unused)]
 
     # ---- from its beginning to its end -------------------------------------------------------------------------------
 
@@ -212,7 +216,10 @@ class SteadyHooks(SteadyStep):
 
     def gradient_arrived(self, index: int) -> None:
         """Take in a gradient that autograd has just accumulated, with those that were only noted before it."""
-        bucket = self._bucket_of[index]
+        bucket = self._bucket_of.get(index)
+        if bucket is None:  # no rank has used the parameter so far
+            self._general().arrived(index)
+            return
         state, is_large = bucket.state, index in bucket.large
         collected = self._collected.get(bucket.position)
         come = [index]
@@ -310,7 +317,8 @@ class SteadyHooks(SteadyStep):
             left |= bucket.state.left
         now = map(gradient_of, map(self._reduction.parameters.tensors.__getitem__, self._in_order))
         before = [*map(left.__getitem__, self._in_order)]
-        return all(map(operator.is_, now, before)) and not any(map(version_of, before))
+        are_there = all(map(operator.is_, now, before)) and not any(map(version_of, before))
+        return are_there and not any_has_gradient(self._unused)
 
     def _forget(self) -> None:
         for bucket in self._buckets:
@@ -337,12 +345,12 @@ class SteadyGraph(SteadyStep):
         self._of_graph = GraphGradients()  # what it has returned
 
     def _finds_the_usual(self) -> bool:
-        parameters, calls = self._reduction.parameters.tensors, self._reduction.live_calls()
+        calls = self._reduction.live_calls()
         return (
             len(calls) == 1
             and not self._reduction.hooks.everywhere
-            and not any_has_hooks(parameters)
-            and all(map(requires_grad, parameters))
+            and not any_has_hooks(self._used)
+            and all(map(requires_grad, self._used))
             and calls[0].fingerprint in self._reduction.agreed.graph_sections
             and calls[0].is_still_to_run()
             and calls[0].compile(folds=False) is None
@@ -417,8 +425,8 @@ class SteadyGraph(SteadyStep):
         return [self._riders]
 
     def is_as_left(self) -> bool:
-        tensors = self._reduction.parameters.tensors
-        return len(self._of_graph.addresses) == len(tensors) and not self._of_graph.changed(tensors)
+        tensors, has_each = self._reduction.parameters.tensors, len(self._of_graph.addresses) == len(self._used)
+        return has_each and not self._of_graph.changed(tensors) and not any_has_gradient(self._unused)
 
     def _forget(self) -> None:
         self.awaited, self._riders, self._of_graph, self._lent = None, None, GraphGradients(), {}

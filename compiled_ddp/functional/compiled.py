@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
 from compiled_ddp.functional.reduction import last_first
 from compiled_ddp.functional.reference import ReferenceStep
 from compiled_ddp.functional.session import Session, current_session, tracing
-from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace, why_another
+from compiled_ddp.functional.traced_step import Leaf, TracedStep, refuse_constants, trace, why_another
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.unit import Launch, Unit, break_off
 from compiled_ddp.graph import compile_once
@@ -127,6 +128,9 @@ def compile(
     return untraced(compiled_step)
 
 
+_MANY = 16  # compilations of one step
+
+
 class _Runnable:
     """A step, traced and compiled for one kind of arguments; without reductions it has no `unit`."""
 
@@ -158,6 +162,14 @@ class _Runnable:
     def agreements_of_losses(self) -> tuple[Agreements, ...]:
         return self._loss_launches.agreements
 
+    def fits(self) -> bool:
+        """Whether what it has met while it was traced is as it was."""
+        return self._traced.surroundings.are_as_they_were()
+
+    def refuse_constants(self, leaves: Sequence[Any]) -> None:
+        """Raise ValueError where it would write into what it closes over."""
+        refuse_constants([leaves[place] for place in self._traced.written], self._traced.constants)
+
     def __call__(self, leaves: Sequence[Any]) -> Any:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         generators = self._traced.generators
@@ -177,7 +189,8 @@ class _Runnable:
     def _ran(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
         """What the graph returns. It may have written to what is donated wherever it raises."""
         try:
-            return list(self._run(*inputs))
+            with torch_private.tensors.without_autocast():  # whose casts have been traced
+                return list(self._run(*inputs))
         finally:
             donations.note(self._name, donated)
 
@@ -218,7 +231,7 @@ class CompiledStep:
         donated: Sequence[str | int],
     ) -> None:
         self._step, self._backend, self._options, self._donated = step, backend, options, donated
-        self._compiled: dict[tuple[Any, ...], _Runnable] = {}
+        self._compiled: dict[tuple[Any, ...], list[_Runnable]] = {}
         self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
         self._latest_of_losses: tuple[Agreements, ...] = ()  # by which it agrees on collectives outside of gradients
@@ -235,11 +248,17 @@ class CompiledStep:
             donations.refuse(_name_of(self._step), leaves, functools.partial(self._named, args, kwargs))
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             closed = closed_over(self._step)
-            key = (structure, tuple(map(Leaf.of, leaves)), generators_shared(leaves, closed), closed, _ambient(tensors))
-            is_new = key not in self._compiled
-        if is_new:
-            self._compiled[key] = self._compile(args, kwargs, why=why_another(self._compiled, key))
-        runnable = self._compiled[key]
+            shared = _shared_memory(tensors) if self._donated else ()
+            kinds = tuple(map(Leaf.of, leaves))
+            key = (structure, kinds, generators_shared(leaves, closed), closed, _ambient(tensors), _world(), shared)
+            runnable = next((each for each in self._compiled.get(key, ()) if each.fits()), None)
+            if runnable is not None:
+                runnable.refuse_constants(leaves)
+        if runnable is None:
+            why = why_another(self._compiled, key)
+            runnable = self._compile(args, kwargs, why=why)
+            self._compiled.setdefault(key, []).insert(0, runnable)
+            self._tell_of_many(why)
         self._latest, self._latest_of_losses = runnable.communicators, runnable.agreements_of_losses
         return runnable(leaves)
 
@@ -249,6 +268,13 @@ class CompiledStep:
         return [
             (name + path, leaf) for name, tree in bound.items() for path, leaf in torch_private.trees.named_leaves(tree)
         ]
+
+    def _tell_of_many(self, why: str) -> None:
+        if sum(map(len, self._compiled.values())) == _MANY:
+            warn_user(
+                f"{_name_of(self._step)} has been compiled {_MANY} times, the last time {why}. Each takes its time and "
+                "is kept: pass numbers that change from call to call as tensors."
+            )
 
     def _tell_of_transforms(self) -> None:
         if not self._has_told:
@@ -363,6 +389,21 @@ def _donated(donate: object) -> tuple[str | int, ...]:
 
 def _name_of(step: Callable[..., Any]) -> str:
     return str(getattr(step, "__qualname__", "a step")).replace("<locals>.", "")
+
+
+def _shared_memory(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """For each tensor the place of the first one in the same memory; empty where each has its own."""
+    memory = torch_private.tensors.memory_of_each(tensors)
+    return () if len({*memory}) == len(memory) else tuple(map(memory.index, memory))
+
+
+_worlds: "weakref.WeakKeyDictionary[dist.ProcessGroup, object]" = weakref.WeakKeyDictionary()
+
+
+def _world() -> object:
+    """Another one for other ranks, and None without."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if world is None else _worlds.setdefault(world, object())
 
 
 def _ambient(tensors: Sequence[Tensor]) -> Hashable:

@@ -47,8 +47,9 @@ class Options:
 class GradientReduction:
     """The reductions of one gradient function."""
 
-    def __init__(self, name: str, options: Options) -> None:
-        self.name, self.options = name, options
+    def __init__(self, name: str, place: str, options: Options) -> None:
+        """It is defined at `place`, by which ranks tell functions of one name apart."""
+        self.name, self.place, self.options = name, place, options
         self._communicator: Communicator | None = None
         self._leading: dict[torch.device, Tensor] = {}
         self._is_alone: bool | None = None  # whether there are no other ranks; None until the first call
@@ -72,15 +73,19 @@ class GradientReduction:
         return 0 if self._communicator is None else dist.get_rank()
 
     def find_ranks(self) -> None:
-        """At the first call: make the communicator, or warn that there is nothing to reduce over."""
-        if self._is_alone is not None:
+        """At the first call: make the communicator, or warn that there is nothing to reduce over.
+
+        Without torch.distributed each call looks anew.
+        """
+        if self._communicator is not None:
             return
         given = self.options.process_group
         is_there = given is not None or (dist.is_available() and dist.is_initialized())
         if is_there:
             self._communicator = given if isinstance(given, Communicator) else Communicator(given)
+        was_alone = self._is_alone
         self._is_alone = not is_there or self.communicator.world_size == 1
-        if self._is_alone:
+        if self._is_alone and not was_alone:
             why = "there is one rank" if is_there else "torch.distributed is not initialised"
             warn_user(f"{self.name} returns this process's own gradients, as {why}.")
 
@@ -134,7 +139,7 @@ class GradientReduction:
     def _wanted(self, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]) -> Wanted:
         found = [(name, tuple(g.shape), g.dtype, g.device) for name, g in zip(names, gradients, strict=True)]
         ridden = sum(passenger.numel() for passenger in passengers)
-        return Wanted(self.name, self.options.reduction, self.options.bucket_cap_mb, tuple(found), ridden)
+        return Wanted(self.name, self.place, self.options.reduction, self.options.bucket_cap_mb, tuple(found), ridden)
 
     def _reduce(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]

@@ -60,7 +60,7 @@ class ReferenceStep:
     def __init__(self, graph_module: GraphModule) -> None:
         copied = Graph()
         copied.output(copied.graph_copy(graph_module.graph, {}))
-        self._graph = ReferenceGraph(GraphModule(graph_module, copied), may_communicate=True)
+        self._graph = ReferenceGraph(GraphModule(graph_module, copied), without_autocast=True, may_communicate=True)
 
     def run(self, inputs: Sequence[Tensor]) -> Callable[[int], Reference]:
         """What is expected of each of the step's reductions, by its number."""

@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.functional.closed_over import Surroundings, modules_called
 from compiled_ddp.functional.random_state import DrawnGenerator
 from compiled_ddp.functional.session import Session
 from compiled_ddp.users_code import line_that_raised
@@ -37,7 +38,10 @@ class Leaf:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """`inputs` are the tensors it was traced with, `constants` those that it closes over, which follow them."""
+    """`inputs` are the tensors it was traced with, `constants` those that it closes over, which follow them.
+
+    It is one for as long as its `surroundings` are as they were.
+    """
 
     graph_module: GraphModule
     inputs: Sequence[Tensor]
@@ -46,6 +50,7 @@ class TracedStep:
     structure: Any  # of the results
     generators: Sequence[DrawnGenerator]
     written: Sequence[int]  # the leaves of its arguments in whose memory it leaves results
+    surroundings: Surroundings
 
     def values_by_node(self) -> dict[str, Tensor]:
         """The value of each input, by the name of its node."""
@@ -124,15 +129,36 @@ def trace(
 
     inputs = [given[place].detach() for place in places]
     try:
-        graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)
+        with modules_called() as modules:
+            graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)
     except Exception as error:
         if not torch_private.tracing.depends_on_values(error):
             raise
         raise _asks_for_a_value(error) from None
     _refuse_others_collectives(graph_module.graph)
+    surroundings = Surroundings(modules, constants)
     constants = [constant.detach() for constant in constants]
+    refuse_constants([leaf for leaf in given if id(leaf) in to_reuse], constants)
     generators = session.generators.drawn(given)
-    return TracedStep(graph_module, [*inputs, *constants], constants, generators=generators, **found)
+    return TracedStep(
+        graph_module,
+        [*inputs, *constants],
+        constants,
+        generators=generators,
+        surroundings=surroundings,
+        **found,
+    )
+
+
+def refuse_constants(donated: Sequence[Tensor], constants: Sequence[Tensor]) -> None:
+    """Raise ValueError where a donated tensor is one that the step closes over, and goes on to read."""
+    if donated and constants:
+        memory = {*torch_private.tensors.memory_of_each(constants)}
+        if not memory.isdisjoint(torch_private.tensors.memory_of_each(donated)):
+            raise ValueError(
+                "a donated tensor shares memory with one that the step closes over, where its results would appear: "
+                "let the step close over a copy, or pass it as an argument of its own."
+            )
 
 
 def _asks_for_a_value(error: Exception) -> RuntimeError:
@@ -222,7 +248,7 @@ def why_another(known: Collection[Sequence[Any]], kind: Sequence[Any]) -> str:
         return "in its first call"
     *_, latest = known
     differs = [before != now for before, now in zip(latest, kind, strict=True)]
-    structure, leaves, generators, closed_over, _ = differs
+    structure, leaves, generators, closed_over, *others = differs
     if structure:
         return "again: the structure of its arguments is another one"
     if leaves:
@@ -231,7 +257,9 @@ def why_another(known: Collection[Sequence[Any]], kind: Sequence[Any]) -> str:
         return "again: its generators are shared in another way"
     if closed_over:
         return "again: something that it closes over has been replaced"
-    return "again: autocast is another one"
+    if any(others):
+        return "again: autocast, the ranks, or what shares memory is another one"
+    return "again: a module that it calls was switched or changed, or a tensor that it closes over has other memory"
 
 
 def _other_leaf(before: Sequence[Leaf], now: Sequence[Leaf]) -> str:

@@ -1,7 +1,9 @@
 """Gradients of plain functions, reduced over ranks: torch.func's grad and grad_and_value."""
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -162,7 +164,7 @@ class GradientFunction:
             raise TypeError(f"argnums must be an int or a tuple of ints, as of torch.func.grad, found {argnums!r}.")
         self._f, self._argnums, self._has_aux, self._reduce_value = f, argnums, has_aux, reduce_value
         name = getattr(f, "__qualname__", type(f).__name__).replace("<locals>.", "")
-        self.reduction = GradientReduction(f"{transform}({name})", options)
+        self.reduction = GradientReduction(f"{transform}({name})", _place_of(f), options)
         self._is_weighted = options.reduction == "weighted"
         self._has_told = False
         self._proven: set[torch.dtype] = set()  # whose division has been tried
@@ -322,6 +324,12 @@ class GradientFunction:
     @property
     def _share(self) -> float:
         return 1.0 / self.reduction.world_size if self.reduction.options.reduction == "mean" else 1.0
+
+
+def _place_of(function: Callable[..., Any]) -> str:
+    """File and line of its definition, the same in any folder; empty for what is no function of Python's."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f"{Path(code.co_filename).name}:{code.co_firstlineno}"
 
 
 def _batched(tensors: Sequence[Tensor], gradients: Sequence[Tensor], value: Tensor) -> tuple[list[Tensor], Tensor]:

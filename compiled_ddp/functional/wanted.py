@@ -23,6 +23,7 @@ class Wanted:
     """A reduction, in the shapes in which it is launched: below vmap those of the whole batch."""
 
     function: str
+    place: str  # where it is defined
     reduction: str
     bucket_cap_mb: float | None  # None for what suits the link
     gradients: tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device], ...]  # name, shape, ...
@@ -37,6 +38,7 @@ class Wanted:
         """Describe what must be equal on all ranks."""
         properties: Description = {
             "the function": [self.function],
+            "where it is defined": [self.place],
             "reduction": [self.reduction],
             "bucket_cap_mb": [self.bucket_cap_mb],
         }

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from compiled_ddp.telling.slow_work import part_of_slow_work
 from compiled_ddp.torch_private import packing
 from compiled_ddp.torch_private.dynamo import captured_inputs
+from compiled_ddp.torch_private.tensors import without_autocast
 
 # What a compiled program depends on besides its graph, the options and how its backward is rewritten: this file, and
 # the lowering of `pack`.
@@ -115,7 +116,10 @@ def compile_step(
     options: Mapping[str, Any],
     rewriting: Rewriting,
 ) -> Callable[..., Any]:
-    """Compile a graph that make_fx has traced, of a whole step without a backward of its own."""
+    """Compile a graph that make_fx has traced, of a whole step without a backward of its own.
+
+    Autocast's casts are in it; those who run it see to it that there are no others.
+    """
 
     def always() -> Rewriting:
         return rewriting
@@ -124,7 +128,7 @@ def compile_step(
     # the graph after tracing has none (torch 2.13, `_extract_inputs_from_exported_gm`).
     for placeholder in graph_module.graph.find_nodes(op="placeholder"):
         placeholder.meta.pop("val", None)
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast():
         if backend == "aot_eager":
             return _compile_aot_eager(graph_module, example_inputs, always, whole=True)
         with _for_caches():

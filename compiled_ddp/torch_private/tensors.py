@@ -17,6 +17,14 @@ def memory_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def memory_of_each(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """`memory_of` them, in C."""
+    return [*map(_address_of_storage, map(torch.Tensor.untyped_storage, tensors))]
+
+
+_address_of_storage = operator.attrgetter("_cdata")
+
+
 def without_autocast() -> contextlib.AbstractContextManager[None]:
     """In here no operator converts what it is given, on any kind of device."""
     context: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()

@@ -35,7 +35,7 @@ endif
 export CXX
 
 .DEFAULT_GOAL := help
-.PHONY: help bench results test near versions pythons trainers models gpu fuzz lint format types docs clean check-python check-compiler check-gpu shape
+.PHONY: help bench results test long near versions pythons trainers models gpu fuzz lint format types docs clean check-python check-compiler check-gpu shape
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,9 +64,13 @@ endif
 	    --models-python $(or $(MODELS_PYTHON),$(MODELS_FOLDER)/bin/python) \
 	    --newest-python $(or $(NEWEST_PYTHON),$(NEWEST_FOLDER)/bin/python)
 
-test: check-compiler $(STAMP) ## Run the tests, two at a time (ARGS="-k name" picks some, WORKERS=0 runs one after the other)
-	@echo "==> make test: python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)"
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+test: check-compiler $(STAMP) ## Run the tests, two at a time, but for what `make long` runs (ARGS="-k name" picks some, WORKERS=0 runs one after the other)
+	@echo "==> make test: python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(ARGS)"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
+
+long: check-compiler $(STAMP) ## Run the tests that `make test` leaves out: what takes above ten seconds, and more combinations of parameters
+	@echo "==> make long: python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)
 
 near: check-compiler lint ## Run what a change needs in two minutes or so: ruff, and the round NEAR of noxfile.py (ARGS="tests/..." adds to it)
 	@echo "==> make near: the round NEAR of noxfile.py, $(WORKERS) at a time"

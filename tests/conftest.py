@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import second_device
 import torch
+from covering import mark_the_rest_of_products
 
 from ranks import RankPool
 
@@ -57,7 +58,9 @@ def twin_ranks2(inductor_cache: Path) -> Iterator[RankPool]:
         yield pool
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_the_rest_of_products(items)
     if torch.cuda.is_available():
         return
     for item in items:

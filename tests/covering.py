@@ -1,58 +1,61 @@
-"""Products of parameters of which the ordinary round runs a few, and `make long` all."""
+"""Which tests of a product of parameters `make test` runs; `make long` runs the rest."""
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
-from _pytest.mark.structures import ParameterSet
+
+_EXPENSIVE = {"ranks2", "ranks3", "twin_ranks2"}  # fixtures; what needs none of them takes milliseconds
 
 
-def covering(*axes: Iterable[Any]) -> list[ParameterSet]:
-    """Every combination of one value of each axis, for `pytest.mark.parametrize`; most of them are marked `slow`.
+def mark_the_rest_of_products(items: Iterable[pytest.Item]) -> None:
+    """Of tests with several `parametrize` marks, give most combinations the mark `slow`.
 
-    Those that are not have each value of two axes, and of three axes or more each pair of values of any two. An axis
-    may contain `pytest.param`s.
+    Without it remain as many as have each value of two axes, and of more axes each pair of values of any two.
     """
-    combinations = [*itertools.product(*(map(_parameter, axis) for axis in axes))]
-    ordinary = _some(combinations, strength=min(2, len(axes) - 1))
-    return [
-        _joined(combination, () if number in ordinary else (pytest.mark.slow,))
-        for number, combination in enumerate(combinations)
-    ]
+    of_function: dict[object, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and _is_of_product(item):
+            of_function.setdefault(item.function, []).append(item)
+    for product in of_function.values():
+        ordinary = some([_values(item) for item in product])
+        for number, item in enumerate(product):
+            if number not in ordinary:
+                item.add_marker(pytest.mark.slow)
 
 
-def _parameter(value: Any) -> ParameterSet:
-    return value if isinstance(value, ParameterSet) else pytest.param(value)
+def _is_of_product(item: pytest.Function) -> bool:
+    several = len([*item.iter_markers("parametrize")]) > 1
+    is_expensive = not _EXPENSIVE.isdisjoint(item.fixturenames) or item.get_closest_marker("inductor") is not None
+    return several and is_expensive and item.get_closest_marker("slow") is None
 
 
-def _some(combinations: Sequence[tuple[ParameterSet, ...]], strength: int) -> set[int]:
-    """Which ones together have every combination of values that any `strength` axes have.
+def _values(item: pytest.Function) -> Mapping[str, int]:
+    """The places of its values, by the name of a parameter of each axis."""
+    axes = (
+        str(mark.args[0]).split(",")[0] if isinstance(mark.args[0], str) else mark.args[0][0]
+        for mark in item.iter_markers("parametrize")
+    )
+    return {axis: item.callspec.indices[axis] for axis in axes}
+
+
+def some(combinations: Sequence[Mapping[str, int]]) -> set[int]:
+    """The numbers of those that together have all values of two axes, or all pairs of values of more.
 
     Those come first that add most, and of them those whose values have come least often.
     """
     groups = [
-        {
-            tuple((axis, id(combination[axis])) for axis in axes)
-            for axes in itertools.combinations(range(len(combination)), strength)
-        }
+        {*itertools.combinations(sorted(combination.items()), min(2, len(combination) - 1))}
         for combination in combinations
     ]
-    left, chosen, used = set().union(*groups), set[int](), Counter[int]()
+    left, chosen, used = set().union(*groups), set[int](), Counter[tuple[str, int]]()
     while left:
         best = max(
             range(len(groups)),
-            key=lambda number: (len(groups[number] & left), -sum(used[id(value)] for value in combinations[number])),
+            key=lambda number: (len(groups[number] & left), -sum(map(used.__getitem__, combinations[number].items()))),
         )
         chosen.add(best)
         left -= groups[best]
-        used.update(map(id, combinations[best]))
+        used.update(combinations[best].items())
     return chosen
-
-
-def _joined(combination: Sequence[ParameterSet], marks: Sequence[pytest.MarkDecorator]) -> ParameterSet:
-    values = [value for parameter in combination for value in parameter.values]
-    ids = [str(parameter.id) for parameter in combination]
-    named = {"id": "-".join(ids)} if all(parameter.id is not None for parameter in combination) else {}
-    return pytest.param(*values, marks=[*marks, *(m for each in combination for m in each.marks)], **named)

@@ -162,9 +162,7 @@ class ModelWatch:
         self._state, self._follows = state, follows
         self._asks_for_buffers = state.gives_buffers_itself
         self._places = trained_places(state)
-        parameters = state.parameters().values()
-        self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-        self._trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._trained = [parameter for parameter in state.parameters().values() if parameter.requires_grad]
         memory: dict[_Memory, _Memory] = {}  # a model has many parameters of few shapes
         self._memory = [memory.setdefault(of_one, of_one) for of_one in map(_memory, self._trained)]
         self._take_contents()
@@ -176,10 +174,10 @@ class ModelWatch:
         Raises RuntimeError if something was replaced or removed, or has changed besides what a functional_call
         replaces, ValueError if an optimizer would step in the backward.
         """
-        return _UNCHANGED if self._is_as_it_was() else self._look_closely()
+        return _UNCHANGED if self.is_as_it_was() else self._look_closely()
 
-    def _is_as_it_was(self) -> bool:
-        """[Note: as it was]"""
+    def is_as_it_was(self) -> bool:
+        """The quick part of a look. [Note: as it was]"""
         return (
             self._are_untouched()
             and self._are_of_same_kind(*self._trained)
@@ -210,7 +208,7 @@ class ModelWatch:
         return _UNCHANGED
 
     def has_grown(self) -> bool:
-        """Whether a module holds more parts than it did, or fewer: the quick part of a look, for other moments."""
+        """Whether a module holds more parts than it did, or fewer: quicker still, for other moments."""
         return sum(map(len, self._dictionaries)) != self._number_of_parts
 
     def buffers(self) -> Sequence[torch.Tensor]:
@@ -280,6 +278,8 @@ class ModelWatch:
     def _take_contents(self) -> None:
         """Compare with what stands in each module now, from the next look on."""
         parts = [part for _, part in self._state.modules()]
+        # Also what has come without being trained, and may be later.
+        self._frozen = [parameter for parameter in self._state.parameters().values() if not parameter.requires_grad]
         self._modules = RememberedParts([part._modules for part in parts])
         self._parameters = RememberedParts([part._parameters for part in parts])
         self._dictionaries = [*self._modules.dictionaries, *self._parameters.dictionaries]

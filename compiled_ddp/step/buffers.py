@@ -3,7 +3,7 @@
 [Note: memory that others hold] Nothing that leaves this package is what it keeps: a .grad is an alias, made anew in
 each backward, so that whoever points it elsewhere (`.data =`, `set_`, `module.half()`) moves the alias alone. And
 before a buffer is filled again it asks whether anyone but the .grad in place still holds its memory; then that memory
-is theirs, and the buffer takes other.
+is theirs, and the buffer takes other. So it does where torch.multiprocessing has moved it, for another process.
 """
 
 import contextlib
@@ -99,6 +99,7 @@ class FlatBuffer:
         self.__dict__.pop("views", None)
         self.riders = None if bucket.riders is None else bucket.riders.view(self.flat)
         self._own_holders = torch_private.tensors.storage_holders(self.flat)
+        self._address = self.address
 
     @functools.cached_property
     def views(self) -> dict[int, torch.Tensor]:
@@ -116,13 +117,14 @@ class FlatBuffer:
         self._take_memory()
 
     def renew_if_held(self, gradients_in_place: int) -> None:
-        """Take new memory if anyone else holds this, or has resized it. [Note: memory that others hold]
+        """Take new memory if anyone else holds this, or has resized or moved it. [Note: memory that others hold]
 
         `gradients_in_place` is how many tensors may: each is the .grad of a parameter, and lies in this memory.
         """
         holders = torch_private.tensors.storage_holders(self.flat)
-        is_whole = self.flat.untyped_storage().nbytes() >= self.bucket.nbytes
-        if holders > self._own_holders + gradients_in_place or not is_whole:
+        storage = self.flat.untyped_storage()
+        is_as_it_was = storage.data_ptr() == self._address and storage.nbytes() >= self.bucket.nbytes
+        if holders > self._own_holders + gradients_in_place or not is_as_it_was:
             self._take_memory()
 
     def lend(self) -> torch.Tensor:

@@ -383,7 +383,11 @@ class Finish:
             ending.run()
         reduction.communicator.progress.backward_ended()
         if reduction.hooks.deferred:
-            reduction.hooks.run_users(ending.averaged(reduction.hooks.deferred))
+            try:
+                reduction.hooks.run_users(ending.averaged(reduction.hooks.deferred))
+            except BaseException:  # the other ranks' hooks have run, and may have stepped an optimizer
+                reduction.carried.note_lost()
+                raise
         if ending.is_first:
             ending.remove_needless_hooks()
         reduction.agreed.note_graphs(backward.reservations.reserved.keys())

@@ -432,6 +432,8 @@ class Runtime:
                     yield agreed.event_of(section)
 
     def waits_to_send(self) -> str | None:
+        if self.under_way.steady is not None:  # which has waited for nobody
+            return None
         return self.begin_event if self.under_way.backward is None and self.beginning.waits else None
 
     def send_rest(self) -> None:

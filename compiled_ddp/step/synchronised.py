@@ -369,8 +369,18 @@ class SynchronisedBackward:
     def _launch_to(self, position: int) -> None:
         while self._cursor < position:
             for index in sorted(self.launches.buckets[self._cursor].missing):
+                self._note_if_assigned(index)
                 self.gradients.fill_missing(index, self._cursor)
             self._launch()
+
+    def _note_if_assigned(self, index: int) -> None:
+        """A .grad that has come past every hook, as from a copy of the parameter: it goes into the bucket like others.
+
+        Not beside a graph, which may have left its own part there.
+        """
+        is_elsewhere = self.circumstances.returned is not None or index in self.of_graphs.indices
+        if not is_elsewhere and not self.usage.is_used(index) and self.existing.has_accumulated(index):
+            self.usage.note_gradient(index)
 
     def _launch(self) -> None:
         position = self._cursor

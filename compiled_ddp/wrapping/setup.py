@@ -188,7 +188,7 @@ class WatchedModel:
 
     def _take_as_it_is(self) -> None:
         self._watch = ModelWatch(self._setup.managed_state, follows=self._settings.options.follows_model)
-        self.has_grown = self._watch.has_grown
+        self.is_as_it_was, self.has_grown = self._watch.is_as_it_was, self._watch.has_grown
 
     def look(self) -> Look:
         """Compare the model with what it was when the wrapper was made, or when its changes were last taken.

@@ -59,8 +59,8 @@ def test_a_section_without_its_runs_stays_as_it_is(tmp_path: Path) -> None:
     results = tmp_path / "results"
     results.mkdir()
     for name in (*RUNS, *README_RUNS):
-        for suffix in (".json", ".png"):
-            (results / f"{name}{suffix}").write_bytes((RESULTS / f"{name}{suffix}").read_bytes())
+        for file in RESULTS.glob(f"{name}.*"):
+            (results / file.name).write_bytes(file.read_bytes())
     assert publish(results, tmp_path) == ["README.md (results)", "docs/benchmarks.md (results)"]
     assert shown(tmp_path / "docs" / "benchmarks.md", "training") == "old"
     assert (tmp_path / "docs" / "images" / "1gbit.png").read_bytes() == (RESULTS / "1gbit.png").read_bytes()

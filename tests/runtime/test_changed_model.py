@@ -279,6 +279,53 @@ def test_a_parameter_that_is_frozen_behind_its_forward_gets_no_gradient(
     ranks2.run(_frozen_behind_its_forward, wrapper, frozen_in, accumulated)
 
 
+class Adapted(nn.Module):
+    """With room for a part that comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head, self.extra = nn.Linear(5, 5), nn.Linear(5, 3), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.head(x if self.extra is None else self.eagerly(x))
+
+    @torch.compiler.disable
+    def eagerly(self, x: Tensor) -> Tensor:
+        return self.extra(x)
+
+
+def _added_frozen(rank: int, wrapper: str, by_assignment: bool) -> None:
+    model = Adapted()
+    if by_assignment:
+        model.extra = nn.Linear(5, 5).requires_grad_(False)
+    ddp = wrappers([wrapper])[wrapper](model)
+
+    def steps(*numbers: int) -> None:
+        for number in numbers:
+            assert_steps_to_the_mean(ddp, lambda module: module(row_batch(rank, number)).square().sum())  # noqa: B023
+
+    steps(0)
+    torch.manual_seed(1)
+    if by_assignment:
+        values = {name: torch.randn_like(value) for name, value in model.extra.state_dict().items()}
+        model.extra.load_state_dict(values, assign=True)
+    else:
+        model.extra = nn.Linear(5, 5).requires_grad_(False)  # as peft adds an adapter that is not active
+    steps(1)
+    model.extra.requires_grad_(True)
+    steps(2, 3)
+    assert model.extra.weight.grad is not None
+
+
+@pytest.mark.parametrize("by_assignment", [False, True])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_part_that_came_frozen_is_reduced_once_it_is_unfrozen(
+    ranks2: RankPool, wrapper: str, by_assignment: bool
+) -> None:
+    ranks2.run(_added_frozen, wrapper, by_assignment)
+
+
 def _unfrozen_on_one_rank(rank: int) -> None:
     model = Mlp()
     model.first.requires_grad_(False)

@@ -83,6 +83,15 @@ def test_memory_that_was_resized_is_left() -> None:
     assert buffers[0].flat.sum() == 0 and not buffers.holds(0, gradient)
 
 
+def test_memory_that_was_moved_for_another_process_is_left_to_that() -> None:
+    buffers = buffers_of((2, 3))
+    (gradient,) = gradients_put_in_place(buffers)
+    gradient.share_memory_()  # as a queue of torch.multiprocessing does
+    del gradient
+    buffers.renew_all_held()
+    assert not buffers[0].flat.is_shared()
+
+
 @pytest.mark.parametrize(
     "change",
     [

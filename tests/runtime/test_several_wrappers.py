@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import time
+import unittest.mock
 import warnings
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import assert_equal_on_all_ranks, assert_gradients, expected_mean, mean_over_ranks, wrappers
+from models import assert_equal_on_all_ranks, assert_gradients, expected_mean, mean_over_ranks, row_batch, wrappers
 from models import local_gradients as gradients_here
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp.ranks.store import Store
 from compiled_ddp.step.conductor import Conductor, SharedOrder
+from compiled_ddp.step.steady import SteadyStep
 from ranks import RankPool
 
 # ---- the order, without ranks ----------------------------------------------------------------------------------------
@@ -481,3 +483,35 @@ def _two_forwards_each(rank: int) -> None:
 @pytest.mark.filterwarnings("ignore:gradients of")
 def test_two_forwards_of_each_in_other_orders(ranks2: RankPool) -> None:
     ranks2.run(_two_forwards_each)
+
+
+def _both_steady(rank: int, wrapper: str) -> list[int]:
+    """How many steady steps of two wrappers in one backward have begun, and how many were turned into general ones."""
+    first, second = (wrappers([wrapper])[wrapper](nn.Linear(5, 5), verify="off") for _ in range(2))
+    begun, turned = SteadyStep.begin, SteadyStep.as_general
+    counts = [0, 0]
+
+    def begin(steady: SteadyStep, forwards: Any) -> None:
+        counts[0] += 1
+        begun(steady, forwards)
+
+    def as_general(steady: SteadyStep) -> Any:
+        counts[1] += 1
+        return turned(steady)
+
+    for step in range(6):
+        x = row_batch(rank, step)
+        for ddp in (first, second):
+            ddp.zero_grad()
+        noting = step >= 3
+        with (
+            unittest.mock.patch.object(SteadyStep, "begin", begin) if noting else contextlib.nullcontext(),
+            unittest.mock.patch.object(SteadyStep, "as_general", as_general) if noting else contextlib.nullcontext(),
+        ):
+            second(torch.tanh(first(x))).square().sum().backward()
+    return counts
+
+
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_steps_of_two_wrappers_in_one_backward_are_both_steady(ranks2: RankPool, wrapper: str) -> None:
+    assert ranks2.run(_both_steady, wrapper) == [[6, 0]] * 2

@@ -1,6 +1,7 @@
 """Users' hooks: post-accumulate hooks see the reduced gradient, whoever reduces it."""
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,39 @@ def _torchs_optimizer_in_backward(rank: int, wrapper: str) -> None:
     give_optimizer(ddp.module)
     with pytest.raises(ValueError, match=named):
         ddp(row_batch(rank))
+
+
+def _raises_in_its_hook(rank: int, wrapper: str) -> None:
+    """An optimizer in the backward, which raises on rank 0 when a part of it has stepped."""
+    ddp = wrappers([wrapper])[wrapper](Mlp())
+    at: list[int] = []
+
+    def descend(parameter: Tensor, number: int) -> None:
+        if at == [2] and rank == 0 and number == 1:
+            raise ValueError("the user's")
+        with torch.no_grad():
+            parameter.sub_(1e-2 * parameter.grad)
+        parameter.grad = None
+
+    for number, parameter in enumerate(ddp.module.parameters()):
+        parameter.register_post_accumulate_grad_hook(functools.partial(descend, number=number))
+    for step in range(4):
+        at[:] = [step]
+        loss = ddp(row_batch(rank, step)).square().sum()
+        if step == 2 and rank == 0:
+            with pytest.raises(ValueError, match="the user's"):
+                loss.backward()
+            ddp.zero_grad()
+        elif step == 3:
+            with pytest.raises(RuntimeError, match=r"an exception ended the one before it on 1 rank\(s\)"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_users_hook_that_raises_on_one_rank_is_told_to_all_in_the_next_step(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_raises_in_its_hook, wrapper)
 
 
 @pytest.mark.parametrize("wrapper", BOTH)

@@ -235,23 +235,44 @@ def test_a_prehook_that_keeps_what_it_sees_leaves_the_mean_as_it_is(ranks2: Rank
 
 
 class Growing(nn.Module):
-    """Makes a layer in a forward, with other values on every rank."""
+    """Makes a layer in a forward, with other values on every rank; or a parameter, or unfreezes what it has."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.layer, self.head, self.grows = nn.Linear(5, 5), nn.Linear(5, 3), False
+        self.layer, self.head, self.grows, self.kind = nn.Linear(5, 5), nn.Linear(5, 3), False, kind
+        if kind == "parameter registered as None":
+            self.register_parameter("late", None)
+        elif kind == "layer for a placeholder":
+            self.late = nn.Identity()
+        elif kind == "unfrozen layer":
+            self.late = nn.Linear(5, 5).requires_grad_(False)
+
+    @torch.compiler.disable  # in a graph what is new under a known name is refused
+    def by_late(self, x: Tensor) -> Tensor:
+        self.grow()
+        return x * self.late if isinstance(self.late, nn.Parameter) else self.late(x)
+
+    def grow(self) -> None:
+        if self.kind == "parameter registered as None":
+            if self.late is None:
+                self.late = nn.Parameter(torch.randn(5))
+        elif self.kind == "unfrozen layer":
+            self.late.requires_grad_(True)
+        elif not isinstance(getattr(self, "late", None), nn.Linear):
+            self.late = nn.Linear(5, 5)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.layer(x))
-        if self.grows and not hasattr(self, "late"):
-            self.late = nn.Linear(5, 5)
         if self.grows:
-            x = torch.tanh(self.late(x))
+            x = torch.tanh(self.by_late(x))
         return self.head(x)
 
 
-def _growing(rank: int, wrapper: str, synchronised: bool) -> None:
-    ddp: Any = wrappers([wrapper])[wrapper](Growing())
+KINDS = ("new layer", "parameter registered as None", "layer for a placeholder", "unfrozen layer")
+
+
+def _growing(rank: int, wrapper: str, kind: str, synchronised: bool) -> None:
+    ddp: Any = wrappers([wrapper])[wrapper](Growing(kind))
     for number in range(4):
         ddp.module.grows = number >= 1
         x = row_batch(rank, number)
@@ -269,14 +290,19 @@ def _growing(rank: int, wrapper: str, synchronised: bool) -> None:
             output.square().sum().backward()
         if synchronised or number != 1:
             assert all(gradient is None for gradient in before.values())
-            assert_gradients(ddp.module, expected)
+            for name, parameter in ddp.module.named_parameters():
+                if parameter.requires_grad:
+                    torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-5, atol=1e-7, msg=name)
     assert_equal_on_all_ranks({name: p.tolist() for name, p in ddp.module.named_parameters()})
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("wrapper", BOTH)
-def test_a_layer_that_the_model_makes_in_its_forward_is_averaged_in_that_step(ranks2: RankPool, wrapper: str) -> None:
+def test_what_the_model_begins_to_train_in_its_forward_is_averaged_in_that_step(
+    ranks2: RankPool, wrapper: str, kind: str
+) -> None:
     for synchronised in (True, False):
-        ranks2.run(_growing, wrapper, synchronised)
+        ranks2.run(_growing, wrapper, kind, synchronised)
 
 
 def _behind(rank: int, wrapper: str) -> None:
@@ -298,3 +324,58 @@ def _behind(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_what_is_put_into_the_model_behind_its_forward_is_refused_by_its_name(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_behind, wrapper)
+
+
+# ---- what no hook of ours sees ---------------------------------------------------------------------------------------
+
+
+class ByCopies(nn.Module):
+    """Trains copies of its layers' parameters, as with masters in another precision, whose gradients it hands over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.by_copies = nn.Linear(5, 4), nn.Linear(4, 3), ()
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call("head", torch.tanh(self.call("body", x)))
+
+    def call(self, name: str, x: Tensor) -> Tensor:
+        layer: Any = getattr(self, name)
+        if name not in self.by_copies:
+            return layer(x)  # type: ignore[no-any-return]
+        copies = [parameter.detach().clone().requires_grad_() for parameter in (layer.weight, layer.bias)]
+        for of_copy, parameter in zip(copies, (layer.weight, layer.bias), strict=True):
+            of_copy.register_post_accumulate_grad_hook(lambda of_copy, p=parameter: _hand_over(p, of_copy))
+        return nn.functional.linear(x, *copies)
+
+
+def _hand_over(parameter: Tensor, of_copy: Tensor) -> None:
+    assert of_copy.grad is not None
+    parameter.grad = of_copy.grad.clone() if parameter.grad is None else parameter.grad + of_copy.grad
+
+
+def _by_copies(rank: int, wrapper: str, names: tuple[str, ...], first: int, on_ranks: tuple[int, ...]) -> None:
+    ddp: Any = wrappers([wrapper])[wrapper](ByCopies())
+    for number in range(8):
+        x = row_batch(rank, number)
+        ddp.module.by_copies = ()
+        expected = expected_mean(copy.deepcopy(ddp.module), lambda module: module(x).square().sum())  # noqa: B023
+        ddp.module.by_copies = names if number >= first and rank in on_ranks else ()
+        ddp.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ddp(x).square().sum().backward()
+        assert_gradients(ddp.module, expected)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize(
+    ("names", "first", "on_ranks"),
+    [(("body", "head"), 0, (0, 1)), (("head",), 0, (0, 1)), (("head",), 5, (0, 1)), (("body",), 3, (1,))],
+    ids=["all", "some", "some later", "on one rank"],
+)
+def test_a_grad_that_is_assigned_in_the_backward_without_a_hook_of_ours_is_averaged(
+    ranks2: RankPool, wrapper: str, names: tuple[str, ...], first: int, on_ranks: tuple[int, ...]
+) -> None:
+    ranks2.run(_by_copies, wrapper, names, first, on_ranks)

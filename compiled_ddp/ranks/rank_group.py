@@ -32,6 +32,12 @@ _BEATS_PER_TIMEOUT, _SHORTEST_BEAT_SECONDS, _LONGEST_BEAT_SECONDS = 10, 0.2, 5.0
 _wrappers_made: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]]" = weakref.WeakKeyDictionary()
 
 
+def _forget(store: "weakref.ref[Store]") -> None:
+    there = store()
+    if there is not None:
+        there.forget()
+
+
 class RankGroup:
     """The user's ranks, and the store through which they agree on things; no collective is needed for that.
 
@@ -78,6 +84,8 @@ class RankGroup:
         ranks_hash = hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:12]
         self.name = f"compiled_ddp/{ranks_hash}/{ordinal}"
         self._store = Store(part_of_default(self.name), self.timeout)
+        # Wrappers that nobody has any more live until the collector comes.
+        weakref.finalize(default_group, _forget, weakref.ref(self._store)).atexit = False
         self._beats = itertools.count()
         self.leave_waits_unexplained()
 

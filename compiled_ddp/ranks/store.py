@@ -33,10 +33,25 @@ class Store:
 
     def __init__(self, shared: dist.Store, timeout: timedelta) -> None:
         """`shared` has the connection of the process; an answer may take `timeout`."""
-        self.shared = shared
+        self._shared: dist.Store | None = shared
         self._timeout_seconds, self._grace_seconds = timeout.total_seconds(), grace_seconds(timeout)
         self._spare: list[dist.Store] = []  # further connections that nobody uses now
         self._overdue: list[threading.Event] = []  # set when a question has ended that nobody waits for any more
+
+    @property
+    def shared(self) -> dist.Store:
+        """With the connection of the process. Raises RuntimeError once torch.distributed has been shut down."""
+        if self._shared is None:
+            raise RuntimeError("torch.distributed has been shut down by destroy_process_group(): wrap the model anew.")
+        return self._shared
+
+    def forget(self) -> None:
+        """Let go of it: torch.distributed has been shut down.
+
+        Rank 0 hosts its store for as long as anybody has it, and the next one of that address would find its keys.
+        """
+        self._shared = None
+        self._spare.clear()
 
     def ask(self, question: Callable[[dist.Store], Answer]) -> Answer:
         """What `question` makes of the store. Raises NoAnswerError if that takes longer than the timeout.

@@ -1,9 +1,11 @@
 """The store of torch.distributed, through which ranks agree: whatever it raises is explained, wherever it is used."""
 
 import concurrent.futures
+import gc
 import os
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -13,7 +15,7 @@ from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from models import Mlp, row_batch, wrappers
+from models import Mlp, assert_step, row_batch, wrappers
 
 from compiled_ddp import EagerDDP
 from compiled_ddp.checks.same_step import StepCheck
@@ -269,3 +271,34 @@ def _outlast_alone(rank: int) -> float:
     if rank == 0:
         RankGroup(None).outlast("an error")
     return time.monotonic() - began
+
+
+def _one_process_group_after_another(rank: int, folder: Path, port: int) -> None:
+    """At one address, with wrappers that nobody has any more and the collector has not found."""
+    outside = dist.FileStore(str(folder / "store"), 2)
+    gc.disable()
+    try:
+        for number in range(3):
+            dist.init_process_group(
+                "gloo",
+                init_method=f"tcp://127.0.0.1:{port}",
+                rank=rank,
+                world_size=2,
+                timeout=timedelta(seconds=20),
+            )
+            assert_step(EagerDDP(Mlp()), lambda module: module(row_batch(rank)).square().sum())
+            dist.destroy_process_group()
+            outside.add(f"ended {number}", 1)
+            while outside.add(f"ended {number}", 0) < 2:
+                time.sleep(0.01)
+    finally:
+        gc.enable()
+
+
+def test_a_process_group_that_is_made_anew_at_the_same_address_finds_nothing_of_the_one_before(
+    ranks2: RankPool, tmp_path: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks2.run(_one_process_group_after_another, tmp_path, port, process_group=False)

@@ -174,12 +174,13 @@ class ModelWatch:
         Raises RuntimeError if something was replaced or removed, or has changed besides what a functional_call
         replaces, ValueError if an optimizer would step in the backward.
         """
-        return _UNCHANGED if self.is_as_it_was() else self._look_closely()
+        return _UNCHANGED if self._is_as_it_was() else self._look_closely()
 
-    def is_as_it_was(self) -> bool:
-        """The quick part of a look. [Note: as it was]"""
+    def _is_as_it_was(self) -> bool:
+        """[Note: as it was]"""
         return (
-            self._are_untouched()
+            self._modules.are_untouched()
+            and self._parameters.are_untouched()
             and self._are_of_same_kind(*self._trained)
             and [*map(_grad_dtype, self._trained)] == self._grad_dtypes
             and not any(map(_requires_grad, self._frozen))
@@ -202,10 +203,15 @@ class ModelWatch:
             self._check_nothing_lost()
         if stands_elsewhere or self._is_of_another_kind() or not (in_place or self._knows_all_trained()):
             return Look(changed=True)
-        if not self._are_untouched():
+        if not (self._modules.are_untouched() and self._parameters.are_untouched()):
             self._take_contents()  # another module without trained parameters: no other rank need know
         self._take_kinds()  # as under autocast, say
         return _UNCHANGED
+
+    def may_train_more(self) -> bool:
+        """Whether something stands elsewhere than it did, or was unfrozen: the part of a look for behind a forward."""
+        are_untouched = self._modules.are_untouched() and self._parameters.are_untouched()
+        return not are_untouched or any(map(_requires_grad, self._frozen))
 
     def has_grown(self) -> bool:
         """Whether a module holds more parts than it did, or fewer: quicker still, for other moments."""
@@ -217,9 +223,6 @@ class ModelWatch:
         if self._asks_for_buffers or not untouched:
             self._take_buffers()
         return self._buffers
-
-    def _are_untouched(self) -> bool:
-        return self._modules.are_untouched() and self._parameters.are_untouched()
 
     def _is_of_another_kind(self) -> bool:
         return any(parameter.requires_grad for parameter in self._frozen) or any(

@@ -318,7 +318,7 @@ class SteadyHooks(SteadyStep):
         now = map(gradient_of, map(self._reduction.parameters.tensors.__getitem__, self._in_order))
         before = [*map(left.__getitem__, self._in_order)]
         are_there = all(map(operator.is_, now, before)) and not any(map(version_of, before))
-        return are_there and not any_has_gradient(self._unused)
+        return are_there and not (self._unused and any_has_gradient(self._unused))
 
     def _forget(self) -> None:
         for bucket in self._buckets:
@@ -426,7 +426,8 @@ class SteadyGraph(SteadyStep):
 
     def is_as_left(self) -> bool:
         tensors, has_each = self._reduction.parameters.tensors, len(self._of_graph.addresses) == len(self._used)
-        return has_each and not self._of_graph.changed(tensors) and not any_has_gradient(self._unused)
+        is_left = has_each and not self._of_graph.changed(tensors)
+        return is_left and not (self._unused and any_has_gradient(self._unused))
 
     def _forget(self) -> None:
         self.awaited, self._riders, self._of_graph, self._lent = None, None, GraphGradients(), {}

@@ -71,7 +71,7 @@ class Forwards:
         fits = not transformed and look.stand_ins is StandIns.NOTHING
         may_count = with_gradients and not recomputing and not transformed
         outputs = self._run_between(self._run_module if fits else self._run_eagerly, args, kwargs, may_count=may_count)
-        if may_count and fits and not self._model.is_as_it_was() and self._model.look().changed:
+        if may_count and fits and self._model.may_train_more() and self._model.look().changed:
             self._model.take_changes(in_forward=True)  # what the model has made for itself in this forward
         if with_gradients and self._switches.synchronises is not synchronises:
             # Turned by the module itself, as Lightning does where a training step calls backward.

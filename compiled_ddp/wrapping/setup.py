@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from compiled_ddp.model.checks import (
 )
 from compiled_ddp.model.managed import Contents, ManagedState
 from compiled_ddp.model.owners import mark_parts, owner_of
-from compiled_ddp.model.watch import Look, ModelWatch
+from compiled_ddp.model.watch import ModelWatch
 from compiled_ddp.options import Mode, mode_from_environment
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import Description, agree_on_description
@@ -187,15 +187,10 @@ class WatchedModel:
         _of_wrappers_in_use.add(self)
 
     def _take_as_it_is(self) -> None:
-        self._watch = ModelWatch(self._setup.managed_state, follows=self._settings.options.follows_model)
-        self.is_as_it_was, self.has_grown = self._watch.is_as_it_was, self._watch.has_grown
-
-    def look(self) -> Look:
-        """Compare the model with what it was when the wrapper was made, or when its changes were last taken.
-
-        Raises RuntimeError or ValueError for what no wrapper can follow.
-        """
-        return self._watch.look()
+        """Compare it from now on with what it is."""
+        watch = ModelWatch(self._setup.managed_state, follows=self._settings.options.follows_model)
+        self.look, self.buffers, self.may_train_more = watch.look, watch.buffers, watch.may_train_more
+        self.has_grown, self.in_what = watch.has_grown, watch.in_what
 
     def newcomers(self) -> dict[str, nn.Parameter]:
         """What has been put into the model since the latest look at it and is to be trained, by name."""
@@ -204,10 +199,6 @@ class WatchedModel:
         known = {*map(id, self._runtime.parameters.tensors), *map(id, self._runtime.reduction.sparse.tensors)}
         trained = self._setup.managed_state.trained()
         return {name: parameter for name, parameter in trained.items() if id(parameter) not in known}
-
-    def buffers(self) -> Sequence[torch.Tensor]:
-        """The buffers that the wrapper manages, as they are now: each once, in registration order."""
-        return self._watch.buffers()
 
     def take_changes(self, *, in_forward: bool = False) -> None:
         """Let every wrapper of this process whose model has changed take it as it is: a collective of all ranks.
@@ -251,7 +242,7 @@ class WatchedModel:
             self._check_and_describe,
             occasion=f"refresh/{self._refreshes}",
             purpose="to compare the models of all ranks, as this rank's has changed since it was wrapped"
-            + self._watch.in_what(),
+            + self.in_what(),
             failure="the model has changed since it was wrapped, and its gradients cannot be reduced as it is",
         )
         kept, added = self._kept(), self._added()

@@ -128,16 +128,7 @@ def trace(
         return [*_copied(memory, targets, tensors_of_results), *session.sums, *session.generators.states()]
 
     inputs = [given[place].detach() for place in places]
-    try:
-        with modules_called() as modules:
-            graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)
-    except Exception as error:
-        if not torch_private.tracing.depends_on_values(error):
-            raise
-        raise _asks_for_a_value(error) from None
-    _refuse_others_collectives(graph_module.graph)
-    surroundings = Surroundings(modules, constants)
-    constants = [constant.detach() for constant in constants]
+    graph_module, constants, surroundings = _graph_of(flat, inputs)
     refuse_constants([leaf for leaf in given if id(leaf) in to_reuse], constants)
     generators = session.generators.drawn(given)
     return TracedStep(
@@ -148,6 +139,21 @@ def trace(
         surroundings=surroundings,
         **found,
     )
+
+
+def _graph_of(
+    flat: Callable[..., list[Tensor]], inputs: Sequence[Tensor]
+) -> tuple[GraphModule, list[Tensor], Surroundings]:
+    """The graph of a function of tensors, the tensors that it closes over, and all that it has met."""
+    try:
+        with modules_called() as modules:
+            graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)
+    except Exception as error:
+        if not torch_private.tracing.depends_on_values(error):
+            raise
+        raise _asks_for_a_value(error) from None
+    _refuse_others_collectives(graph_module.graph)
+    return graph_module, [constant.detach() for constant in constants], Surroundings(modules, constants)
 
 
 def refuse_constants(donated: Sequence[Tensor], constants: Sequence[Tensor]) -> None:

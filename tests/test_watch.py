@@ -46,6 +46,23 @@ def test_a_module_without_any_is_no_change_and_what_is_added_to_it_later_is_one(
     assert watch.look().changed
 
 
+def test_a_module_that_came_frozen_is_a_change_once_it_is_unfrozen(model: nn.Sequential, watch: ModelWatch) -> None:
+    model.append(nn.Linear(1, 1).requires_grad_(False))
+    assert not watch.look().changed and not watch.may_train_more()
+    model[2].requires_grad_(True)
+    assert watch.may_train_more() and watch.look().changed
+
+
+def test_what_is_frozen_for_a_while_is_no_change_whatever_comes_meanwhile(
+    model: nn.Sequential, watch: ModelWatch
+) -> None:
+    model[0].requires_grad_(False)
+    model.append(nn.ReLU())
+    assert not watch.look().changed
+    model[0].requires_grad_(True)
+    assert not watch.look().changed and not watch.may_train_more()
+
+
 def test_what_is_unfrozen_or_of_another_dtype_is_a_change(model: nn.Sequential) -> None:
     model[0].requires_grad_(False)
     watch = ModelWatch(ManagedState(model))

@@ -43,8 +43,11 @@ def closed_over(function: Callable[..., Any]) -> tuple[Hashable, ...]:
 
 def _state_of(modules: Sequence[nn.Module]) -> tuple[Hashable, Hashable]:
     """Whether each trains, and which hooks are around it."""
-    training = tuple(module.training for module in modules)
+    training = tuple(map(_trains, modules))
     return training, tuple((*at, *hooks) for at, hooks in torch_private.modules.hooks_around(modules).items())
+
+
+_trains = operator.attrgetter("training")
 
 
 class Surroundings:

@@ -281,8 +281,13 @@ class ModelWatch:
     def _take_contents(self) -> None:
         """Compare with what stands in each module now, from the next look on."""
         parts = [part for _, part in self._state.modules()]
-        # Also what has come without being trained, and may be later.
-        self._frozen = [parameter for parameter in self._state.parameters().values() if not parameter.requires_grad]
+        trained = {*map(id, self._trained)}
+        # Also what has come without being trained, and may be later; not what is trained but for now.
+        self._frozen = [
+            parameter
+            for parameter in self._state.parameters().values()
+            if not parameter.requires_grad and id(parameter) not in trained
+        ]
         self._modules = RememberedParts([part._modules for part in parts])
         self._parameters = RememberedParts([part._parameters for part in parts])
         self._dictionaries = [*self._modules.dictionaries, *self._parameters.dictionaries]

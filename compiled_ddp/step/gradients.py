@@ -34,6 +34,7 @@ def any_has_gradient(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 gradient_of = operator.attrgetter("grad")
+requires_grad = operator.attrgetter("requires_grad")
 
 
 class ExistingGradients:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -16,7 +15,7 @@ from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import LaunchObserver, profiled
 from compiled_ddp.ranks.progress import failed_in_collective
 from compiled_ddp.step.conductor import Conducted, conductor
-from compiled_ddp.step.gradients import any_has_gradient
+from compiled_ddp.step.gradients import any_has_gradient, requires_grad
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.reduction import DOES_NOT_FIT, FROZEN, Reduction
 from compiled_ddp.step.riders import Flag, ranks_using, write_riders
@@ -322,6 +321,3 @@ class GraphReservations:
     def _frozen(self, call: GraphCall) -> list[int]:
         """The call's parameters that were frozen since."""
         return [index for index in call.plan.indices if not requires_grad(self._reduction.parameters.tensors[index])]
-
-
-requires_grad = operator.attrgetter("requires_grad")

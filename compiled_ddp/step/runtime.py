@@ -89,11 +89,13 @@ class Runtime:
     def begin_forward(self, *, synchronise: bool, counted: bool) -> None:
         """Note a forward with gradients enabled, which is not a recomputation inside a backward.
 
-        `counted` tells whether every rank is to begin as many such forwards as this one.
+        `counted` tells whether every rank is to begin as many such forwards as this one. One of a model that is frozen
+        as a whole, as a discriminator's where the generator learns, is local, and counted all the same: where one rank
+        alone has frozen it, all are told that they are in different steps.
         """
         if synchronise and self.reduction.ddp_hook is not None:
             self.reduction.ddp_hook.refuse_if_broken()
-        self.forward.begin(synchronise=synchronise, counted=counted)
+        self.forward.begin(synchronise=synchronise and self.reduction.trains_any(), counted=counted)
         self.reduction.defer_users()
         if not self.reduction.options.keep_buffers:
             self.reduction.agreed.buffers.let_go()

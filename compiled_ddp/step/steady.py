@@ -23,9 +23,16 @@ from compiled_ddp.plan import Bucket
 from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.forwards import ForwardNumbers
-from compiled_ddp.step.gradients import ExistingGradients, GraphGradients, any_has_gradient, grad_mode_off, gradient_of
+from compiled_ddp.step.gradients import (
+    ExistingGradients,
+    GraphGradients,
+    any_has_gradient,
+    grad_mode_off,
+    gradient_of,
+    requires_grad,
+)
 from compiled_ddp.step.graph_call import GraphCall
-from compiled_ddp.step.graphs import ReservedSection, requires_grad, run_graph
+from compiled_ddp.step.graphs import ReservedSection, run_graph
 from compiled_ddp.step.hooks import Collected
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.riders import Message, write_riders

@@ -515,3 +515,57 @@ def _both_steady(rank: int, wrapper: str) -> list[int]:
 @pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
 def test_steps_of_two_wrappers_in_one_backward_are_both_steady(ranks2: RankPool, wrapper: str) -> None:
     assert ranks2.run(_both_steady, wrapper) == [[6, 0]] * 2
+
+
+# ---- a GAN whose discriminator is frozen while the generator learns --------------------------------------------------
+
+
+def _discriminator_is_frozen(rank: int, wrapper: str) -> None:
+    options: dict[str, Any] = {} if wrapper == "EagerDDP" else {"strict": True}
+    g = wrappers([wrapper])[wrapper](nn.Linear(5, 5), **options)
+    d = wrappers([wrapper])[wrapper](nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)), **options)
+    for step in range(6):
+        z, real = row_batch(rank, step), row_batch(rank, 10 + step)
+        fake, twin = copy.deepcopy(g.module)(z).detach(), copy.deepcopy(d.module)
+        expected = expected_mean(twin, lambda m: m(real).mean() - m(fake).mean())  # noqa: B023
+        d.zero_grad()
+        (d(real).mean() - d(g(z).detach()).mean()).backward()
+        assert_gradients(d.module, expected)
+        launches, before = d._runtime.communicator.progress.launches, [p.grad.clone() for p in d.parameters()]
+        d.module.requires_grad_(False)
+        expected = expected_mean(copy.deepcopy(g.module), lambda m: -twin(m(z)).mean())  # noqa: B023
+        g.zero_grad()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=r".*by hooks.*|.*graphs.*")
+            (-d(g(z)).mean()).backward()
+        assert_gradients(g.module, expected)
+        d.module.requires_grad_(True)
+        assert d._runtime.communicator.progress.launches == launches, "the discriminator has launched something"
+        assert all(torch.equal(p.grad, kept) for p, kept in zip(d.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_a_discriminator_that_is_frozen_while_the_generator_learns_launches_nothing(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_discriminator_is_frozen, wrapper)
+
+
+def _frozen_on_one_rank_alone(rank: int, wrapper: str) -> None:
+    d = wrappers([wrapper])[wrapper](nn.Linear(5, 1))
+    for step in range(2):
+        d(row_batch(rank, step)).sum().backward()
+    d.module.requires_grad_(rank == 0)
+    with pytest.raises(RuntimeError, match="steps") if rank == 0 else contextlib.nullcontext():
+        d(row_batch(rank, 3).requires_grad_()).sum().backward()
+    d.module.requires_grad_(True)
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="steps"):
+            d(row_batch(rank, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
+def test_where_one_rank_alone_has_frozen_all_ranks_are_told_that_they_are_in_different_steps(
+    ranks2: RankPool, wrapper: str
+) -> None:
+    ranks2.run(_frozen_on_one_rank_alone, wrapper)

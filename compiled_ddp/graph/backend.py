@@ -83,13 +83,15 @@ class Entry:
         self._find()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch_private.modules.hooks_registered() != self._hooks_registered or not all(self._hooks):
+        registered = torch_private.modules.hooks_registered() - torch_private.modules.own_hooks_registered()
+        if registered != self._hooks_registered or not all(self._hooks):
             self._find()
         return self._run(*args, **kwargs)
 
     def _find(self) -> None:
         """The capture for the hooks that there are now."""
-        self._hooks_registered = torch_private.modules.hooks_registered()
+        own = torch_private.modules.own_hooks_registered()
+        self._hooks_registered = torch_private.modules.hooks_registered() - own  # by others
         hooks = torch_private.modules.hooks_around(self._module.modules())
         self._hooks, places = [*hooks.values()], tuple(hooks)
         if places not in self._runs:

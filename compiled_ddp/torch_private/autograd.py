@@ -10,6 +10,8 @@ from torch.distributed import autograd as distributed_autograd
 from torch.distributed import rpc
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compiled_ddp.torch_private.modules import note_own_hook
+
 # Id of the backward that this thread runs, -1 outside of one. A reentrant backward has an id of its own.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -189,6 +191,7 @@ def note_undefined(node: Any) -> None:
         undefined[:] = [slot for slot, gradient in enumerate(gradients) if gradient is None]
 
     node.register_prehook(note)
+    note_own_hook()  # in each forward of a model with several outputs
     node._compiled_ddp_undefined = undefined
 
 

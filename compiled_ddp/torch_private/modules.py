@@ -49,6 +49,15 @@ def without_compile_prefixes(name: str) -> str:
 # A number that grows with each hook that anybody in this process registers, on whatever it is; asked in every step.
 hooks_registered: Callable[[], int] = functools.partial(getattr, torch.utils.hooks.RemovableHandle, "next_id")
 
+# How many of them this package registers in steps, which are not around any module.
+_own_hooks = [0]
+own_hooks_registered: Callable[[], int] = functools.partial(operator.itemgetter(0), _own_hooks)
+
+
+def note_own_hook() -> None:
+    """This package has registered one."""
+    _own_hooks[0] += 1
+
 
 def hooks_around(parts: Iterable[torch.nn.Module]) -> dict[tuple[int, str], dict[int, Any]]:
     """What is called around these parts of a model, by their places and the kinds of hooks; no empty ones.

@@ -16,6 +16,7 @@ from models import Mlp, assert_gradients, assert_step, expected_mean, mean_by_ha
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp, torch_private
+from compiled_ddp.graph import backend
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.ranks.group_name import SHARED_NAME
@@ -640,3 +641,35 @@ def test_losses_that_a_user_keeps_do_not_keep_their_calls(ranks2: RankPool) -> N
     """Every backward looks through the calls whose backward may still run: also one that was run with retain_graph."""
     for numbers in ranks2.run(_calls_that_live):
         assert numbers == [2, 2, 2, 2, 4]
+
+
+class TwoHeads(nn.Module):
+    """Each parameter of a head feeds one output alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.other = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(self.body(x))
+        return self.one(x), self.other(x)
+
+
+def _looks_for_hooks(rank: int) -> int:
+    ddp = compile_ddp(TwoHeads(), backend="aot_eager", smallest_graph_mb=0)
+    found = backend.Entry._find
+    with unittest.mock.patch.object(backend.Entry, "_find", autospec=True, side_effect=found) as looks:
+        for step in range(4):
+            if step == 2:
+                looks.reset_mock()
+            one, other = ddp(row_batch(rank, step))
+            (one.square().sum() + other.square().sum()).backward()
+        in_steps = looks.call_count
+        ddp.module.body.register_forward_hook(lambda *_: None)
+        ddp(row_batch(rank))
+        assert looks.call_count == in_steps + 1, "a hook of a part was not found"
+    return in_steps
+
+
+def test_a_model_of_several_outputs_does_not_look_for_hooks_of_parts_in_every_step(ranks2: RankPool) -> None:
+    assert ranks2.run(_looks_for_hooks) == [0, 0]

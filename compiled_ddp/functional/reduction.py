@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -44,6 +45,19 @@ class Options:
             raise ValueError(f"bucket_cap_mb must be a size in MiB, 0 or more, found {cap!r}.")
 
 
+_MANY = 16
+_made: Counter[tuple[str, str]] = Counter()  # gradient functions with a communicator of their own, by name and place
+
+
+def _tell_of_many(name: str, place: str) -> None:
+    _made[name, place] += 1
+    if _made[name, place] == _MANY:
+        warn_user(
+            f"{name} has been made {_MANY} times, each with a communicator of its own, which takes time and is kept: "
+            "make the gradient function once, outside of the loop, or let several share a Communicator."
+        )
+
+
 class GradientReduction:
     """The reductions of one gradient function."""
 
@@ -83,6 +97,8 @@ class GradientReduction:
         is_there = given is not None or (dist.is_available() and dist.is_initialized())
         if is_there:
             self._communicator = given if isinstance(given, Communicator) else Communicator(given)
+            if self._communicator is not given:
+                _tell_of_many(self.name, self.place)
         was_alone = self._is_alone
         self._is_alone = not is_there or self.communicator.world_size == 1
         if self._is_alone and not was_alone:

@@ -349,3 +349,23 @@ def _of_two_lines(rank: int) -> str:
 def test_lambdas_are_told_apart_by_their_lines(ranks2: RankPool) -> None:
     for message in ranks2.run(_of_two_lines):
         assert "where it is defined is test_surroundings.py:" in message
+
+
+def made_anew(params: Tree, x: Tensor) -> Tensor:
+    """A loss that no other test takes a gradient of."""
+    return loss(params, x)
+
+
+def _made_in_each_step(rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(18):
+            found = ddp.grad(made_anew)(weights(), batches(step)[rank])
+            assert_same(found, by_hand(loss, weights(), batches(step)))
+    return [str(warning.message) for warning in caught if "has been made" in str(warning.message)]
+
+
+def test_a_gradient_function_that_is_made_in_each_step_says_so_once(ranks2: RankPool) -> None:
+    """As in jax.grad(loss)(params, x)."""
+    for (message,) in ranks2.run(_made_in_each_step):
+        assert "grad(made_anew) has been made 16 times" in message

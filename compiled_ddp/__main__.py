@@ -42,7 +42,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     comparison.add_to(commands)
     parity.add_to(commands)
     precompile.add_to(commands)
-    told = "print what a report of a fault needs: versions, hardware, the environment"
+    told = "print what a bug report needs: versions, hardware, the environment"
     commands.add_parser("env", help=told, description=f"{told[0].upper()}{told[1:]}.")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:

@@ -18,10 +18,10 @@ class EagerKeywords(OptionKeywords, DDPKeywords, total=False):
 class EagerDDP(DataParallelWrapper):
     """Data-parallel training of an eager model: hooks, flat buckets and asynchronous all-reduces.
 
-    Once autograd has accumulated a gradient, it is copied into its bucket. A bucket is launched when it is full and all
-    buckets before it have been launched. At the end of the outermost backward missing gradients are sent as zeros, all
-    launches are awaited, and .grad is a view of its bucket. The first backward fills buckets in reverse registration
-    order; later ones use the order in which gradients arrived on rank 0.
+    Gradients are copied into their bucket as autograd accumulates them, small ones together. A bucket is launched when
+    it is full and all buckets before it have been launched. At the end of the outermost backward missing gradients are
+    sent as zeros, all launches are awaited, and .grad is a view of its bucket. The first backward fills buckets in
+    reverse registration order; later ones use the order in which gradients arrived on rank 0.
 
     In the spirit of apex's `DistributedDataParallel` (apex/parallel/distributed.py) and c10d's Reducer
     (torch/csrc/distributed/c10d/reducer.cpp).
@@ -51,8 +51,7 @@ class EagerDDP(DataParallelWrapper):
         reduction: what a synchronised backward makes of the ranks' gradients: their "mean", their "sum", or the mean
             "weighted" by what each rank gives to `set_weight`, for example its number of tokens.
         piggyback: names of numbers that `piggyback` sends along with the gradients, to be summed over ranks.
-        comm_hook: reduces the buckets in place of an all-reduce, as part of the graph where there is one
-            (`compiled_ddp.comm_hooks`).
+        comm_hook: reduces the buckets in place of an all-reduce (`compiled_ddp.comm_hooks`).
         check_steps: what to do when ranks have begun different numbers of forwards, and so average different steps:
             "error" raises on every rank, "warn" warns once, "off" does not check.
         verify: when to prove that gradients were reduced, by checksums before and after, compared between ranks:

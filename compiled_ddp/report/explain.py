@@ -8,6 +8,7 @@ from tabulate import tabulate
 from compiled_ddp.formatting import format_names
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionSequence
+from compiled_ddp.planning.assignment import MEBIBYTE
 
 Row = tuple[int, str, int, int, str, str]  # order, launched by, gradients, bytes, parameters, why hooks
 
@@ -31,9 +32,7 @@ class Explanation:
         chosen = f"\n{self.chosen}" if self.chosen else ""
         compiled = f"\n{self.compiled}" if self.compiled else ""
         if not self.rows:
-            return (
-                f"No plan yet: it comes about in the first synchronised backward. {self.bucket_size}{chosen}{compiled}"
-            )
+            return f"No plan yet: it is made in the first synchronised backward. {self.bucket_size}{chosen}{compiled}"
         headers = ("order", "launched by", "gradients", "bytes", "parameters", "why hooks")
         table = str(tabulate(self.rows, headers=headers, tablefmt="simple"))
         notes = "".join(f"\nAt run time some buckets went by hooks: {reason}." for reason in self.fallback_reasons)
@@ -104,4 +103,5 @@ def _format_bucket_size(options: Options, link_bytes_per_second: float | None) -
         listed = ", ".join(f"{size:g}" for size in options.bucket_cap_mb_list)
         return f"Buckets close at {listed} MiB, in order, and all further ones at the last of these."
     why = "" if link_bytes_per_second is None else f", for a link that reduces {link_bytes_per_second / 1e6:.0f} MB/s"
-    return f"A bucket closes at {options.bucket_cap_mb:g} MiB{why}; the first one at {options.first_bucket_mb:g} MiB."
+    first = options.bucket_capacities_bytes[0] / MEBIBYTE
+    return f"A bucket closes at {options.bucket_cap_mb:g} MiB{why}; the first one at {first:g} MiB."

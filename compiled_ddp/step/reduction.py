@@ -27,7 +27,7 @@ from compiled_ddp.reducers.reducer import Reducer
 from compiled_ddp.reducers.traced_hook import BucketHook, TracedHook
 from compiled_ddp.step.agreed_sequence import AgreedSequence
 from compiled_ddp.step.buffers import SequenceBuffers
-from compiled_ddp.step.gradients import ExistingGradients, requires_grad
+from compiled_ddp.step.gradients import ExistingGradients
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.hooks import GradientHooks, Listener
 from compiled_ddp.step.join import UnevenInputs
@@ -292,10 +292,6 @@ class Reduction:
             self.sparse.defer_users()
 
     # ---- questions ---------------------------------------------------------------------------------------------------
-
-    def trains_any(self) -> bool:
-        """Whether any of the parameters is not frozen now."""
-        return any(map(requires_grad, self.parameters.tensors)) or any(map(requires_grad, self.sparse.tensors))
 
     def will_accumulate(self, index: int) -> bool:
         """Whether the running backward will bring this parameter a gradient."""

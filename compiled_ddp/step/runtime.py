@@ -14,6 +14,7 @@ from compiled_ddp.step.beginning import Beginning
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.ending import Finish
 from compiled_ddp.step.forwards import LatestForward
+from compiled_ddp.step.gradients import requires_grad
 from compiled_ddp.step.graph_call import GraphCall, UntilBackward, may_leave_out
 from compiled_ddp.step.graphs import GraphReservations, ReservedSection
 from compiled_ddp.step.reduction import Reduction, Wrapped
@@ -95,7 +96,9 @@ class Runtime:
         """
         if synchronise and self.reduction.ddp_hook is not None:
             self.reduction.ddp_hook.refuse_if_broken()
-        self.forward.begin(synchronise=synchronise and self.reduction.trains_any(), counted=counted)
+        dense, sparse = self.reduction.parameters.tensors, self.reduction.sparse.tensors
+        trains = any(map(requires_grad, dense)) or any(map(requires_grad, sparse))
+        self.forward.begin(synchronise=synchronise and trains, counted=counted)
         self.reduction.defer_users()
         if not self.reduction.options.keep_buffers:
             self.reduction.agreed.buffers.let_go()

@@ -795,7 +795,7 @@ def _plan_and_explain(rank: int, wrapper: str) -> str:
     if wrapper == "compile_ddp":
         assert ddp.plan is None
         assert ddp.explain().rows == ()
-        assert str(ddp.explain()).startswith("No plan yet: it comes about in the first synchronised backward.")
+        assert str(ddp.explain()).startswith("No plan yet: it is made in the first synchronised backward.")
     with ddp.no_sync():
         ddp(*token_batch(rank)).backward()
     assert (ddp.plan is None) == (wrapper == "compile_ddp"), "a local backward agrees on nothing"

@@ -1,6 +1,6 @@
 """When collectives are launched and waited for: as early, and as late, as the data allows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -27,12 +27,10 @@ def schedule_collectives(graph: Graph, *, group_name: str) -> None:
     if not launches:
         return
     waits = [node for node in nodes if node.target is wait_tensor and node.args[0] in launches]
-    after_wait = _descendants(nodes, waits)
+    after_wait = descendants(nodes, waits)
     something_mutates = any(mutates(node) for node in nodes)
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
-    drawing = set(filter(_draws_random_numbers, {node.target for node in nodes}))
-    draws = [node for node in nodes if node.target in drawing and node not in after_wait]
-    behind = {later: earlier for earlier, later in pairwise(draws)}
+    behind = behind_each_other([node for node in draws(nodes) if node not in after_wait])
     if not something_mutates:
         for launch in launches:
             emit_with_inputs(launch, order, behind)
@@ -60,7 +58,7 @@ def emit_with_inputs(node: Node, order: dict[Node, None], behind: Mapping[Node, 
             order.setdefault(current)
 
 
-def _descendants(nodes: list[Node], roots: list[Node]) -> set[Node]:
+def descendants(nodes: list[Node], roots: list[Node]) -> set[Node]:
     reached = set(roots)
     for node in nodes:
         if any(producer in reached for producer in node.all_input_nodes):
@@ -68,8 +66,18 @@ def _descendants(nodes: list[Node], roots: list[Node]) -> set[Node]:
     return reached
 
 
-def _draws_random_numbers(target: object) -> bool:
+def draws(nodes: Iterable[Node]) -> list[Node]:
+    """Those that draw random numbers from a default generator, in their order."""
+    return [node for node in nodes if draws_random_numbers(node.target)]
+
+
+def draws_random_numbers(target: object) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def behind_each_other(nodes: Iterable[Node]) -> dict[Node, Node]:
+    """Each but the first one with the one before it."""
+    return {later: earlier for earlier, later in pairwise(nodes)}
 
 
 def mutates(node: Node) -> bool:

@@ -2,12 +2,18 @@
 
 import heapq
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.ops import is_launch, is_wait, meets_other_ranks, wait_tensor
-from compiled_ddp.passes.schedule_collectives import apply_order, emit_with_inputs, mutates
+from compiled_ddp.passes.schedule_collectives import (
+    apply_order,
+    behind_each_other,
+    descendants,
+    draws,
+    emit_with_inputs,
+    mutates,
+)
 
 
 def schedule_step(graph: Graph, *, group_names: Sequence[str]) -> None:
@@ -16,7 +22,8 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str]) -> None:
     Assumes that what mutates an input stands behind everything else, as AOTAutograd leaves it. Launches come first, in
     the order of `group_names` and on each of them in that of the graph, with what they need. Then comes what hangs on
     no wait; then each wait, in the order of the launches, with all that can be computed once it is over: the updates of
-    a bucket's parameters run while later buckets are on their way. Other collectives, a loss's, keep their order.
+    a bucket's parameters run while later buckets are on their way. Other collectives, a loss's, keep their order, and
+    so do draws of random numbers, before the waits and behind them.
 
     Leaves the graph as it is where something else is mutated, and where nothing is launched.
     """
@@ -27,10 +34,12 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str]) -> None:
         return
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
     others = [node for node in nodes if meets_other_ranks(node) and not is_wait(node)]
-    behind = _behind_each_other(others, but=set(launches))
+    waits = {launch: next(user for user in launch.users if user.target is wait_tensor) for launch in launches}
+    after_wait = descendants(nodes, [*waits.values()])
+    drawn = sorted(draws(nodes), key=after_wait.__contains__)
+    behind = behind_each_other(node for node in others if node not in waits) | behind_each_other(drawn)
     for launch in launches:
         emit_with_inputs(launch, order, behind)
-    waits = {launch: next(user for user in launch.users if user.target is wait_tensor) for launch in launches}
     rest = _Rest(nodes, order, behind, held_back={*tail, *waits.values()})
     rest.emit_ready()
     for launch in launches:
@@ -46,11 +55,6 @@ def _mutating_tail(nodes: Sequence[Node]) -> dict[Node, None] | None:
     first = next((number for number, node in enumerate(nodes) if mutates(node)), len(nodes) - 1)
     tail = nodes[first:]
     return dict.fromkeys(tail) if all(mutates(node) or node.op == "output" for node in tail) else None
-
-
-def _behind_each_other(collectives: Sequence[Node], *, but: set[Node]) -> dict[Node, Node]:
-    """Each but the first one with the one before it."""
-    return {later: earlier for earlier, later in pairwise(node for node in collectives if node not in but)}
 
 
 class _Rest:

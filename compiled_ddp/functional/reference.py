@@ -11,19 +11,23 @@ from compiled_ddp import torch_private
 from compiled_ddp.checks.values import Expected, Reference
 from compiled_ddp.graph.reference import NoReference, Operators, ReferenceGraph, RoundingAtRandom, rounded
 from compiled_ddp.passes.ops import meets_other_ranks, sum_over_ranks
+from compiled_ddp.passes.schedule_collectives import draws_random_numbers
 
-_BEHIND_OTHERS = "what it comes from is known behind other collectives alone"
+_BEHIND_OTHERS = "what it comes from is known behind other collectives alone, or is drawn at random"
 
 
 class _Unknown:
-    """Stands for whatever depends on other ranks."""
+    """Stands for whatever depends on other ranks, or on numbers that a compiler draws in its own way."""
 
 
 _UNKNOWN = _Unknown()
 
 
 class UpToSums(Operators):
-    """Runs what depends on no other rank. The result is what each reduction is given, None where that does."""
+    """Runs what depends on no other rank, and on no chance.
+
+    The result is what each reduction is given, None where that depends on them.
+    """
 
     def __init__(self, graph_module: GraphModule) -> None:
         super().__init__(graph_module)
@@ -35,7 +39,7 @@ class UpToSums(Operators):
         if target is sum_over_ranks:
             self._given.append(args[0] if is_known else None)
             return _UNKNOWN
-        if not is_known or _is_of_all_ranks(target):
+        if not is_known or _is_of_all_ranks(target) or draws_random_numbers(target):
             return _UNKNOWN
         return super().call_function(target, args, kwargs)
 

@@ -293,10 +293,8 @@ def _split(launches: Sequence[Launch], agreements: Agreements) -> tuple[list[Lau
 
 
 def _description(launches: Sequence[Launch], *, are_launched: bool = False) -> Description:
-    description = describe([each.wanted for each in launches], are_launched=are_launched)
-    # Two functions of one name and with equal trees are two: each has its own.
-    names = [each.communicator.name for each in launches if isinstance(each, Run)]
-    return description | ({"the communicator": [", ".join(names)]} if names else {})
+    communicators = [each.communicator.name for each in launches if isinstance(each, Run)]
+    return describe([each.wanted for each in launches], communicators, are_launched=are_launched)
 
 
 def break_off(communicators: Sequence[Communicator], agreements: Agreements, what: str, error: BaseException) -> None:

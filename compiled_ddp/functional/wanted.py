@@ -77,8 +77,12 @@ class LossCollective:
         return f"{self.place} ({self.what} of {str(self.dtype).removeprefix('torch.')} {list(self.shape)})"
 
 
-def describe(following: Sequence[Wanted | LossCollective], *, are_launched: bool = False) -> Description:
+def describe(
+    following: Sequence[Wanted | LossCollective], communicators: Sequence[str] = (), *, are_launched: bool = False
+) -> Description:
     """What ranks compare of what comes next on each of them, at least one.
+
+    Reductions of one name and with equal trees are told apart by their `communicators`.
 
     The first difference explains best: first comes the kind of the next collective, then that one itself, or all
     reductions where it is one, and then the others as a whole.
@@ -94,6 +98,7 @@ def describe(following: Sequence[Wanted | LossCollective], *, are_launched: bool
             behind = f" of reduction {number} in a row" if number > 1 else ""
             description |= {name + behind: properties for name, properties in each.describe().items()}
     description["what follows it"] = _in_short(others)
+    description["the communicator"] = [", ".join(communicators)]
     return description | {"whether it has been launched": [are_launched]}
 
 

@@ -215,9 +215,11 @@ class Segment:
                 first=rewriting,
                 work=work,
             )
+            planned = self.gradient_order
             if self.graph.function is not None:  # None without gradients: an inference graph has no backward
                 self._look_at_backward(self.graph.function, len(example_inputs))
-            if work is not None and caller.teller.backward_follows:
+            # Unless it was planned for gradients that there turn out not to be: [Note: undefined gradients]
+            if work is not None and caller.teller.backward_follows and self.gradient_order == planned:
                 self.graph.compile_first_ahead()
 
     def _look_at_backward(self, function: type[torch.autograd.Function], inputs: int) -> None:

@@ -98,7 +98,7 @@ class Beginning:
         misfit = not all(map(reduction.leaves_to_hooks, ran_locally))
         if len(conductor.references) > 1:
             communicates = conductor.any_communicates()
-        if misfit or (communicates and not agreed.among_collectives):
+        if misfit or (communicates and agreed.why_not_graph is None and not agreed.among_collectives):
             message.note(Flag.GRAPH_MISMATCH)
         if newly_used:
             message.note(Flag.NEWLY_USED)

@@ -257,7 +257,8 @@ class Ending:
         reduction, backward = self._reduction, self._backward
         averages_anew = backward.averaging.correction != 1.0
         if averages_anew:
-            averaged = self._reduced | backward.of_graphs.addresses.keys()
+            by_graphs = backward.of_graphs.addresses.keys() - backward.folded.not_accumulated
+            averaged = self._reduced | by_graphs
             backward.averaging.correct(reduction.parameters.tensors[index].grad for index in averaged)
         if reduction.proof.verifies:
             by_hooks = frozenset(self._reduced)

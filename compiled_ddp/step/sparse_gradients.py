@@ -81,7 +81,7 @@ class SparseGradients:
         tensors = self._parameters.tensors
         if not tensors:
             return None
-        used, self._used = self._used if contributes else set(), set()
+        used, self._used = (self._used, set()) if contributes else (set(), self._used)
         contributes = contributes and not aborted
         gradients = [parameter.grad if contributes else None for parameter in tensors]
         dense = [gradient is not None and gradient.layout != torch.sparse_coo for gradient in gradients]

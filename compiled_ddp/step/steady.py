@@ -87,11 +87,15 @@ class SteadyStep(Steady):
             carried.used
             or carried.has_to_tell
             or reduction.hooks.deferred
-            or reduction.models_collectives.seen
-            or (len(conductor.references) > 1 and conductor.any_communicates())
+            or (reduction.agreed.why_not_graph is None and self._communicates())
             or reduction.receive is not None
             or (uneven is not None and uneven.factor != 1.0)
         )
+
+    def _communicates(self) -> bool:
+        """[Note: models that communicate]"""
+        several = len(conductor.references) > 1
+        return self._reduction.models_collectives.seen or (several and conductor.any_communicates())
 
     def _may_be_steady(self, buffers: SequenceBuffers) -> bool:
         reduction, options = self._reduction, self._reduction.options

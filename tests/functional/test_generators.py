@@ -92,6 +92,34 @@ def test_a_compiled_step_draws_as_the_eager_one(ranks2: RankPool, case: Any, bac
     ranks2.run(case, backend, **LIMITS)
 
 
+# ---- the default generator -------------------------------------------------------------------------------------------
+
+
+def with_draws(params: Tree, x: Tensor) -> Tensor:
+    first = torch.rand_like(x)
+    x = torch.rand_like(x) * x + first
+    return loss(params, torch.nn.functional.dropout(x, 0.3))
+
+
+def _by_the_default_generator(rank: int, backend: str) -> None:
+    gradient = ddp.grad(with_draws)
+    run = ddp.compile(lambda params, x: gradient(params, x), backend=backend)
+    for step in range(3):  # the first ones are verified
+        torch.manual_seed(10 * step + rank)
+        found = run(parameters(), rows(rank, step))
+        torch.manual_seed(10 * step + rank)
+        expected = gradient(parameters(), rows(rank, step))
+        if backend == "aot_eager":
+            assert_same(found, expected)
+        assert all(bool(value.isfinite().all()) for value in found.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_step_may_draw_from_the_default_generator(ranks2: RankPool, backend: str) -> None:
+    """Under aot_eager the numbers of the eager step; other ones under Inductor, as with torch.compile."""
+    ranks2.run(_by_the_default_generator, backend, **LIMITS)
+
+
 # ---- which generator it is -------------------------------------------------------------------------------------------
 
 

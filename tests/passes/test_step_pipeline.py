@@ -134,6 +134,18 @@ def test_a_launch_is_not_put_behind_the_wait_of_a_users_collective_that_it_does_
     assert order.index(early) < order.index(second) < order.index(launch) < order.index(awaited)
 
 
+def test_random_numbers_are_drawn_in_their_old_order() -> None:
+    """Though the launch needs the second draw first."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    first, second = (graph.call_function(torch.ops.aten.rand_like.default, (x,)) for _ in range(2))
+    product = graph.call_function(torch.ops.aten.mul.Tensor, (second, x))
+    launch = graph.call_function(all_reduce, (graph.call_function(operator.add, (product, first)), "sum", "any"))
+    graph.output((graph.call_function(wait_tensor, (launch,)),))
+    schedule_step(graph, group_names=["any"])
+    assert [node for node in graph.nodes if node.target is torch.ops.aten.rand_like.default] == [first, second]
+
+
 def test_identity_depends_on_the_plan_the_group_and_the_backend() -> None:
     one, other = plan_of(1.0), plan_of(0.0)
     pipelines = [

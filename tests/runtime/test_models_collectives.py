@@ -309,3 +309,17 @@ class MeetsOthersInBody(nn.Module):
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_behind_a_wrapper_whose_ranks_differ_another_one_begins_alike(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_behind_one_that_differs, wrapper, collective_timeout_seconds=30)
+
+
+def _begins_anew(rank: int) -> tuple[int, int]:
+    ddp = wrappers(["EagerDDP"])["EagerDDP"](MeetsOthers())
+    beginnings = []
+    for number in range(12):
+        step(ddp, rank, number)
+        beginnings.append(ddp._runtime.reduction.agreed.beginnings)
+    return beginnings[2], beginnings[-1]
+
+
+def test_hooks_of_a_model_that_communicates_keep_their_buckets(ranks2: RankPool) -> None:
+    for before, after in ranks2.run(_begins_anew):
+        assert before == after

@@ -305,3 +305,31 @@ def _not_sparse(model: Any) -> nn.Module:
 
 def test_what_is_not_sparse_as_expected_is_an_error_on_every_rank(ranks2: RankPool) -> None:
     ranks2.run(_refused)
+
+
+class EmbeddingBeside(nn.Module):
+    """Uses its embedding where it is given tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4, sparse=True)
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:
+        return self.net(x if tokens is None else x + self.embedding(tokens))
+
+
+def _asks_in_between(rank: int, wrapper: str) -> None:
+    ddp = wrappers([wrapper])[wrapper](EmbeddingBeside())
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
+    with ddp.no_sync():
+        ddp(x, torch.tensor([rank, rank + 1, 3])).square().sum().backward()
+    mean = ddp.module.embedding.weight.grad.to_dense().clone()
+    dist.all_reduce(mean)
+    torch.autograd.grad(ddp(x).square().sum(), list(ddp.module.net.parameters()))
+    ddp(x).square().sum().backward()
+    torch.testing.assert_close(ddp.module.embedding.weight.grad.to_dense(), mean / 2)
+
+
+def test_a_local_sparse_gradient_outlives_an_autograd_grad_of_others(ranks2: RankPool) -> None:
+    ranks2.run(_asks_in_between, "compile_ddp")

@@ -190,7 +190,32 @@ class Scaled(nn.Module):
         return self.head(StraightThrough.apply(x.requires_grad_(), self.scale)).square().sum()
 
 
-WITHOUT_GRADIENT = {Teacher: {"teacher.weight", "teacher.bias"}, Forces: {"energy.bias"}, Scaled: {"scale"}}
+@torch.library.custom_op("compiled_ddp_tests::straight_through", mutates_args=())
+def straight_through(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale
+
+
+@straight_through.register_fake
+def _(x: Tensor, scale: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+straight_through.register_autograd(lambda _, gradient: (gradient, None))
+
+
+class ScaledByOperator(Scaled):
+    """The same by an operator, which AOTAutograd keeps in its cache."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(straight_through(x.requires_grad_(), self.scale)).square().sum()
+
+
+WITHOUT_GRADIENT = {
+    Teacher: {"teacher.weight", "teacher.bias"},
+    Forces: {"energy.bias"},
+    Scaled: {"scale"},
+    ScaledByOperator: {"scale"},
+}
 
 
 def _without_gradient(rank: int, wrapper: str, model: type[nn.Module], options: dict[str, str]) -> None:
@@ -216,7 +241,7 @@ def test_what_the_loss_does_not_depend_on_has_none(ranks2: RankPool, wrapper: st
 @pytest.mark.inductor
 def test_it_has_none_where_the_graph_comes_from_a_cache(ranks2: RankPool) -> None:
     """Twice, so that the second time AOTAutograd and Inductor have it in their caches."""
-    for model in (Scaled, Teacher, Scaled, Teacher):
+    for model in 2 * (Scaled, ScaledByOperator, Teacher):
         ranks2.run(_without_gradient, "compile_ddp", model, {"backend": "inductor"}, **LIMITS)
 
 

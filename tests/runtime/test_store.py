@@ -50,7 +50,7 @@ USES: dict[str, Callable[[RankGroup], object]] = {
 
 def _explained(rank: int, use: str) -> str:
     ranks = RankGroup(None)
-    ranks._store.shared = dist.PrefixStore("ended", _ended_store())
+    ranks._store._shared = dist.PrefixStore("ended", _ended_store())
     with pytest.raises(RuntimeError) as caught:
         USES[use](ranks)
     assert type(caught.value) is RuntimeError
@@ -83,7 +83,7 @@ def test_a_process_group_that_cannot_be_made_names_the_rank_and_the_others(ranks
 def _in_training(rank: int) -> list[str]:
     """The first backward agrees on the sequence of buckets; wrapping compares the models."""
     ddp = wrappers(["EagerDDP"])["EagerDDP"](Mlp())
-    ddp._runtime.communicator.ranks._store.shared = dist.PrefixStore("ended", _ended_store())
+    ddp._runtime.communicator.ranks._store._shared = dist.PrefixStore("ended", _ended_store())
     messages = []
     with pytest.raises(RuntimeError) as caught:
         ddp(row_batch(rank)).sum().backward()

@@ -1,6 +1,6 @@
 """When collectives are launched and waited for: as early, and as late, as the data allows."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
 
@@ -66,9 +66,10 @@ def descendants(nodes: list[Node], roots: list[Node]) -> set[Node]:
     return reached
 
 
-def draws(nodes: Iterable[Node]) -> list[Node]:
-    """Those that draw random numbers from a default generator, in their order."""
-    return [node for node in nodes if draws_random_numbers(node.target)]
+def draws(nodes: Sequence[Node]) -> list[Node]:
+    """Those that draw random numbers from a default generator, in their order. Each target is asked once."""
+    drawing = set(filter(draws_random_numbers, {node.target for node in nodes}))
+    return [node for node in nodes if node.target in drawing]
 
 
 def draws_random_numbers(target: object) -> bool:

@@ -6,7 +6,7 @@ import functools
 import operator
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def closed_over(function: Callable[..., Any]) -> tuple[Hashable, ...]:
         if isinstance(value, _VALUES):
             found.append((type(value), value))
             continue
-        found.append(Same(value))
+        found.append(_Same(value))
         if isinstance(value, nn.Module):
             found += _state_of([*value.modules()])
         if id(value) not in seen:
@@ -41,7 +41,7 @@ def closed_over(function: Callable[..., Any]) -> tuple[Hashable, ...]:
     return tuple(found)
 
 
-def _state_of(modules: Sequence[nn.Module]) -> tuple[Hashable, Hashable]:
+def _state_of(modules: Collection[nn.Module]) -> tuple[Hashable, Hashable]:
     """Whether each trains, and which hooks are around it."""
     training = tuple(map(_trains, modules))
     return training, tuple((*at, *hooks) for at, hooks in torch_private.modules.hooks_around(modules).items())
@@ -56,10 +56,10 @@ class Surroundings:
     A tensor that is no argument is an input of the graph, whose memory follows what is written there.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, modules: Collection[nn.Module], tensors: Sequence[torch.Tensor]) -> None:
         self._modules, self._state = modules, _state_of(modules)
-        self._tensors = [tensor for tensor in tensors if type(tensor) in (torch.Tensor, nn.Parameter)]
-        self._memory = self._memory_now()
+        self._tensors = [tensor for tensor in tensors if _has_memory(tensor)]
+        self._memory, self._storages = self._memory_now(), {*torch_private.tensors.memory_of_each(self._tensors)}
         known = {id(tensor) for tensor in tensors}
         self._places = [
             (parts, name, part)
@@ -77,6 +77,14 @@ class Surroundings:
             and _state_of(self._modules) == self._state
         )
 
+    def refuse_as_donated(self, donated: Sequence[torch.Tensor]) -> None:
+        """Raise ValueError where one of these is a tensor that the step closes over, and goes on to read."""
+        if self._storages and not self._storages.isdisjoint(torch_private.tensors.memory_of_each(donated)):
+            raise ValueError(
+                "a donated tensor shares memory with one that the step closes over, where its results would appear: "
+                "let the step close over a copy, or pass it as an argument of its own."
+            )
+
     def _memory_now(self) -> list[tuple[int, torch.Size]]:
         return [*zip(map(torch.Tensor.data_ptr, self._tensors), map(_shape, self._tensors), strict=True)]
 
@@ -84,8 +92,13 @@ class Surroundings:
 _shape = operator.attrgetter("shape")
 
 
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether it has a place in memory that can be asked for: a sparse one and a subclass have none, or several."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+
+
 @contextlib.contextmanager
-def modules_called() -> Iterator[list[nn.Module]]:
+def modules_called() -> Iterator[Collection[nn.Module]]:
     """Those that are called in here, by this thread, each once."""
     thread, called = threading.get_ident(), dict[int, nn.Module]()
 
@@ -93,20 +106,18 @@ def modules_called() -> Iterator[list[nn.Module]]:
         if threading.get_ident() == thread:
             called[id(module)] = module
 
-    modules: list[nn.Module] = []
     handle = nn.modules.module.register_module_forward_pre_hook(note)
     try:
-        yield modules
+        yield called.values()
     finally:
         handle.remove()
-        modules += called.values()
 
 
 def generators_shared(leaves: Sequence[Any], closed: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
     """For each generator among a step's arguments: its first place there, and itself if the step closes over it."""
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Generator)]
     first = [next(other for other in places if leaves[other] is leaves[place]) for place in places]
-    same = [Same(leaves[place]) for place in places]
+    same = [_Same(leaves[place]) for place in places]
     return tuple(zip(first, [each if each in closed else None for each in same], strict=True))
 
 
@@ -122,14 +133,14 @@ def reached(function: Callable[..., Any]) -> Iterator[Any]:
             ahead += _reached_from(value)
 
 
-class Same:
+class _Same:
     """Equal to itself alone, and kept, so that its place in memory stays its own."""
 
     def __init__(self, value: object) -> None:
         self._value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self._value is other._value
+        return isinstance(other, _Same) and self._value is other._value
 
     def __hash__(self) -> int:
         return id(self._value)

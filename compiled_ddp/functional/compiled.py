@@ -24,7 +24,7 @@ from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
 from compiled_ddp.functional.reduction import last_first
 from compiled_ddp.functional.reference import ReferenceStep
 from compiled_ddp.functional.session import Session, current_session, tracing
-from compiled_ddp.functional.traced_step import Leaf, TracedStep, refuse_constants, trace, why_another
+from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace, why_another
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.unit import Launch, Unit, break_off
 from compiled_ddp.graph import compile_once
@@ -168,7 +168,7 @@ class _Runnable:
 
     def refuse_constants(self, leaves: Sequence[Any]) -> None:
         """Raise ValueError where it would write into what it closes over."""
-        refuse_constants([leaves[place] for place in self._traced.written], self._traced.constants)
+        self._traced.surroundings.refuse_as_donated([leaves[place] for place in self._traced.written])
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -397,13 +397,10 @@ def _shared_memory(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return () if len({*memory}) == len(memory) else tuple(map(memory.index, memory))
 
 
-_worlds: "weakref.WeakKeyDictionary[dist.ProcessGroup, object]" = weakref.WeakKeyDictionary()
-
-
-def _world() -> object:
-    """Another one for other ranks, and None without."""
+def _world() -> Hashable:
+    """A reference to the default process group, which does not keep it; None without one."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return None if world is None else _worlds.setdefault(world, object())
+    return None if world is None else weakref.ref(world)
 
 
 def _ambient(tensors: Sequence[Tensor]) -> Hashable:

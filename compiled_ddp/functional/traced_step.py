@@ -129,7 +129,7 @@ def trace(
 
     inputs = [given[place].detach() for place in places]
     graph_module, constants, surroundings = _graph_of(flat, inputs)
-    refuse_constants([leaf for leaf in given if id(leaf) in to_reuse], constants)
+    surroundings.refuse_as_donated([leaf for leaf in given if id(leaf) in to_reuse])
     generators = session.generators.drawn(given)
     return TracedStep(
         graph_module,
@@ -154,17 +154,6 @@ def _graph_of(
         raise _asks_for_a_value(error) from None
     _refuse_others_collectives(graph_module.graph)
     return graph_module, [constant.detach() for constant in constants], Surroundings(modules, constants)
-
-
-def refuse_constants(donated: Sequence[Tensor], constants: Sequence[Tensor]) -> None:
-    """Raise ValueError where a donated tensor is one that the step closes over, and goes on to read."""
-    if donated and constants:
-        memory = {*torch_private.tensors.memory_of_each(constants)}
-        if not memory.isdisjoint(torch_private.tensors.memory_of_each(donated)):
-            raise ValueError(
-                "a donated tensor shares memory with one that the step closes over, where its results would appear: "
-                "let the step close over a copy, or pass it as an argument of its own."
-            )
 
 
 def _asks_for_a_value(error: Exception) -> RuntimeError:

@@ -83,13 +83,17 @@ class SteadyStep(Steady):
     def _is_set_apart(self) -> bool:
         """By what a user, or the step before, has left for this one."""
         reduction, carried, uneven = self._reduction, self._reduction.carried, self._reduction.uneven
-        several = len(conductor.references) > 1
-        communicates = reduction.models_collectives.seen or (several and conductor.any_communicates())
         return bool(
             carried.used
             or carried.has_to_tell
             or reduction.hooks.deferred
-            or (communicates and reduction.agreed.why_not_graph is None)
+            or (
+                reduction.agreed.why_not_graph is None
+                and (
+                    reduction.models_collectives.seen
+                    or (len(conductor.references) > 1 and conductor.any_communicates())
+                )
+            )
             or reduction.receive is not None
             or (uneven is not None and uneven.factor != 1.0)
         )

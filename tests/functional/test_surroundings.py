@@ -369,3 +369,14 @@ def test_a_gradient_function_that_is_made_in_each_step_says_so_once(ranks2: Rank
     """As in jax.grad(loss)(params, x)."""
     for (message,) in ranks2.run(_made_in_each_step):
         assert "grad(made_anew) has been made 16 times" in message
+
+
+def test_a_step_may_close_over_a_sparse_tensor() -> None:
+    matrix = torch.eye(3).to_sparse()
+
+    def step(x: Tensor) -> Tensor:
+        return torch.sparse.mm(matrix, x)
+
+    run = ddp.compile(step, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(run(torch.ones(3, 2)), torch.ones(3, 2))

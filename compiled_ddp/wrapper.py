@@ -452,7 +452,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
                 )
             return {
                 "communication hook": [name],
-                "number of backwards before it": [self._runtime.beginning.number],
+                "number of backwards before it": [self._runtime.number],
             }
 
         agree_on_description(

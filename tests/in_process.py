@@ -14,11 +14,10 @@ from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionKind, Riders, S
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.step.buffers import SequenceBuffers
-from compiled_ddp.step.forwards import ForwardNumbers
+from compiled_ddp.step.channel import ForwardNumbers, Message, write_riders
 from compiled_ddp.step.gradients import Gradients
 from compiled_ddp.step.graphs import ReservedSection
 from compiled_ddp.step.reduction import Reduction, Wrapped
-from compiled_ddp.step.riders import Message, write_riders
 from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
 
 

@@ -45,6 +45,7 @@ IMPORTED_BEFORE_FORK = ["torch", "torch.distributed", "torch._inductor.compile_f
 STARTUP_SECONDS = 180.0
 GRACE_SECONDS = 3.0  # how long the other ranks may go on after the first one failed
 CLEAN_UP_SECONDS = 60.0
+LOOK_SECONDS = 0.2  # of the ranks' package, instead of a second: many tests wait until ranks have found each other out
 
 
 class RankError(Exception):
@@ -262,6 +263,7 @@ def _serve(
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         torch.set_num_threads(1)
+        _look_often()
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         connection.send_bytes(pickle.dumps(_Reply(failed=False, content=b"")))
         while True:
@@ -269,6 +271,15 @@ def _serve(
             connection.send_bytes(pickle.dumps(_attempt(_call, job, rank, world_size, store)))
             connection.recv_bytes()
             connection.send_bytes(pickle.dumps(_attempt(_clean_up)))
+
+
+def _look_often() -> None:
+    """Shorten the looks of this rank, which decide how long a refusal takes and not what is refused."""
+    # Not at the top: the package is imported in rank processes, and where tests ask for it.
+    from compiled_ddp.functional import agreements
+    from compiled_ddp.ranks import hang_report
+
+    hang_report._LOOK_SECONDS = agreements._PATIENCE_SECONDS = LOOK_SECONDS
 
 
 def _exit_with_parent() -> None:

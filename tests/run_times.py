@@ -18,8 +18,7 @@ from compiled_ddp.options import Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.reduction import Wrapped
-from compiled_ddp.step.runtime import Runtime
-from compiled_ddp.step.under_way import Phase
+from compiled_ddp.step.runtime import Phase, Runtime
 
 
 class _Raises(torch.autograd.Function):

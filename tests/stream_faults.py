@@ -25,8 +25,8 @@ from compiled_ddp.ranks.host_numbers import LateRows
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 from compiled_ddp.step import graphs
 from compiled_ddp.step.buffers import Writers
+from compiled_ddp.step.channel import Findings, RiderReader
 from compiled_ddp.step.launches import Launch
-from compiled_ddp.step.riders import Findings, RiderReader
 
 Fault = contextlib.AbstractContextManager[object]
 

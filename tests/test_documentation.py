@@ -22,7 +22,7 @@ import torchrun
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_ddp.passes.pipeline import PASSES
-from compiled_ddp.step.under_way import Phase
+from compiled_ddp.step.runtime import Phase
 from ranks import RankError, RankPool
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from compiled_ddp.plan import ADMITTED
 from compiled_ddp.reducers.ddp_hook import TorchCommHook
-from compiled_ddp.step.under_way import Phase
+from compiled_ddp.step.runtime import Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore:gradients of")  # there are no graphs
 

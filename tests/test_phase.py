@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from compiled_ddp.step.runtime import TRANSITIONS, WITHOUT_EFFECT, Event, Phase, UnderWay, after
 from compiled_ddp.step.synchronised import SynchronisedBackward
-from compiled_ddp.step.under_way import TRANSITIONS, WITHOUT_EFFECT, Event, Phase, UnderWay, after
 
 EVERY_PAIR = list(product(Phase, Event))
 WITH_BACKWARD = {Phase.REDUCING, Phase.SKIPPING, Phase.BROKEN}

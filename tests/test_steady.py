@@ -26,7 +26,7 @@ from torch import Tensor
 from compiled_ddp.checks.values import Reference
 from compiled_ddp.step import gradients, hooks
 from compiled_ddp.step import steady as steady_module
-from compiled_ddp.step.forwards import ForwardNumbers
+from compiled_ddp.step.channel import ForwardNumbers
 from compiled_ddp.step.graphs import ReservedSection
 from compiled_ddp.step.steady import SteadyGraph, SteadyHooks, SteadyStep
 from compiled_ddp.step.synchronised import SynchronisedBackward
@@ -98,7 +98,7 @@ def test_steps_like_those_before_them_are_steady_from_beginning_to_end(
     for rank in ranks:
         assert not rank.runtime._steady_graph._of_graph.addresses, "gradients are still held"
         buckets = rank.runtime._steady_hooks._buckets if step is ALL else []
-        assert all(not bucket.state.left for bucket in buckets), "gradients are still held"
+        assert all(not bucket.left for bucket in buckets), "gradients are still held"
 
 
 FEW, FEW_IN_GRAPH = uses(0, 1), uses(graph=(1, 0))  # p2 is used on no rank

@@ -16,8 +16,7 @@ from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own
 from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph, HasTeller
 from compiled_ddp.graph.program import Binding, Bound, Program, quoted, without
 from compiled_ddp.graph.telling import Teller
-from compiled_ddp.step.graph_call import UntilBackward
-from compiled_ddp.step.runtime import Runtime
+from compiled_ddp.step.runtime import Runtime, UntilBackward
 from compiled_ddp.users_code import warn_user
 
 # [Note: whose segment] Dynamo runs one graph for all modules of a shape, of whichever wrapper. So a segment knows no

@@ -217,6 +217,10 @@ class ModelWatch:
         """Whether a module holds more parts than it did, or fewer: quicker still, for other moments."""
         return sum(map(len, self._dictionaries)) != self._number_of_parts
 
+    def newcomers(self, known: Set[int]) -> dict[str, torch.nn.Parameter]:
+        """What the model holds now and is to be trained, by name, but for those that are `known`, by their ids."""
+        return {name: parameter for name, parameter in self._state.trained().items() if id(parameter) not in known}
+
     def buffers(self) -> Sequence[torch.Tensor]:
         """The buffers that the wrapper manages, as they are now: each once, in registration order."""
         untouched = self._modules.are_untouched() and self._siblings_of_buffers.are_untouched()

@@ -30,7 +30,7 @@ def training_stats(module: nn.Module, runtime: Runtime, options: Options) -> dic
         "gradient_as_bucket_view": options.gradient_as_bucket_view,
         "has_sync_bn": any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()),
         "comm_hook": "" if comm_hook is None else comm_hook.name,
-        "iteration": runtime.beginning.number,
+        "iteration": runtime.number,
         "has_rebuilt_buckets": agreed.refined,
         "bucket_sizes": tuple(bucket.nbytes for bucket in buckets),
         "per_bucket_param_indices": tuple(bucket.indices for bucket in buckets),

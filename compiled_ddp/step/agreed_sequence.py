@@ -89,6 +89,7 @@ class AgreedSequence:
         self.among_collectives = False  # [Note: models that communicate], whether the ranks know it of this one
         self.must_agree = True  # whether ranks agree on `sequence` in the next backward, and wait for each other
         self.beginnings = -1  # how often ranks have begun to agree on another sequence
+        self.graphs_fit = False  # whether those of this sequence did on some rank, in the latest backward
         self._patience = Patience()
 
     def begin_anew(self, parameters: TrainedParameters) -> None:
@@ -102,6 +103,7 @@ class AgreedSequence:
         if self.why_not_graph is not None:
             self._adopt(self._planner.propose([], reason=self.why_not_graph))
         self.unused = frozenset()
+        self.graphs_fit = False
         self._patience.begin_anew()
 
     def leave_to_hooks(self, reason: str | None) -> None:
@@ -168,7 +170,8 @@ class AgreedSequence:
 
     def note_mismatches(self, ranks: int) -> None:
         """On so many ranks the graphs of the backward that has ended did not fit."""
-        self._patience.note_backward(fits_some_rank=ranks < self._communicator.world_size)
+        self.graphs_fit = ranks < self._communicator.world_size
+        self._patience.note_backward(fits_some_rank=self.graphs_fit)
 
     @property
     def should_rebuild(self) -> bool:

@@ -17,12 +17,11 @@ from compiled_ddp.plan import (
     ReductionSequence,
 )
 from compiled_ddp.planning.small_graphs import large_enough
+from compiled_ddp.step.channel import Flag, ForwardNumbers, Message
 from compiled_ddp.step.conductor import conductor
-from compiled_ddp.step.forwards import ForwardNumbers, LatestForward
 from compiled_ddp.step.graph_call import GraphCall, may_leave_out
 from compiled_ddp.step.graphs import GraphReservations
 from compiled_ddp.step.reduction import Reduction
-from compiled_ddp.step.riders import Flag, Message
 from compiled_ddp.step.synchronised import Circumstances, ReturnedGradients, SynchronisedBackward
 
 NO_GRAPHS = 0  # in place of a number for those to run: everything is sent at once, and waits for no graph
@@ -32,42 +31,35 @@ _LARGEST = 2**31 - 2  # of such numbers but one, in 32 bits
 class Beginning:
     """Makes the backwards of a wrapper."""
 
-    def __init__(self, reduction: Reduction, reservations: GraphReservations, forward: LatestForward) -> None:
-        self.number = 0  # of synchronised backwards begun, the same on ranks that are level
-        self._reduction, self._reservations, self._forward = reduction, reservations, forward
-
-    @property
-    def waits(self) -> bool:
-        """Whether a backward that begins now waits for other ranks."""
-        agreed, uneven = self._reduction.agreed, self._reduction.uneven
-        if agreed.must_agree or (agreed.among_collectives and agreed.graph_sections):
-            return True
-        return uneven is not None and uneven.is_training
+    def __init__(self, reduction: Reduction, reservations: GraphReservations) -> None:
+        self._reduction, self._reservations = reduction, reservations
 
     # ---- three kinds -------------------------------------------------------------------------------------------------
 
-    def in_task(self, returned: ReturnedGradients | None) -> SynchronisedBackward:
+    def in_task(self, forwards: ForwardNumbers, returned: ReturnedGradients | None) -> SynchronisedBackward:
         """The one that autograd runs in this thread; with `returned` it is a torch.autograd.grad, of these.
 
         `leave_to_hooks` follows.
         """
         return self._new(
+            forwards,
             lambda call: call.is_still_to_run(),
             accumulates=self._reduction.will_accumulate,
             returned=returned,
             graphs_to_run=functools.partial(self._graphs_to_run, accumulates=returned is None),
         )
 
-    def after_task(self, ran: Sequence[GraphCall]) -> SynchronisedBackward:
+    def after_task(self, forwards: ForwardNumbers, ran: Sequence[GraphCall]) -> SynchronisedBackward:
         """One that was postponed, and has run these calls locally. It sends everything at once."""
-        return self._new(lambda call: call in ran, ran_locally=ran)
+        return self._new(forwards, lambda call: call in ran, ran_locally=ran)
 
-    def without_task(self, weight: float) -> SynchronisedBackward:
+    def without_task(self, forwards: ForwardNumbers, weight: float) -> SynchronisedBackward:
         """One that sends what has been accumulated, or zeros where `weight` is 0; `leave_all_to_hooks` follows."""
-        return self._new(lambda call: call.synchronise, weight=weight)
+        return self._new(forwards, lambda call: call.synchronise, weight=weight)
 
     def _new(
         self,
+        forwards: ForwardNumbers,
         takes_part: Callable[[GraphCall], bool],
         *,
         accumulates: Callable[[int], bool] = lambda _: False,
@@ -76,14 +68,13 @@ class Beginning:
         graphs_to_run: Callable[[], int | None] = lambda: NO_GRAPHS,
         ran_locally: Sequence[GraphCall] = (),
     ) -> SynchronisedBackward:
-        """A new synchronised backward, of the rank's own weight unless another one is given.
+        """A new synchronised backward after so many forwards, of the rank's own weight unless another one is given.
 
         `takes_part` picks the calls that make the proposal in the first one, `accumulates` tells which parameters get
         a gradient in this one. `graphs_to_run` tells what `_graphs_to_run` does; the default is for one that sends
         everything at once.
         """
         reduction, carried = self._reduction, self._reduction.carried
-        forwards = self.count(accumulates=returned is None)
         self._take_in_what_is_shared(takes_part)
         sequence, some_rank_differs = self._agree(takes_part, graphs_to_run)
         agreed, options = reduction.agreed, reduction.options
@@ -116,21 +107,6 @@ class Beginning:
         return reduction.new_backward(
             sequence.launched, agreed.buffers, used_before=carried.used, message=message, circumstances=circumstances
         )
-
-    def count(self, *, accumulates: bool) -> ForwardNumbers:
-        """Count a backward that begins; returns the numbers of forwards before it."""
-        reduction, count = self._reduction, self._forward.count
-        reduction.refuse_if_broken()
-        self._forward.backward_began(accumulates=accumulates)
-        if reduction.uneven is not None:
-            reduction.uneven.begin_backward(count.value)
-        self.number += 1
-        if accumulates:
-            reduction.hooks.disarm()
-        reduction.hooks.defer_users()
-        if reduction.receive is not None:
-            reduction.receive([])  # those of the backward before are about to be filled again
-        return count.backward_began()
 
     def _agree(
         self, takes_part: Callable[[GraphCall], bool], graphs_to_run: Callable[[], int | None]

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,11 +20,12 @@ from compiled_ddp.formatting import format_names
 from compiled_ddp.plan import GradientSpec, Section
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.step.buffers import SequenceBuffers
-from compiled_ddp.step.forwards import ForwardCount
+from compiled_ddp.step.channel import Findings, Flag, ForwardCount, RiderReader
 from compiled_ddp.step.reduction import Reduction
-from compiled_ddp.step.riders import Findings, Flag, RiderReader
 from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
-from compiled_ddp.step.under_way import Steady, UnderWay
+
+if TYPE_CHECKING:
+    from compiled_ddp.step.runtime import UnderWay
 
 # ---- where an exception would keep this rank from collectives that the others launch ---------------------------------
 
@@ -350,7 +352,7 @@ class Ending:
 class Finish:
     """Ends backwards. Lasts from one to the next: riders that a GPU tells one backward later."""
 
-    def __init__(self, reduction: Reduction, forwards: ForwardCount, under_way: UnderWay) -> None:
+    def __init__(self, reduction: Reduction, forwards: ForwardCount, under_way: "UnderWay") -> None:
         self._reduction, self._forwards, self._under_way = reduction, forwards, under_way
         self._step_check = StepCheck(reduction.communicator, reduction.options.check_steps)
         self._reader = RiderReader(reduction.communicator.world_size)
@@ -358,9 +360,6 @@ class Finish:
 
     def finish(self) -> None:
         """Wait for the results of what was sent, and leave them in .grad; a no-op where nothing is under way."""
-        steady = self._under_way.steady
-        if steady is not None and not steady.has_rest:
-            self._finish_steady(steady)
         reduction, backward = self._reduction, self._under_way.backward
         if backward is None:
             return
@@ -392,22 +391,6 @@ class Finish:
         if ending.is_first:
             ending.remove_needless_hooks()
         reduction.agreed.note_graphs(backward.reservations.reserved.keys())
-
-    def _finish_steady(self, steady: Steady) -> None:
-        """[Note: steady step] Changes nothing where more is to be done than usually."""
-        reduction = self._reduction
-        steady.wait()
-        findings = self._reader.read(steady.riders())
-        if not findings.are_quiet or not steady.is_as_left() or reduction.newcomers():
-            return
-        self._forwards.settle(backwards=findings.backwards, forgiven=False)
-        steady.end()
-        self._under_way.end()
-        reduction.models_collectives.end()
-        if reduction.carried.used:
-            reduction.carried.note_reduced()
-        reduction.agreed.note_mismatches(0)
-        reduction.communicator.progress.backward_ended()
 
     def finish_broken(self, *, told: Collection[int], rest_was_launched: bool) -> None:
         """Wait for the results of what was sent after an exception, and drop them.

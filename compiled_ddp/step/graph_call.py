@@ -1,11 +1,9 @@
-"""What a step knows of one call of a captured graph, and what the graph keeps of the step."""
+"""What a step knows of one call of a captured graph."""
 
 import operator
-import weakref
 from collections.abc import Callable, Set
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
-from compiled_ddp import torch_private
 from compiled_ddp.plan import BucketPlan
 
 
@@ -72,32 +70,3 @@ class GraphCall(Protocol):
 
 # Asked in C, of every call in every step.
 may_leave_out: Callable[[GraphCall], bool] = operator.attrgetter("may_leave_out")
-
-
-Kept = TypeVar("Kept")
-
-
-class UntilBackward(Generic[Kept]):
-    """Keeps what runs a wrapper's backwards, and so the wrapper, alive for a graph until a backward has freed that.
-
-    All ranks must run the backward alike, also where the wrapper was dropped before it. Afterwards the outputs, which
-    users hold on to, keep nothing.
-    """
-
-    def __init__(self, kept: Kept) -> None:
-        self._held: Kept | None = kept
-        self.is_over = False  # whether a backward has come here that has freed the graph
-        self._kept: Callable[[], Kept | None] = weakref.ref(kept)
-
-    def take(self) -> Kept | None:
-        """What is kept, for the backward that this thread runs; None once it is gone."""
-        if not torch_private.autograd.keeps_graph():
-            self._held, self.is_over = None, True
-        return self._kept()
-
-    @torch_private.dynamo.untraced
-    def tell(self, reached: Callable[[Kept], None], _: object = None) -> None:
-        """As a hook of autograd: let what is kept know that a backward has come here."""
-        kept = self.take()
-        if kept is not None:
-            reached(kept)

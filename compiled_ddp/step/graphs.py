@@ -14,11 +14,11 @@ from compiled_ddp.plan import TENSOR_HOOK, BucketPlan
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import LaunchObserver, profiled
 from compiled_ddp.ranks.progress import failed_in_collective
+from compiled_ddp.step.channel import Flag, ranks_using, write_riders
 from compiled_ddp.step.conductor import Conducted, conductor
 from compiled_ddp.step.gradients import any_has_gradient, requires_grad
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.reduction import DOES_NOT_FIT, FROZEN, Reduction
-from compiled_ddp.step.riders import Flag, ranks_using, write_riders
 from compiled_ddp.step.synchronised import SynchronisedBackward
 
 # ---- one run: names for the profiler, a report of a failed wait ------------------------------------------------------

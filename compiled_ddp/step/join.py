@@ -60,7 +60,8 @@ class UnevenInputs:
     """A wrapper's part in a join. Does nothing outside of one, or where it is not enabled."""
 
     def __init__(self, joinable: Joinable, communicator: Communicator, steps: Steps) -> None:
-        self._joinable, self._communicator, self._steps = joinable, communicator, steps
+        self.joinable = joinable
+        self._communicator, self._steps = communicator, steps
         self._by_initial_world_size = True  # what sums are divided by: the number of all ranks, or of those that go on
         self.factor = 1.0  # what the mean over all ranks is multiplied by in the backward under way
         self._announced = False  # whether torch's context manager knows of this rank's iteration
@@ -69,12 +70,12 @@ class UnevenInputs:
     @property
     def is_training(self) -> bool:
         """Whether this rank is in a join and still has data."""
-        return torch_private.modules.is_joining(self._joinable) and not self._shadows
+        return torch_private.modules.is_joining(self.joinable) and not self._shadows
 
     @property
     def _throws(self) -> bool:
         """Whether this join raises as soon as one rank has ended, which this wrapper is to find out."""
-        config = self._joinable._join_config
+        config = self.joinable._join_config
         return bool(config.enable and config.throw_on_early_termination and config.is_first_joinable)
 
     def divide_by(self, *, initial_world_size: bool) -> None:
@@ -119,7 +120,7 @@ class UnevenInputs:
             self._announced = True
 
     def _notify(self) -> None:
-        work = Join.notify_join_context(self._joinable)
+        work = Join.notify_join_context(self.joinable)
         if work is not None:
             work.wait()
 
@@ -156,7 +157,7 @@ class UnevenInputs:
     def leave(self) -> None:
         """The join is over on this rank."""
         self._announced, self.factor = False, 1.0
-        Joinable.__init__(self._joinable)
+        Joinable.__init__(self.joinable)
         self.end_shadowing()
 
     def end_shadowing(self) -> None:
@@ -169,7 +170,7 @@ class UnevenInputs:
         shared = torch.tensor(
             [forward_count, int(initial), int(not initial), *kinds],
             dtype=torch.int64,
-            device=self._joinable.join_device,
+            device=self.joinable.join_device,
         )
         communicator.progress.note_wait("the next step of ranks that still have data (join)")
         communicator.maximum(shared)
@@ -191,7 +192,7 @@ class UnevenInputs:
     def last_of(self, is_last_joiner: bool) -> int:
         """The largest rank among the last ones to join."""
         own = self._communicator.rank if is_last_joiner else -1
-        largest = torch.tensor([own], dtype=torch.int64, device=self._joinable.join_device)
+        largest = torch.tensor([own], dtype=torch.int64, device=self.joinable.join_device)
         self._communicator.maximum(largest)
         return int(largest.item())
 

@@ -19,7 +19,7 @@ from compiled_ddp.ranks.progress import failed_in_collective
 from compiled_ddp.reducers.averaging import Averaging
 from compiled_ddp.reducers.reducer import Reducer, Work
 from compiled_ddp.step.buffers import SequenceBuffers
-from compiled_ddp.step.riders import Message, ranks_using, write_riders
+from compiled_ddp.step.channel import Message, ranks_using, write_riders
 
 # ---- which parameters this rank has a gradient of to reduce ----------------------------------------------------------
 

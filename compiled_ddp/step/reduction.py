@@ -8,8 +8,7 @@ graphs of their sequence, all of them and in its order. If one will not, hooks r
 before the backward ends. And the sequence has its graphs first, so that no graph waits for gradients of eager code.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +16,7 @@ import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.checks.proof import Proof
+from compiled_ddp.model.watch import ModelWatch
 from compiled_ddp.options import Options
 from compiled_ddp.plan import Section
 from compiled_ddp.planning.trained_parameters import TrainedParameters
@@ -27,12 +27,12 @@ from compiled_ddp.reducers.reducer import Reducer
 from compiled_ddp.reducers.traced_hook import BucketHook, TracedHook
 from compiled_ddp.step.agreed_sequence import AgreedSequence
 from compiled_ddp.step.buffers import SequenceBuffers
+from compiled_ddp.step.channel import CarriedOver, Message
 from compiled_ddp.step.gradients import ExistingGradients
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.hooks import GradientHooks, Listener
 from compiled_ddp.step.join import UnevenInputs
 from compiled_ddp.step.launches import Usage
-from compiled_ddp.step.riders import Flag, Message
 from compiled_ddp.step.sparse_gradients import SparseGradients, SparseListener
 from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.users_code import warn_user
@@ -90,86 +90,6 @@ class ModelsCollectives:
         self._looks = False
 
 
-# ---- what one backward leaves to the next one ------------------------------------------------------------------------
-
-
-class CarriedOver:
-    """Gradients that are still to be reduced, what the other ranks are still to be told, and the user's own values."""
-
-    def __init__(self) -> None:
-        self.used: set[int] = set()  # parameters used by local backwards since the last synchronised one
-        self.expected_gradients: Counter[int] = Counter()  # the most gradients each has got in one backward
-        self.weight = 1.0  # of this rank in a weighted mean
-        self.piggyback: torch.Tensor | None = None  # the user's rider elements for the next synchronised backward
-        self.piggybacked: torch.Tensor | None = None  # their sums over ranks in the latest one
-        self._to_tell: set[Flag] = set()
-
-    # ---- gradients ---------------------------------------------------------------------------------------------------
-
-    def note_local_use(self, indices: Iterable[int]) -> None:
-        """A local backward has brought these parameters gradients."""
-        self.used.update(indices)
-
-    def note_reduced(self) -> None:
-        """All that had been used has been reduced."""
-        self.used = set()
-
-    def note_gradients(self, arrived: Mapping[int, int]) -> None:
-        """So many gradients each parameter has got in a backward."""
-        self.expected_gradients |= Counter(arrived)
-
-    def begin_anew(self) -> None:
-        """The sequence is another one."""
-        self.expected_gradients = Counter()
-
-    def renumber(self, place_of: Callable[[int], int | None]) -> None:
-        """The parameters have other indices; None is for those that are trained no more."""
-        self.used = {place for index in self.used if (place := place_of(index)) is not None}
-
-    # ---- for the other ranks -----------------------------------------------------------------------------------------
-
-    def note_lost(self, *, tell: bool = True, state: bool = False) -> None:
-        """The backward has ended here with an error when everything of it had been sent.
-
-        With `state`, also the new state of a traced communication hook is lost. Others are told of it in the next
-        backward, unless they know: then `tell` is False.
-        """
-        self._to_tell = {flag for flag, wanted in ((Flag.LOST, tell), (Flag.STATE_LOST, state)) if wanted}
-
-    @property
-    def has_to_tell(self) -> bool:
-        """Whether the backward that begins has something to tell besides its numbers."""
-        return bool(self._to_tell) or self.piggyback is not None
-
-    def take_flags(self) -> set[Flag]:
-        """What the backward that begins must tell."""
-        flags, self._to_tell = self._to_tell, set()
-        return flags
-
-    # ---- the user's --------------------------------------------------------------------------------------------------
-
-    def set_weight(self, weight: float) -> None:
-        self.weight = weight
-
-    def set_piggyback(self, values: torch.Tensor) -> None:
-        """Send these values, of shape (number of names in `Options.piggyback`,), along with the next riders."""
-        self.piggyback = values
-
-    def take_sums(self, riders: Sequence[torch.Tensor], count: int) -> None:
-        """Keep the sums of the `count` values that were sent along; every section carries the same."""
-        if count and riders:
-            self.piggybacked = riders[-1][-count:].clone()
-            self.piggyback = None
-
-    def put_aside(self) -> None:
-        """Forget what has not been sent."""
-        self.used, self.piggyback = set(), None
-
-    def take_up_again(self, used: set[int], piggyback: torch.Tensor | None) -> None:
-        """Bring back what was put aside."""
-        self.used, self.piggyback = used, piggyback
-
-
 # ---- what all backwards share ----------------------------------------------------------------------------------------
 
 
@@ -211,8 +131,7 @@ class Reduction:
         self.carried = CarriedOver()
         # Takes the reduced flat buckets of each backward, and none when the next one begins; None where nobody does.
         self.receive: Callable[[list[torch.Tensor]], None] | None = None
-        # What has been put into the model since its latest forward looked at it, by name.
-        self.newcomers: Callable[[], Mapping[str, torch.nn.Parameter]] = dict
+        self.watch: ModelWatch | None = None  # what the model is compared with
         self.hooks = GradientHooks(parameters.tensors, listener)
         self.sparse = SparseGradients(wrapped.sparse, communicator, listener)
         self.forget_sequence()
@@ -271,9 +190,15 @@ class Reduction:
         """A parameter may get several gradients in one backward, from here on as many in each."""
         self.options = replace(self.options, static_graph=True)
 
-    def ask_for_newcomers(self, newcomers: Callable[[], Mapping[str, torch.nn.Parameter]]) -> None:
-        """Let `newcomers` tell, at the end of each backward, what nothing reduces yet."""
-        self.newcomers = newcomers
+    def newcomers(self) -> dict[str, torch.nn.Parameter]:
+        """What has been put into the model since the latest look at it and is to be trained, by name."""
+        if self.watch is None or not self.watch.has_grown():  # as in most steps, which ask
+            return {}
+        return self.watch.newcomers({*map(id, self.parameters.tensors), *map(id, self.sparse.tensors)})
+
+    def compare_with(self, watch: ModelWatch) -> None:
+        """The model is as `watch` knows it."""
+        self.watch = watch
 
     def hand_out_to(self, receive: Callable[[list[torch.Tensor]], None]) -> None:
         """Let `receive` have the reduced flat buckets of each backward, and none when the next one begins."""

@@ -1,27 +1,41 @@
-"""A wrapper's run time: what it tells of its forwards, and what autograd tells of its backwards."""
+"""A wrapper's run time: what it tells of its forwards, and what autograd tells of its backwards.
 
+The backward that it has under way, if any, is in one of these phases, and runs in one task of autograd or in several:
+
+    IDLE <--> EXPECTED, until the backward arrives
+    IDLE ---> REDUCING ---> IDLE, maybe POSTPONED in between
+    IDLE ---> SKIPPING ---> IDLE
+    any of them ---> BROKEN ---> IDLE
+
+Whether a forward waits for its backward is no phase: a forward may begin in one thread while another runs the backward
+of an earlier one, and a torch.autograd.grad leaves it waiting.
+"""
+
+import enum
 import functools
 import itertools
 import threading
+import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.step.beginning import Beginning
+from compiled_ddp.step.channel import ForwardNumbers, LatestForward
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.ending import Finish
-from compiled_ddp.step.forwards import LatestForward
 from compiled_ddp.step.gradients import requires_grad
-from compiled_ddp.step.graph_call import GraphCall, UntilBackward, may_leave_out
+from compiled_ddp.step.graph_call import GraphCall, may_leave_out
 from compiled_ddp.step.graphs import GraphReservations, ReservedSection
 from compiled_ddp.step.reduction import Reduction, Wrapped
-from compiled_ddp.step.steady import SteadyGraph, SteadyHooks
+from compiled_ddp.step.steady import SteadyGraph, SteadyHooks, SteadyStep
 from compiled_ddp.step.synchronised import SynchronisedBackward, returns_inputs_alone, watch_returned
-from compiled_ddp.step.under_way import Phase, UnderWay
 from compiled_ddp.torch_private.autograd import current_graph_task, evaluating_node, fate_of_gradient
+from compiled_ddp.torch_private.modules import is_joining
 from compiled_ddp.users_code import warn_user
 
 _DISTRIBUTED_AUTOGRAD = (
@@ -29,6 +43,283 @@ _DISTRIBUTED_AUTOGRAD = (
     "Call loss.backward() outside of its context, or the forward under no_sync() and average the context's gradients "
     "by hand."
 )
+
+
+# ---- in which phase a wrapper is -------------------------------------------------------------------------------------
+
+
+class Phase(enum.StrEnum):
+    """What a wrapper is doing for the other ranks."""
+
+    IDLE = "no backward is under way"
+    EXPECTED = "a backward that has reached another wrapper, or has failed before it did, would reach this one"
+    POSTPONED = "a backward has reached it, which begins for the other ranks when it has ended here"
+    REDUCING = "a backward is under way"
+    SKIPPING = "zeros are sent in place of a backward"
+    BROKEN = "an exception has ended a backward, and the rest of it is sent as zeros"
+
+
+class Event(enum.StrEnum):
+    """What changes the phase."""
+
+    OTHER_REACHED = "a backward has reached another wrapper first, or none before an exception ended it"
+    EXPECTATION_OVER = "that backward, or another, has reached this one, too, or has ended"
+    POSTPONE = "a backward has reached it that must not wait for other ranks now"
+    BEGIN = "a synchronised backward begins"
+    SKIP = "zeros are to be sent in place of a backward"
+    BREAK = "what is left of a backward is to be sent, as an exception has ended it"
+    END = "its results have been read, or nobody can read them"
+
+
+TRANSITIONS = {
+    (Phase.IDLE, Event.OTHER_REACHED): Phase.EXPECTED,
+    (Phase.IDLE, Event.POSTPONE): Phase.POSTPONED,
+    (Phase.IDLE, Event.BEGIN): Phase.REDUCING,
+    (Phase.IDLE, Event.SKIP): Phase.SKIPPING,
+    (Phase.IDLE, Event.BREAK): Phase.BROKEN,  # the exception came before the backward had reached the wrapper
+    (Phase.EXPECTED, Event.EXPECTATION_OVER): Phase.IDLE,
+    (Phase.EXPECTED, Event.SKIP): Phase.SKIPPING,  # in another thread than the one that expected it
+    (Phase.EXPECTED, Event.BREAK): Phase.BROKEN,
+    (Phase.POSTPONED, Event.BEGIN): Phase.REDUCING,
+    (Phase.POSTPONED, Event.BREAK): Phase.BROKEN,
+    (Phase.REDUCING, Event.BREAK): Phase.BROKEN,
+    (Phase.REDUCING, Event.END): Phase.IDLE,
+    (Phase.SKIPPING, Event.BREAK): Phase.BROKEN,
+    (Phase.SKIPPING, Event.END): Phase.IDLE,
+    (Phase.BROKEN, Event.BREAK): Phase.BROKEN,  # sending the rest had failed, and is tried once more
+    (Phase.BROKEN, Event.END): Phase.IDLE,
+}
+
+_NOT_BEGUN = Phase.IDLE, Phase.EXPECTED  # as far as this wrapper goes
+
+# What happens in other phases as well, and changes nothing there.
+WITHOUT_EFFECT = {
+    *((phase, Event.OTHER_REACHED) for phase in Phase if phase is not Phase.IDLE),
+    *((phase, Event.EXPECTATION_OVER) for phase in Phase if phase is not Phase.EXPECTED),
+}
+
+
+def after(phase: Phase, event: Event) -> Phase:
+    """The phase that follows; what the table does not have is a mistake of this package."""
+    if (phase, event) in WITHOUT_EFFECT:
+        return phase
+    following = TRANSITIONS.get((phase, event))
+    assert following is not None, f"a wrapper that is {phase.name} cannot {event.name}"
+    return following
+
+
+# ---- the tasks of autograd: more than one where checkpoints are reentrant --------------------------------------------
+
+
+class OpenTasks:
+    """Tells a backward that autograd still runs, in whatever thread, from one that an exception has ended.
+
+    For each task autograd holds what is to be called at its end, and drops it with the task. So that nothing else
+    does, as a traceback would, it is made in a call that returns before anything can be raised.
+    """
+
+    def __init__(self) -> None:
+        # By task; which have been noted is asked for every gradient, so it is read as it stands, by others too.
+        self.noted: dict[int, weakref.ref[Callable[[], None]]] = {}
+        self._threads: dict[int, int] = {}  # in which each was noted
+
+    def are_of_this_thread(self) -> bool:
+        """Whether one that runs has been noted by this thread."""
+        here = threading.get_ident()
+        return any(self._threads[task] == here for task, end in list(self.noted.items()) if end() is not None)
+
+    def note(self, at_end: Callable[[int], None]) -> None:
+        """Note the task that this thread runs; `at_end` is called with it when it has ended without an exception."""
+        if self.noted:
+            for ended in [task for task, end in self.noted.items() if end() is None]:
+                self.close(ended)  # an exception has ended it
+        task = torch_private.autograd.current_graph_task()
+        end = functools.partial(at_end, task)
+        self.noted[task], self._threads[task] = weakref.ref(end), threading.get_ident()
+        torch_private.autograd.call_at_end_of_backward(end)
+
+    def are_running(self, *, but: int | None = None) -> bool:
+        """Whether autograd still runs one of them, other than `but`."""
+        others = {**self.noted}  # other threads note some meanwhile
+        if but is not None:
+            others.pop(but, None)
+        return bool(others) and any(end() is not None for end in others.values())
+
+    def are_of_other_threads(self) -> bool:
+        """Whether some run, and all of these have been noted by other threads."""
+        if not self.noted:
+            return False
+        threads = {self._threads[task] for task, end in self.noted.items() if end() is not None}
+        return bool(threads) and threading.get_ident() not in threads
+
+    def close(self, task: int) -> None:
+        self.noted.pop(task, None)
+        self._threads.pop(task, None)
+
+    def forget(self) -> None:
+        """Drop all: an exception has ended them."""
+        self.noted.clear()
+        self._threads.clear()
+
+
+# ---- the backward under way ------------------------------------------------------------------------------------------
+
+
+class UnderWay:
+    """Its phase, and what belongs to that."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.IDLE
+        self._backward: SynchronisedBackward | None = None  # in the phases REDUCING, SKIPPING and BROKEN
+        self.steady: SteadyStep | None = None  # in its place: [Note: steady step]
+        self.ran_locally: list[GraphCall] = []  # calls whose backward has run since it was POSTPONED
+        self.tasks = OpenTasks()  # of autograd, that it runs in
+        self._skipping: int | None = None  # the thread that sends zeros
+
+    @property
+    def backward(self) -> SynchronisedBackward | None:
+        """The one under way, which is a steady one no longer."""
+        if self.steady is not None:
+            self.leave_steady()
+        return self._backward
+
+    def leave_steady(self) -> None:
+        """Let the backward under way go on in the general way: [Note: steady step]"""
+        assert self.steady is not None
+        steady, self.steady = self.steady, None
+        self._backward = steady.as_general()
+
+    # ---- calls that run locally --------------------------------------------------------------------------------------
+
+    def pass_on(self, call: GraphCall, gradients: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None]:
+        """What autograd gets of the gradients, by graph input, of a call that has run locally: [Note: equal calls]"""
+        backward = self.backward
+        if backward is None or call.fingerprint not in backward.folded.withheld.repeated:
+            return gradients
+        return backward.folded.withheld.pass_on(call, gradients, call.index_of)
+
+    # ---- what happens ------------------------------------------------------------------------------------------------
+
+    def expect(self) -> None:
+        """A backward has reached another wrapper, and will reach this one."""
+        self.phase = after(self.phase, Event.OTHER_REACHED)
+
+    def expect_no_more(self) -> None:
+        """It has reached this one, or has ended."""
+        self.phase = after(self.phase, Event.EXPECTATION_OVER)
+
+    def postpone(self) -> None:
+        """It begins when autograd has ended it: [Note: waiting in one order]. Meanwhile its gradients accumulate."""
+        self.phase = after(self.phase, Event.POSTPONE)
+
+    def run_locally(self, call: GraphCall) -> None:
+        """A graph of it runs without collectives."""
+        self.ran_locally.append(call)
+
+    def begin(self, backward: SynchronisedBackward) -> None:
+        self.phase = after(self.phase, Event.BEGIN)
+        self._backward, self.ran_locally = backward, []
+
+    def begin_steady(self, steady: SteadyStep) -> None:
+        """A steady one has begun, of which a backward is made should anybody ask for that."""
+        self.phase = after(self.phase, Event.BEGIN)
+        self.steady, self.ran_locally = steady, []
+        if not steady.is_usual:
+            self.leave_steady()
+
+    def skip(self, backward: SynchronisedBackward) -> None:
+        """This thread sends zeros."""
+        self.phase = after(self.phase, Event.SKIP)
+        self._backward, self._skipping = backward, threading.get_ident()
+
+    def leave_skipping(self) -> None:
+        """This thread is done with that, though the results could not be read."""
+        self._skipping = None
+
+    def break_off(self, backward: SynchronisedBackward) -> None:
+        """An exception has ended `backward`, the one under way or one that would have begun."""
+        self.phase = after(self.phase, Event.BREAK)
+        self._backward, self.ran_locally = backward, []
+
+    def end(self) -> None:
+        self.phase = after(self.phase, Event.END)
+        self._backward = self.steady = self._skipping = None
+
+    def forget_threads(self) -> None:
+        """An exception has ended all that runs it."""
+        self.tasks.forget()
+        self._skipping = None
+
+    def outlast_threads(self, timeout_s: float, rank: int) -> None:
+        """Wait for what other devices' threads still run of a backward that an exception has ended in one of them.
+
+        For the thread that has called the latest forward. Raises RuntimeError after the timeout.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.phase is not Phase.IDLE and self._skipping is None and self.tasks.are_running():
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {rank}: the backward before this forward has not ended in every thread: a hook of yours "
+                    "waits for something."
+                )
+            time.sleep(0.001)
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def has_begun(self) -> bool:
+        """Whether a backward has reached this wrapper that has not ended."""
+        return self.phase not in _NOT_BEGUN
+
+    def ends_with(self, task: int) -> bool:
+        """Whether it ends when autograd has ended this task, the only one of its that runs."""
+        noted = self.tasks.noted
+        is_last = task in noted and (len(noted) == 1 or not self.tasks.are_running(but=task))
+        return is_last and self.phase not in _NOT_BEGUN
+
+    def is_broken_off(self) -> bool:
+        """Outside of backwards: whether an exception has ended one. One that another thread still runs has not."""
+        return self.phase is not Phase.IDLE and self._is_here() and not self.tasks.are_running()
+
+    def is_of_this_thread(self) -> bool:
+        """Whether this thread runs it."""
+        return self.tasks.are_of_this_thread() or self._skipping == threading.get_ident()
+
+    def _is_here(self) -> bool:
+        return self._skipping is None or self._skipping == threading.get_ident()
+
+
+# ---- what an output of a forward keeps until its backward -----------------------------------------------------------
+
+Kept = TypeVar("Kept")
+
+
+class UntilBackward(Generic[Kept]):
+    """Keeps what runs a wrapper's backwards, and so the wrapper, alive for a graph until a backward has freed that.
+
+    All ranks must run the backward alike, also where the wrapper was dropped before it. Afterwards the outputs, which
+    users hold on to, keep nothing.
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self._held: Kept | None = kept
+        self.is_over = False  # whether a backward has come here that has freed the graph
+        self._kept: Callable[[], Kept | None] = weakref.ref(kept)
+
+    def take(self) -> Kept | None:
+        """What is kept, for the backward that this thread runs; None once it is gone."""
+        if not torch_private.autograd.keeps_graph():
+            self._held, self.is_over = None, True
+        return self._kept()
+
+    @torch_private.dynamo.untraced
+    def tell(self, reached: Callable[[Kept], None], _: object = None) -> None:
+        """As a hook of autograd: let what is kept know that a backward has come here."""
+        kept = self.take()
+        if kept is not None:
+            reached(kept)
+
+
+# ---- one wrapper ---------------------------------------------------------------------------------------------------
 
 
 class Runtime:
@@ -45,7 +336,8 @@ class Runtime:
         self.lock = threading.RLock()
         self.reduction = Reduction(wrapped, self)
         self._reservations = GraphReservations(self.reduction)
-        self.beginning = Beginning(self.reduction, self._reservations, self.forward)
+        self._beginning = Beginning(self.reduction, self._reservations)
+        self.number = 0  # of synchronised backwards begun, the same on ranks that are level
         self._steady_hooks = SteadyHooks(self.reduction, self.under_way)
         self._steady_graph = SteadyGraph(self.reduction, self.under_way)
         self._finish = Finish(self.reduction, self.forward.count, self.under_way)
@@ -188,7 +480,7 @@ class Runtime:
                 self._begin()
 
     def _begin(self) -> None:
-        waits = self.beginning.waits
+        waits = self._waits
         if waits and not conductor.may_wait(self, [self.begin_event]):
             self.under_way.postpone()
             self.reduction.hooks.install()
@@ -197,18 +489,41 @@ class Runtime:
         accumulates = self._accumulates(current_graph_task())
         steady = self._steady_graph if self.reduction.agreed.expects_graphs else self._steady_hooks
         if accumulates and not waits and steady.fits():
-            steady.begin(self.beginning.count(accumulates=True))
+            steady.begin(self._count(accumulates=True))
             self.under_way.begin_steady(steady)
             return
         returned = None if accumulates else watch_returned(self.reduction.parameters.tensors)
-        backward = self.beginning.in_task(returned)
+        backward = self._beginning.in_task(self._count(accumulates=accumulates), returned)
         self.under_way.begin(backward)
-        self.beginning.leave_to_hooks(backward)
+        self._beginning.leave_to_hooks(backward)
         agreed, hooks = self.reduction.agreed, self.reduction.hooks
         if not agreed.expects_graphs and not hooks.deferred and backward.is_usual:
             backward.collect(hooks.collect(agreed.buffers))
         if returned is not None:
             returned.begin()  # with tensor hooks of its own: after what looks for users' ones
+
+    @property
+    def _waits(self) -> bool:
+        """Whether a backward that begins now waits for other ranks."""
+        agreed, uneven = self.reduction.agreed, self.reduction.uneven
+        if agreed.must_agree or (agreed.among_collectives and agreed.graph_sections):
+            return True
+        return uneven is not None and is_joining(uneven.joinable) and uneven.is_training
+
+    def _count(self, *, accumulates: bool) -> ForwardNumbers:
+        """Count a backward that begins; returns the numbers of forwards before it."""
+        reduction, count, uneven = self.reduction, self.forward.count, self.reduction.uneven
+        reduction.refuse_if_broken()
+        reduction.hooks.defer_users()
+        self.forward.backward_began(accumulates=accumulates)
+        if uneven is not None and (uneven.factor != 1.0 or is_joining(uneven.joinable)):
+            uneven.begin_backward(count.value)
+        self.number += 1
+        if accumulates:
+            reduction.hooks.disarm()
+        if reduction.receive is not None:
+            reduction.receive([])  # those of the backward before are about to be filled again
+        return count.backward_began()
 
     def _may_wait_for_first(self) -> bool:
         """Whether this rank may wait for others in the graph of the first section, as far as other wrappers go."""
@@ -350,7 +665,10 @@ class Runtime:
             try:
                 # With several devices, another task's thread may end the one that is inside of it.
                 if outer is None and ([*tasks.noted] == [task] or not tasks.are_running(but=task)):
-                    conductor.end(task)
+                    if len(conductor.references) > 1:
+                        conductor.end(task)
+                    elif self.ends_with(task):
+                        self.end()
             finally:  # only now: other threads must not take the backward for one that has broken off
                 tasks.close(task)
                 if self.under_way.phase is Phase.EXPECTED:
@@ -428,7 +746,7 @@ class Runtime:
                 yield from map(agreed.event_of, agreed.graph_sections.values())
             return
         backward = self.under_way.backward
-        if backward is None and self.beginning.waits:
+        if backward is None and self._waits:
             yield self.begin_event
         all_by_hooks = backward is not None and backward.circumstances.some_rank_differs  # on every rank
         if not agreed.must_agree and not all_by_hooks:
@@ -439,12 +757,14 @@ class Runtime:
     def waits_to_send(self) -> str | None:
         if self.under_way.steady is not None:  # which has waited for nobody
             return None
-        return self.begin_event if self.under_way.backward is None and self.beginning.waits else None
+        return self.begin_event if self.under_way.backward is None and self._waits else None
 
     def send_rest(self) -> None:
         with self.lock:
             if self.under_way.phase is Phase.POSTPONED:
-                self.under_way.begin(self.beginning.after_task(self.under_way.ran_locally))
+                self.under_way.begin(
+                    self._beginning.after_task(self._count(accumulates=True), self.under_way.ran_locally)
+                )
             steady = self.under_way.steady
             if steady is not None and not steady.has_rest:
                 return
@@ -459,19 +779,37 @@ class Runtime:
             if self.under_way.phase is Phase.POSTPONED:
                 self.send_rest()
             try:
-                self._finish.finish()
+                if self.under_way.steady is not None:
+                    self._end_steady(self.under_way.steady)
+                if self.under_way.phase is not Phase.IDLE:
+                    self._finish.finish()
             except BaseException:
                 self.under_way.leave_skipping()
                 raise
+
+    def _end_steady(self, steady: SteadyStep) -> None:
+        """[Note: steady step] Changes nothing where more is to be done than usually."""
+        reduction = self.reduction
+        findings = None if steady.has_rest else steady.conclude()
+        if findings is None:
+            return
+        self.forward.count.settle(backwards=findings.backwards, forgiven=False)
+        self.under_way.end()
+        reduction.models_collectives.end()
+        if reduction.carried.used:
+            reduction.carried.note_reduced()
+        if not reduction.agreed.graphs_fit:
+            reduction.agreed.note_mismatches(0)
+        self.communicator.progress.backward_ended()
 
     def begin_skipping(self) -> None:
         """Take part in the other ranks' synchronised backward with zeros: launch all, and wait for nothing yet."""
         with self.lock:
             carried = self.reduction.carried
             has_any = carried.used or self.reduction.sparse.any_used
-            backward = self.beginning.without_task(carried.weight if has_any else 0.0)
+            backward = self._beginning.without_task(self._count(accumulates=True), carried.weight if has_any else 0.0)
             self.under_way.skip(backward)
-            self.beginning.leave_all_to_hooks(backward)
+            self._beginning.leave_all_to_hooks(backward)
             backward.launch_rest()
 
     # ---- an exception ------------------------------------------------------------------------------------------------
@@ -514,10 +852,10 @@ class Runtime:
             under_way.forget_threads()
             communicator.refuse_if_failed()
             has_begun = under_way.backward is not None
-            backward = under_way.backward or self.beginning.without_task(weight=0.0)
+            backward = under_way.backward or self._beginning.without_task(self._count(accumulates=True), weight=0.0)
             under_way.break_off(backward)
             if not has_begun:
-                self.beginning.leave_all_to_hooks(backward)
+                self._beginning.leave_all_to_hooks(backward)
             backward.break_off()
             if not backward.riders_are_known:
                 under_way.end()

@@ -12,17 +12,18 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.checks.values import Reference
 from compiled_ddp.options import Options
 from compiled_ddp.plan import Bucket
 from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers
+from compiled_ddp.step.channel import Findings, ForwardNumbers, Message, RiderReader, write_riders
 from compiled_ddp.step.conductor import conductor
-from compiled_ddp.step.forwards import ForwardNumbers
 from compiled_ddp.step.gradients import (
     ExistingGradients,
     GraphGradients,
@@ -35,10 +36,11 @@ from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graphs import ReservedSection, run_graph
 from compiled_ddp.step.hooks import Collected
 from compiled_ddp.step.reduction import Reduction
-from compiled_ddp.step.riders import Message, write_riders
-from compiled_ddp.step.synchronised import Circumstances, PartlyReduced, SynchronisedBackward
-from compiled_ddp.step.under_way import Steady, UnderWay
+from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
 from compiled_ddp.torch_private.tensors import any_has_hooks, are_strided, version_of, with_several_hooks
+
+if TYPE_CHECKING:
+    from compiled_ddp.step.runtime import UnderWay
 
 # ---- what both kinds have in common ----------------------------------------------------------------------------------
 
@@ -46,17 +48,20 @@ _NONE = SequenceBuffers(())
 _IN_ORDER = Circumstances(looks_at_values=True)
 
 
-class SteadyStep(Steady):
+class SteadyStep(abc.ABC):
     """[Note: steady step]"""
 
-    def __init__(self, reduction: Reduction, under_way: UnderWay) -> None:
+    def __init__(self, reduction: Reduction, under_way: "UnderWay") -> None:
         self._reduction, self._under_way = reduction, under_way
+        self._reader = RiderReader(reduction.communicator.world_size)
         self._buffers = _NONE  # of the backward that runs
         # To the buffers, and so to the sequence and the parameters: they are not held longer than anybody needs them.
         self._bound_to: Callable[[], SequenceBuffers | None] = lambda: None
         self._options: Options | None = None
         self._is_plain = False
         self._used, self._unused = list[torch.nn.Parameter](), list[torch.nn.Parameter]()  # by any rank so far
+        self.is_usual = True  # whether nothing that the beginning has found calls for more
+        self.has_rest = False  # whether a bucket has not been launched
 
     # ---- whether a backward is like the one before it ----------------------------------------------------------------
 
@@ -141,16 +146,39 @@ class SteadyStep(Steady):
         progress, names = reduction.communicator.progress, reduction.parameters.names
         self._launches_before = progress.launches
         progress.backward_began(forwards.begun, buffers.buckets, buffers.origins, names, self._collectives)
+        self.has_rest = True
+        self.is_usual = not reduction.proof.verifies and not reduction.hooks.deferred
 
-    @property
-    def is_usual(self) -> bool:
-        return not self._reduction.proof.verifies and not self._reduction.hooks.deferred
+    def conclude(self) -> Findings | None:
+        """Wait for the mean, which is in .grad then. None where more is to be done, and the general way goes on."""
+        self.wait()
+        watch = self._reduction.watch
+        if not self.is_as_left() or (watch is not None and watch.has_grown() and self._reduction.newcomers()):
+            return None
+        findings = self._reader.read(self.riders())
+        if not findings.are_quiet:
+            return None
+        self.end()
+        return findings
+
+    @abc.abstractmethod
+    def wait(self) -> None:
+        """Wait for every bucket, all of which have been launched."""
+
+    @abc.abstractmethod
+    def riders(self) -> list[torch.Tensor]:
+        """Their sums over ranks, of every section."""
+
+    @abc.abstractmethod
+    def is_as_left(self) -> bool:
+        """Whether each .grad is what was left in it, and nobody has written to it: [Note: what a backward leaves]"""
 
     @abc.abstractmethod
     def _forget(self) -> None:
         """Hold no tensor any longer: [Note: memory that others hold]"""
 
     def end(self) -> None:
+        """The mean is in .grad, or the general way goes on."""
         self._buffers = _NONE
         self._forget()
 
@@ -163,6 +191,7 @@ class SteadyStep(Steady):
         return backward
 
     def as_general(self) -> SynchronisedBackward:
+        """The backward that has come as far as this one, which ends here."""
         reduction = self._reduction
         backward = reduction.new_backward(
             self._buffers.sections,
@@ -195,7 +224,10 @@ class SteadyBucket:
         self.begin()
 
     def begin(self) -> None:
-        self.state = PartlyReduced({*self._indices})
+        self.missing = {*self._indices}  # parameters whose gradient has not come
+        self.gathered = dict[int, torch.Tensor]()  # gradients to be put into the bucket together
+        self.left = dict[int, torch.Tensor]()  # what is in .grad of those that are in it
+        self.work: dist.Work | None = None
 
 
 class SteadyHooks(SteadyStep):
@@ -232,10 +264,10 @@ class SteadyHooks(SteadyStep):
         if bucket is None:  # no rank has used the parameter so far
             self._general().arrived(index)
             return
-        state, is_large = bucket.state, index in bucket.large
+        is_large = index in bucket.large
         collected = self._collected.get(bucket.position)
         come = [index]
-        if collected is not None and (not is_large or len(state.missing) == 1 + len(collected)):
+        if collected is not None and (not is_large or len(bucket.missing) == 1 + len(collected)):
             come = [*collected.take(), index]
         tensors = self._reduction.parameters.tensors
         gradients = [*map(gradient_of, map(tensors.__getitem__, come))]
@@ -243,21 +275,21 @@ class SteadyHooks(SteadyStep):
             for one in come:
                 self._general().arrived(one)
             return
-        state.missing.difference_update(come)
-        state.gathered.update(zip(come, gradients, strict=True))
+        bucket.missing.difference_update(come)
+        bucket.gathered.update(zip(come, gradients, strict=True))
         self._gathered += sum(map(torch.Tensor.numel, gradients))
         if is_large:
             self._put_large(bucket, index)
-        if state.gathered and (not state.missing or self._gathered > MOST_ELEMENTS_GATHERED):
+        if bucket.gathered and (not bucket.missing or self._gathered > MOST_ELEMENTS_GATHERED):
             self._put(bucket)
-        if not state.missing:
+        if not bucket.missing:
             if collected is not None:
                 self._collected.pop(bucket.position).stop()
             self._launch_complete()
 
     def _are_usual(self, bucket: SteadyBucket, indices: Collection[int], gradients: Sequence[torch.Tensor]) -> bool:
         """Whether each is the first of its parameter, as planned, and seen by nobody before it is reduced."""
-        planned, missing, tensors = bucket.bucket, bucket.state.missing, self._reduction.parameters.tensors
+        planned, missing, tensors = bucket.bucket, bucket.missing, self._reduction.parameters.tensors
         return (
             missing.issuperset(indices)
             and len({*indices}) == len(indices)
@@ -268,47 +300,44 @@ class SteadyHooks(SteadyStep):
 
     def _put_large(self, bucket: SteadyBucket, index: int) -> None:
         """At once, so that its memory is free for what follows."""
-        buffer, state, tensors = self._buffers[bucket.position], bucket.state, self._reduction.parameters.tensors
-        gradient = state.gathered.pop(index)
+        buffer, tensors = self._buffers[bucket.position], self._reduction.parameters.tensors
+        gradient = bucket.gathered.pop(index)
         self._gathered -= gradient.numel()
         buffer.put(index, gradient, self._share)
-        state.left[index] = buffer.put_in_place([index], tensors)[0]
+        bucket.left[index] = buffer.put_in_place([index], tensors)[0]
 
     def _put(self, bucket: SteadyBucket) -> None:
         """Put what has been gathered into the bucket, where .grad is from here on."""
-        buffer, state = self._buffers[bucket.position], bucket.state
-        indices = list(state.gathered)
+        buffer = self._buffers[bucket.position]
+        indices = list(bucket.gathered)
         with grad_mode_off():
-            buffer.put_all(indices, list(state.gathered.values()), self._share, in_place=False)
-        state.left.update(zip(indices, buffer.put_in_place(indices, self._reduction.parameters.tensors), strict=True))
-        state.gathered.clear()
+            buffer.put_all(indices, list(bucket.gathered.values()), self._share, in_place=False)
+        bucket.left.update(zip(indices, buffer.put_in_place(indices, self._reduction.parameters.tensors), strict=True))
+        bucket.gathered.clear()
         self._gathered = 0
 
     def _launch_complete(self) -> None:
         """Launch every bucket that is full, up to the first one that is not."""
         communicator = self._reduction.communicator
-        while self._cursor < len(self._buckets) and not self._buckets[self._cursor].state.missing:
+        while self._cursor < len(self._buckets) and not self._buckets[self._cursor].missing:
             position, buffer = self._cursor, self._buffers[self._cursor]
             if buffer.riders is not None and buffer.bucket.riders is not None:
                 write_riders(buffer.riders, buffer.bucket.riders, self._message, frozenset())
             try:
-                self._buckets[position].state.launched(communicator.all_reduce(buffer.flat))
+                self._buckets[position].work = communicator.all_reduce(buffer.flat)
             except BaseException as error:
                 self._general().launch_failed(error, position)
                 raise
             communicator.progress.hooks_launched(position)
             self._cursor += 1
+        self.has_rest = self._cursor < len(self._buckets)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
-
-    @property
-    def has_rest(self) -> bool:
-        return self._cursor < len(self._buckets)
 
     def wait(self) -> None:
         progress = self._reduction.communicator.progress
         for bucket in self._buckets:
-            work = bucket.state.work
+            work = bucket.work
             assert work is not None
             progress.hooks_await(bucket.position)
             try:
@@ -326,7 +355,7 @@ class SteadyHooks(SteadyStep):
     def is_as_left(self) -> bool:
         left: dict[int, torch.Tensor] = {}
         for bucket in self._buckets:
-            left |= bucket.state.left
+            left |= bucket.left
         now = map(gradient_of, map(self._reduction.parameters.tensors.__getitem__, self._in_order))
         before = [*map(left.__getitem__, self._in_order)]
         are_there = all(map(operator.is_, now, before)) and not any(map(version_of, before))
@@ -337,7 +366,9 @@ class SteadyHooks(SteadyStep):
             bucket.begin()
 
     def _hand_over_to(self, backward: SynchronisedBackward) -> None:
-        backward.go_on_from([bucket.state for bucket in self._buckets], self._cursor, self._collected)
+        for one in self._buckets:
+            backward.take_over(one.position, missing=one.missing, gathered=one.gathered, left=one.left, work=one.work)
+        backward.go_on_from(self._cursor, self._collected)
         self._collected = {}
 
 
@@ -349,7 +380,7 @@ T = TypeVar("T")
 class SteadyGraph(SteadyStep):
     """One in which a single graph reduces all that there is, for which this is what `ReservedSection` is elsewhere."""
 
-    def __init__(self, reduction: Reduction, under_way: UnderWay) -> None:
+    def __init__(self, reduction: Reduction, under_way: "UnderWay") -> None:
         super().__init__(reduction, under_way)
         self.awaited: GraphCall | None = None  # of the backward that runs, until its graph begins
         self._lent: dict[int, torch.Tensor] = {}  # position -> memory that it fills
@@ -419,14 +450,10 @@ class SteadyGraph(SteadyStep):
         self, riders: torch.Tensor, indices: Sequence[int], gradients: Sequence[torch.Tensor], left_out: Set[int]
     ) -> list[torch.Tensor]:
         """The graph has run; returns what autograd is to get of the gradients of the parameters `indices`."""
-        self._riders, self._lent = riders, {}
+        self._riders, self._lent, self.has_rest = riders, {}, False
         return self._of_graph.hand_out(indices, gradients)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
-
-    @property
-    def has_rest(self) -> bool:
-        return self._riders is None
 
     def wait(self) -> None:
         """The graph has waited."""

@@ -10,7 +10,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,10 +25,10 @@ from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.averaging import Averaging
 from compiled_ddp.reducers.reducer import AllReduceWork, Reducer
 from compiled_ddp.step.buffers import SequenceBuffers
+from compiled_ddp.step.channel import Flag, Message
 from compiled_ddp.step.gradients import ExistingGradients, FoldedGradients, Gradients, GraphGradients, gradient_of
 from compiled_ddp.step.hooks import Collected
 from compiled_ddp.step.launches import Launch, Launches, Reservations, Usage
-from compiled_ddp.step.riders import Flag, Message
 
 # ---- torch.autograd.grad: what it returns, and whether each is the mean that a graph has made ------------------------
 
@@ -113,19 +113,6 @@ class Circumstances:
         return {} if notes_more else buffers.sole_positions
 
 
-@dataclass
-class PartlyReduced:
-    """How far a bucket has come."""
-
-    missing: set[int]  # parameters whose gradient has not come
-    gathered: dict[int, torch.Tensor] = field(default_factory=dict)  # gradients to be put into the bucket together
-    left: dict[int, torch.Tensor] = field(default_factory=dict)  # what is in .grad of those that are in it
-    work: dist.Work | None = None
-
-    def launched(self, work: dist.Work) -> None:
-        self.work = work
-
-
 class SynchronisedBackward:
     """Told of gradients by hooks and by graphs, it launches them in order, and leaves their mean in .grad.
 
@@ -190,12 +177,21 @@ class SynchronisedBackward:
 
     # ---- what a steady step has done is done: [Note: steady step] ----------------------------------------------------
 
-    def go_on_from(self, buckets: Sequence[PartlyReduced], cursor: int, collected: Mapping[int, Collected]) -> None:
-        """Hooks have come so far."""
-        for position, bucket in enumerate(buckets):
-            work = None if bucket.work is None else AllReduceWork(bucket.work)
-            self.launches.take_over(position, bucket.missing, bucket.gathered, work)
-            self.gradients.take_over(bucket.gathered.values(), bucket.left)
+    def take_over(
+        self,
+        position: int,
+        *,
+        missing: set[int],
+        gathered: dict[int, torch.Tensor],
+        left: Mapping[int, torch.Tensor],
+        work: dist.Work | None,
+    ) -> None:
+        """A bucket has come so far: `missing` has not come, `gathered` is still to be put in, `left` is in .grad."""
+        self.launches.take_over(position, missing, gathered, None if work is None else AllReduceWork(work))
+        self.gradients.take_over(gathered.values(), left)
+
+    def go_on_from(self, cursor: int, collected: Mapping[int, Collected]) -> None:
+        """Hooks have launched the buckets up to `cursor`, and have noted this since."""
         self._cursor = cursor
         self.collect(collected)
 

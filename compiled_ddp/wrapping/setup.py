@@ -181,7 +181,6 @@ class WatchedModel:
         self._why_not_graph, self._refreshed = why_not_graph, refreshed
         self._refreshes = 0
         self._take_as_it_is()
-        runtime.reduction.ask_for_newcomers(self.newcomers)
         self.to_broadcast: list[torch.Tensor] = []  # behind the backward of the forward that has used them
         self._added_before = 0  # so many synchronised backwards had begun then
         _of_wrappers_in_use.add(self)
@@ -190,15 +189,8 @@ class WatchedModel:
         """Compare it from now on with what it is."""
         watch = ModelWatch(self._setup.managed_state, follows=self._settings.options.follows_model)
         self.look, self.buffers, self.may_train_more = watch.look, watch.buffers, watch.may_train_more
-        self.has_grown, self.in_what = watch.has_grown, watch.in_what
-
-    def newcomers(self) -> dict[str, nn.Parameter]:
-        """What has been put into the model since the latest look at it and is to be trained, by name."""
-        if not self.has_grown():  # as in most steps, which ask
-            return {}
-        known = {*map(id, self._runtime.parameters.tensors), *map(id, self._runtime.reduction.sparse.tensors)}
-        trained = self._setup.managed_state.trained()
-        return {name: parameter for name, parameter in trained.items() if id(parameter) not in known}
+        self.in_what = watch.in_what
+        self._runtime.reduction.compare_with(watch)
 
     def take_changes(self, *, in_forward: bool = False) -> None:
         """Let every wrapper of this process whose model has changed take it as it is: a collective of all ranks.
@@ -229,7 +221,7 @@ class WatchedModel:
 
         Not before that one's backward, for which autograd has saved what is there.
         """
-        if self._runtime.beginning.number > self._added_before:
+        if self._runtime.number > self._added_before:
             tensors, self.to_broadcast = self.to_broadcast, []
             self._setup.broadcast(tensors, self._runtime.communicator)
 
@@ -249,7 +241,7 @@ class WatchedModel:
         if self._settings.options.init_sync:
             if in_forward:
                 self.to_broadcast += [parameter for _, parameter in added]
-                self._added_before = self._runtime.beginning.number
+                self._added_before = self._runtime.number
             else:
                 self._setup.broadcast([parameter for _, parameter in added], communicator)
         mark_parts(self._setup.managed_state)

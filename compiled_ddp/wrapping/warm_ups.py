@@ -47,7 +47,7 @@ class WarmUps:
         measure = functools.partial(self._time_both, args, kwargs) if chooses else lambda: None
         with state_kept(self._managed.module), self.teller.warming_up():
             of_ranks = warm_up(ranks, self._count, self._compile_ahead(args, kwargs), measure=measure)
-            self._choice.note(of_ranks, steps=self._runtime.beginning.number)
+            self._choice.note(of_ranks, steps=self._runtime.number)
             if None not in of_ranks:
                 tell(ranks, str(self._choice))
 

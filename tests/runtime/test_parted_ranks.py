@@ -87,7 +87,7 @@ def _slow_rank(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = torch.randn(2, 5, 4, generator=torch.Generator().manual_seed(rank))
     loss = ddp(first).square().sum()
     if rank == 2:
-        time.sleep(4.0)  # longer than the threads that answer let pass between two looks
+        time.sleep(1.0)  # longer than the threads that answer let pass between two looks, which is LOOK_SECONDS
     with torch.no_grad():
         ddp(second)
     (loss + ddp(second).square().sum()).backward()

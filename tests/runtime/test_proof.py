@@ -24,9 +24,8 @@ from compiled_ddp.passes.graph_edit import emit, output_values, set_output_value
 from compiled_ddp.passes.ops import PACKS
 from compiled_ddp.plan import FIRST_USED, VERIFY, BucketPlan, Riders
 from compiled_ddp.ranks import launch_observer
-from compiled_ddp.step.forwards import ForwardNumbers
+from compiled_ddp.step.channel import Flag, ForwardNumbers, Message, RiderReader
 from compiled_ddp.step.gradients import Gradients
-from compiled_ddp.step.riders import Flag, Message, RiderReader
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

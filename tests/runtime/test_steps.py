@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp.plan import ABORTED, FIRST_USED, FORWARD_COUNT, RETURNED_COUNT, Riders
+from compiled_ddp.step.channel import Findings, Flag, ForwardCount, ForwardNumbers, Message, RiderReader
 from compiled_ddp.step.ending import Finish
-from compiled_ddp.step.forwards import ForwardCount, ForwardNumbers
-from compiled_ddp.step.riders import Findings, Flag, Message, RiderReader
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

@@ -29,8 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from compiled_ddp import torch_private
 from compiled_ddp.plan import FIRST_USED, HOOK_FAILED, Riders
 from compiled_ddp.reducers.ddp_hook import HookBucket
-from compiled_ddp.step.forwards import ForwardNumbers
-from compiled_ddp.step.riders import Flag, Message, RiderReader
+from compiled_ddp.step.channel import Flag, ForwardNumbers, Message, RiderReader
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from compiled_ddp.keywords import suggests_keywords
-from compiled_ddp.passes.ops import all_gather, all_reduce, wait_tensor
+from compiled_ddp.passes.ops import add_in_order, all_gather, all_reduce, wait_tensor
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class TopK(StatefulHook):
         largest = wanted.abs().topk(max(1, int(self.fraction * wanted.numel()))).indices
         sent = _saturated(wanted[largest], gradients.dtype)
         values, indices = ranks.all_gather(sent), ranks.all_gather(largest)
-        mean = torch.zeros_like(wanted).index_add(0, indices, values.to(wanted.dtype) / ranks.size)
+        mean = add_in_order(torch.zeros_like(wanted), indices, values.to(wanted.dtype) / ranks.size)
         if wanted.dtype == gradients.dtype:
             return mean, wanted.index_fill(0, largest, 0.0)
         rounded = _saturated(mean, gradients.dtype)

@@ -20,6 +20,7 @@ from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.users_code import warn_user
 from compiled_ddp.wrapper import DataParallelWrapper
 from compiled_ddp.wrapping.ddp_arguments import DDPArguments, DDPKeywords, Device
+from compiled_ddp.wrapping.parts import Lifecycle
 from compiled_ddp.wrapping.warm_ups import WarmUps
 
 # Graphs would come in the order of the threads, another one in every step.
@@ -239,10 +240,15 @@ class CompiledDDP(DataParallelWrapper):
         if self._watched_model.look().changed and torch.is_grad_enabled():
             self._watched_model.take_changes()
         before = self._choice.runs_eagerly
-        self._warm_ups.run(*self._settings.placed(args, kwargs), training=self.training)
+        self._warm_ups.run(*self._settings.placed(args, kwargs), training=self.module.training)
         if self._choice.runs_eagerly is not before:
             self._runtime.reduction.agreed.leave_to_hooks(self._why_not_graph())
             self._runtime.reduction.forget_sequence()
+
+    def _close(self, end: Lifecycle) -> None:
+        super()._close(end)
+        if end is Lifecycle.UNWRAPPED:
+            torch_private.captures.with_own_compilation(self.module)
 
     def _chosen(self) -> str:
         return str(self._choice)

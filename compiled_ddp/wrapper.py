@@ -68,7 +68,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         ddp_arguments: DDPArguments,
     ) -> None:
         begin_alone()
-        on_default_group = process_group is None and ddp_arguments.get("device_mesh") is None
+        on_default_group = process_group in (None, dist.group.WORLD) and ddp_arguments.get("device_mesh") is None
         options = options_as_under_ddp(options, ddp_arguments)
         self._settings = Settings(options, ddp_arguments, on_default_group=on_default_group)
         wrong_group: Exception | None = None
@@ -143,7 +143,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
             return self._forward_of_copy(*self._settings.placed(args, kwargs))
         self._check_in_use()
         module: nn.Module = self._modules["module"]  # type: ignore[assignment]  # spares a call of __getattr__
-        return self._forwards.run(module, args, kwargs, training=self.training)
+        return self._forwards.run(module, args, kwargs, training=module.training)
 
     @torch_private.dynamo.untraced
     def warmup(self, *args: Any, **kwargs: Any) -> None:
@@ -215,7 +215,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
             if not wrapper._runtime.awaits_backward:
                 if wrapper._watched_model.look().changed:  # in the forward, on the other ranks
                     wrapper._watched_model.take_changes()
-                wrapper._forwards.begin(with_gradients=True, training=wrapper.training)
+                wrapper._forwards.begin(with_gradients=True, training=wrapper.module.training)
                 wrapper._switches.refresh_buffers(True)
         # In the order in which the other ranks' backward reaches them; their graphs wait in the middle of it.
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside(last_first=True))]
@@ -275,6 +275,8 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         Within the context, synchronised forwards take buffers from the first rank that still has data.
         """
         self._check_in_use()
+        if not enable:
+            return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[None] = JoinContext(
             self,
             self._uneven,

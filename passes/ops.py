@@ -1,4 +1,4 @@
-"""The operators that compiled_ddp adds to a graph: `compiled_ddp::pack`, `pack_into` and `sum_over_ranks`.
+"""The operators that compiled_ddp adds to a graph: `compiled_ddp::pack`, `pack_into`, `sum_over_ranks`, `add_in_order`.
 
 `pack(Tensor[] parts) -> Tensor` lays its parts, each contiguous, back to back in a one-dimensional tensor. It is
 `torch.cat` of the flattened parts with one freedom more: a compiler may let the parts be written there in the first
@@ -12,6 +12,10 @@ in, their sums over ranks out. Run as it is it launches the plan's buckets; `pas
 graph in its place. `order` is that of the gradients in the buckets, `capacities_bytes` is as in `assign_buckets`.
 `leading` are the leading rider elements, `passengers` the user's, float32 of any shape. Returned are the sums of the
 gradients, contiguous, of the passengers, and last of `leading`.
+
+`add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value
+added at its index, in their order. `index_add` and `index_put` become additions in any order, of several threads or of
+a GPU's, so that ranks which add the same values would round differently, and their models drift apart.
 """
 
 from collections.abc import Sequence
@@ -59,6 +63,22 @@ def _sum_over_ranks_fake(
     ]
 
 
+torch.library.define("compiled_ddp::add_in_order", "(Tensor into, Tensor indices, Tensor values) -> Tensor")
+
+
+@torch.library.impl("compiled_ddp::add_in_order", "CompositeExplicitAutograd")
+def _add_in_order(into: torch.Tensor, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if into.is_cpu:
+        return into.index_add(0, indices, values)  # by one thread
+    return into.index_put((indices,), values, accumulate=True)  # sorted by index first, on a GPU
+
+
+@torch.library.register_fake("compiled_ddp::add_in_order")
+def _add_in_order_fake(into: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(into)
+
+
+add_in_order = torch.ops.compiled_ddp.add_in_order.default
 pack = torch.ops.compiled_ddp.pack.default
 pack_into = torch.ops.compiled_ddp.pack_into.default
 sum_over_ranks = torch.ops.compiled_ddp.sum_over_ranks.default

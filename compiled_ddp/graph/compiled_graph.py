@@ -4,7 +4,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -138,8 +137,6 @@ class CompiledGraph:
 
     @compiling
     def _compile_another(self, rewriting: Rewriting) -> BackwardImplementation:
-        if self._spares_saved_tensors:
-            rewriting = replace(rewriting, identity=rewriting.identity + torch_private.aot.RETAIN_GRAPH_SAFE)
         traced = self._trace()
         with self._compiling(rewriting):
             return traced.compile()

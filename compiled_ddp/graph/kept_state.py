@@ -23,8 +23,10 @@ def state_kept(module: nn.Module) -> Iterator[None]:
             for siblings, name, buffer, before in saved:
                 if siblings.get(name) is not buffer:
                     siblings[name] = buffer
-                # Of .data, which has a version counter of its own: an open graph may have saved the buffer.
-                buffer.data.copy_(before)
+                # Of .data, which has a version counter of its own: an open graph may have saved the buffer. One whose
+                # elements share memory (`expand`) takes no copy, and no in-place operator either that could change it.
+                if not torch.equal(buffer, before):
+                    buffer.data.copy_(before)
 
 
 def random_state_kept() -> contextlib.AbstractContextManager[None]:

@@ -165,7 +165,7 @@ class SegmentCall:
         """
         node = self._node()
         if node is not None:
-            node.register_prehook(functools.partial(self.until_backward.tell, tell))
+            torch_private.autograd.register_own_prehook(node, functools.partial(self.until_backward.tell, tell))
 
 
 class Segment:
@@ -241,13 +241,14 @@ class Segment:
         self.may_leave_out = bool(self._outputs_of)
 
     def __call__(self, *inputs: Any) -> Any:
+        first_node = torch_private.aot.next_node()
         outputs = self.graph.forward(*inputs)
         if not torch.is_grad_enabled():
             return outputs
         if self.graph.function is None:
             torch_private.aot.check_without_backward(inputs, outputs)
         else:
-            node = torch_private.aot.node_of(self.graph.function, outputs)
+            node = torch_private.aot.node_of(self.graph.function, outputs, first_node)
             if node is not None:
                 if self._outputs_of:
                     self._slots = self._slots or torch_private.autograd.slots_of(node, outputs)

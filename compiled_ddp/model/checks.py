@@ -20,7 +20,7 @@ def check_model(module: nn.Module, wrapper: str) -> tuple[ManagedState, Contents
     if not isinstance(module, nn.Module):
         raise TypeError(f"{wrapper} wraps a torch.nn.Module, found {type(module).__name__}.")
     bare = torch_private.modules.without_compile_wrapper(module)
-    if getattr(bare, "is_compiled_ddp_wrapper", False):
+    if getattr(type(bare), "is_compiled_ddp_wrapper", False):  # others may hand on the attributes of one inside
         raise ModelError(f"the model is a {type(bare).__name__} already: use it as it is, or wrap its .unwrap().")
     if isinstance(bare, nn.parallel.DistributedDataParallel):
         raise ModelError(
@@ -148,8 +148,8 @@ def check_stepped_after_backward(parameters: Mapping[str, nn.Parameter]) -> None
             )
 
 
-def describe_model(contents: Contents, options: Options, mode: str) -> Description:
-    """Everything that must be equal on every rank."""
+def describe_model(contents: Contents, options: Options, mode: str, *, at_init: bool) -> Description:
+    """Everything that must be equal on every rank: of buffers those that are broadcast, in forwards or `at_init`."""
     description: Description = {}
     places = _places(contents.parameters.values())
     for name, parameter in contents.parameters.items():
@@ -157,8 +157,9 @@ def describe_model(contents: Contents, options: Options, mode: str) -> Descripti
         description[f"parameter {name}"] = [*_properties(parameter), places[parameter.device], kind]
         if parameter.requires_grad and gradient_dtype(parameter) != parameter.dtype:
             description[f"parameter {name}"].append(f"grad_dtype {parameter.grad_dtype}")
-    for name, buffer in contents.buffers.items():
-        description[f"buffer {name}"] = _properties(buffer)
+    sent_at_init = at_init and options.init_sync and options.synchronise_buffers_at_init
+    if options.synchronise_buffers_in_forward or sent_at_init:
+        description |= {f"buffer {name}": _properties(buffer) for name, buffer in contents.buffers.items()}
     for option, value in options.shared().items():
         description[f"option {option}"] = [value]
     description["COMPILED_DDP_MODE"] = [mode]

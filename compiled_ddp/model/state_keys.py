@@ -38,12 +38,24 @@ def strip_own_prefix(wrapper: nn.Module, state: dict[str, Any], prefix: str, met
 
 @torch_private.dynamo.untraced
 def accept_wrapped_keys(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Rename the keys under `prefix` to the wrapper's own, where it is loaded as part of a larger module."""
+    """Rename the keys under `prefix` to the wrapper's own, where it is loaded as part of a larger module.
+
+    And the versions of modules. What a user has put on the wrapper itself keeps its name.
+    """
     module = wrapper.module
     assert isinstance(module, nn.Module)
-    saved = {key[len(prefix) :]: state.pop(key) for key in list(state) if key.startswith(prefix)}
-    for key, value in bare_state(saved, list(module.state_dict())).items():
-        state[f"{prefix}module.{key}"] = value
+    bare_keys = list(module.state_dict())
+    own = {*wrapper._parameters, *wrapper._buffers, *wrapper._modules}.difference({"module"}, bare_keys)
+    below = [key for key in state if key.startswith(prefix) and key[len(prefix) :].partition(".")[0] not in own]
+    saved = OrderedDict((key[len(prefix) :], state.pop(key)) for key in below)
+    versions = torch_private.modules.versions_being_loaded()
+    saved._metadata = OrderedDict(  # type: ignore[attr-defined]
+        (key[len(prefix) :], version) for key, version in versions.items() if f"{key}.".startswith(prefix)
+    )
+    found = bare_state(saved, bare_keys)
+    state.update({f"{prefix}module.{key}": value for key, value in found.items()})
+    renamed = found._metadata  # type: ignore[attr-defined]
+    versions.update({f"{prefix}module.{key}".rstrip("."): version for key, version in renamed.items()})
 
 
 def with_ddps_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,10 +81,13 @@ def bare_state(saved: Mapping[str, Any], bare_keys: Sequence[str]) -> dict[str, 
     for key in bare_keys:
         through.setdefault(_without_wrappers(key), []).append(key)
 
+    there = {key.removeprefix(prefix) for key in saved}
+
     def bare(key: str) -> str:
         key = key.removeprefix(prefix)
         candidates = through.get(_without_wrappers(key), [])
-        return candidates[0] if key not in known and len(candidates) == 1 else key
+        is_meant = key not in known and len(candidates) == 1 and candidates[0] not in there
+        return candidates[0] if is_meant else key
 
     state = OrderedDict((bare(key), value) for key, value in saved.items())
     versions = getattr(saved, "_metadata", None)

@@ -147,7 +147,7 @@ class LatestForward:
         self._thread = 0
 
     def begin(self, *, synchronise: bool, counted: bool) -> None:
-        """`counted` tells whether every rank is to begin as many such forwards as this one; it is counted then.
+        """`counted` tells whether every rank is to begin as many such forwards as this one, which is in `count` then.
 
         Otherwise it is once its backward begins, if no counted one waits for that: one rank may train in eval mode.
         A local one takes the place of one that waits, unless that has hidden its graph (in a closure, in the module):
@@ -157,7 +157,7 @@ class LatestForward:
         self.awaits_backward = synchronise or (self.awaits_backward and self._is_hidden)
         self._is_hidden = self._is_hidden and not synchronise
         self._thread = threading.get_ident()
-        self._is_counted, self.was_reached = synchronise and counted, False
+        self._is_counted, self.was_reached = counted, False
         self._may_count_late = self._may_count_late or (synchronise and not counted)
 
     def begin_inside_backward(self, *, synchronise: bool, under_way: bool) -> None:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
@@ -170,10 +171,14 @@ class Conductor:
         """Take part with zeros in a backward of all these."""
         self._together(skipping, lambda wrapper: wrapper.begin_skipping(), lambda wrapper: wrapper.end())
 
+    @torch.no_grad()
     def _together(
         self, wrappers: Sequence[Conducted], send: Callable[[Conducted], None], end: Callable[[Conducted], None]
     ) -> None:
-        """[Note: waiting in one order] An error of one wrapper keeps no other from its part."""
+        """[Note: waiting in one order] An error of one wrapper keeps no other from its part.
+
+        Users' hooks run in here, without gradients as in a backward: this may be outside of one.
+        """
         if len(wrappers) == 1:
             send(wrappers[0])
             end(wrappers[0])

@@ -35,6 +35,7 @@ def any_has_gradient(parameters: Iterable[torch.Tensor]) -> bool:
 
 gradient_of = operator.attrgetter("grad")
 requires_grad = operator.attrgetter("requires_grad")
+alias_of = operator.attrgetter("data")
 
 
 class ExistingGradients:
@@ -60,6 +61,7 @@ class ExistingGradients:
         there = {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
         buffers.renew_held(there.values())
         self.apart |= self._taken_out_of(buffers, there)
+        self.apart |= self._with_versions_of_their_own()
         self.begun_with |= {
             index: (weakref.ref(gradient), torch_private.tensors.version_if_any(gradient))
             for index, gradient in {**there, **self.apart}.items()
@@ -75,6 +77,23 @@ class ExistingGradients:
             if buffers.contain(gradient):  # where another gradient will be put before this one is read
                 gradient = self._parameters.tensors[index].grad = gradient.detach().clone()
             yield index, gradient
+
+    def _with_versions_of_their_own(self) -> dict[int, torch.Tensor]:
+        """Aliases, in .grad now, of those that are views of one tensor and so have one version.
+
+        As a user's flat gradients are, or what the backward of `torch.cat` has split, which autograd keeps as .grad.
+        A gradient that is added to one of them would count as one for each.
+        """
+        tracked = {i: g for i, g in self.apart.items() if g.layout == torch.strided and not g.is_inference()}
+        memory = torch_private.tensors.memory_of_each(tracked.values())
+        if len({*memory}) == len(memory):
+            return {}
+        times = Counter(memory)
+        shared = [index for index, of_one in zip(tracked, memory, strict=True) if times[of_one] > 1]
+        aliases = {index: alias_of(tracked[index]) for index in shared if not tracked[index].requires_grad}
+        for index, alias in aliases.items():
+            self._parameters.tensors[index].grad = alias
+        return aliases
 
     def begun_by(self, index: int) -> None:
         """The backward begins with a gradient of this parameter that has been accumulated before."""
@@ -345,7 +364,7 @@ class GraphGradients:
         self.addresses |= dict.fromkeys(several)
         kept = map(torch.Tensor.clone, tensors) if self._copies else tensors
         self._of_each.append(dict(zip(indices, kept, strict=True)))
-        return [*map(_alias_of, tensors)]
+        return [*map(alias_of, tensors)]
 
     def take_over(self, other: "GraphGradients") -> None:
         """What has been handed out there has been handed out here: [Note: steady step]"""
@@ -401,9 +420,6 @@ class GraphGradients:
             if torch_private.tensors.version_of(gradient) == max(parts - 2, 0):
                 return False
         return gradient.data_ptr() == address or not _are_equal(gradient, self.sum_of(index))
-
-
-_alias_of = operator.attrgetter("data")
 
 
 def sum_in_order(parts: Sequence[torch.Tensor]) -> torch.Tensor:

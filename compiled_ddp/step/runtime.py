@@ -390,7 +390,7 @@ class Runtime:
             self.reduction.ddp_hook.refuse_if_broken()
         dense, sparse = self.reduction.parameters.tensors, self.reduction.sparse.tensors
         trains = any(map(requires_grad, dense)) or any(map(requires_grad, sparse))
-        self.forward.begin(synchronise=synchronise and trains, counted=counted)
+        self.forward.begin(synchronise=synchronise and trains, counted=synchronise and counted)
         self.reduction.defer_users()
         if not self.reduction.options.keep_buffers:
             self.reduction.agreed.buffers.let_go()
@@ -453,7 +453,9 @@ class Runtime:
             self.forward.returned(nodes)
             for node in nodes:
                 if torch_private.autograd.attached(node) is None:  # a captured segment's node begins it by itself
-                    node.register_prehook(functools.partial(UntilBackward(self).tell, Runtime.output_reached))
+                    torch_private.autograd.register_own_prehook(
+                        node, functools.partial(UntilBackward(self).tell, Runtime.output_reached)
+                    )
 
     @property
     def awaits_backward(self) -> bool:
@@ -687,7 +689,7 @@ class Runtime:
             handle.remove()
             self.enter()
 
-        handle = node.register_prehook(enter)
+        handle = torch_private.autograd.register_own_prehook(node, enter)
 
     # ---- for the conductor: [Note: waiting in one order] -------------------------------------------------------------
 
@@ -872,6 +874,7 @@ class Runtime:
 
     # ---- other ranks' steps, when this one's data has run out (`join`) -----------------------------------------------
 
+    @torch.no_grad()
     def shadow_backward(self, forward_count: int) -> None:
         """Take part in the other ranks' backward with nothing but zeros, until `end_shadowing`.
 

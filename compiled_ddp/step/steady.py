@@ -109,8 +109,6 @@ class SteadyStep(abc.ABC):
         by_rule = (
             options.scaling is None
             and not options.piggyback
-            and not options.static_graph
-            and options.gradient_as_bucket_view
             and (options.bucket_rule is None or not options.bucket_rule.delayed)
         )
         by_all_reduce = reduction.ddp_hook is None and reduction.traced_hook is None and not reduction.sparse.names
@@ -237,7 +235,9 @@ class SteadyHooks(SteadyStep):
         return self._reduction.hooks.everywhere and not self._reduction.live_calls()
 
     def _may_be_steady(self, buffers: SequenceBuffers) -> bool:
-        by_hooks = all(section.origin == "hooks" for section in buffers.sections)
+        options = self._reduction.options
+        in_order = options.gradient_as_bucket_view and not options.static_graph
+        by_hooks = in_order and all(section.origin == "hooks" for section in buffers.sections)
         return by_hooks and all(bucket.gradients for _, bucket in buffers.buckets) and super()._may_be_steady(buffers)
 
     def _bind(self) -> None:

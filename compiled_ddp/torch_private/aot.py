@@ -246,11 +246,6 @@ def overwrites_saved_tensors(compiled_function: type[torch.autograd.Function]) -
     return bool(compiled_function.metadata.bw_donated_idxs)  # type: ignore[attr-defined]
 
 
-# Belongs into the cache identity of what is compiled to leave saved tensors as they are: the key of Inductor's cache
-# leaves out what a backward may overwrite (torch 2.13), so that it would be served code that overwrites.
-RETAIN_GRAPH_SAFE = "spares saved tensors"
-
-
 def allow_several_backwards(compiled_function: type[torch.autograd.Function]) -> None:
     """Tell AOTAutograd that the function's backwards leave saved tensors as they are, and its compilers to see to it.
 
@@ -259,16 +254,21 @@ def allow_several_backwards(compiled_function: type[torch.autograd.Function]) ->
     compiled_function.metadata.bw_donated_idxs = []  # type: ignore[attr-defined]
 
 
-def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[Any]) -> Any | None:
+# What the next autograd node that this thread makes will be called, by numbers that grow.
+next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[Any], first_node: int) -> Any | None:
     """The autograd node that a call of `compiled_function` made, found behind the call's outputs.
 
-    An output that is a view of another tensor hangs on the node through the nodes of its views.
+    An output that is a view of another tensor hangs on the node through the nodes of its views. `first_node` is what
+    `next_node` has told before the call: an input that is handed on may hang on an earlier call of the same function.
     """
     pending = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None]
-    for _ in range(64):
-        if not pending:
-            break
+    while pending:
         node = pending.pop(0)
+        if node._sequence_nr() < first_node:
+            continue
         if getattr(type(node), "_forward_cls", None) is compiled_function:
             return node
         pending += [following for following, _ in node.next_functions if following is not None]

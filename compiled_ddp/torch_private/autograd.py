@@ -180,6 +180,13 @@ def _slot_of(node: Any, output: Any) -> int | None:
     return None if above is None else slot
 
 
+def register_own_prehook(node: Any, hook: Callable[..., object]) -> Any:
+    """As `node.register_prehook`, in a step: not taken for a user's, for which a model would be looked through."""
+    handle = node.register_prehook(hook)
+    note_own_hook()
+    return handle
+
+
 def note_undefined(node: Any) -> None:
     """Let `undefined_at` tell, in each backward, which of the gradients that come to `node` are undefined.
 
@@ -190,8 +197,7 @@ def note_undefined(node: Any) -> None:
     def note(gradients: Sequence[torch.Tensor | None]) -> None:
         undefined[:] = [slot for slot, gradient in enumerate(gradients) if gradient is None]
 
-    node.register_prehook(note)
-    note_own_hook()  # in each forward of a model with several outputs
+    register_own_prehook(node, note)  # in each forward of a model with several outputs
     node._compiled_ddp_undefined = undefined
 
 

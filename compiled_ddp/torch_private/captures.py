@@ -6,6 +6,7 @@ import itertools
 import linecache
 import logging
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +15,20 @@ from torch.fx import GraphModule
 
 from compiled_ddp.torch_private.versions import minor_version
 
+_compiled_in_place: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
+
 
 def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
     """Undo model.compile(), which would compile the module's call a second time inside ours."""
-    module._compiled_call_impl = None
+    if module._compiled_call_impl is not None:
+        _compiled_in_place[module], module._compiled_call_impl = module._compiled_call_impl, None
+    return module
+
+
+def with_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
+    """What `without_own_compilation` has undone is done."""
+    if module in _compiled_in_place:
+        module._compiled_call_impl = _compiled_in_place.pop(module)
     return module
 
 
@@ -97,6 +108,9 @@ def _captured_as_it_is(run: Callable[..., Any], module: torch.nn.Module, *, recu
     return call
 
 
+_UNTIL_RESET = _entry_function.__code__  # among the code that Dynamo has seen, since something was given up
+
+
 class RecompileLimits(logging.Handler):
     """Notes what Dynamo has given up capturing in this process, because it had been captured too often.
 
@@ -105,12 +119,23 @@ class RecompileLimits(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.notes: list[str] = []
+        self._notes: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record.msg, str) and record.msg.startswith("torch._dynamo hit config.%s"):
             limit, value, function, *_ = record.args if isinstance(record.args, tuple) else ("?", "?", "?")
-            self.notes.append(f"{function} has been captured as often as torch._dynamo.config.{limit} ({value}) allows")
+            self.note(f"{function} has been captured as often as torch._dynamo.config.{limit} ({value}) allows")
+
+    def note(self, given_up: str) -> None:
+        self._notes.append(given_up)
+        torch._dynamo.convert_frame.input_codes.add(_UNTIL_RESET)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What has been given up since torch.compiler.reset(), with which Dynamo begins anew."""
+        if self._notes and _UNTIL_RESET not in torch._dynamo.convert_frame.input_codes:
+            self._notes.clear()
+        return self._notes
 
     def given_up_in(self, module: torch.nn.Module) -> list[str]:
         """The notes about the forward of `module` or of a part of it."""

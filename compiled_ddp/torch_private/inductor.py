@@ -261,13 +261,26 @@ def _compile_inductor(
         is_backward = bool(kwargs.get("is_backward"))
         now = rewriting() if whole or is_backward else Rewriting()
         part = part_of_slow_work(f"backward ({now.name})") if is_backward else contextlib.nullcontext()
-        with part, config.patch(identified(now.identity)):
+        overwritten = _overwritten() if is_backward else ""
+        with part, config.patch(identified(now.identity + overwritten)):
             return compile_rewritten(inner, inputs, now, *args, **kwargs)
 
     packing.register_pack_lowering()
     first = rewriting().identity
     patches = options | identified(first) if first else options
     return _callable(compile_fx(graph_module, example_inputs, inner_compile=compile_inner, config_patches=patches))
+
+
+def _overwritten() -> str:
+    """What the backward that is being compiled may overwrite, of the tensors saved for it; "" where that is nothing.
+
+    The key of Inductor's cache leaves it out (torch 2.13). A backward of the same operators would be served code that
+    overwrites what it must not: an output of its forward, or what a second backward (retain_graph) will read.
+    """
+    context: Any = torch._guards.TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    donated = getattr(metadata, "bw_donated_idxs", None)
+    return f" overwrites {donated}" if donated else ""
 
 
 def _with_cache_identity(users_pass: Any, cache_identity: str) -> Any:

@@ -99,6 +99,17 @@ def names_to_replace() -> Collection[str]:
     return ()
 
 
+def versions_being_loaded() -> dict[str, Any]:
+    """The versions of modules, by their names, in the state dict that `nn.Module.load_state_dict` loads now.
+
+    What is changed in it is what the modules that follow are told.
+    """
+    for frame in _callers():
+        if frame.f_code is torch.nn.Module.load_state_dict.__code__:
+            return frame.f_locals.get("metadata") or {}
+    return {}
+
+
 def is_replacing() -> bool:
     """Whether a `torch.func.functional_call` puts a tensor into its module, or puts the module's own one back."""
     return any(frame.f_code is _named_member_accessor.swap_tensor.__code__ for frame in _callers())

@@ -50,7 +50,7 @@ class CopiedModule:
     def watch(self, outputs: Iterable[torch.Tensor]) -> None:
         if self._expected:
             for node in {output.grad_fn for output in outputs if output.grad_fn is not None}:
-                node.register_prehook(functools.partial(_reached, weakref.ref(self)))
+                torch_private.autograd.register_own_prehook(node, functools.partial(_reached, weakref.ref(self)))
 
     def refuse_gradients(self) -> None:
         """Raise RuntimeError if the backward that this thread runs brings the copy's parameters a gradient."""
@@ -61,6 +61,9 @@ class CopiedModule:
     def gradient_accumulated(self, index: int) -> None:
         if self._expected and not is_owned(self._parameters[index]):
             raise RuntimeError(self._why)
+
+    def users_hook_comes(self, index: int) -> None:
+        self.gradient_accumulated(index)
 
     def synchronises(self) -> bool:
         return False

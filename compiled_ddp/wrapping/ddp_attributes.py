@@ -250,7 +250,7 @@ class DDPAttributes(HasParts):
     @Fixed
     def device_type(self) -> str:
         """The kind of device that the trained parameters are on."""
-        return self._managed.devices()[0].type
+        return self.device.type
 
     @Fixed
     def is_multi_device_module(self) -> bool:

@@ -62,7 +62,7 @@ class LocalMethods:
         if torch.is_grad_enabled() and not torch_private.autograd.transforms_are_active():
             tensors = tensors_in(outputs, most_parts=_MOST_PARTS)
             for node in {tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None}:
-                node.register_prehook(functools.partial(_reached, weakref.ref(self), name))
+                torch_private.autograd.register_own_prehook(node, functools.partial(_reached, weakref.ref(self), name))
 
     def reached(self, name: str) -> None:
         """A backward has come to what the method `name` returned."""

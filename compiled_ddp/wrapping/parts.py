@@ -175,7 +175,7 @@ class HasParts(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the trained parameters are."""
-        trained = (
-            self._managed.trained().values() if self._lifecycle is Lifecycle.COPY else self._runtime.parameters.tensors
-        )
-        return next(iter(trained)).device
+        if self._lifecycle is Lifecycle.COPY:  # which may be frozen, as a teacher is
+            parameters = self._managed.trained() or self._managed.parameters()
+            return next(iter(parameters.values())).device
+        return self._runtime.parameters.tensors[0].device

@@ -92,7 +92,7 @@ class Setup:
                 "of apex's scalings: pass sparse=False to its embedding."
             )
         self.mode = mode_from_environment()
-        return {"wrapper": [self._wrapper], **describe_model(self.contents, options, self.mode)}
+        return {"wrapper": [self._wrapper], **describe_model(self.contents, options, self.mode, at_init=True)}
 
     def check_and_describe_parts(self, known_sparse: Collection[str]) -> Description:
         """As `check_and_describe`, for a model that has changed; `known_sparse` had sparse gradients before."""
@@ -107,7 +107,7 @@ class Setup:
                 f"parameter {added[0]} with a sparse gradient was added or unfrozen after the model was wrapped: call "
                 "unwrap() and wrap the model again."
             )
-        return describe_model(self.contents, self._settings.options, self.mode)
+        return describe_model(self.contents, self._settings.options, self.mode, at_init=False)
 
     def _check_devices(self) -> None:
         broadcast = (tensor.device for tensor in broadcast_tensors(self.contents, self._settings.options).values())

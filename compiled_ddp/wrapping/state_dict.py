@@ -132,6 +132,9 @@ class BareNames(torch_private.checkpoints.LookedThrough, HasParts):
         which would put other parameters in the place of those that are reduced.
         """
         self._check_loadable(state_dict, assign=assign)
+        hooks = len(self._load_state_dict_pre_hooks) + len(self._load_state_dict_post_hooks)
+        if hooks > 1 or self._parameters or self._buffers or len(self._modules) > 1:  # the user's own, of the wrapper
+            return super().load_state_dict(state_dict, strict=strict)
         bare = torch_private.modules.without_compile_wrapper(self.module)
         return bare.load_state_dict(bare_state(state_dict, list(bare.state_dict())), strict=strict)
 
@@ -151,7 +154,8 @@ class BareNames(torch_private.checkpoints.LookedThrough, HasParts):
             )
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"load_state_dict() takes what state_dict() has returned, found {state_dict!r}.")
-        entries = [name for name, entry in state_dict.items() if self._is_state(entry)]
+        of_users = "_extra_state"  # torch's name for what a module saves besides, of whatever form
+        entries = [n for n, entry in state_dict.items() if self._is_state(entry) and n.rpartition(".")[2] != of_users]
         if entries:
             raise ValueError(
                 f"load_state_dict() takes the model's state alone, and found it as one entry of a checkpoint, beside "

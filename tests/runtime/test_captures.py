@@ -436,7 +436,7 @@ def test_no_rank_waits_for_another_in_the_middle_of_compiling(ranks2: RankPool) 
 def test_what_dynamo_gave_up_is_looked_for_in_every_kind_of_module() -> None:
     limits = torch_private.captures.RecompileLimits()
     code = Mlp.forward.__code__
-    limits.notes.append(f"forward ({code.co_filename}:{code.co_firstlineno}) has been captured too often")
+    limits.note(f"forward ({code.co_filename}:{code.co_firstlineno}) has been captured too often")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.jit is deprecated
         scripted = torch.jit.script(nn.Linear(5, 4))

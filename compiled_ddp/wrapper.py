@@ -175,8 +175,21 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         """Keep gradients local: backwards of forwards called in this context do not communicate.
 
         They accumulate into .grad, and are reduced in the next backward whose forward is called outside, as under DDP.
+        Entered by the module itself, as by a training step that calls backward, it keeps backwards in it local too.
         """
+        if self._lifecycle is Lifecycle.IN_USE and self._forwards.runs_module:
+            return self._backwards_stay_local()
         return self._switches.local()
+
+    @contextlib.contextmanager
+    def _backwards_stay_local(self) -> Iterator[None]:
+        before = self._runtime.local
+        self._runtime.stay_local(True)
+        try:
+            with self._switches.local():
+                yield
+        finally:
+            self._runtime.stay_local(before)
 
     @torch_private.dynamo.untraced
     def skip_step(self, *others: "DataParallelWrapper") -> None:
@@ -350,7 +363,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
             )
         ranks = self._runtime.communicator.ranks
         self._runtime.reduction.carried.set_weight(
-            as_weight(weight, taker=f"rank {ranks.ranks[ranks.rank]}: set_weight()", world_size=ranks.world_size)
+            as_weight(weight, taker=f"rank {ranks.global_rank}: set_weight()", world_size=ranks.world_size)
         )
 
     @torch_private.dynamo.untraced
@@ -369,7 +382,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         cannot hold, TypeError for anything but a number.
         """
         ranks, names = self._runtime.communicator.ranks, self._settings.options.piggyback
-        passengers = as_passengers(values, names, device=self.device, rank=ranks.ranks[ranks.rank])
+        passengers = as_passengers(values, names, device=self.device, rank=ranks.global_rank)
         self._runtime.reduction.carried.set_piggyback(passengers)
 
     @property

@@ -36,8 +36,9 @@ def fold_into_products(graph: Graph, plan: BucketPlan, *, output_positions: Mapp
 
 
 def _is_product_of_its_own(reduction: ReducedGradient) -> bool:
-    local, reader = reduction.local, reduction.mean or reduction.fold
-    return local.target is _mm and list(local.users) == [reader]
+    local, mean, fold = reduction.local, reduction.mean, reduction.fold
+    is_read_once = mean is None or list(mean.users) == [fold]  # else it is a factor of the user's, like the share
+    return local.target is _mm and is_read_once and list(local.users) == [mean or fold]
 
 
 def _fold(graph: Graph, reduction: ReducedGradient, fold: Node) -> None:

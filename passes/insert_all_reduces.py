@@ -124,7 +124,8 @@ def _times(graph: Graph, value: Node, share: float | Node) -> Node:
 
 
 def _emit_inverse_of_weights(graph: Graph, riders: Node) -> Node:
-    weights = emit(graph, _select, riders, 0, WEIGHT)
+    """In float64, as hooks have it: of no dimension, it leaves gradients of float32 what they are."""
+    weights = emit(graph, _convert, emit(graph, _select, riders, 0, WEIGHT), torch.float64)
     positive, zero = emit(graph, _aten.gt.Scalar, weights, 0.0), emit(graph, _mul, weights, 0.0)
     return emit(graph, _aten.where.self, positive, emit(graph, _aten.reciprocal.default, weights), zero)
 

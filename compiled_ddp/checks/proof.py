@@ -170,7 +170,7 @@ class Recording:
 
     def _rows(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
         for index, tensor in zip(indices, tensors, strict=True):
-            yield index, as_row(tensor.detach(), self._gradients[index].stride)
+            yield index, as_row(tensor.detach().resolve_conj(), self._gradients[index].stride)
 
     def hindrances(self) -> list[int]:
         """For each gradient why nothing is known of it, where reductions are to be seen on both sides."""
@@ -543,7 +543,7 @@ class Proof:
         faults = self._conclude(hindrances, recording, by_hooks, factor)
         if faults.are_any:
             self.look_again()
-            raise RuntimeError(_told(self._communicator.rank, [(self, faults)]))
+            raise RuntimeError(_told(self._communicator.global_rank, [(self, faults)]))
 
     def _conclude(
         self, hindrances: Sequence[int], recording: Recording, by_hooks: Set[int], factor: float | None
@@ -669,7 +669,7 @@ def conclude_together(communicator: Communicator, recorded: Sequence[tuple[Proof
     for proof, _ in wrong:
         proof.look_again()
     if wrong:
-        raise RuntimeError(_told(communicator.rank, wrong))
+        raise RuntimeError(_told(communicator.global_rank, wrong))
 
 
 def _exchange(communicator: Communicator, accounts: Sequence[tuple[Proof, Account]]) -> list[Verdict]:

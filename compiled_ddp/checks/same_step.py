@@ -20,14 +20,10 @@ class StepCheck:
             return None
         self._disagreements += 1
         key, ranks = f"forward_count/{self._disagreements}", self._communicator.ranks
-        ranks.publish(f"{key}/{ranks.rank}", str(forward_count))
-        counts = [
-            self._communicator.ranks.read(f"{key}/{writer}", writer=writer, purpose="for its number of forwards")
-            for writer in range(ranks.world_size)
-        ]
+        counts = self._counts(key, forward_count)
         listed = ", ".join(f"rank {rank}: {count}" for rank, count in zip(ranks.ranks, counts, strict=True))
         message = (
-            f"rank {ranks.ranks[ranks.rank]}: this backward averaged gradients of different steps. Synchronised "
+            f"rank {ranks.global_rank}: this backward averaged gradients of different steps. Synchronised "
             f"forwards begun since wrapping, {listed}. A rank that drops a step after its forward (if loss.isnan(): "
             "continue) must call skip_step() in place of backward, and a forward for evaluation belongs under "
             'torch.no_grad(). Where ranks differ on purpose, wrap with check_steps="warn" or "off".'
@@ -37,3 +33,14 @@ class StepCheck:
             return RuntimeError(f"{message} Load the latest checkpoint on every rank.")
         warn_user(message)
         return None
+
+    def _counts(self, key: str, forward_count: int) -> list[str]:
+        """Every rank's, which one rank gathers for all: ten thousand that read ten thousand keys would not end."""
+        ranks, purpose = self._communicator.ranks, "for the numbers of forwards"
+        if ranks.rank != 0:
+            ranks.publish(f"{key}/{ranks.rank}", str(forward_count))
+            return ranks.read(f"{key}/all", writer=0, purpose=purpose).split()
+        others = range(1, ranks.world_size)
+        counts = [str(forward_count), *(ranks.read(f"{key}/{w}", writer=w, purpose=purpose) for w in others)]
+        ranks.publish(f"{key}/all", " ".join(counts))
+        return counts

@@ -320,7 +320,7 @@ class Communicator:
 
     def failure(self, what: str, error: Exception) -> RuntimeError:
         """`error`, of a collective that reduces the gradients of `what`, with a report of where every rank stands."""
-        here = self._ranks.ranks[self.rank]
+        here = self._ranks.global_rank
         return self._own().failure(error, f"rank {here}: the gradients of {what} could not be reduced")
 
     @contextlib.contextmanager

@@ -48,7 +48,7 @@ class FirstParameters:
     def warn(self) -> None:
         """On rank 0, and on ranks whose parameters are others; a no-op where none are."""
         for ranks, differing in self._found:
-            reference, here = ranks.ranks[0], ranks.ranks[ranks.rank]
+            reference, here = ranks.ranks[0], ranks.global_rank
             if here != reference and here not in differing:
                 continue
             name, number = differing[min(differing) if here == reference else here]

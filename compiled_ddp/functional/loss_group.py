@@ -114,7 +114,7 @@ class LossGroup:
                 described = functools.partial(describe, collectives, are_launched=True)
                 raise self.agreements.come(described, collectives[0].caller) from error
             if failed_in_collective(error):
-                here = self.agreements.ranks.ranks[self.agreements.ranks.rank]
+                here = self.agreements.ranks.global_rank
                 what = f"rank {here}: {collectives[0].what} of {collectives[0].caller} failed"
                 failure = self._own().failure(error, what)
                 self.agreements.give_up()

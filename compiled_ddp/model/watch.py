@@ -3,7 +3,7 @@
 import enum
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -157,12 +157,16 @@ class ModelWatch:
     Where it has not, a forward pays for a few comparisons that Python makes in C: [Note: as it was].
     """
 
-    def __init__(self, state: ManagedState, *, follows: bool = False) -> None:
-        """With `follows`, what was replaced, removed or frozen is a change like any other, instead of an error."""
+    def __init__(self, state: ManagedState, *, follows: bool = False, reduced: Iterable[torch.Tensor] = ()) -> None:
+        """With `follows`, what was replaced, removed or frozen is a change like any other, instead of an error.
+
+        What is `reduced` counts as trained also while it is frozen, as parts are that take turns.
+        """
         self._state, self._follows = state, follows
         self._asks_for_buffers = state.gives_buffers_itself
         self._places = trained_places(state)
-        self._trained = [parameter for parameter in state.parameters().values() if parameter.requires_grad]
+        known = {*map(id, reduced)}
+        self._trained = [p for p in state.parameters().values() if p.requires_grad or id(p) in known]
         memory: dict[_Memory, _Memory] = {}  # a model has many parameters of few shapes
         self._memory = [memory.setdefault(of_one, of_one) for of_one in map(_memory, self._trained)]
         self._take_contents()

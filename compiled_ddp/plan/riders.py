@@ -20,7 +20,7 @@ HOOK_FAILED = 10
 STATE_LOST = 11
 FIRST_USED = 12
 
-COUNT_MODULUS = 64  # sums of squares stay exact in float32 up to 4096 ranks
+COUNT_MODULUS = 16  # sums of squares stay exact in float32, in any order, up to 74,565 ranks
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Communicator:
         """
         _destroy_abandoned()
         self.ranks = ranks
-        self.rank, self.world_size = ranks.rank, ranks.world_size
+        self.rank, self.world_size, self.global_rank = ranks.rank, ranks.world_size, ranks.global_rank
         self.closed, self._remedy = False, remedy
         world = dist.group.WORLD
         assert world is not None
@@ -101,7 +101,7 @@ class Communicator:
         """`error`, of a wait or a launch, in the words of `what`, with a report of where every rank stands."""
         report = self._hangs.report(frames_of_error(error))
         if report.is_reason:
-            return RuntimeError(f"rank {self.ranks.ranks[self.rank]}: {report.text}")
+            return RuntimeError(f"rank {self.global_rank}: {report.text}")
         message = f"{what}: {error}" if what else str(error)
         return RuntimeError(f"{message}\n{report.text}")
 
@@ -114,7 +114,7 @@ class Communicator:
             raise self._explained(error, what) from error
 
     def _explained(self, error: RuntimeError, what: str) -> RuntimeError:
-        return self.failure(error, f"rank {self.ranks.ranks[self.rank]}: {what}")
+        return self.failure(error, f"rank {self.global_rank}: {what}")
 
     @property
     def waits_for_this_rank(self) -> bool:
@@ -141,7 +141,7 @@ class Communicator:
 
     def _refusal(self) -> RuntimeError:
         return RuntimeError(
-            f"rank {self.ranks.ranks[self.rank]}: {self._hangs.failed_before} What was sent for it may still arrive, "
+            f"rank {self.global_rank}: {self._hangs.failed_before} What was sent for it may still arrive, "
             f"and be taken for a later step's: load a checkpoint in new processes, or {self._remedy}."
         )
 

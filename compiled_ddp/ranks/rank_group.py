@@ -76,6 +76,7 @@ class RankGroup:
                 "in a hook instead: wrap with a group of torch.distributed, and call register_comm_hook()."
             ) from error
         self.rank = dist.get_rank(group)
+        self.global_rank = self.ranks[self.rank]  # by which people know it
         self.world_size = dist.get_world_size(group)
         self.timeout: timedelta = torch_private.groups.group_timeout(group)
         made = _wrappers_made.setdefault(default_group, {})
@@ -127,7 +128,7 @@ class RankGroup:
         that it lives, see `living`, is waited for until it has not told so for the timeout.
         """
         timeout = self.timeout.total_seconds()
-        here, there = self.ranks[self.rank], self.ranks[writer]
+        here, there = self.global_rank, self.ranks[writer]
         self.note_wait(f"rank {there}, through the store, {purpose}")
         with self._reaching_store(f"to wait for rank {there} ({purpose})"):
             value, waited = self._await(key, writer, seconds=timeout * patience, purpose=purpose)

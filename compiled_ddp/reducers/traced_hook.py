@@ -13,6 +13,7 @@ means. That holds because
 
 import functools
 import hashlib
+import inspect
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -52,6 +53,11 @@ def check_hook(hook: CommHook, parameters: Mapping[str, torch.Tensor]) -> None:
     It is traced for each dtype and device, and run once there, so that an operator that is not made for one of them is
     found here and not in the first backward.
     """
+    if _takes_a_bucket(hook):
+        raise TypeError(
+            f"{hook!r} is a communication hook of torch's kind, called with a state and a GradBucket: pass it to "
+            "register_comm_hook(state, hook), or use one of compiled_ddp.comm_hooks."
+        )
     first_of: dict[tuple[torch.dtype, torch.device], str] = {}
     for name, parameter in parameters.items():
         first_of.setdefault((gradient_dtype(parameter), parameter.device), name)
@@ -72,6 +78,15 @@ def check_hook(hook: CommHook, parameters: Mapping[str, torch.Tensor]) -> None:
                 f"the communication hook {hook!r} has owed={hook.owed!r}, and of its {len(state)} tensors of state "
                 f"those at {sorted(elementwise)} are floating point and as long as the bucket: name some of these."
             )
+
+
+def _takes_a_bucket(hook: CommHook) -> bool:
+    """Whether its second parameter is a `GradBucket` of torch's, by its annotation or its name."""
+    try:
+        _, second, *_ = inspect.signature(hook).parameters.values()
+    except (ValueError, TypeError):  # no function of Python's, or one of fewer parameters
+        return False
+    return second.name == "bucket" or "GradBucket" in str(second.annotation)
 
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:

@@ -457,7 +457,7 @@ class Finish:
     def _heed(self, findings: Findings) -> None:
         """Raise on every rank where the riders say that what was reduced is not the mean of one step."""
         reduction = self._reduction
-        here = reduction.communicator.rank, self._forwards.value
+        here = reduction.communicator.global_rank, self._forwards.value
         if findings.ranks_with(Flag.HOOK_FAILED) and reduction.ddp_hook is not None:
             reduction.ddp_hook.note_broken()
             raise hook_failed_elsewhere(*here, findings, reduction.ddp_hook.name)

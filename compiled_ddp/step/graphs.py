@@ -45,7 +45,7 @@ def run_graph(
     except RuntimeError as error:
         if not failed_in_collective(error):
             raise
-        rank = communicator.ranks.ranks[communicator.rank]
+        rank = communicator.global_rank
         raise communicator.failure(error, f"rank {rank}: a collective in the backward graph failed") from error
     finally:
         communicator.progress.graph_ended()

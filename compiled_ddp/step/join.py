@@ -182,8 +182,9 @@ class UnevenInputs:
             )
         if _BUFFERS in kinds and _BACKWARD in kinds:
             raise RuntimeError(
-                f"rank {communicator.rank}: some ranks are at a forward that brings rank 0's buffers, others at a "
-                "backward (join): run as many synchronised forwards on every rank, or pass forward_sync_buffers=False."
+                f"rank {communicator.global_rank}: some ranks are at a forward that brings rank 0's buffers, others at "
+                "a backward (join): run as many synchronised forwards on every rank, or pass "
+                "forward_sync_buffers=False."
             )
         following = _Next(kinds, forward_count)
         self.factor = 1.0 if initial or not following.training else communicator.world_size / len(following.training)

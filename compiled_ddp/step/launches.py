@@ -343,7 +343,7 @@ class Launches:
         error.add_note(where)
 
     def _name(self, position: int) -> str:
-        return f"{self._rank_progress.bucket(position)} on rank {self._communicator.rank}"
+        return f"{self._rank_progress.bucket(position)} on rank {self._communicator.global_rank}"
 
     # ---- wait --------------------------------------------------------------------------------------------------------
 

@@ -66,13 +66,17 @@ class Fallback:
 # ---- collectives of the model's own ----------------------------------------------------------------------------------
 
 
+_QUIET_UNTIL_FORGOTTEN = 64  # forwards and backwards of a model that has communicated, and does no more
+
+
 class ModelsCollectives:
     """Compares counts of collectives, on all process groups but those of this package."""
 
     def __init__(self) -> None:
-        self.seen = False
+        self.seen = False  # in one of the latest forwards and backwards
         self._looks = True
         self._before = 0
+        self._quiet = 0  # forwards and backwards since one was seen
 
     def begin(self) -> None:
         """The model's forward or backward begins."""
@@ -80,9 +84,14 @@ class ModelsCollectives:
             self._before = torch_private.groups.collectives_of_others()
 
     def end(self) -> None:
-        if self._looks:
-            self.seen = torch_private.groups.collectives_of_others() != self._before
-            self._looks = not self.seen
+        """It has ended. What was seen once, maybe of another thread, is not taken for the model's for ever."""
+        if not self._looks:
+            return
+        if torch_private.groups.collectives_of_others() != self._before:
+            self.seen, self._quiet = True, 0
+        elif self.seen:
+            self._quiet += 1
+            self.seen = self._quiet < _QUIET_UNTIL_FORGOTTEN
 
     def stop_looking(self) -> None:
         """A communication hook of torch's kind is registered: its collectives would count as the model's, and no graph

@@ -842,7 +842,9 @@ class Runtime:
 
     def outlast_threads(self) -> None:
         if self.under_way.phase is not Phase.IDLE and self.forward.is_of_this_thread:
-            self.under_way.outlast_threads(self.communicator.ranks.timeout.total_seconds(), self.communicator.rank)
+            self.under_way.outlast_threads(
+                self.communicator.ranks.timeout.total_seconds(), self.communicator.global_rank
+            )
 
     def is_broken_off(self) -> bool:
         return self.forward.is_of_this_thread and self.under_way.is_broken_off()

@@ -91,8 +91,9 @@ class SparseGradients:
         used_anywhere, dense_anywhere, aborted_anywhere = (row.nonzero().flatten().tolist() for row in shared)
         if aborted_anywhere:
             return RuntimeError(
-                f"rank {self._communicator.rank}: the backward broke off on a rank before its sparse gradients were "
-                "averaged. Drop this step on every rank (zero_grad), and look for the exception on the other ranks."
+                f"rank {self._communicator.global_rank}: the backward broke off on a rank before its sparse gradients "
+                "were averaged. Drop this step on every rank (zero_grad), and look for the exception on the other "
+                "ranks."
             )
         if dense_anywhere:
             return RuntimeError(

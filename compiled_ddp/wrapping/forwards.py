@@ -39,6 +39,7 @@ class Forwards:
         self._wrapper, self._managed, self._settings, self._switches = wrapper, own, settings, switches
         self._runtime, self._uneven, self._model, self._run_module = runtime, uneven, model, run_module
         self.began = self.ended = 0  # when the latest one did, among those of all wrappers
+        self.runs_module = False
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, training: bool) -> Any:
         """A call of the wrapper, whose `module` it is now. Raises RuntimeError if its gradients could not be averaged.
@@ -107,12 +108,15 @@ class Forwards:
         """What the module returns; the runtime is told when it begins and how it ends."""
         args, kwargs = self._settings.placed(args, kwargs)
         self._runtime.module_begins()
+        before, self.runs_module = self.runs_module, True
         try:
             outputs = run(*args, **kwargs)
         except BaseException:
             if may_count:
                 self._runtime.forward_raised()
             raise
+        finally:
+            self.runs_module = before
         self._runtime.module_ended()
         self.ended = next(_moments)
         return outputs

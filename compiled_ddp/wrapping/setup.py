@@ -187,10 +187,12 @@ class WatchedModel:
 
     def _take_as_it_is(self) -> None:
         """Compare it from now on with what it is."""
-        watch = ModelWatch(self._setup.managed_state, follows=self._settings.options.follows_model)
+        follows, reduction = self._settings.options.follows_model, self._runtime.reduction
+        reduced = () if follows else (*reduction.parameters.tensors, *reduction.sparse.tensors)
+        watch = ModelWatch(self._setup.managed_state, follows=follows, reduced=reduced)
         self.look, self.buffers, self.may_train_more = watch.look, watch.buffers, watch.may_train_more
         self.in_what = watch.in_what
-        self._runtime.reduction.compare_with(watch)
+        reduction.compare_with(watch)
 
     def take_changes(self, *, in_forward: bool = False) -> None:
         """Let every wrapper of this process whose model has changed take it as it is: a collective of all ranks.

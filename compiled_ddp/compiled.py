@@ -214,6 +214,8 @@ class CompiledDDP(DataParallelWrapper):
 
     def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
         limits = torch_private.captures.recompile_limits()
+        if limits.notes:
+            limits.forget_if_reset()
         known = len(limits.notes)
         with Calling(self):
             outputs = self._compiled(*args, **kwargs)

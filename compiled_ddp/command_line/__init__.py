@@ -1,4 +1,4 @@
-"""What the commands share: the function that SCRIPT:FUNCTION names, and ranks on this machine.
+"""What the commands share: the function that SCRIPT:FUNCTION names, its seeds and batches, and ranks on this machine.
 
 `__main__.py` has the commands. Until they run, nothing here imports torch.
 """

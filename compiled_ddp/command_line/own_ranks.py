@@ -26,6 +26,7 @@ def run_on_own_ranks(
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
+        local_addr="localhost",  # of the ranks' store: the machine's own name may not resolve
     )
     interface = {
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -3,7 +3,8 @@
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,8 +34,9 @@ def check_target(target: str) -> None:
 def find_function(target: str, *, returns: str) -> Callable[..., Any]:
     """The function that `target` names: "folder/script.py:function" or "package.module:function".
 
-    The folder of the script, or the current one, can be imported from then. `returns` says what it is to return.
-    Raises NoSuchTarget where there is no such file, module or function; what the script raises, it raises.
+    The folder of the script, or the current one, can be imported from then. `returns` says what it is to return. The
+    script sees no arguments of the command line. Raises NoSuchTarget where there is no such file, module or function,
+    or the script ends itself; what the script raises, it raises.
     """
     source, _, name = target.rpartition(":")
     module = _run_file(Path(source)) if source.endswith(".py") else _import(source)
@@ -51,14 +53,30 @@ def _run_file(source: Path) -> ModuleType:
     assert specification is not None and specification.loader is not None
     module = importlib.util.module_from_spec(specification)
     sys.modules[path.stem] = module
-    specification.loader.exec_module(module)
+    with _without_our_arguments(source):
+        specification.loader.exec_module(module)
     return module
+
+
+@contextmanager
+def _without_our_arguments(source: str | Path) -> Iterator[None]:
+    """A script that reads `sys.argv` as it is run, or ends itself, is not taken for the command."""
+    ours, sys.argv = sys.argv, [str(source)]
+    try:
+        yield
+    except SystemExit as ended:
+        raise NoSuchTarget(
+            f"the script ended itself ({source}, by sys.exit): put what it runs behind if __name__ == '__main__'."
+        ) from ended
+    finally:
+        sys.argv = ours
 
 
 def _import(name: str) -> ModuleType:
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.import_module(name)
+        with _without_our_arguments(name):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # something that the module itself imports

@@ -138,9 +138,9 @@ class OtherHosts:
             self._ranks.publish_quietly(key, value)
 
     def _is_wanted(self, is_same: bool) -> bool:
-        """Whether somebody waits for it, or other hosts may still come to it."""
-        on_this_host = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        comes = is_same and on_this_host < dist.get_world_size()
+        """Whether somebody waits for it, or others may still come to it on hosts that the launcher has told of."""
+        on_this_host = os.environ.get("LOCAL_WORLD_SIZE")
+        comes = is_same and on_this_host is not None and int(on_this_host) < dist.get_world_size()
         return comes or self._ranks.published(f"{self._key}/wanted") is not None
 
     def _take_over(self, owner: Owner, waiting: Waiting) -> bool:

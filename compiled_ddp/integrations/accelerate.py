@@ -47,7 +47,8 @@ class Accelerator(accelerate.Accelerator):
     def take_over(cls, accelerator: accelerate.Accelerator, *, backend: str = "inductor", **options: Any) -> None:
         """Make one of this class of an `accelerator` that has prepared no model yet.
 
-        For code that constructs it itself. Raises as the constructor does, and TypeError for a subclass of others.
+        For code that constructs it itself. Raises as the constructor does, TypeError for a subclass of others, and
+        RuntimeError where it has prepared a model, which would keep torch's wrapper.
         """
         if type(accelerator) is not accelerate.Accelerator:
             raise TypeError(
@@ -55,6 +56,11 @@ class Accelerator(accelerate.Accelerator):
                 f"{cls.__module__}.{cls.__name__} instead."
             )
         check_replacement(cls.__name__, backend, options)
+        if accelerator._models:
+            raise RuntimeError(
+                f"this accelerator has prepared a {type(accelerator._models[0]).__name__} already, in torch's wrapper: "
+                "call take_over() before prepare()."
+            )
         accelerator.__class__ = cls
         accelerator._follow(backend, options)
 

@@ -6,11 +6,14 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
+from compiled_ddp import torch_private
 from compiled_ddp.compiled import compile_ddp
 from compiled_ddp.eager import EagerDDP
 from compiled_ddp.integrations.replacement import check_replacement, replace_ddp
+from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.wrapper import DataParallelWrapper
 
@@ -48,12 +51,18 @@ class TrainsWithOurs(ConstructsOurs):
 
     Args:
         submodules: names of the parts that are compiled and reduced, each by a wrapper of its own that stands in its
-            place until the training ends; they must hold all trained parameters. None is the module as a whole, with
-            its training step.
+            place until the training ends. They must hold all trained parameters: ValueError names others when the
+            training begins, RuntimeError in `optimizer_step` those that are unfrozen or added later. What is outside of
+            them is rank 0's when the training begins, and each rank's own from then on. None is the module as a whole,
+            with its training step.
     """
 
     model: Any
     lightning_module: Any
+    root_device: Any
+    _ddp_comm_state: Any
+    _ddp_comm_hook: Any
+    _ddp_comm_wrapper: Any
 
     def __init__(self, *args: Any, submodules: Sequence[str] | None = None, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
@@ -61,6 +70,7 @@ class TrainsWithOurs(ConstructsOurs):
             raise TypeError(f"submodules must be a list of names, found {submodules!r}: pass [{submodules!r}].")
         self._submodules = submodules
         self._parts: list[tuple[nn.Module, str, DataParallelWrapper]] = []  # parent, name in it, what stands there
+        self._outside: ManagedState | None = None  # what none of them looks after
 
     def _setup_model(self, model: nn.Module) -> Any:
         parent: Any = super()
@@ -73,8 +83,8 @@ class TrainsWithOurs(ConstructsOurs):
             return parent._setup_model(model)
 
     def _wrap_parts(self, model: nn.Module, names: Sequence[str]) -> None:
-        inside = {id(tensor) for name in names for tensor in model.get_submodule(name).parameters()}
-        left = [name for name, tensor in model.named_parameters() if tensor.requires_grad and id(tensor) not in inside]
+        outside = ManagedState(model)
+        left = _trained_without(outside, [model.get_submodule(name) for name in names])
         if left:
             raise ValueError(
                 f"submodules={list(names)} hold not all trained parameters, so nothing would reduce {left}: name their "
@@ -90,6 +100,46 @@ class TrainsWithOurs(ConstructsOurs):
             )
             self._parts.append((model.get_submodule(holder), last, wrapper))
             setattr(model.get_submodule(holder), last, wrapper)
+        self._outside = outside
+        if self._parts and self._ddp_kwargs.get("init_sync", True):
+            self._synchronise(outside)
+
+    def _synchronise(self, outside: ManagedState) -> None:
+        """Give every rank rank 0's parameters and buffers of what no part holds, once, as the wrappers do of theirs."""
+        tensors = [tensor.detach() for tensor in [*outside.parameters().values(), *outside.buffers().values()]]
+        group = self._parts[0][2].process_group or dist.group.WORLD
+        if tensors and group is not None:
+            torch_private.groups.broadcast_coalesced(group, tensors, source=0)
+
+    def _check_outside(self) -> None:
+        """Raise RuntimeError where a parameter that no part holds has come to require a gradient."""
+        if self._outside is None:
+            return
+        left = _trained_without(self._outside, [wrapper for *_, wrapper in self._parts])
+        if left:
+            raise RuntimeError(
+                f"{left} require gradients by now and are outside of submodules={list(self._submodules or ())}, so "
+                "nothing reduces them, and ranks would train them apart: name their modules in submodules= too, also "
+                "if they are frozen when the training begins, or leave submodules= out."
+            )
+
+    def _register_ddp_hooks(self) -> None:
+        """As Lightning's, for the wrappers of the parts in place of the one that it expects."""
+        parent: Any = super()
+        if self._submodules is None:
+            parent._register_ddp_hooks()
+            return
+        hook, state = self._ddp_comm_hook, self._ddp_comm_state
+        if hook is None or self.root_device.type != "cuda":  # elsewhere Lightning registers none either
+            return
+        if len(self._parts) > 1 and not isinstance(state, dist.ProcessGroup | None):
+            raise ValueError(
+                f"ddp_comm_state is a {type(state).__name__}, which keeps what it knows by the numbers of buckets, and "
+                f"each of submodules={list(self._submodules)} has a bucket of each number: name one part, or pass "
+                "comm_hook= of compiled_ddp.comm_hooks instead."
+            )
+        for *_, wrapper in self._parts:
+            wrapper.register_comm_hook(state, hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(hook))
 
     def _device_ids(self) -> list[int] | None:
         lightnings: Any = self
@@ -111,6 +161,7 @@ class TrainsWithOurs(ConstructsOurs):
         for holder, name, wrapper in self._parts:
             setattr(holder, name, wrapper.unwrap())
         self._parts.clear()
+        self._outside = None
         for name in ("log", "log_dict"):
             vars(self.lightning_module or self).pop(name, None)
         parent: Any = super()
@@ -124,9 +175,17 @@ class TrainsWithOurs(ConstructsOurs):
 
     @_untraced
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning's."""
+        """As Lightning's, where all that is trained is reduced."""
+        self._check_outside()
         parent: Any = super()
         return parent.optimizer_step(*args, **kwargs)
+
+
+def _trained_without(managed: ManagedState, parts: Sequence[nn.Module]) -> list[str]:
+    """The names of the trained parameters that none of `parts` holds; one that is tied to theirs is held by them."""
+    trained = managed.trained()
+    inside = {id(tensor) for part in parts for tensor in part.parameters()} if trained else set()
+    return [name for name, tensor in trained.items() if id(tensor) not in inside]
 
 
 class SetsUpOurs(ConstructsOurs):

@@ -4,45 +4,72 @@ import argparse
 import functools
 import os
 import sys
+import traceback
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from compiled_ddp.command_line.own_ranks import run_on_own_ranks
-from compiled_ddp.command_line.target import find_function
+from compiled_ddp.command_line.seeds import seed_all
+from compiled_ddp.command_line.target import NoSuchTarget, check_target, find_function
 from compiled_ddp.compiled import compile_ddp
 from compiled_ddp.eager import EagerDDP
 from compiled_ddp.parity.verify import ParityReport, verify_parity
 from compiled_ddp.wrapper import DataParallelWrapper
 
+NOT_VERIFIED = 2  # the exit status; 1 is a difference
+
 
 def run(options: argparse.Namespace) -> int:
     """Verify what the command line names; returns the exit status."""
-    if "WORLD_SIZE" in os.environ:
-        report = _verify_on_this_rank(options, backend=None)
-        is_first = os.environ["RANK"] == "0"
-    else:
-        report, is_first = _verify_on_own_ranks(options), True
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        found = _verify_on_this_rank(options, None) if "RANK" in os.environ else _verify_on_own_ranks(options)
+    except NoSuchTarget as error:
+        found = str(error)
+    except ChildFailedError:  # a rank has printed why
+        found = "a rank failed"
+    except Exception:
+        traceback.print_exc()
+        return NOT_VERIFIED
+    if isinstance(found, str):
+        if is_first:
+            sys.stderr.write(f"verify: {found}\n")
+        return NOT_VERIFIED
     if is_first:
-        sys.stdout.write(f"{report}\n")
-    return 0 if report.within(options.tolerance) else 1
+        sys.stdout.write(f"{found}\n")
+    if not found.within(options.tolerance):
+        return 1
+    return 0 if found.saw_averaging else NOT_VERIFIED
 
 
-def _verify_on_own_ranks(options: argparse.Namespace) -> ParityReport:
+def _verify_on_own_ranks(options: argparse.Namespace) -> ParityReport | str:
+    check_target(options.target)
     threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.ranks)))
     settings = {"OMP_NUM_THREADS": threads}
-    report = run_on_own_ranks(options.ranks, _verify_on_this_rank, options, "gloo", environment=settings)[0]
-    assert isinstance(report, ParityReport)
-    return report
+    found = run_on_own_ranks(options.ranks, _verify_on_this_rank, options, "gloo", environment=settings)[0]
+    assert isinstance(found, ParityReport | str)
+    return found
 
 
-def _verify_on_this_rank(options: argparse.Namespace, backend: str | None) -> ParityReport:
+def _verify_on_this_rank(options: argparse.Namespace, backend: str | None) -> ParityReport | str:
+    """The report; on every rank why there is none, where some rank does not find the function."""
     dist.init_process_group(backend)
     try:
-        torch.manual_seed(options.seed + dist.get_rank())
-        function = find_function(options.target, returns="(model, batch) or these and a loss")
+        seed = options.seed + dist.get_rank()
+        seed_all(seed)
+        function, problem = None, None
+        try:
+            function = find_function(options.target, returns="(model, batch) or these and a loss")
+        except NoSuchTarget as error:
+            problem = f"rank {dist.get_rank()}: {error}"
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        if function is None or any(problems):
+            return next(filter(None, problems))
+        seed_all(seed)
         model, batch, *loss = function()
         return verify_parity(model, batch, options.steps, loss=loss[0] if loss else None, wrap=_wrap(options))
     finally:
@@ -50,4 +77,8 @@ def _verify_on_this_rank(options: argparse.Namespace, backend: str | None) -> Pa
 
 
 def _wrap(options: argparse.Namespace) -> Callable[[nn.Module], DataParallelWrapper]:
-    return EagerDDP if options.wrapper == "EagerDDP" else functools.partial(compile_ddp, backend=options.backend)
+    if options.wrapper == "EagerDDP":
+        return EagerDDP
+    # Inductor's random numbers are others than eager code's: dropout would look like a wrong gradient.
+    further = {"options": {"fallback_random": True}} if options.backend == "inductor" else {}
+    return functools.partial(compile_ddp, backend=options.backend, **further)

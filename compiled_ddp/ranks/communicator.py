@@ -41,7 +41,7 @@ class Communicator:
         """
         _destroy_abandoned()
         self.ranks = ranks
-        self.rank, self.world_size, self.global_rank = ranks.rank, ranks.world_size, ranks.global_rank
+        self.rank, self.world_size = ranks.rank, ranks.world_size
         self.closed, self._remedy = False, remedy
         world = dist.group.WORLD
         assert world is not None
@@ -57,6 +57,10 @@ class Communicator:
     def explain_waits_of(self, ranks: RankGroup) -> None:
         """Waits of these ranks through the store are explained as those of collectives are."""
         ranks.explain_waits(self.progress.note_wait, self.failure, lambda: self._hangs.knows_why)
+
+    @property
+    def global_rank(self) -> int:
+        return self.ranks.global_rank
 
     @property
     def group(self) -> dist.ProcessGroup:

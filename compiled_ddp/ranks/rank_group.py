@@ -76,7 +76,6 @@ class RankGroup:
                 "in a hook instead: wrap with a group of torch.distributed, and call register_comm_hook()."
             ) from error
         self.rank = dist.get_rank(group)
-        self.global_rank = self.ranks[self.rank]  # by which people know it
         self.world_size = dist.get_world_size(group)
         self.timeout: timedelta = torch_private.groups.group_timeout(group)
         made = _wrappers_made.setdefault(default_group, {})
@@ -105,6 +104,11 @@ class RankGroup:
     def leave_waits_unexplained(self) -> None:
         """As before `explain_waits`."""
         self.explain_waits(lambda _: None, lambda error: error, lambda: False)
+
+    @property
+    def global_rank(self) -> int:
+        """This rank as people know it, in whatever groups it is."""
+        return self.ranks[self.rank]
 
     @property
     def process_group(self) -> dist.ProcessGroup:

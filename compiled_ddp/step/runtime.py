@@ -344,7 +344,7 @@ class Runtime:
         self.local = False  # whether backwards that begin now stay local, wherever their forward was called
         self._closed_because = ""
         self._rest_was_launched = False  # whether something was left to launch when an exception had ended a backward
-        self._own: OwnGradients | None = None  # what this rank had accumulated itself, while it shadows others
+        self.own_gradients: OwnGradients | None = None  # what this rank had accumulated itself, while it shadows others
         # Of the latest task of autograd that was asked about.
         self._accumulates = functools.lru_cache(maxsize=1)(functools.partial(_accumulates, self.reduction))
         is_reached = functools.partial(_is_reached, self.reduction, self._accumulates)
@@ -884,25 +884,25 @@ class Runtime:
         """
         with self.lock:
             carried = self.reduction.carried
-            if self._own is None:
+            if self.own_gradients is None:
                 self.reduction.agreed.buffers.let_go()  # which hold what is put aside
-                self._own = OwnGradients(self.parameters.tensors, carried.used, carried.piggyback)
-            self._own.take_away()
+                self.own_gradients = OwnGradients(self.parameters.tensors, carried.used, carried.piggyback)
+            self.own_gradients.take_away()
             carried.put_aside()
             self.forward.count.follow(forward_count)
             self.begin_skipping()
             self.end()
-            self._own.note_shadowed()
+            self.own_gradients.note_shadowed()
 
     def end_shadowing(self, *, if_untouched: bool = False) -> None:
         """Let all that this rank had accumulated itself be as it was before the first `shadow_backward`.
 
         A no-op without one. With `if_untouched`, a .grad that somebody has changed since stays as it is.
         """
-        if self._own is None:
+        if self.own_gradients is None:
             return
         with self.lock:
-            own, self._own = self._own, None
+            own, self.own_gradients = self.own_gradients, None
             own.give_back(if_untouched=if_untouched)
             self.reduction.carried.take_up_again(own.unsent, own.piggyback)
 

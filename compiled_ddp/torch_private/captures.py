@@ -119,7 +119,7 @@ class RecompileLimits(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._notes: list[str] = []
+        self.notes: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if isinstance(record.msg, str) and record.msg.startswith("torch._dynamo hit config.%s"):
@@ -127,15 +127,13 @@ class RecompileLimits(logging.Handler):
             self.note(f"{function} has been captured as often as torch._dynamo.config.{limit} ({value}) allows")
 
     def note(self, given_up: str) -> None:
-        self._notes.append(given_up)
+        self.notes.append(given_up)
         torch._dynamo.convert_frame.input_codes.add(_UNTIL_RESET)
 
-    @property
-    def notes(self) -> Sequence[str]:
-        """What has been given up since torch.compiler.reset(), with which Dynamo begins anew."""
-        if self._notes and _UNTIL_RESET not in torch._dynamo.convert_frame.input_codes:
-            self._notes.clear()
-        return self._notes
+    def forget_if_reset(self) -> None:
+        """Forget what was given up before torch.compiler.reset(), with which Dynamo begins anew."""
+        if _UNTIL_RESET not in torch._dynamo.convert_frame.input_codes:
+            self.notes.clear()
 
     def given_up_in(self, module: torch.nn.Module) -> list[str]:
         """The notes about the forward of `module` or of a part of it."""

@@ -14,6 +14,7 @@ from compiled_ddp.model.nested_tensors import tensors_in
 from compiled_ddp.model.watch import Look, StandIns
 from compiled_ddp.step.join import UnevenInputs
 from compiled_ddp.step.runtime import Runtime
+from compiled_ddp.torch_private.modules import is_joining
 from compiled_ddp.wrapping.parts import Settings, Switches
 from compiled_ddp.wrapping.setup import WatchedModel
 
@@ -65,7 +66,7 @@ class Forwards:
         elif with_gradients and torch_private.autograd.in_reentrant_checkpoint():
             self._runtime.begin_reentrant_forward(synchronise=self._switches.synchronises)
         # Also if the module raises: as on other ranks.
-        put_off = self._switches.buffers_are_stale and self._uneven.is_training  # see `begin`
+        put_off = self._switches.buffers_are_stale and is_joining(self._uneven.joinable) and self._uneven.is_training
         synchronises = self._switches.synchronises
         self._switches.refresh_buffers(put_off or (with_gradients and synchronises))
         # Where a transform or a functional_call is under way, no graph would fit, captured or to be.
@@ -145,12 +146,13 @@ class Forwards:
     def begin(self, *, with_gradients: bool, training: bool, transformed: bool = False) -> None:
         """What ranks do together at the start of a forward, whether it follows on this rank or is skipped."""
         if with_gradients:
-            self._runtime.end_shadowing(if_untouched=True)  # where torch's Join has ended without a word
+            if self._runtime.own_gradients is not None:  # torch's Join has ended without a word
+                self._runtime.end_shadowing(if_untouched=True)
             counted = training and not transformed
             self._runtime.begin_forward(synchronise=self._switches.synchronises, counted=counted)
         brings_buffers = self._switches.buffers_are_stale and self._settings.options.synchronise_buffers_in_forward
         buffers = self._model.buffers() if brings_buffers else ()
-        if not self._uneven.is_training:
+        if not (is_joining(self._uneven.joinable) and self._uneven.is_training):
             if buffers:
                 self._broadcast(buffers)
         elif buffers and with_gradients and self._switches.synchronises:

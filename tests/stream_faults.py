@@ -21,9 +21,9 @@ from stream_steps import (
 )
 from torch import Tensor
 
+from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.host_numbers import LateRows
 from compiled_ddp.ranks.launch_observer import LaunchObserver
-from compiled_ddp.step import graphs
 from compiled_ddp.step.buffers import Writers
 from compiled_ddp.step.channel import Findings, RiderReader
 from compiled_ddp.step.launches import Launch
@@ -54,13 +54,13 @@ def _elsewhere(*_: object) -> torch.Stream:
 
 def _graphs_with(**contexts: Any) -> Fault:
     """Graphs launch, or wait, in these contexts."""
-    run_graph = graphs.run_graph
+    run_graph = Communicator.run_graph
 
-    def run(graph: Any, communicator: Any, group_name: str, watching: Any) -> Any:
+    def run(communicator: Communicator, graph: Any, group_name: str, watching: Any) -> Any:
         with LaunchObserver(group_name, **{"launch": lambda *_: contextlib.nullcontext(), **contexts}):
-            return run_graph(graph, communicator, group_name, watching)
+            return run_graph(communicator, graph, group_name, watching)
 
-    return mock.patch.object(graphs, "run_graph", run)
+    return mock.patch.object(Communicator, "run_graph", run)
 
 
 def _no_wait_before_a_launch(wrapper: str) -> Fault:

@@ -79,6 +79,16 @@ def steady(
 IN_GRAPH = uses(graph=(2, 1, 0))
 
 
+@pytest.mark.parametrize("option", [{"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)
+def test_what_hooks_alone_do_otherwise_keeps_no_graph_from_steady_steps(
+    two: Two, begun: list[SteadyStep], option: dict[str, bool]
+) -> None:
+    ranks = steady(two, IN_GRAPH, verify="off", **option)
+    begun.clear()
+    assert_steps_well(*ranks, step=IN_GRAPH)
+    assert [type(one) for one in begun] == 2 * [SteadyGraph]
+
+
 @pytest.mark.parametrize("step", [ALL, IN_GRAPH], ids=["hooks", "graph"])
 @pytest.mark.parametrize("small_buckets", [False, True])
 def test_steps_like_those_before_them_are_steady_from_beginning_to_end(

@@ -74,7 +74,7 @@ class CompiledGraph:
         self._traced: TracedBackward | None = None
         self._reference: ReferenceGraph | None = None
         self.is_dynamic = any(isinstance(value, torch.SymInt) for value in self._fake_inputs)
-        self._inputs_when_traced_again: int | None = None
+        self.inputs_when_traced_again: int | None = None
         self._spares_saved_tensors = False  # from the first backward with retain_graph on
         try:
             with self._captured_for.compiling_forward():
@@ -199,7 +199,7 @@ class CompiledGraph:
 
     def check_fits(self, saved_and_tangents: Sequence[Any]) -> None:
         """Raise RuntimeError if the graph, when it was traced again, saved another number of tensors for backward."""
-        again = self._inputs_when_traced_again
+        again = self.inputs_when_traced_again
         if again is not None and again != len(saved_and_tangents):
             raise RuntimeError(
                 f"a graph from AOTAutograd's cache hands {len(saved_and_tangents)} tensors to its backward, and "
@@ -228,7 +228,7 @@ class CompiledGraph:
         function = torch_private.aot.compiled_function_of(compiled)
         assert function is not None
         traced = TracedBackward(function, torch_private.aot.backward_implementation(function))
-        self._inputs_when_traced_again = traced.inputs
+        self.inputs_when_traced_again = traced.inputs
         return traced
 
     @contextlib.contextmanager

@@ -19,8 +19,7 @@ from compiled_ddp.graph.telling import Teller
 from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan
-from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.ranks.group_name import SHARED_NAME, NameInGraphs
+from compiled_ddp.ranks.communicator import SHARED_NAME, Communicator, NameInGraphs
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graphs import ReservedSection
 from compiled_ddp.step.steady import SteadyGraph
@@ -147,7 +146,8 @@ class Program:
         """Add what the section gives; returns that, the compiled backward, and how many tensors are a hook's state."""
         graph = self._graph()
         try:
-            graph.check_fits(saved_and_tangents)
+            if graph.inputs_when_traced_again is not None:
+                graph.check_fits(saved_and_tangents)
             to_fold = section.gradients_to_fold()
             variant: Variant = "folding" if to_fold else "synchronised"
             rewriting = self._rewritings.get((variant, group_name)) or self.rewriting(variant, group_name)

@@ -297,7 +297,8 @@ class Segment:
                 if section is not None:
                     return call.program.run(section, call, node, saved_and_tangents)
         backward, _ = self._local_backward(call)
-        self.graph.check_fits(saved_and_tangents)
+        if self.graph.inputs_when_traced_again is not None:
+            self.graph.check_fits(saved_and_tangents)
         gradients = backward(node, saved_and_tangents)
         if undefined:
             gradients = without(gradients, undefined)

@@ -1,17 +1,81 @@
-"""The wrapper's own communicator: one process group, one store, one timeout."""
+"""The wrapper's own communicator: one process group, one store, one timeout; and the name by which graphs call it.
+
+[Note: one name in all graphs] A compiled graph calls its process group by a name. With the communicator's own, wrappers
+of equal models could not share their backwards. So all graphs have one name, and torch.distributed is told whose it is
+before one runs. A graph that runs while another wrapper's does, in another thread or inside of it, has its
+communicator's own name: it is compiled once more. So has one that CUDA graphs replay, which call nothing by name.
+"""
 
 import contextlib
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import Ranks
-from compiled_ddp.ranks import group_name
-from compiled_ddp.ranks.progress import RankProgress, frames_of_error
+from compiled_ddp.ranks.launch_observer import LaunchObserver, profiled
+from compiled_ddp.ranks.progress import RankProgress, failed_in_collective, frames_of_error
 from compiled_ddp.ranks.rank_group import RankGroup
+
+# ---- the name in graphs ----------------------------------------------------------------------------------------------
+
+SHARED_NAME = "compiled_ddp/graph"
+
+
+class _Holder:
+    """Whose name it is, and how many of its graphs run."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.group: weakref.ref[dist.ProcessGroup] | None = None
+        self.running = 0
+
+
+_holder = _Holder()
+
+
+def _forget_name(group: dist.ProcessGroup) -> None:
+    """No graph will call `group` any more: torch.distributed would hold it under the name."""
+    with _holder.lock:
+        if _holder.group is not None and _holder.group() is group:
+            torch_private.groups.forget_group_name(SHARED_NAME)
+            _holder.group = None
+
+
+class NameInGraphs(contextlib.AbstractContextManager[str]):
+    """Entered, the name of `group` in a graph that runs in this context."""
+
+    def __init__(self, group: dist.ProcessGroup, own_name: str, *, shared: bool) -> None:
+        """It is the one of all graphs if it is to be `shared`, and no graph of another group has it now."""
+        self._group, self._own_name, self._shared = group, own_name, shared
+        self._holds = False
+
+    def __enter__(self) -> str:
+        if not self._shared:
+            return self._own_name
+        with _holder.lock:
+            if _holder.group is None or _holder.group() is not self._group:
+                if _holder.running:
+                    return self._own_name
+                torch_private.groups.name_group(self._group, SHARED_NAME)
+                _holder.group = weakref.ref(self._group)
+            _holder.running += 1
+        self._holds = True
+        return SHARED_NAME
+
+    def __exit__(self, *_: object) -> None:
+        if self._holds:
+            with _holder.lock:
+                _holder.running -= 1
+
+
+# ---- the communicator ------------------------------------------------------------------------------------------------
+
+T = TypeVar("T")
 
 # The groups of communicators that were collected as garbage. A group ends when what it has launched has ended on other
 # ranks too, which a destructor must not wait for: the next communicator to be made does.
@@ -80,6 +144,37 @@ class Communicator:
     def all_reduce(self, flat_buffer: torch.Tensor) -> dist.Work:
         """Launch the sum over ranks of `flat_buffer`, in place."""
         return torch_private.groups.start_sum(self.group, flat_buffer)
+
+    def run_graph(
+        self, graph: Callable[[], T], group_name: str, watching: contextlib.AbstractContextManager[object] | None
+    ) -> T:
+        """What `graph` returns, of which `progress` has been told, and which calls the group `group_name`.
+
+        It runs in the context `watching`, if there is one. A collective in it that fails is raised with a report of
+        where every rank stands.
+        """
+        try:
+            if watching is None and not torch_private.autograd.profiler_is_on():
+                return graph()
+            with self._named_in_profiles(group_name), watching or contextlib.nullcontext():
+                return graph()
+        except RuntimeError as error:
+            if not failed_in_collective(error):
+                raise
+            raise self._explained(error, "a collective in the backward graph failed") from error
+        finally:
+            self.progress.graph_ended()
+
+    def _named_in_profiles(self, group_name: str) -> contextlib.AbstractContextManager[object]:
+        if not torch_private.autograd.profiler_is_on():
+            return contextlib.nullcontext()
+        progress = self.progress
+        return LaunchObserver(
+            group_name,
+            progress.first_of_graph,
+            launch=lambda bucket, _: profiled("launch", progress.bucket, bucket),
+            wait=lambda bucket: profiled("wait for", progress.bucket, bucket),
+        )
 
     def maximum(self, values: torch.Tensor) -> None:
         """Overwrite `values` with their maximum over ranks."""
@@ -166,7 +261,7 @@ class Communicator:
 def _end(group: dist.ProcessGroup | None, *, only_gloo: bool = False) -> None:
     if group is None:
         return
-    group_name.forget(group)
+    _forget_name(group)
     is_open = dist.is_initialized() and torch_private.groups.is_registered(group)
     if is_open and (not only_gloo or torch_private.groups.is_gloo(group)):
         dist.destroy_process_group(group)

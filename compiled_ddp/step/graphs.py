@@ -1,6 +1,5 @@
 """Captured graphs in a backward: which section one may launch, what it is given, how it runs and what it returns."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
@@ -11,9 +10,6 @@ import torch
 from compiled_ddp import torch_private
 from compiled_ddp.checks.values import Reference, fill_with_pattern
 from compiled_ddp.plan import TENSOR_HOOK, BucketPlan
-from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.ranks.launch_observer import LaunchObserver, profiled
-from compiled_ddp.ranks.progress import failed_in_collective
 from compiled_ddp.step.channel import Flag, ranks_using, write_riders
 from compiled_ddp.step.conductor import Conducted, conductor
 from compiled_ddp.step.gradients import any_has_gradient, requires_grad
@@ -21,47 +17,7 @@ from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.reduction import DOES_NOT_FIT, FROZEN, Reduction
 from compiled_ddp.step.synchronised import SynchronisedBackward
 
-# ---- one run: names for the profiler, a report of a failed wait ------------------------------------------------------
-
 T = TypeVar("T")
-
-
-def run_graph(
-    graph: Callable[[], T],
-    communicator: Communicator,
-    group_name: str,
-    watching: contextlib.AbstractContextManager[object] | None,
-) -> T:
-    """What `graph` returns, of which `communicator.progress` has been told, and which calls the group `group_name`.
-
-    It runs in the context `watching`, if there is one. A collective in it that fails is raised with a report of where
-    every rank stands.
-    """
-    try:
-        if watching is None and not torch_private.autograd.profiler_is_on():
-            return graph()
-        with _named_in_profiles(communicator, group_name), watching or contextlib.nullcontext():
-            return graph()
-    except RuntimeError as error:
-        if not failed_in_collective(error):
-            raise
-        rank = communicator.global_rank
-        raise communicator.failure(error, f"rank {rank}: a collective in the backward graph failed") from error
-    finally:
-        communicator.progress.graph_ended()
-
-
-def _named_in_profiles(communicator: Communicator, group_name: str) -> contextlib.AbstractContextManager[object]:
-    if not torch_private.autograd.profiler_is_on():
-        return contextlib.nullcontext()
-    rank_progress = communicator.progress
-    return LaunchObserver(
-        group_name,
-        rank_progress.first_of_graph,
-        launch=lambda bucket, _: profiled("launch", rank_progress.bucket, bucket),
-        wait=lambda bucket: profiled("wait for", rank_progress.bucket, bucket),
-    )
-
 
 # ---- a section reserved for a graph that is about to run -------------------------------------------------------------
 
@@ -145,7 +101,7 @@ class ReservedSection:
         proof, watching = self._reduction.proof, None
         if proof.recording is not None or proof.reference is not None:
             watching = proof.watching(self._plan, group_name, sees_values=sees_values)
-        return run_graph(graph, self._reduction.communicator, group_name, watching)
+        return self._reduction.communicator.run_graph(graph, group_name, watching)
 
     # ---- after it has run --------------------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from compiled_ddp.step.gradients import (
     requires_grad,
 )
 from compiled_ddp.step.graph_call import GraphCall
-from compiled_ddp.step.graphs import ReservedSection, run_graph
+from compiled_ddp.step.graphs import ReservedSection
 from compiled_ddp.step.hooks import Collected
 from compiled_ddp.step.reduction import Reduction
 from compiled_ddp.step.synchronised import Circumstances, SynchronisedBackward
@@ -444,7 +444,7 @@ class SteadyGraph(SteadyStep):
 
     def run(self, graph: Callable[[], T], group_name: str, *, sees_values: bool) -> T:
         """What the graph returns, which calls the process group `group_name`."""
-        return run_graph(graph, self._reduction.communicator, group_name, None)
+        return self._reduction.communicator.run_graph(graph, group_name, None)
 
     def complete(
         self, riders: torch.Tensor, indices: Sequence[int], gradients: Sequence[torch.Tensor], left_out: Set[int]

@@ -53,6 +53,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "several backwards of one forward": ("torch._C._autograd._get_current_graph_task_keep_graph",),
     "the traced backward graph": ("torch._functorch._aot_autograd.runtime_wrappers.AutogradLazyBackwardCompileInfo",),
+    "which autograd node a call of a graph has made": ("torch.autograd._get_sequence_nr",),
     "running a backward that was compiled again": (
         "torch._functorch._aot_autograd.utils.call_func_at_runtime_with_args",
     ),

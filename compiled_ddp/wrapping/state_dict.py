@@ -18,6 +18,7 @@ from compiled_ddp.model.state_keys import bare_keys_in_state, bare_state, with_d
 from compiled_ddp.wrapping.parts import HasParts
 
 _MEMBERS = (torch.Tensor, nn.Module, type(None))
+_KINDS = ("_parameters", "_buffers", "_modules")
 
 
 class BareNames(torch_private.checkpoints.LookedThrough, HasParts):
@@ -74,26 +75,23 @@ class BareNames(torch_private.checkpoints.LookedThrough, HasParts):
         return self._bare().get_buffer(target) if target in self._bare()._buffers else super().get_buffer(target)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """On the model what the model has by this name, of parameters, buffers and submodules, and the wrapper not."""
-        if isinstance(value, _MEMBERS):
-            members = self._members_behind(name)
-            if members is not None and torch_private.modules.is_replacing():
-                members[name] = value  # any tensor in a parameter's place, as in other modules
-                return
-            if members is not None:
-                setattr(self._bare(), name, value)
-                return
-        super().__setattr__(name, value)
+        """On the model what the model has by this name, and the wrapper not: it is read from there, too."""
+        if not self._stands_behind(name):
+            super().__setattr__(name, value)
+            return
+        bare = self._bare()
+        members = next((members for kind in _KINDS if name in (members := getattr(bare, kind))), None)
+        if members is not None and isinstance(value, _MEMBERS) and torch_private.modules.is_replacing():
+            members[name] = value  # any tensor in a parameter's place, as in other modules
+        else:
+            setattr(bare, name, value)
 
-    def _members_behind(self, name: str) -> dict[str, Any] | None:
-        """The members of the model that `name` is one of, unless the wrapper has that name itself."""
+    def _stands_behind(self, name: str) -> bool:
+        """Whether the model has an attribute of this name that is no private one, and the wrapper has none."""
         own = vars(self)
-        kinds = ("_parameters", "_buffers", "_modules")
-        if "module" not in own.get("_modules", ()) or name in own or hasattr(type(self), name):
-            return None
-        if any(name in own[kind] for kind in kinds):
-            return None
-        return next((members for kind in kinds if name in (members := getattr(self._bare(), kind))), None)
+        if name.startswith("_") or "module" not in own.get("_modules", ()) or name in own or hasattr(type(self), name):
+            return False
+        return not any(name in own[kind] for kind in _KINDS) and hasattr(self._bare(), name)
 
     def _names_behind(self) -> list[str]:
         bare = self._bare()

@@ -19,7 +19,7 @@ from compiled_ddp import compile_ddp, torch_private
 from compiled_ddp.graph import backend
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.passes.pipeline import Pipeline
-from compiled_ddp.ranks.group_name import SHARED_NAME
+from compiled_ddp.ranks.communicator import SHARED_NAME
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 from ranks import RankPool
 

@@ -413,6 +413,11 @@ def _asked(rank: int) -> None:
     with student.no_sync():
         loss_of(rank)(student).backward()  # local, as is promised of copies
 
+    ddp.module.temperature = 1.0
+    ddp.temperature *= 0.5  # read from the model, and so written there
+    ddp.note = "the wrapper's own"
+    assert ddp.module.temperature == 0.5 and "temperature" not in vars(ddp) and not hasattr(ddp.module, "note")
+
     EagerDDP(Delegating(EagerDDP(nn.Linear(5, 3))))
     sparse = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 3))
     with EagerDDP(sparse).join(enable=False):

@@ -154,8 +154,8 @@ class Way:
 # Four parameters in one bucket. The aim is 100 calls, 12 files and 40 moves for a backward, 40 calls and 8 files for a
 # forward; FSDP2's `replicate` has 105, 5 and 37, and 78 and 4 (torch 2.13).
 WAYS = {
-    "EagerDDP": (Way(51, 20, 37), Way(104, 25, 75)),
-    "compile_ddp": (Way(73, 25, 53), Way(119, 30, 89)),
+    "EagerDDP": (Way(50, 18, 38), Way(94, 16, 56)),
+    "compile_ddp": (Way(71, 24, 53), Way(109, 19, 70)),
 }
 
 

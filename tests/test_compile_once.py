@@ -278,6 +278,20 @@ def test_what_cannot_be_packed_fails_nobody_and_leaves_nobody_waiting(
     assert told == packed.called == (where != "here alone")
 
 
+@pytest.mark.parametrize("published", [{}, {"wanted": ""}])
+def test_without_a_launcher_that_tells_of_hosts_only_what_somebody_waits_for_is_packed(
+    published: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    packed = unittest.mock.Mock(return_value=b"compiled")
+    with (
+        pretended.world(2, backend="gloo", link_bytes_per_second=1.0),
+        unittest.mock.patch.object(torch_private.cache_artifacts.Made, "packed", packed),
+    ):
+        _in_turn_with(_ThisRank(published, itertools.repeat("7")))
+    assert packed.called == bool(published)
+
+
 def test_what_fails_to_compile_leaves_nobody_waiting() -> None:
     other = _ThisRank({}, itertools.repeat("7"))
     with pytest.raises(ZeroDivisionError):

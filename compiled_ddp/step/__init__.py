@@ -1,14 +1,15 @@
 """What a wrapper does from step to step, in one room. The way of a gradient:
 
-    forwards        which forward waits for its backward, and which step it belongs to
     hooks, graphs   autograd has accumulated a gradient; a captured graph asks whether it may launch its buckets
-    runtime         the wrapper's side of a backward: `beginning` makes it, `ending` ends it
-    synchronised    one backward: in which order buckets are launched, whoever produces the gradients
-    steady          one by hooks like the one before it, in few calls, until anything asks for more
+    runtime         the wrapper's side of a backward, and its phases: `beginning` makes it, `ending` ends it
+    steady          one like the one before it, in few calls, until anything asks for more
+    synchronised    any other: in which order buckets are launched, whoever produces the gradients
     gradients       between .grad and the buckets: what goes in, and what comes back
-    buffers, riders what a bucket lies in, and what travels with it
+    buffers         what a bucket lies in
+    channel         what travels with it: which step a forward belongs to, and what ranks tell each other in riders
     launches        starting the reduction of each bucket, and waiting for it
 
 Beside it `agreed_sequence` (the order that all ranks keep), `reduction` (what all backwards of a wrapper share),
-`under_way` (phases), `conductor` (several wrappers), `join` (uneven inputs) and `sparse_gradients`.
+`graph_call` (what is known of a call of a graph), `conductor` (several wrappers), `join` (uneven inputs) and
+`sparse_gradients`.
 """

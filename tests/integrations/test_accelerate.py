@@ -159,3 +159,15 @@ def _other_kinds(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM"])
 def test_other_kinds_of_training_are_refused(kind: str) -> None:
     alone(_other_kinds, kind)
+
+
+def _prepared_before() -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(seeded())
+    with pytest.raises(RuntimeError, match=r"prepared a \w+ already, in torch's wrapper: call take_over\(\) before"):
+        Accelerator.take_over(accelerator)
+    assert type(accelerator) is accelerate.Accelerator
+
+
+def test_an_accelerator_that_has_prepared_a_model_is_not_taken_over() -> None:
+    alone(_prepared_before)

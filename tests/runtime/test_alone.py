@@ -51,3 +51,34 @@ def test_a_launched_process_that_makes_no_process_group_is_refused(told: dict[st
     ran = _run("EagerDDP", **told)
     assert ran.returncode != 0
     assert "torch.distributed is not initialised: call torch.distributed.init_process_group()" in ran.stderr
+
+
+AGAIN = """
+import os, sys
+import torch
+from torch import nn
+from compiled_ddp import EagerDDP
+
+EagerDDP(nn.Linear(2, 2))
+if sys.argv[1] == "forked" and (child := os.fork()):
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+if sys.argv[1] == "destroyed":
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
+if sys.argv[1] != "same":
+    os.environ["WORLD_SIZE"] = "2" if sys.argv[1] != "forked" else "1"
+os.environ.update(RANK="0", MASTER_ADDR="localhost")
+EagerDDP(nn.Linear(2, 2))
+"""
+
+
+@pytest.mark.parametrize(("how", "refused"), [("forked", True), ("told", True), ("same", False), ("destroyed", False)])
+def test_a_group_of_one_that_was_made_here_is_refused_as_one_of_several(how: str, refused: bool) -> None:
+    """A notebook has trained alone, and launches then."""
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    command = [sys.executable, "-c", AGAIN, how]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert (ran.returncode != 0) == refused, ran.stderr
+    told = "this process inherited a process group of one rank" in ran.stderr
+    assert told == refused, ran.stderr
+    assert not refused or "restart the kernel, or call torch.distributed.destroy_process_group()" in ran.stderr

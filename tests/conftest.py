@@ -1,5 +1,6 @@
 """Fixtures that every test may use: the pools of rank processes and the session's own compile cache."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,12 @@ def twin_ranks2(inductor_cache: Path) -> Iterator[RankPool]:
         yield pool
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "product: expensive without ranks, so that make test runs a part of its products"
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest_of_products(items)
@@ -66,3 +73,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Spare the collector the tests and all that they have imported, which each full collection would walk through."""
+    gc.collect()
+    gc.freeze()

@@ -2,11 +2,12 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import pytest
 
-_EXPENSIVE = {"ranks2", "ranks3", "twin_ranks2"}  # fixtures; what needs none of them takes milliseconds
+# What has none of these fixtures, and none of these marks, takes milliseconds.
+_EXPENSIVE_FIXTURES, _EXPENSIVE_MARKS = {"ranks2", "ranks3", "twin_ranks2"}, ("inductor", "product")
 
 
 def mark_the_rest_of_products(items: Iterable[pytest.Item]) -> None:
@@ -27,20 +28,25 @@ def mark_the_rest_of_products(items: Iterable[pytest.Item]) -> None:
 
 def _is_of_product(item: pytest.Function) -> bool:
     several = len([*item.iter_markers("parametrize")]) > 1
-    is_expensive = not _EXPENSIVE.isdisjoint(item.fixturenames) or item.get_closest_marker("inductor") is not None
+    is_marked = any(item.get_closest_marker(mark) is not None for mark in _EXPENSIVE_MARKS)
+    is_expensive = is_marked or not _EXPENSIVE_FIXTURES.isdisjoint(item.fixturenames)
     return several and is_expensive and item.get_closest_marker("slow") is None
 
 
-def _values(item: pytest.Function) -> Mapping[str, int]:
-    """The places of its values, by the name of a parameter of each axis."""
+def _values(item: pytest.Function) -> Mapping[str, tuple[int, ...]]:
+    """What tells its values of each axis from others, by the axis's parameters.
+
+    Not `callspec.indices`: for what is no fixture, pytest 8 and later count there the combinations.
+    """
     axes = (
-        str(mark.args[0]).split(",")[0] if isinstance(mark.args[0], str) else mark.args[0][0]
+        mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
         for mark in item.iter_markers("parametrize")
     )
-    return {axis: item.callspec.indices[axis] for axis in axes}
+    params = item.callspec.params
+    return {",".join(names): tuple(id(params[name.strip()]) for name in names) for names in axes}
 
 
-def some(combinations: Sequence[Mapping[str, int]]) -> set[int]:
+def some(combinations: Sequence[Mapping[str, Hashable]]) -> set[int]:
     """The numbers of those that together have all values of two axes, or all pairs of values of more.
 
     Those come first that add most, and of them those whose values have come least often.
@@ -49,7 +55,7 @@ def some(combinations: Sequence[Mapping[str, int]]) -> set[int]:
         {*itertools.combinations(sorted(combination.items()), min(2, len(combination) - 1))}
         for combination in combinations
     ]
-    left, chosen, used = set().union(*groups), set[int](), Counter[tuple[str, int]]()
+    left, chosen, used = set().union(*groups), set[int](), Counter[tuple[str, Hashable]]()
     while left:
         best = max(
             range(len(groups)),

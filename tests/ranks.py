@@ -41,7 +41,7 @@ RANK_ENVIRONMENT = {
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the rank itself: no helper processes that outlive a killed rank
 }
 START_METHOD = "forkserver" if sys.platform == "linux" else "spawn"  # macOS's frameworks do not outlive a fork
-IMPORTED_BEFORE_FORK = ["torch", "torch.distributed", "torch._inductor.compile_fx", "compiled_ddp.public"]
+IMPORTED_BEFORE_FORK = "before_fork"
 STARTUP_SECONDS = 180.0
 GRACE_SECONDS = 3.0  # how long the other ranks may go on after the first one failed
 CLEAN_UP_SECONDS = 60.0
@@ -216,12 +216,17 @@ _servers: dict[int, forkserver.ForkServer] = {}  # by rank; this process's, what
 
 
 def _import_before_fork(ranks: int) -> None:
-    """Have the processes that the ranks of these numbers are forked from."""
-    for rank in range(ranks) if START_METHOD == "forkserver" else ():
-        if rank not in _servers:
-            _servers[rank] = forkserver.ForkServer()
-            _servers[rank].set_forkserver_preload(IMPORTED_BEFORE_FORK)
-        _servers[rank].ensure_running()  # does not wait for the imports
+    """Have the processes that the ranks of these numbers are forked from.
+
+    They look for modules where PYTHONPATH says, not where this process does, and say nothing of one that is not found.
+    """
+    path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
+    with _environment({"PYTHONPATH": path}):
+        for rank in range(ranks) if START_METHOD == "forkserver" else ():
+            if rank not in _servers:
+                _servers[rank] = forkserver.ForkServer()
+                _servers[rank].set_forkserver_preload([IMPORTED_BEFORE_FORK])
+            _servers[rank].ensure_running()  # does not wait for the imports
 
 
 def _started_by_server_of(rank: int) -> contextlib.AbstractContextManager[object]:

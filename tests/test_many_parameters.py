@@ -2,11 +2,10 @@
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
-from growth import assert_linear, lines_and_edits
+from growth import assert_linear, assert_proportional, lines_and_edits, work_until_each_note
 from torch import nn
 from torch.fx import Graph
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -221,26 +220,29 @@ def backward(count: int) -> Graph:
     return graph
 
 
+def work_of_passes(pipeline: Pipeline, graph: Graph, count: int) -> dict[str, int]:
+    """What the pipeline costs up to each of its passes, by their names."""
+    positions = {index: index for index in range(count)}
+    torch_private.for_tests.forget_fake_results()
+    return work_until_each_note(
+        lambda note: pipeline.run(graph, output_positions=positions, observe=lambda name, _: note(name))
+    )
+
+
 @both
 @pytest.mark.parametrize("fold", [False, True], ids=["", "fold"])
-@pytest.mark.parametrize("last", range(len(PASSES)), ids=[pass_.name for pass_ in PASSES])
-def test_the_passes_up_to_each_one_are_linear(
-    monkeypatch: pytest.MonkeyPatch, last: int, fold: bool, cap_bytes: int
-) -> None:
-    monkeypatch.setattr("compiled_ddp.passes.pipeline.PASSES", PASSES[: last + 1])
-    ran: list[str] = []
+@pytest.mark.parametrize("in_place", [False, True], ids=["compiled", "in place"])
+def test_the_passes_up_to_each_one_are_linear(in_place: bool, fold: bool, cap_bytes: int) -> None:
+    def work(count: int) -> dict[str, int]:
+        pipeline = Pipeline(plan_of(count, cap_bytes), "ours", fold=fold, in_place=in_place)
+        return work_of_passes(pipeline, backward(count), count)
 
-    def prepare(count: int) -> Callable[[], object]:
-        graph, plan = backward(count), plan_of(count, cap_bytes)
-        usual = Pipeline(plan, "ours", fold=fold)
-        pipelines = (usual, replace(usual, in_place=True), replace(usual, fold=True))
-        pipeline = next(pipeline for pipeline in pipelines if PASSES[last].when(pipeline))
-        positions = {index: index for index in range(count)}
-        torch_private.for_tests.forget_fake_results()
-        return lambda: pipeline.run(graph, output_positions=positions, observe=lambda name, _: ran.append(name))
-
-    assert_linear(prepare, work=lines_and_edits)
-    assert ran[-1] == PASSES[last].name
+    work(100)  # for what is done once in a process
+    few, many = work(100), work(1000)
+    left_out = {"infer_values" if in_place else "reduce_in_place", *(() if fold else ("fold_into_products",))}
+    assert list(few) == list(many) == [pass_.name for pass_ in PASSES if pass_.name not in left_out]
+    for name in few:
+        assert_proportional(few[name], many[name], name=name)
 
 
 @both

@@ -1,6 +1,8 @@
 """The harness of the distributed tests itself: results, failures and hangs of spawned ranks."""
 
+import gc
 import os
+import sys
 import threading
 import time
 
@@ -8,7 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import START_METHOD, RankError, RankPool
+from compiled_ddp.functional import agreements
+from compiled_ddp.ranks import hang_report
+from ranks import IMPORTED_BEFORE_FORK, LOOK_SECONDS, START_METHOD, RankError, RankPool
 
 
 def describe_rank(rank: int, word: str) -> tuple[int, int, int, str]:
@@ -31,6 +35,14 @@ def hash_of_a_string(rank: int) -> int:
 
 def variable_of_tests(rank: int) -> str:
     return os.environ["COMPILED_DDP_TESTS"]
+
+
+def objects_frozen_before_fork(rank: int) -> int:
+    return gc.get_freeze_count() if IMPORTED_BEFORE_FORK in sys.modules else 0
+
+
+def seconds_of_looks(rank: int) -> tuple[float, float]:
+    return hang_report._LOOK_SECONDS, agreements._PATIENCE_SECONDS
 
 
 def has_process_group(rank: int) -> bool:
@@ -92,6 +104,18 @@ def test_new_ranks_have_the_environment_of_their_start(monkeypatch: pytest.Monke
         monkeypatch.setenv("COMPILED_DDP_TESTS", value)
         with RankPool(1) as pool:
             assert pool.run(variable_of_tests) == [value]
+
+
+@pytest.mark.skipif(START_METHOD != "forkserver", reason="ranks are not forked")
+def test_new_ranks_have_what_is_imported_before_they_are_forked_frozen() -> None:
+    with RankPool(1) as pool:
+        (frozen,) = pool.run(objects_frozen_before_fork)
+    assert frozen > 100_000
+
+
+def test_ranks_look_for_each_other_more_often_than_a_second_which_is_what_users_have(ranks2: RankPool) -> None:
+    assert ranks2.run(seconds_of_looks) == [(LOOK_SECONDS, LOOK_SECONDS)] * 2
+    assert seconds_of_looks(0) == (1.0, 1.0)
 
 
 def test_a_run_may_go_without_process_group(ranks2: RankPool) -> None:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,6 +58,25 @@ def test_a_model_that_was_measured_is_kept(tmp_path: Path, capsys: pytest.Captur
     path.write_text(json.dumps({"models": [FOUND]}))
     real_models.main(["--model", "GPT-2", "--keep", "--json", str(path)])
     assert "75%" in capsys.readouterr().out
+
+
+def test_what_a_warm_up_has_chosen_is_what_explain_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = SimpleNamespace(warmup=lambda *_, **__: None, explain=lambda: SimpleNamespace(chosen="Chosen: graphs."))
+    trainer = real_model_rank.Trainer.__new__(real_model_rank.Trainer)
+    trainer.parts, trainer._size, trainer._rank = {"model": part}, TINY, SimpleNamespace(index=0)
+    trainer._model = SimpleNamespace(batch_of=lambda *_: None)
+    monkeypatch.setattr(real_model_rank, "_first_calls", lambda *_: {"model": ((), {})})
+    assert trainer.warm_up() == "Chosen: graphs."
+
+
+def test_bytes_are_counted_in_each_step_by_the_plan_that_it_had() -> None:
+    part = SimpleNamespace(plan=SimpleNamespace(nbytes=100), iterations=0)
+    part.stats = lambda: {"iteration": part.iterations}
+    launched = real_model_rank.LaunchedBytes([part])
+    for nbytes, backwards in ((100, 1), (150, 2), (150, 0)):
+        part.plan.nbytes, part.iterations = nbytes, part.iterations + backwards
+        launched.note_step()
+    assert launched.of_steps == [100, 300, 0]
 
 
 def test_models_are_the_same_for_a_seed_and_batches_differ_between_ranks_and_steps() -> None:

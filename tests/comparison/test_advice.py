@@ -119,6 +119,14 @@ def test_where_the_model_alone_has_other_gradients_none_are_judged() -> None:
     assert "Gradients were not judged: without any wrapper they differ by 0.8 of the largest" in given.reasons[-1]
 
 
+def test_a_forward_that_draws_is_noticed_where_the_model_alone_has_no_row() -> None:
+    found = comparison(variant("torch DDP", 10, 10, 10, 10, gradient_difference=0.8))
+    given = advise(replace(found, own_difference=0.7))
+    assert given.choice == "torch DDP"
+    assert "without any wrapper they differ by 0.7 of the largest" in given.reasons[-1]
+    assert advise(replace(found, own_difference=1e-7)).choice is None
+
+
 def test_what_failed_is_named_and_has_a_row_without_figures_and_no_bar(tmp_path: Path) -> None:
     failed = variant("torch DDP", error="rank 1: RuntimeError: no gradient")
     found = comparison(variant("EagerDDP", 10, 10, 10, 10), failed)
@@ -136,6 +144,12 @@ def test_nothing_is_recommended_where_everything_failed() -> None:
     given = advise(comparison(variant("no communication, eager", 1, 1), variant("torch DDP", error="rank 0: it broke")))
     assert given.choice is None
     assert given.reasons == ["torch DDP failed (rank 0: it broke)."]
+
+
+def test_where_nothing_was_measured_there_is_a_picture_without_bars(tmp_path: Path) -> None:
+    failed = replace(comparison(variant("torch DDP", error="rank 0: it broke")), communication_samples=[[0.004]])
+    chart.draw([failed], tmp_path / "picture.png", recipe(tmp_path))
+    assert "torch DDP failed: rank 0: it broke" in table.render(failed)
 
 
 def test_a_failure_survives_json() -> None:

@@ -32,6 +32,17 @@ def test_machine_versions_and_date_stand_over_the_panels(tmp_path: Path, monkeyp
     plt.close(figure)
 
 
+def test_a_picture_is_of_the_kind_that_its_suffix_says(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("picture.svg", "picture"):
+        assert chart.problem_of(tmp_path / name) is None
+        chart.draw([FOUND], tmp_path / name, RECIPE)
+    assert (tmp_path / "picture.svg").read_bytes().startswith(b"<?xml") and not (tmp_path / "picture.png").exists()
+    assert (tmp_path / "picture").read_bytes().startswith(b"\x89PNG")
+    told = chart.problem_of(Path("picture.xyz"))
+    assert told is not None and told.startswith("picture.xyz is no picture (.xyz is none of ")
+
+
 def test_the_title_says_what_was_run_on_how_many_ranks_in_how_many_rounds() -> None:
     assert chart.title_of(FOUND, derive(FOUND)).splitlines() == [
         "toy: 3.00 M parameters, 4,096 samples a step",

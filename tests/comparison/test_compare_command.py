@@ -17,6 +17,7 @@ import torchrun
 from benchmarks.link import LinkUnavailable, ShapedLink
 from compiled_ddp.__main__ import main, parse
 from compiled_ddp.comparison.arguments import DEFAULT
+from compiled_ddp.comparison.result import Comparison, VariantResult
 from ranks import RankPool
 
 # What its process is for stands in the name of the file that it is started with.
@@ -191,6 +192,7 @@ def test_a_function_that_is_not_there_is_one_line_of_words(script: Path) -> None
 # What would fail in the end is found in the beginning: SCRIPT is not even read.
 LATE = {
     ("--json", "script.py/samples.json"): "rank 0: script.py/samples.json cannot be written (",
+    ("--png", "picture.xyz"): "rank 0: picture.xyz is no picture (.xyz is none of ",
     ("--png", "folder"): "rank 0: folder cannot be written (Is a directory): name another file by --png",
     ("--device", "cuda"): "rank 0: --device cuda needs a GPU for each of 2 ranks on this machine, found 0",
 }
@@ -217,6 +219,35 @@ def test_results_and_devices_that_are_not_there_are_told_of_before_anything_is_m
         for (status, message), expected in zip(found, LATE.values(), strict=True):
             assert status == 2 and expected in message, message
     assert {path.name for path in script.parent.iterdir()} <= {"script.py", "folder", "__pycache__"}
+
+
+def test_ranks_of_which_no_machines_number_is_told_are_not_compared(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert main(["compare", f"{script}:small", *QUICK]) == 2
+    (told,) = capfd.readouterr().err.splitlines()
+    assert told.endswith("start with torchrun, or set LOCAL_WORLD_SIZE")
+
+
+def _failed(rank: int, folder: str, port: int, errors: tuple[str | None, ...]) -> int:
+    os.chdir(folder)
+    names = ("no communication, eager", "torch DDP", "EagerDDP")
+    variants = [
+        VariantResult(name, "eager", number > 0, [] if error else [[[0.1, 0.1, 0.1]] * 2], error=error)
+        for number, (name, error) in enumerate(zip(names, errors, strict=True))
+    ]
+    found = Comparison("small", "cpu", "gloo", 2, 1, [4], [[0.1, 0.1]], variants)
+    with torchrun.environment(rank, 2, port), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("compiled_ddp.comparison.contest.compare", lambda _: found)
+        return main(["compare", "script.py:small", *QUICK])
+
+
+def test_the_status_says_that_every_wrapper_has_failed(ranks2: RankPool, script: Path) -> None:
+    for status, errors in ((1, (None, "it broke", "it broke")), (0, (None, "it broke", None))):
+        arguments = (str(script.parent), torchrun.free_port(), errors)
+        assert ranks2.run(_failed, *arguments, process_group=False) == [status, status]
 
 
 @pytest.mark.slow

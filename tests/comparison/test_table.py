@@ -1,5 +1,6 @@
 """The table's derived numbers, from samples small enough to check by hand."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -135,6 +136,17 @@ def test_a_slower_row_is_printed_as_it_is() -> None:
     assert row.overlap == pytest.approx(1 - 70 / 40)
     text = table.render(comparison(EAGER_FLOOR, TORCH_DDP, loser))
     assert "none" in next(line for line in text.splitlines() if line.startswith("loser"))
+
+
+def test_no_more_than_all_communication_is_hidden() -> None:
+    winner = steady("winner", "eager", [8, 16, 2])
+    assert rows(comparison(EAGER_FLOOR, TORCH_DDP, winner))["winner"].overlap_in_words == "100%"
+
+
+def test_json_has_none_for_a_number_that_is_not_finite() -> None:
+    data = comparison(replace(TORCH_DDP, gradient_difference=float("nan"))).to_json()
+    json.dumps(data, allow_nan=False)
+    assert Comparison.from_json(data) == comparison(TORCH_DDP)
 
 
 def test_what_was_not_measured_is_a_dash() -> None:

@@ -1,7 +1,9 @@
 """What Inductor writes for a backward on CUDA, read without a GPU: see `cuda_code`."""
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from compiled_ddp.torch_private import inductor
 pytest.importorskip("triton", reason="Inductor needs triton to write CUDA code; a CUDA build of torch brings it")
 
 from cuda_code import CudaCode, cuda_code
+
+pytestmark = pytest.mark.product
 
 SMALL_BUCKET_BYTES = 40_000.0
 
@@ -88,7 +92,14 @@ class Autocast(Perceptron):
 
 
 ROWS, TOKENS, IMAGES = torch.randn(16, 64), torch.randn(2, 8, 64), torch.randn(4, 3, 8, 8)
+BATCHES: dict[type[nn.Module], Tensor] = {Perceptron: ROWS, Block: TOKENS, Convolutions: IMAGES}
 SYNCHRONISES = re.compile(r"synchronize|\.item\(|\.cpu\(|\.tolist\(|device='cpu'|empty_strided_cpu|_local_scalar")
+
+
+@functools.cache
+def code_of(model: type[nn.Module], *, capacity_bytes: float = SMALL_BUCKET_BYTES, **options: Any) -> CudaCode:
+    """`cuda_code` of this model, which takes seconds: once for all tests that read the same."""
+    return cuda_code(model(), [BATCHES[model]], capacity_bytes=capacity_bytes, **options)
 
 
 def statements_of(code: CudaCode) -> tuple[list[Statement], dict[str, str]]:
@@ -127,7 +138,7 @@ STATIC_AND_DYNAMIC = pytest.mark.parametrize("dynamic", [None, True], ids=["stat
 @pytest.mark.parametrize("fold", [False, True], ids=["synchronised", "folding"])
 @STATIC_AND_DYNAMIC
 def test_gradients_of_linear_layers_are_produced_inside_of_their_bucket(fold: bool, dynamic: bool | None) -> None:
-    code = cuda_code(Perceptron(), [ROWS], capacity_bytes=SMALL_BUCKET_BYTES, fold=fold, dynamic=dynamic)
+    code = code_of(Perceptron, fold=fold, dynamic=dynamic)
     statements, aliases = statements_of(code)
     of_inputs = [False, False]  # their gradients are products, too
     if fold:
@@ -138,7 +149,7 @@ def test_gradients_of_linear_layers_are_produced_inside_of_their_bucket(fold: bo
 
 
 def test_a_product_reads_what_earlier_backwards_left_and_scales_it_itself() -> None:
-    code = cuda_code(Perceptron(), [ROWS], capacity_bytes=SMALL_BUCKET_BYTES, fold=True)
+    code = code_of(Perceptron, fold=True, dynamic=None)
     products = re.findall(r"extern_kernels\.addmm\((pending_\d+), .*alpha=1\.0, beta=0\.125,", code.source)
     assert len(products) == 3
     others = [line for line in body_of(code.source).splitlines() if "triton_" in line]
@@ -177,17 +188,14 @@ def test_buckets_of_two_dtypes_are_launched_in_one_order() -> None:
 
 # ---- modes -----------------------------------------------------------------------------------------------------------
 
-MODELS = pytest.mark.parametrize(
-    ("model", "batch", "linear_layers"), [(Perceptron, ROWS, 3), (Block, TOKENS, 4)], ids=["perceptron", "gpt"]
-)
+MODELS = pytest.mark.parametrize(("model", "linear_layers"), [(Perceptron, 3), (Block, 4)], ids=["perceptron", "gpt"])
+WITHOUT_CUDA_GRAPHS = "max-autotune-no-cudagraphs"
 
 
 @MODELS
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_the_graph_for_cuda_graphs_is_one_partition(
-    mode: str, model: type[nn.Module], batch: Tensor, linear_layers: int
-) -> None:
-    code = cuda_code(model(), [batch], capacity_bytes=SMALL_BUCKET_BYTES, mode=mode)
+def test_the_graph_for_cuda_graphs_is_one_partition(mode: str, model: type[nn.Module], linear_layers: int) -> None:
+    code = code_of(model, mode=mode)
     assert "def partition_0(" in code.source
     statements, aliases = statements_of(code)
     assert sum(placed(statements, aliases, "extern_kernels.mm(")) == linear_layers
@@ -196,16 +204,9 @@ def test_the_graph_for_cuda_graphs_is_one_partition(
 @MODELS
 @pytest.mark.parametrize("fold", [False, True], ids=["synchronised", "folding"])
 def test_templates_that_autotuning_chooses_write_into_the_bucket(
-    fold: bool, model: type[nn.Module], batch: Tensor, linear_layers: int
+    fold: bool, model: type[nn.Module], linear_layers: int
 ) -> None:
-    code = cuda_code(
-        model(),
-        [batch],
-        capacity_bytes=SMALL_BUCKET_BYTES,
-        fold=fold,
-        mode="max-autotune-no-cudagraphs",
-        templates=True,
-    )
+    code = code_of(model, fold=fold, mode=WITHOUT_CUDA_GRAPHS, templates=True)
     assert "extern_kernels.mm(" not in body_of(code.source)
     statements, aliases = statements_of(code)
     assert sum(placed(statements, aliases, "triton_tem_")) == linear_layers
@@ -221,15 +222,11 @@ COMPRESSIONS = pytest.mark.parametrize(
 
 
 @COMPRESSIONS
-@pytest.mark.parametrize(
-    ("model", "batch"),
-    [(Perceptron, ROWS), (Block, TOKENS), (Convolutions, IMAGES)],
-    ids=["perceptron", "gpt", "convolutions"],
-)
+@pytest.mark.parametrize("model", [Perceptron, Block, Convolutions], ids=["perceptron", "gpt", "convolutions"])
 def test_compressed_buckets_carry_16_bits_and_each_gradient_is_cast_as_it_is_put_there(
-    model: type[nn.Module], batch: Tensor, hook: CommHook, dtype: torch.dtype
+    model: type[nn.Module], hook: CommHook, dtype: torch.dtype
 ) -> None:
-    code = cuda_code(model(), [batch], capacity_bytes=8_000.0, hook=hook)
+    code = code_of(model, capacity_bytes=8_000.0, hook=hook)
     statements, aliases = statements_of(code)
     launches, waits = launches_and_waits(statements)
     for n, bucket in zip(launches, code.plan.buckets, strict=True):
@@ -252,17 +249,8 @@ def test_casts_are_no_kernels_of_their_own_but_for_what_products_write(hook: Com
     """
     sizes = {}
     for templates in (False, True):
-        plain, compressed = (
-            cuda_code(
-                Perceptron(),
-                [ROWS],
-                capacity_bytes=SMALL_BUCKET_BYTES,
-                hook=each,
-                mode="max-autotune-no-cudagraphs",
-                templates=templates,
-            )
-            for each in (None, hook)
-        )
+        options = {"mode": WITHOUT_CUDA_GRAPHS, "templates": templates}
+        plain, compressed = code_of(Perceptron, fold=False, **options), code_of(Perceptron, hook=hook, **options)
         kernels = [
             sum(s.kind in ("kernel", "mm") for s in before_the_first_wait(read_statements(code.source)[0]))
             for code in (plain, compressed)
@@ -300,8 +288,8 @@ def test_what_was_pretended_is_gone_afterwards() -> None:
     before = found()
     cuda_code(Perceptron(), [ROWS], capacity_bytes=SMALL_BUCKET_BYTES)
     assert found() == before
-    compiled = torch.compile(Perceptron(), fullgraph=True)
-    compiled(ROWS).backward()
+    compiled = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), fullgraph=True)
+    compiled(torch.ones(2, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in compiled.parameters())
 
 

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from models import Mlp, assert_gradients, expected_mean, row_batch
+from models import assert_gradients, expected_mean, row_batch
+from torch import nn
 
 from compiled_ddp import compile_ddp, functional, torch_private
 from compiled_ddp.graph.compiled_graph import CompiledGraph
@@ -47,9 +48,20 @@ def _count() -> Compiled:
     return Compiled(counters.get("fxgraph_cache_miss", 0), counters.get("fxgraph_cache_hit", 0))
 
 
-def _steps(rank: int, *, accumulated: bool = False, **options: Any) -> Compiled:
+class Small(nn.Module):
+    """As little as takes a kernel in the forward and one in the backward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def _steps(rank: int, *, accumulated: bool = False, width: int = 3, **options: Any) -> Compiled:
     """Two steps, and what was compiled for them."""
-    before, model = _count(), Mlp()
+    before, model = _count(), Small(width)
     ddp = compile_ddp(model, **options)
     for number in range(2):
         batches = [row_batch(rank + 2 * number), row_batch(rank + 7)][: 1 + accumulated]
@@ -175,12 +187,14 @@ def _libraries(folder: Path) -> dict[str, bytes]:
 
 def test_one_host_compiles_and_the_other_loads(ranks2: RankPool, tmp_path: Path) -> None:
     folders = [tmp_path / "0", tmp_path / "1"]
-    found = run(ranks2, folders, accumulated=True)
+    width = 7  # its own: of kernels that ranks have in memory no library is written
+    found = run(ranks2, folders, accumulated=True, width=width)
     assert sum(rank.here for rank in found) == 3
     assert sum(rank.loaded for rank in found) == 3
     here, there = map(_libraries, folders)
+    assert here, "no C++ compiler has run"
     assert here == there, "no C++ compiler has run a second time"
-    assert run(ranks2, folders, accumulated=True) == [Compiled(0, 3)] * 2
+    assert run(ranks2, folders, accumulated=True, width=width) == [Compiled(0, 3)] * 2
 
 
 @contextmanager
@@ -245,7 +259,7 @@ def test_what_another_host_sends_is_refused_by_name_and_compiled_anew(
     folders = [str(tmp_path / "0"), str(tmp_path / "1")]
     (first, told), (second, told_too) = ranks2.run(_with_spoilt_artifacts, folders, spoil, **LIMITS)
     assert (first, second) == (Compiled(2, 0), Compiled(2, 0))
-    refusal = "has sent is not used, and forward of Mlp (graph 1) is compiled anew: "
+    refusal = "has sent is not used, and forward of Small (graph 1) is compiled anew: "
     assert [why in line for line in told + told_too if refusal in line] == [True]
 
 
@@ -263,7 +277,7 @@ def test_a_rank_with_other_settings_compiles_alone_and_says_so(ranks2: RankPool,
     (first, told), (second, told_too) = ranks2.run(_with_other_threads, str(tmp_path), **LIMITS)
     assert (first, second) == (Compiled(2, 0), Compiled(2, 0))
     (line,) = (line for line in told + told_too if "forward" in line and "by itself" in line)
-    assert "compiles forward of Mlp (graph 1) by itself, as its number of threads is not rank " in line
+    assert "compiles forward of Small (graph 1) by itself, as its number of threads is not rank " in line
 
 
 # ---- caches that differ: pytorch 193043, unsloth-zoo 967 -------------------------------------------------------------
@@ -306,7 +320,7 @@ def _slow_compiler(rank: int, folders: list[str], slow: str) -> None:
 
     def wait_first(*args: Any, **kwargs: Any) -> Any:
         if rank == 1:
-            time.sleep(8.0)
+            time.sleep(5.0)
         return compile_(*args, **kwargs)
 
     with _cache_in(folders[rank]), mock.patch.object(CompiledGraph, slow, wait_first):
@@ -320,4 +334,4 @@ def test_a_rank_that_compiles_is_waited_for_beyond_the_groups_timeout(
     """nanochat 722. Each has a cache of its own, as on two hosts; the second one has nothing in it."""
     run(ranks2, [tmp_path / "0"] * 2)
     folders = [str(tmp_path / "0"), str(tmp_path / "1")]
-    ranks2.run(_slow_compiler, folders, slow, timeout_seconds=200, collective_timeout_seconds=4.0)
+    ranks2.run(_slow_compiler, folders, slow, timeout_seconds=200, collective_timeout_seconds=3.0)

@@ -148,13 +148,14 @@ def test_a_killed_rank_is_named(ranks2: RankPool, wrapper: str) -> None:
 
 def _leave(rank: int) -> str:
     group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_SECONDS))
-    options = {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.001, "warmup_chooses": False}
-    ddp = compile_ddp(TokenModel(), process_group=group, **options)
-    batch = token_batch(rank)
-    ddp.warmup(*batch)  # which waits longer than that for the slowest compiler
-    ddp(*batch).backward()
+    options = {"bucket_cap_mb": 0.0001, "first_bucket_mb": 0.0001, "warmup_chooses": False}
+    ddp = compile_ddp(Mlp(), process_group=group, **options)
+    batch = row_batch(rank)
+    ddp.warmup(batch)  # which waits longer than that for the slowest compiler
+    ddp(batch).square().sum().backward()
+    assert ddp.plan is not None and len({bucket.numel for bucket in ddp.plan.buckets}) > 1
     ddp.zero_grad()
-    loss = ddp(*batch)
+    loss = ddp(batch).square().sum()
     dist.barrier()
     if rank == 1:
         dist.destroy_process_group(ddp._runtime.communicator.group)

@@ -173,6 +173,7 @@ def _trains(rank: int) -> None:
     ddp(batches[0]).backward()
     assert_gradients(model, expected, rtol=1e-3, atol=1e-5)
     assert {section.origin for section in ddp.plan.sections} == {"graph"}
+    assert not ddp._runtime.reduction.proof.unverified, "launches of generated code are seen"
 
 
 def test_convolution_accumulates_and_folds_under_inductor(ranks2: RankPool) -> None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import functools
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +18,14 @@ from models import (
     gradient_copies,
     local_gradients,
     mean_over_ranks,
+    row_batch,
     token_batch,
     wrappers,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from compiled_ddp import compile_ddp
+from compiled_ddp import EagerDDP, ParityReport, compile_ddp, verify_parity
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -301,3 +304,102 @@ def test_each_wrapper_reduces_on_a_communicator_of_its_own(ranks3: RankPool) -> 
     assert first == last
     assert len(set(first)) == 2
     assert outside == []
+
+
+# ---- verify_parity: what it compares with ----------------------------------------------------------------------------
+
+
+def _mean_square(output: torch.Tensor, _: object) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def _reducing_nothing(model: nn.Module) -> EagerDDP:
+    wrapper = EagerDDP(model)
+    wrapper.require_backward_grad_sync = False
+    return wrapper
+
+
+def _same_batch(rank: int) -> list[ParityReport]:
+    batches = (row_batch(0), row_batch(rank))
+    return [verify_parity(Mlp(), batch, 2, loss=_mean_square, wrap=_reducing_nothing) for batch in batches]
+
+
+def test_verify_says_that_equal_gradients_do_not_show_whether_they_are_averaged(ranks2: RankPool) -> None:
+    for same, apart in ranks2.run(_same_batch):
+        assert same.within(1e-4) and not same.saw_averaging
+        assert str(same).endswith("that they are averaged was not seen; give each rank its own batch.")
+        assert not apart.within(1e-4) and apart.saw_averaging and "not seen" not in str(apart)
+
+
+def _sixteen_bits(rank: int, dtype: torch.dtype) -> ParityReport:
+    return verify_parity(Mlp().to(dtype), row_batch(rank).to(dtype), 1, loss=_mean_square, wrap=EagerDDP)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_verify_tolerates_the_rounding_of_a_gradients_own_dtype(ranks2: RankPool, dtype: torch.dtype) -> None:
+    for report in ranks2.run(_sixteen_bits, dtype):
+        assert report.within() and not report.within(1e-4) and report.saw_averaging
+        assert {difference.tolerance for difference in report.differences} == {4 * torch.finfo(dtype).eps}
+
+
+def _two_groups(rank: int) -> ParityReport:
+    pair, alone = dist.new_group([0, 1]), dist.new_group([2])
+    wrap = functools.partial(EagerDDP, process_group=alone if rank == 2 else pair)
+    return verify_parity(Mlp(), row_batch(rank), 1, loss=_mean_square, wrap=wrap)
+
+
+def test_verify_averages_by_hand_over_the_wrappers_own_group(ranks3: RankPool) -> None:
+    first, *others = ranks3.run(_two_groups)
+    assert first.within(1e-5) and others == [first, first]
+
+
+class Scaled(nn.Module):
+    """With a buffer that is this rank's own."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+        self.register_buffer("scale", torch.tensor([scale]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+def _own_buffers(rank: int) -> list[ParityReport]:
+    ignoring = Scaled(1.0 + rank)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["scale"])
+    unsent = functools.partial(EagerDDP, broadcast_buffers=False, init_sync=False)
+    torch.manual_seed(0)  # as init_sync=False sends no parameters
+    models: list[tuple[nn.Module, Any]] = [(ignoring, EagerDDP), (Scaled(1.0 + rank), unsent)]
+    return [verify_parity(model, row_batch(rank), 1, loss=_mean_square, wrap=wrap) for model, wrap in models]
+
+
+def test_verify_leaves_buffers_that_the_wrapper_does_not_send_to_each_rank(ranks2: RankPool) -> None:
+    for reports in ranks2.run(_own_buffers):
+        assert all(report.within(1e-5) for report in reports), [*map(str, reports)]
+
+
+class Normalising(nn.Module):
+    """Changes its batch in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 2)
+
+    def forward(self, x: torch.Tensor, **_: object) -> torch.Tensor:
+        return self.linear(x.sub_(1.0).div_(2.0))
+
+
+def _changed_in_place(rank: int) -> None:
+    batch = {"x": row_batch(rank), "target": torch.zeros(2)}
+
+    def loss(output: torch.Tensor, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (output - given.pop("target")).square().mean()
+
+    report = verify_parity(Normalising(), batch, 2, loss=loss, wrap=EagerDDP)
+    assert report.within(1e-5), str(report)
+    assert batch.keys() == {"x", "target"} and torch.equal(batch["x"], row_batch(rank))
+
+
+def test_verify_gives_each_use_a_batch_of_its_own(ranks2: RankPool) -> None:
+    ranks2.run(_changed_in_place)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from compiled_ddp import EagerDDP, comm_hooks
 from ranks import RankPool
 
 
@@ -52,3 +53,35 @@ def _stats(rank: int, wrapper: str) -> None:
 @pytest.mark.parametrize("wrapper", ["compile_ddp", "EagerDDP"])
 def test_stats_tell_what_ddps_logging_data_does(ranks2: RankPool, wrapper: str) -> None:
     ranks2.run(_stats, wrapper)
+
+
+class Recommender(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items, self.head = nn.Embedding(1000, 8, sparse=True), nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.items(ids)).sum()
+
+
+def _sparse_hooked_and_unfrozen(rank: int) -> None:
+    theirs, ours = DistributedDataParallel(Recommender())._get_ddp_logging_data(), EagerDDP(Recommender()).stats()
+    for name in ("num_parameter_tensors", "total_parameter_size_bytes"):
+        assert ours[name] == theirs[name], name
+    assert EagerDDP(Mlp(), comm_hook=comm_hooks.fp16_compress).stats()["comm_hook"] == "fp16_compress"
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 7))
+    model[0].requires_grad_(False)
+    ddp = EagerDDP(model)
+    ddp(row_batch(rank)).sum().backward()
+    model[0].requires_grad_(True)
+    for step in range(3):
+        ddp(row_batch(rank, step)).sum().backward()
+    trained = [name for name, _ in model.named_parameters()]
+    indices = [index for bucket in ddp.stats()["per_bucket_param_indices"] for index in bucket]
+    planned = [ddp.plan.parameter_names[index] for bucket in ddp.plan.buckets for index in bucket.indices]
+    assert [trained[index] for index in indices] == planned and sorted(indices) == [0, 1, 2, 3]
+
+
+def test_stats_count_sparse_parameters_name_the_hook_and_number_as_registered(ranks2: RankPool) -> None:
+    ranks2.run(_sparse_hooked_and_unfrozen)

@@ -76,8 +76,9 @@ class Trainer:
     def warm_up(self) -> str:
         """Call each wrapper's warmup with what a step calls it with first; what it has chosen, in its words."""
         calls = _first_calls(self._model, self._size, self._model.batch_of(self._size, self._rank.index, 0))
-        chosen = [self.parts[name].warmup(*arguments, **keywords) for name, (arguments, keywords) in calls.items()]
-        return "; ".join(str(choice) for choice in chosen if choice is not None)
+        for name, (arguments, keywords) in calls.items():
+            self.parts[name].warmup(*arguments, **keywords)
+        return "; ".join(filter(None, (self.parts[name].explain().chosen for name in calls)))
 
     def step(self, number: int) -> float:
         """Seconds of one step, from a barrier on."""
@@ -162,18 +163,30 @@ def _first_steps(trainer: Trainer, steps: int, after_step: Callable[[], None] = 
     return Captured(graphs_now - graphs, sum(new.values()), frames_now - frames, reasons, first_step_s)
 
 
-def _launched_bytes(parts: Iterable[nn.Module]) -> int:
-    """By graphs and hooks, so far, as far as backwards were synchronised."""
-    return sum(part.stats()["iteration"] * part.plan.nbytes for part in parts)
+class LaunchedBytes:
+    """By graphs and hooks, in each step, as far as backwards were synchronised. A plan may grow from step to step."""
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._parts = [*parts]
+        self._backwards = [part.stats()["iteration"] for part in self._parts]
+        self.of_steps: list[int] = []
+
+    def note_step(self) -> None:
+        """A step is over."""
+        before, self._backwards = self._backwards, [part.stats()["iteration"] for part in self._parts]
+        new = [now - then for now, then in zip(self._backwards, before, strict=True)]
+        launched = (count * part.plan.nbytes for count, part in zip(new, self._parts, strict=True) if count)
+        self.of_steps.append(sum(launched))
 
 
 def first_steps_of_ours(trainer: Trainer, steps: int) -> tuple[Captured, Reduced]:
     """What compile_ddp's first steps capture, and what graphs and hooks launch in them."""
-    in_graphs, in_all, parts = [0], [0], trainer.parts.values()
+    in_graphs, parts = [0], trainer.parts.values()
+    in_all = LaunchedBytes(parts)
 
     def after_step() -> None:
         in_graphs.append(0)
-        in_all.append(_launched_bytes(parts))
+        in_all.note_step()
 
     with warnings.catch_warnings(record=True) as caught, _noting_graphs(in_graphs):
         warnings.simplefilter("always")
@@ -186,7 +199,7 @@ def first_steps_of_ours(trainer: Trainer, steps: int) -> tuple[Captured, Reduced
     return captured, Reduced(
         gradient_bytes=sum(section.plan.nbytes for section in planned),
         share_planned=of_graphs / sum(section.plan.nbytes for section in planned),
-        share_run=sum(in_graphs[SETTLED:steps]) / (in_all[steps] - in_all[SETTLED]),
+        share_run=sum(in_graphs[SETTLED:steps]) / sum(in_all.of_steps[SETTLED:steps]),
         by_hooks=sorted(reasons),
         sparse=[name for explanation in explained for name in explanation.sparse],
         warnings=sorted({str(warning.message) for warning in caught if "hooks reduce" in str(warning.message)}),

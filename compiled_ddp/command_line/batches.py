@@ -8,7 +8,7 @@ import torch
 
 
 def fresh_copy(batch: Any) -> Any:
-    """`batch` for one use: its tensors cloned, tuples, lists and mappings made anew, whatever else has a `to` copied."""
+    """`batch` for one use: tensors cloned, tuples, lists and mappings made anew, whatever else has a `to` copied."""
     if isinstance(batch, torch.Tensor):
         return batch.detach().clone().requires_grad_(batch.requires_grad)
     if type(batch) is dict:

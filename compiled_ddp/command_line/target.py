@@ -66,7 +66,7 @@ def _without_our_arguments(source: str | Path) -> Iterator[None]:
         yield
     except SystemExit as ended:
         raise NoSuchTarget(
-            f"the script ended itself ({source}, by sys.exit): put what it runs behind if __name__ == '__main__'."
+            f"{source}: the script ended itself: put what it runs behind if __name__ == '__main__'."
         ) from ended
     finally:
         sys.argv = ours

@@ -32,10 +32,10 @@ def advise(comparison: Comparison) -> Advice:
     rows = {row.name: row for row in derive(comparison).variants}
     wrappers = [result for result in comparison.variants if result.communicates]
     reasons = [f"{result.name} failed ({result.error})." for result in wrappers if result.error is not None]
-    draws = next((result for result in comparison.variants if _differs_without_a_wrapper(result)), None)
-    if draws is not None:
+    own_difference = _difference_without_a_wrapper(comparison)
+    if own_difference is not None:
         reasons.append(
-            f"Gradients were not judged: without any wrapper they differ by {draws.gradient_difference:.1g} of the "
+            f"Gradients were not judged: without any wrapper they differ by {own_difference:.1g} of the "
             "largest from one run to the next, so the forward draws random numbers. Return the model without dropout "
             "to have them judged."
         )
@@ -44,7 +44,7 @@ def advise(comparison: Comparison) -> Advice:
         if result.error is not None:
             continue
         difference = result.gradient_difference
-        if draws is None and difference is not None and not difference <= LARGEST_DIFFERENCE:
+        if own_difference is None and difference is not None and not difference <= LARGEST_DIFFERENCE:
             reasons.append(f"{result.name} has other gradients, by {difference:.1g} of the largest.")
         else:
             candidates.append(result)
@@ -57,10 +57,11 @@ def advise(comparison: Comparison) -> Advice:
     return Advice(choice.name, [*_reasons(choice, tied, candidates, rows), *reasons])
 
 
-def _differs_without_a_wrapper(result: VariantResult) -> bool:
-    """Whether it is the eager model alone, and not even its gradients are those of the reference."""
-    difference = result.gradient_difference
-    return result.name == FLOORS[0] and difference is not None and difference > LARGEST_DIFFERENCE
+def _difference_without_a_wrapper(comparison: Comparison) -> float | None:
+    """By how much gradients of the eager model alone are not those of the reference; None where they are."""
+    floors = [result.gradient_difference for result in comparison.variants if result.name == FLOORS[0]]
+    found = [difference for difference in (comparison.own_difference, *floors) if difference is not None]
+    return next((difference for difference in found if difference > LARGEST_DIFFERENCE), None)
 
 
 def is_faster(one: VariantResult, other: VariantResult, rows: dict[str, Row]) -> bool:

@@ -46,7 +46,8 @@ def _draw_panel(axes: Any, comparison: Comparison, table: Table) -> None:
         axes.axvline(row.step_ms, linestyle=style, color=color, linewidth=1.2)
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
-    axes.set_xlim(0, max([*ends, *(row.step_ms or 0.0 for row in table.limits)]) * 1.02)
+    longest = max([*ends, *(row.step_ms or 0.0 for row in table.limits)], default=1.0)
+    axes.set_xlim(0, longest * 1.02)
     axes.set_xlabel("ms per step; in brackets the ratio to torch DDP")
     axes.set_title(title_of(comparison, table), loc="left", fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
@@ -65,9 +66,10 @@ def title_of(comparison: Comparison, table: Table) -> str:
 
 
 def draw(comparisons: Sequence[Comparison], path: Path, recipe: Mapping[str, Any]) -> None:
-    """One panel per comparison, into the PNG file `path`, under a line with the machine, the versions and the date.
+    """One panel per comparison, into the file `path`, under a line with the machine, the versions and the date.
 
-    `recipe` is what was written with the comparisons. Raises ImportError without matplotlib.
+    Its suffix says what kind of picture it is, PNG without one. `recipe` is what was written with the comparisons.
+    Raises ImportError without matplotlib.
     """
     import matplotlib
 
@@ -98,5 +100,18 @@ def draw(comparisons: Sequence[Comparison], path: Path, recipe: Mapping[str, Any
     figure.suptitle("\n".join(textwrap.wrap(where, OF_A_LINE)), x=0.01, ha="left", fontsize=10, color="#525252")
     figure.legend(handles=keys, loc="outside lower center", ncols=3, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, metadata={"Description": where})
+    kind = path.suffix[1:].lower() or "png"
+    figure.savefig(path, dpi=150, format=kind, metadata={"Description": where} if kind == "png" else None)
     plt.close(figure)
+
+
+def problem_of(path: Path) -> str | None:
+    """What is wrong with the name of a picture, if anything can be told without drawing it."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+    except ImportError:
+        return None  # there will be no picture
+    known = FigureCanvasAgg.get_supported_filetypes()
+    if not path.suffix or path.suffix[1:].lower() in known:
+        return None
+    return f"{path} is no picture ({path.suffix} is none of {', '.join(sorted(known))}): name another file by --png"

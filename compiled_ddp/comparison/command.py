@@ -31,6 +31,10 @@ PACKAGES = ("torch", "compiled-ddp", "numpy", "transformers")
 def run(options: argparse.Namespace) -> int:
     """Compare on torchrun's ranks, or on own ones; returns the exit status."""
     if "RANK" in os.environ:
+        if "LOCAL_WORLD_SIZE" not in os.environ:  # which cores and which GPU are this rank's goes by it
+            told = "RANK is set, and nothing says how many ranks this machine has"
+            sys.stderr.write(f"compare: {told}: start with torchrun, or set LOCAL_WORLD_SIZE\n")
+            return 2
         return _compare_on_this_rank(options, sys.argv[1:], every_rank_tells=True)
     try:
         check_target(options.target)
@@ -42,7 +46,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare_on_this_rank(options: argparse.Namespace, arguments: list[str], every_rank_tells: bool) -> int:
-    """2 where there was nothing to compare, with the reason on stderr: of every rank, as machines have their own."""
+    """1 where every wrapper has failed.
+
+    2 where there was nothing to compare, with the reason on stderr: of every rank, as machines have their own.
+    """
     # While ranks meet, in C++, no handler of a signal runs, and there is nothing to remove: it ends the process.
     dist.init_process_group("gloo", timeout=timedelta(seconds=2 * options.timeout))
     # The launcher's, when it is told to end itself, or another rank has failed.
@@ -58,7 +65,7 @@ def _compare_on_this_rank(options: argparse.Namespace, arguments: list[str], eve
     else:
         if dist.get_rank() == 0:
             _report(options, comparison, arguments)
-        return 0
+        return int(all(result.error is not None for result in comparison.variants if result.communicates))
     finally:
         dist.destroy_process_group()
         signal.signal(signal.SIGTERM, before)
@@ -81,7 +88,7 @@ def _check_before(options: argparse.Namespace) -> None:
 
 
 def _ranks_here() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def _no_gpu(options: argparse.Namespace) -> str | None:
@@ -93,7 +100,11 @@ def _no_gpu(options: argparse.Namespace) -> str | None:
 
 def _not_writable(options: argparse.Namespace) -> str | None:
     """Which of the results could not be written, and why; nothing of the attempt is left."""
-    for argument, path in zip(("--json", "--png"), _results(options, options.target.rpartition(":")[2]), strict=True):
+    results = _results(options, options.target.rpartition(":")[2])
+    unknown = chart.problem_of(results[1])
+    if unknown is not None:
+        return unknown
+    for argument, path in zip(("--json", "--png"), results, strict=True):
         is_new = not path.exists()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -136,7 +147,7 @@ def _report(options: argparse.Namespace, comparison: Comparison, arguments: list
     recipe = record.recipe(sources, PACKAGES, shlex.join(["compiled-ddp", *arguments]))
     data = {"recipe": recipe, "comparisons": [comparison.to_json()], "advice": asdict(advice)}
     samples.parent.mkdir(parents=True, exist_ok=True)
-    samples.write_text(json.dumps(data))
+    samples.write_text(json.dumps(data, allow_nan=False))
     sys.stdout.write(f"\nRaw samples and recipe: {samples}\n{_picture(comparison, picture, recipe)}\n")
 
 

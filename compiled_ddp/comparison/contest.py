@@ -97,6 +97,7 @@ class Contest:
             communication_samples=alone,
             variants=results,
             batch_size=made["batch_size"],
+            own_difference=made["own_difference"],
         )
 
     def _make_reference(self) -> tuple[dict[str, Any], Expectation]:

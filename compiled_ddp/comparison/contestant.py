@@ -21,12 +21,13 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from compiled_ddp.command_line.seeds import seed_all
 from compiled_ddp.command_line.target import NoSuchTarget, find_function
 from compiled_ddp.comparison.collectives import CommunicationAlone
 from compiled_ddp.comparison.measure import Contender, device_name
 from compiled_ddp.comparison.probe import MemoryUnknown, first_step, of_all_ranks, peak_memory
 from compiled_ddp.comparison.ranks import Rank, gloo_group, share_cores
-from compiled_ddp.comparison.reference import Reference, trainable
+from compiled_ddp.comparison.reference import Reference, copies_of_buffers, trainable
 from compiled_ddp.comparison.users_task import RETURNS, UsersWorkload
 from compiled_ddp.comparison.variants import Variant, WrapperOptions, make_variants
 from compiled_ddp.comparison.workload import total_samples
@@ -90,11 +91,13 @@ class Contestant:
 
     def _call_function(self) -> UsersWorkload:
         rank = self._rank
+        seed = self._instructions.seed + rank.index
+        seed_all(seed)  # for what the script draws; the workload does so again for the function
         function = find_function(self._instructions.users_function, returns=RETURNS)
         return UsersWorkload(
             self._instructions.users_function.rpartition(":")[2],
             function,
-            seed=self._instructions.seed + rank.index,
+            seed=seed,
             rank=rank.index,
             world_size=rank.world_size,
             device=rank.device,
@@ -116,6 +119,7 @@ class Contestant:
         step_s = time.perf_counter() - began
         saved = {"state": initial, "batch": reference.batch, "gradients": reference.gradients}
         torch.save(saved, self._instructions.reference)
+        again = reference.difference(workload, model, rank, communicates=False)
         parameters = trainable(model)
         return {
             "workload": workload.name,
@@ -123,6 +127,7 @@ class Contestant:
             "parameters": sum(parameter.numel() for parameter in parameters),
             "gradient_bytes": sum(parameter.nbytes for parameter in parameters),
             "step_s": max(rank.gather(step_s)),
+            "own_difference": again,
             "batch_size": total_samples(rank.gather(workload.samples(reference.batch))),
         }
 
@@ -133,7 +138,8 @@ class Contestant:
         model = workload.build_model("", device)
         model.load_state_dict(saved["state"], strict=False)
         weights = [parameter.detach().clone() for parameter in trainable(model)]
-        return workload, Reference(weights, saved["batch"], [gradient.cpu() for gradient in saved["gradients"]])
+        gradients = [gradient.cpu() for gradient in saved["gradients"]]
+        return workload, Reference(weights, copies_of_buffers(model), saved["batch"], gradients)
 
     def _variant(self) -> Variant:
         assert self._instructions.variant is not None
@@ -141,7 +147,7 @@ class Contestant:
 
     def _probe(self, warmup: int) -> dict[str, Any]:
         """First step and peak memory, of the slowest rank and the one that needs most."""
-        workload, _ = self._from_reference()
+        workload = self._from_reference()[0]  # what else there is would count as memory of the variant's
         contender, first = first_step(workload, self._variant(), self._rank)
         peak, unknown = None, None
         try:

@@ -42,7 +42,7 @@ class Row(Steps):
     backward_ms: float | None = None
     optimizer_ms: float | None = None
     exposed_ms: float | None = None
-    overlap: float | None = None  # 1 where all communication is hidden, below 0 where more than that is added
+    overlap: float | None = None  # 1 where all communication is hidden, or more; below 0 where more than that is added
     peak_memory_mb: float | None = None
     first_step_cold_s: float | None = None
     first_step_warm_s: float | None = None
@@ -53,8 +53,13 @@ class Row(Steps):
 
     @property
     def overlap_in_words(self) -> str | None:
-        """A share, or "none" where a step takes longer than its floor and communication one after the other."""
-        return None if self.overlap is None else "none" if self.overlap < 0.0 else f"{self.overlap:.0%}"
+        """A share, or "none" where a step takes longer than its floor and communication one after the other.
+
+        A noisy run may have a step that is shorter than its floor: all of it was hidden, and no more.
+        """
+        if self.overlap is None:
+            return None
+        return "none" if self.overlap < 0.0 else f"{min(self.overlap, 1.0):.0%}"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from compiled_ddp.command_line.batches import fresh_copy
 from compiled_ddp.comparison.collectives import CommunicationAlone, count_collectives, even_buckets
 from compiled_ddp.comparison.progress import Progress
 from compiled_ddp.comparison.ranks import Rank
@@ -50,8 +51,8 @@ class Contender:
         self.step_s = 0.0  # what the last step of the warm-up took
 
     def next_batch(self) -> Any:
-        """This rank's next batch, on its device."""
-        return on_device(next(self.batches), self.rank.device)
+        """This rank's next batch, on its device: a copy, as a list begins again and a step may change its batch."""
+        return on_device(fresh_copy(next(self.batches)), self.rank.device)
 
     def step(self, batch: Any) -> list[float]:
         """Seconds of forward, backward and optimizer, the last with clearing the gradients."""
@@ -82,7 +83,7 @@ class Contender:
 
     def warm_up(self, reference: Reference, steps: int) -> float:
         """Train `steps` steps; returns the largest gradient difference at the first backward and after them."""
-        self.compile_ahead(reference.batch)
+        self.compile_ahead(fresh_copy(reference.batch))
         communicates = self.variant.communicates
         first = reference.difference(self.workload, self.module, self.rank, communicates=communicates)
         for _ in range(steps):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from compiled_ddp.command_line.batches import fresh_copy
 from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.comparison.workload import Workload, on_device
 
@@ -22,6 +23,11 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 def largest_of(values: Sequence[float]) -> float:
     """The largest of these; nan if one of them is."""
     return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def copies_of_buffers(module: nn.Module) -> list[Tensor]:
+    """The module's buffers as they are now, in its order."""
+    return [buffer.detach().clone() for buffer in module.buffers()]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -47,9 +53,10 @@ def _means(module: nn.Module, rank: Rank) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Reference:
-    """Initial weights, one batch of this rank, and the mean over ranks of the gradients they give."""
+    """Initial weights and buffers, one batch of this rank, and the mean over ranks of the gradients they give."""
 
     weights: list[Tensor]
+    buffers: list[Tensor]
     batch: Any  # on this rank's device
     gradients: list[Tensor]  # float32, on the CPU
 
@@ -58,14 +65,20 @@ class Reference:
         """Train the bare model on this rank's first batch."""
         model = workload.build_model("reference", rank.device)
         batch = on_device(next(workload.batches(rank.index, rank.world_size)), rank.device)
-        workload.loss(model, batch).backward()
-        return Reference([parameter.detach() for parameter in trainable(model)], batch, _means(model, rank))
+        buffers = copies_of_buffers(model)
+        workload.loss(model, fresh_copy(batch)).backward()
+        gradients = _means(model, rank)
+        model.zero_grad(set_to_none=True)
+        return Reference([parameter.detach() for parameter in trainable(model)], buffers, batch, gradients)
 
     def restore(self, module: nn.Module) -> None:
-        """Give `module` the initial weights, in place."""
+        """Give `module` the initial weights and buffers, in place; buffers that it had not then are left."""
         with torch.no_grad():
             for parameter, weight in zip(trainable(module), self.weights, strict=True):
                 _local(parameter).copy_(weight)
+            for buffer, initial in zip(module.buffers(), self.buffers, strict=False):
+                if buffer.shape == initial.shape:
+                    _local(buffer).copy_(initial)
 
     def difference(self, workload: Workload, module: nn.Module, rank: Rank, *, communicates: bool) -> float:
         """Largest |gradient - reference| over the largest |reference|, on the worst rank; nan if one is not a number.
@@ -74,7 +87,7 @@ class Reference:
         compiler's rounding.
         """
         self.restore(module)
-        workload.loss(module, self.batch).backward()
+        workload.loss(module, fresh_copy(self.batch)).backward()
         found = _means(module, rank) if not communicates else [_on_cpu(parameter) for parameter in trainable(module)]
         module.zero_grad(set_to_none=True)
         largest = largest_of([float(expected.abs().max()) for expected in self.gradients])

@@ -1,5 +1,6 @@
 """What a comparison leaves behind: raw samples and single measurements, as plain data that goes to JSON and back."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -56,15 +57,27 @@ class Comparison:
     communication_samples: list[list[float]]  # seconds, for each rank, for each round
     variants: list[VariantResult]
     batch_size: int | None = None  # samples of a step over all ranks, by the first batch of each; None: not known
+    # of the eager model without a wrapper, from one run to the next, as a variant's; None: not measured
+    own_difference: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data that `from_json` reads."""
-        return asdict(self)
+        """Plain data that `from_json` reads. A number that is not finite, which JSON has not, is None."""
+        plain: dict[str, Any] = finite(asdict(self))
+        return plain
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Comparison":
         """What `to_json` wrote."""
         return Comparison(**{**data, "variants": [_variant_from_json(variant) for variant in data["variants"]]})
+
+
+def finite(data: Any) -> Any:
+    """Plain data with None for each number that is not finite."""
+    if isinstance(data, dict):
+        return {key: finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _variant_from_json(data: dict[str, Any]) -> VariantResult:

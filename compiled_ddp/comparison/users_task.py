@@ -7,8 +7,6 @@
 
 import inspect
 import itertools
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from compiled_ddp.command_line.seeds import seed_all
 from compiled_ddp.comparison.reference import trainable
 from compiled_ddp.comparison.workload import samples_in
 from compiled_ddp.model.managed import is_wrapper
@@ -131,10 +130,7 @@ class UsersWorkload:
     def __init__(self, name: str, function: Callable[..., Any], *, seed: int, **offered: Any) -> None:
         """Call `function` with the seeds set. Raises what it raises, and what `training_of` does."""
         self.name = name
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(seed % 2**32)
+        seed_all(seed)
         self._training = training_of(call_function(function, **offered))
         self._model: nn.Module | None = self._training.model
 

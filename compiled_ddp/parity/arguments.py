@@ -7,9 +7,9 @@ _DESCRIPTION = """\
 Train a few steps with a wrapper beside plain autograd averaged by hand, and print the largest difference of every
 parameter's gradient. FUNCTION takes nothing and returns (model, batch) or (model, batch, loss), as verify_parity takes
 them (docs/verification.md). It is called on every rank, with torch.distributed initialised and another seed on each.
-Exit status 1 if a relative difference is larger than the tolerance; 2 if nothing was verified, or all ranks had the same
-gradients, so that averaging could not be seen. Under torchrun its ranks are used; otherwise gloo ranks are started on
-this machine."""
+Exit status 1 if a relative difference is larger than the tolerance; 2 if nothing was verified, or if all ranks had the
+same gradients, which does not show whether they are averaged. Under torchrun its ranks are used; otherwise gloo ranks
+are started on this machine."""
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

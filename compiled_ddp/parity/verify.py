@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from tabulate import tabulate
 from torch import nn
 
 from compiled_ddp import torch_private
+from compiled_ddp.command_line.batches import fresh_copy
 from compiled_ddp.compiled import compile_ddp
 from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.model.managed import ManagedState, is_wrapper
-from compiled_ddp.plan import ReductionKind
+from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.users_model import call_model, loss_in
@@ -24,6 +25,11 @@ from compiled_ddp.wrapper import DataParallelWrapper
 # A gradient that is zero except for rounding (of a bias in front of a normalisation) is compared with this part of the
 # model's largest gradient, not with its own noise.
 SMALLEST_SCALE = 1e-3
+
+# What is right to rounding: in float32, and in units of the precision of gradients that have less.
+TOLERANCE, TOLERATED_ROUNDINGS = 1e-4, 4
+
+NOT_SEEN = "All ranks had the same gradients: that they are averaged was not seen; give each rank its own batch."
 
 Loss = Callable[[Any, Any], torch.Tensor]  # (output, inputs) -> loss
 
@@ -37,6 +43,8 @@ class ParameterDifference:
     absolute: float  # inf where one of the two had no gradient, nan where one of them was not finite
     relative: float  # to the largest element of the mean by hand, or `SMALLEST_SCALE` of the model's largest
     step: int  # counted from 0, in which it was
+    tolerance: float = TOLERANCE  # of `relative`, by the gradient's dtype
+    ranks_differed: bool = True  # whether some rank's own gradient was beyond it, in any step
 
 
 @dataclass(frozen=True)
@@ -53,8 +61,18 @@ class ParityReport:
         relative = [difference.relative for difference in self.differences]
         return math.nan if any(map(math.isnan, relative)) else max(relative)
 
-    def within(self, tolerance: float) -> bool:
-        """True if every relative difference is at most `tolerance`: what a test asserts."""
+    @property
+    def saw_averaging(self) -> bool:
+        """Whether a wrapper that averages nothing would have shown: no where every rank had the same batch."""
+        return self.world_size == 1 or any(difference.ranks_differed for difference in self.differences)
+
+    def within(self, tolerance: float | None = None) -> bool:
+        """True if every relative difference is at most `tolerance`: what a test asserts.
+
+        None is 1e-4, or 4 times the precision of a gradient's dtype where that is more: 0.03 in bfloat16.
+        """
+        if tolerance is None:
+            return all(difference.relative <= difference.tolerance for difference in self.differences)
         return self.largest <= tolerance
 
     def __str__(self) -> str:
@@ -62,7 +80,8 @@ class ParityReport:
         rows = [(d.name, list(d.shape), f"{d.absolute:.2e}", f"{d.relative:.2e}", d.step) for d in self.differences]
         table = tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True, colalign=("left",) * 4)
         over = f"steps: {self.steps}, ranks: {self.world_size}"
-        return f"{table}\nLargest relative difference {self.largest:.2e} ({over})."
+        not_seen = "" if self.saw_averaging else f"\n{NOT_SEEN}"
+        return f"{table}\nLargest relative difference {self.largest:.2e} ({over}).{not_seen}"
 
 
 @suggests_keywords
@@ -78,9 +97,10 @@ def verify_parity(
 ) -> ParityReport:
     """Train a copy of `model` under a wrapper and compare its gradients with plain autograd, averaged over ranks.
 
-    Both start every step from the same parameters, buffers and random state; by hand means a backward of another
-    copy on every rank, and one all-reduce in float64 for each parameter. A collective: every rank of the default
-    process group calls it. `model` itself is left as it is.
+    Both start every step from the same parameters, buffers and random state, with a copy of the batch each; by hand
+    means a backward of another copy on every rank, and one all-reduce in float64 for each parameter over the wrapper's
+    `process_group`. A collective: every rank of the default process group calls it. `model` itself is left as it is.
+    Ranks need batches of their own: equal gradients do not show whether they were averaged, and the report says so.
 
     Dropout under Inductor draws other random numbers than eager code: verify in `eval()`, or pass
     `wrap=functools.partial(compile_ddp, options={"fallback_random": True})`.
@@ -168,7 +188,7 @@ def _compare(
 ) -> ParityReport:
     reference: nn.Module
     mover: torch.optim.Optimizer
-    inputs: Any = None
+    for_wrapper: Any = None
 
     def set_up() -> Description:
         nonlocal reference, mover
@@ -186,8 +206,9 @@ def _compare(
 
     def backward_of_reference() -> Description:
         """What a batch or a model may make fail on one rank alone: before the others wait in a collective."""
-        nonlocal inputs
-        inputs = batch(step) if callable(batch) else batch
+        nonlocal for_wrapper
+        given = batch(step) if callable(batch) else batch
+        inputs, for_wrapper = fresh_copy(given), fresh_copy(given)
         reference.zero_grad(set_to_none=True)
         with torch.random.fork_rng():  # so that the wrapper draws the same numbers
             loss(call_model(reference, inputs), inputs).backward()
@@ -196,11 +217,11 @@ def _compare(
     agree_on_description(ranks, set_up, occasion="set-up", purpose=_PURPOSE, failure=_FAILURE)
     found = []
     for step in range(steps):
-        _synchronise(reference, wrapper.module)
+        _synchronise(reference, wrapper)
         agree_on_description(ranks, backward_of_reference, occasion=f"step {step}", purpose=_PURPOSE, failure=_FAILURE)
-        expected = _reduced_by_hand(reference, wrapper.reduction)
+        expected = _reduced_by_hand(reference, wrapper)
         wrapper.zero_grad()
-        loss(call_model(wrapper, inputs), inputs).backward()
+        loss(call_model(wrapper, for_wrapper), for_wrapper).backward()
         found.append(_differences(wrapper.module, expected, step))
         mover.step()
     differences = [_largest(of_parameter) for of_parameter in zip(*found, strict=True)]
@@ -216,25 +237,38 @@ def _loss_in(output: Any, _: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _synchronise(reference: nn.Module, module: nn.Module) -> None:
-    """Give `reference` the state of `module`, with the buffers of rank 0, as the wrapper's next forward will have."""
-    reference.load_state_dict(module.state_dict())
-    for buffer, own in zip(reference.buffers(), module.buffers(), strict=True):
+def _synchronise(reference: nn.Module, wrapper: DataParallelWrapper) -> None:
+    """Give `reference` the state that the wrapper's next forward will have: rank 0's buffers where that sends them."""
+    reference.load_state_dict(wrapper.module.state_dict())
+    for buffer, own in zip(reference.buffers(), wrapper.module.buffers(), strict=True):
         buffer.copy_(own)  # also those that are not part of the state
-        dist.broadcast(buffer, src=0)
+    for buffer in ManagedState(reference).buffers().values() if wrapper.broadcast_buffers else ():
+        dist.broadcast(buffer, group=wrapper.process_group, group_src=0)
 
 
-def _reduced_by_hand(reference: nn.Module, reduction: ReductionKind) -> dict[str, torch.Tensor | None]:
-    """Each parameter's .grad averaged or summed over ranks, in float64; None where no rank has one."""
-    reduced = {}
-    divisor = 1 if reduction == "sum" else dist.get_world_size()  # all weights are 1
+@dataclass(frozen=True)
+class _ByHand:
+    """What is to be found of one parameter."""
+
+    reduced: torch.Tensor | None  # the mean or sum over ranks, in float64; None where no rank has a gradient
+    size: float  # its largest element
+    own_is_apart: float  # by the largest element, were this rank's own gradient taken for that of all
+
+
+def _reduced_by_hand(reference: nn.Module, wrapper: DataParallelWrapper) -> dict[str, _ByHand]:
+    """Each parameter's .grad averaged or summed over the wrapper's ranks."""
+    group, reduced = wrapper.process_group, {}
+    world_size = dist.get_world_size(group)
+    own_counts, divisor = (world_size, 1) if wrapper.reduction == "sum" else (1, world_size)  # all weights are 1
     for name, parameter in ManagedState(reference).trained().items():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else _strided(parameter.grad)
         ranks_with_one = torch.tensor(parameter.grad is not None, dtype=torch.int64, device=parameter.device)
-        total = gradient.to(_wide(parameter), memory_format=torch.contiguous_format)
-        dist.all_reduce(ranks_with_one)
-        dist.all_reduce(total)
-        reduced[name] = total / divisor if ranks_with_one else None
+        total = gradient.to(_wide(parameter), memory_format=torch.contiguous_format, copy=True)
+        dist.all_reduce(ranks_with_one, group=group)
+        dist.all_reduce(total, group=group)
+        total /= divisor
+        apart = _largest_element(own_counts * gradient.to(total.dtype) - total)
+        reduced[name] = _ByHand(total if ranks_with_one else None, _largest_element(total), apart)
     return reduced
 
 
@@ -247,27 +281,32 @@ def _wide(parameter: torch.Tensor) -> torch.dtype:
 
 
 @torch.no_grad()
-def _differences(
-    module: nn.Module, expected: Mapping[str, torch.Tensor | None], step: int
-) -> Sequence[ParameterDifference]:
-    sizes = {name: 0.0 if mean is None else _largest_element(mean) for name, mean in expected.items()}
-    least = SMALLEST_SCALE * max(sizes.values())
+def _differences(module: nn.Module, expected: Mapping[str, _ByHand], step: int) -> Sequence[ParameterDifference]:
+    least = SMALLEST_SCALE * max(by_hand.size for by_hand in expected.values())
     found = []
     for name, parameter in ManagedState(module).trained().items():
-        gradient, mean = parameter.grad, expected[name]
-        if gradient is not None and mean is not None:
-            here = _largest_element(_strided(gradient).to(mean.dtype) - mean)
+        gradient, by_hand = parameter.grad, expected[name]
+        if gradient is not None and by_hand.reduced is not None:
+            here = _largest_element(_strided(gradient).to(by_hand.reduced.dtype) - by_hand.reduced)
         else:
-            here = 0.0 if gradient is mean else math.inf
-        # A nan must not be lost in a maximum over ranks.
-        kept = [0.0, 1.0] if math.isnan(here) else [here, 0.0]
-        largest = torch.tensor(kept, dtype=torch.float64, device=parameter.device)
+            here = 0.0 if gradient is by_hand.reduced else math.inf
+        scale, tolerance = max(by_hand.size, least), _tolerance(parameter)
+        relative = 0.0 if here == 0 else here / scale if scale else math.inf
+        # A nan must not be lost in a maximum over ranks, whose scales differ where they are of several groups.
+        numbers = [0.0, 0.0, 1.0] if math.isnan(relative) else [here, relative, 0.0]
+        numbers.append(float(by_hand.own_is_apart > tolerance * scale))
+        largest = torch.tensor(numbers, dtype=torch.float64, device=parameter.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
-        absolute = math.nan if largest[1] else float(largest[0])
-        scale = max(sizes[name], least)
-        relative = 0.0 if absolute == 0 else absolute / scale if scale else math.inf
-        found.append(ParameterDifference(name, tuple(parameter.shape), absolute, relative, step))
+        absolute, relative, is_nan, differed = largest.tolist()
+        if is_nan:
+            absolute = relative = math.nan
+        shape = tuple(parameter.shape)
+        found.append(ParameterDifference(name, shape, absolute, relative, step, tolerance, bool(differed)))
     return found
+
+
+def _tolerance(parameter: torch.Tensor) -> float:
+    return max(TOLERANCE, TOLERATED_ROUNDINGS * torch.finfo(gradient_dtype(parameter)).eps)
 
 
 def _largest_element(tensor: torch.Tensor) -> float:
@@ -275,4 +314,5 @@ def _largest_element(tensor: torch.Tensor) -> float:
 
 
 def _largest(differences: Sequence[ParameterDifference]) -> ParameterDifference:
-    return max(differences, key=lambda d: math.inf if math.isnan(d.relative) else d.relative)
+    largest = max(differences, key=lambda d: math.inf if math.isnan(d.relative) else d.relative)
+    return replace(largest, ranks_differed=any(difference.ranks_differed for difference in differences))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from tabulate import tabulate
 
+from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.formatting import format_names
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionSequence
@@ -85,9 +86,14 @@ def explain_sequence(
     )
 
 
+def hook_name(hook: CommHook) -> str:
+    """What tables call a hook of `comm_hook=`: a function's name, or an object with its settings."""
+    return getattr(hook, "__name__", repr(hook))
+
+
 def _format_reduction(options: Options) -> str:
     if options.comm_hook is not None:
-        name = getattr(options.comm_hook, "__name__", repr(options.comm_hook))
+        name = hook_name(options.comm_hook)
         return f"The communication hook {name} reduces each bucket; in graphs the proof does not see what it launches."
     if options.reduction == "sum":
         return "Gradients are summed over ranks."

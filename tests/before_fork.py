@@ -6,14 +6,9 @@ is computed here, and no thread started, which a fork would not take along.
 """
 
 import gc
+import importlib
 
-import torch
-import torch._inductor.compile_fx
-import torch.distributed
-
-import compiled_ddp.public
-
-__all__ = ["compiled_ddp", "torch"]
-
+for name in ("torch", "torch.distributed", "torch._inductor.compile_fx", "compiled_ddp.public"):
+    importlib.import_module(name)
 gc.collect()
 gc.freeze()

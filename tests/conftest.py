@@ -59,12 +59,6 @@ def twin_ranks2(inductor_cache: Path) -> Iterator[RankPool]:
         yield pool
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line(
-        "markers", "product: expensive without ranks, so that make test runs a part of its products"
-    )
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_the_rest_of_products(items)

@@ -80,5 +80,5 @@ def _wrap(options: argparse.Namespace) -> Callable[[nn.Module], DataParallelWrap
     if options.wrapper == "EagerDDP":
         return EagerDDP
     # Inductor's random numbers are others than eager code's: dropout would look like a wrong gradient.
-    further = {"options": {"fallback_random": True}} if options.backend == "inductor" else {}
-    return functools.partial(compile_ddp, backend=options.backend, **further)
+    as_eager = {"fallback_random": True} if options.backend == "inductor" else None
+    return functools.partial(compile_ddp, backend=options.backend, options=as_eager)

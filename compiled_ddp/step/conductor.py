@@ -11,8 +11,8 @@ are awaited in that order. The order is that of the rank that came first, kept i
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,69 +20,8 @@ import torch.distributed as dist
 from compiled_ddp import torch_private
 from compiled_ddp.ranks.store import Store, part_of_default
 
-
-class Conducted(Protocol):
-    """One wrapper's part."""
-
-    @property
-    def name(self) -> str:
-        """The wrapper's name, the same on all ranks, and no other wrapper's."""
-
-    def takes_part(self) -> bool:
-        """Whether the backward that this thread runs has reached the wrapper, or will."""
-
-    def may_take_part(self) -> bool:
-        """Whether it does, or nothing tells so beforehand."""
-
-    def expect_in_task(self) -> None:
-        """If the backward that this thread runs will reach the wrapper: note that it has begun elsewhere."""
-
-    def backward_failed(self, failed: torch_private.autograd.FailedBackward) -> None:
-        """If a backward of this thread that has failed was to reach the wrapper: note that it has begun elsewhere."""
-
-    def has_begun(self) -> bool:
-        """Whether a backward has reached the wrapper that has not ended."""
-
-    def expect_no_more(self) -> None:
-        """Drop what `expect_in_task` or `backward_failed` has noted."""
-
-    def unsent(self) -> Iterable[str]:
-        """What ranks wait for in the middle of a backward and this rank has not sent yet."""
-
-    def ends_with(self, task: int) -> bool:
-        """Whether its backward ends when autograd has ended `task`."""
-
-    def outlast_threads(self) -> None:
-        """Outside of backwards: wait for what other threads still run of one that this thread has called."""
-
-    def is_broken_off(self) -> bool:
-        """After that: whether an exception has ended one of this thread's."""
-
-    @property
-    def communicates(self) -> bool:
-        """Whether its model has collectives of its own. [Note: models that communicate]"""
-
-    def waits_to_send(self) -> str | None:
-        """What `send_rest` waits for, if for anything."""
-
-    def begin_skipping(self) -> None:
-        """Send zeros in place of a backward."""
-
-    def send_rest(self) -> None:
-        """Send what is left of a backward that has ended."""
-
-    def end(self) -> None:
-        """Send what is left, if anything is, wait for the results, and leave them in .grad."""
-
-    def send_rest_of_broken(self) -> None:
-        """Send what is left of a backward that an exception ended."""
-
-    def told_ranks(self) -> Collection[int]:
-        """The global ranks that `send_rest_of_broken` has told of the exception."""
-
-    def end_broken(self, told: Collection[int]) -> None:
-        """Wait for the results of that, and drop them. `told` are the ranks that know of it through any wrapper."""
-
+if TYPE_CHECKING:
+    from compiled_ddp.step.runtime import Runtime
 
 _communicates = operator.attrgetter("communicates")
 
@@ -92,21 +31,21 @@ class Conductor:
 
     def __init__(self) -> None:
         # To them. Where there is one, as in most processes, nobody need be asked.
-        self.references: list[weakref.ref[Conducted]] = []
+        self.references: list[weakref.ref[Runtime]] = []
         self._orders: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedOrder] = weakref.WeakKeyDictionary()
         self._is_told = False  # of backwards that fail
 
-    def add(self, wrapper: Conducted) -> None:
+    def add(self, wrapper: "Runtime") -> None:
         if not self._is_told:
             self._is_told = True
             torch_private.autograd.tell_of_failed_backwards(self.backward_failed)
         self.references.append(weakref.ref(wrapper, self.references.remove))
 
-    def _wrappers(self) -> list[Conducted]:
+    def _wrappers(self) -> "list[Runtime]":
         """All that are in use. A WeakSet would take six calls."""
         return [*filter(None, map(operator.call, tuple(self.references)))]
 
-    def backward_reached(self, wrapper: Conducted) -> None:
+    def backward_reached(self, wrapper: "Runtime") -> None:
         """A backward has reached `wrapper`. Should it break off, it tells the others that it would have reached."""
         for other in self._wrappers():
             if other is not wrapper:
@@ -124,7 +63,7 @@ class Conductor:
             for wrapper in wrappers:
                 wrapper.expect_no_more()
 
-    def broken_off(self) -> Sequence[Conducted]:
+    def broken_off(self) -> "Sequence[Runtime]":
         """The wrappers with a backward that an exception has ended in this thread."""
         wrappers = self._wrappers()
         for wrapper in wrappers:
@@ -135,7 +74,7 @@ class Conductor:
         """Whether any wrapped model has collectives of its own: backwards may run through several."""
         return any(map(_communicates, self._wrappers()))
 
-    def may_wait(self, wrapper: Conducted, events: Iterable[str]) -> bool:
+    def may_wait(self, wrapper: "Runtime", events: Iterable[str]) -> bool:
         """Whether `wrapper` may wait for other ranks at all these events now, in the middle of a backward."""
         others = [other for other in self._wrappers() if other is not wrapper and other.may_take_part()]
         if not others:
@@ -151,7 +90,8 @@ class Conductor:
             return
         self._together(ending, lambda wrapper: wrapper.send_rest(), lambda wrapper: wrapper.end())
 
-    def finish_broken(self, also: Sequence[Conducted] = ()) -> Sequence[Conducted]:
+    @torch.no_grad()  # as in a backward: users' hooks run in here
+    def finish_broken(self, also: "Sequence[Runtime]" = ()) -> "Sequence[Runtime]":
         """Take part in what is left of all backwards that an exception ended in this thread; returns whose they were.
 
         And of those that the wrappers in `also` were to have.
@@ -160,30 +100,27 @@ class Conductor:
         broken = [wrapper for wrapper in self._wrappers() if wrapper in also or wrapper in broken_off]
         told: set[int] = set()
 
-        def send(wrapper: Conducted) -> None:
+        def send(wrapper: "Runtime") -> None:
             wrapper.send_rest_of_broken()
             told.update(wrapper.told_ranks())
 
         self._together(broken, send, lambda wrapper: wrapper.end_broken(told))
         return broken
 
-    def skip(self, skipping: Sequence[Conducted]) -> None:
+    @torch.no_grad()  # as in a backward: users' hooks run in here
+    def skip(self, skipping: "Sequence[Runtime]") -> None:
         """Take part with zeros in a backward of all these."""
         self._together(skipping, lambda wrapper: wrapper.begin_skipping(), lambda wrapper: wrapper.end())
 
-    @torch.no_grad()
     def _together(
-        self, wrappers: Sequence[Conducted], send: Callable[[Conducted], None], end: Callable[[Conducted], None]
+        self, wrappers: "Sequence[Runtime]", send: "Callable[[Runtime], None]", end: "Callable[[Runtime], None]"
     ) -> None:
-        """[Note: waiting in one order] An error of one wrapper keeps no other from its part.
-
-        Users' hooks run in here, without gradients as in a backward: this may be outside of one.
-        """
+        """[Note: waiting in one order] An error of one wrapper keeps no other from its part."""
         if len(wrappers) == 1:
             send(wrappers[0])
             end(wrappers[0])
             return
-        errors: dict[Conducted, BaseException] = {}
+        errors: dict[Runtime, BaseException] = {}
         at_once = [wrapper for wrapper in wrappers if wrapper.waits_to_send() is None]
         waiting = [wrapper for wrapper in wrappers if wrapper not in at_once]
         sent_in_order = [*at_once, *self._in_order(waiting, lambda wrapper: wrapper.waits_to_send() or "")]
@@ -197,7 +134,7 @@ class Conductor:
                     errors[wrapper] = error
         _raise_first([*errors.values()])
 
-    def _in_order(self, wrappers: Sequence[Conducted], event_of: Callable[[Conducted], str]) -> Sequence[Conducted]:
+    def _in_order(self, wrappers: "Sequence[Runtime]", event_of: "Callable[[Runtime], str]") -> "Sequence[Runtime]":
         """By the order that all ranks share."""
         if len(wrappers) < 2:
             return wrappers
@@ -257,7 +194,7 @@ def _compare_set(key: str, expected: str, wanted: str, store: dist.Store) -> byt
     return store.compare_set(key, expected, wanted)
 
 
-def _end_of(wrapper: Conducted) -> str:
+def _end_of(wrapper: "Runtime") -> str:
     return f"{wrapper.name} end"
 
 

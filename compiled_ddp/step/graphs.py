@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -11,11 +11,14 @@ from compiled_ddp import torch_private
 from compiled_ddp.checks.values import Reference, fill_with_pattern
 from compiled_ddp.plan import TENSOR_HOOK, BucketPlan
 from compiled_ddp.step.channel import Flag, ranks_using, write_riders
-from compiled_ddp.step.conductor import Conducted, conductor
+from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.gradients import any_has_gradient, requires_grad
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.reduction import DOES_NOT_FIT, FROZEN, Reduction
 from compiled_ddp.step.synchronised import SynchronisedBackward
+
+if TYPE_CHECKING:
+    from compiled_ddp.step.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -160,7 +163,7 @@ class GraphReservations:
     def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
 
-    def reserve(self, backward: SynchronisedBackward, call: GraphCall, wrapper: Conducted) -> ReservedSection | None:
+    def reserve(self, backward: SynchronisedBackward, call: GraphCall, wrapper: "Runtime") -> ReservedSection | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         reduction = self._reduction
         agreed = reduction.agreed
@@ -185,7 +188,7 @@ class GraphReservations:
             return None
         return ReservedSection(backward, section, call.plan, reduction)
 
-    def _reserve_for(self, backward: SynchronisedBackward, call: GraphCall, wrapper: Conducted) -> int | None:
+    def _reserve_for(self, backward: SynchronisedBackward, call: GraphCall, wrapper: "Runtime") -> int | None:
         reduction = self._reduction
         section = reduction.agreed.graph_sections.get(call.fingerprint)
         if section is None or not self.compiles(call, repeated=call.fingerprint in backward.folded.withheld.repeated):
@@ -209,7 +212,7 @@ class GraphReservations:
         others = (other for other in equal if other is not call and not backward.folded.withheld.withholds(other))
         return any(other.is_still_to_run() for other in others)
 
-    def _may_run_graph(self, backward: SynchronisedBackward, section: int, wrapper: Conducted) -> bool:
+    def _may_run_graph(self, backward: SynchronisedBackward, section: int, wrapper: "Runtime") -> bool:
         """Whether this rank may wait for others in the graph of a section now.
 
         And in those of all sections that share parameters, if this is one: hooks could not take the rest of them.

@@ -715,6 +715,7 @@ class Runtime:
         return self.under_way.has_begun()
 
     def expect_in_task(self) -> None:
+        """If the backward that this thread runs will reach the wrapper: note that it has begun elsewhere."""
         if self.under_way.phase is Phase.IDLE and self.takes_part():
             self.under_way.tasks.note(self._task_ended)
             self.under_way.expect()
@@ -723,6 +724,7 @@ class Runtime:
         self.under_way.expect_no_more()
 
     def takes_part(self) -> bool:
+        """Whether the backward that this thread runs has reached the wrapper, or will."""
         if self.under_way.has_begun():
             return self.under_way.is_of_this_thread()
         if self.local or not self.forward.awaits_backward:
@@ -742,6 +744,7 @@ class Runtime:
         return waits and forward.is_of_this_thread and not has_calls and forward.count.waits_alive
 
     def unsent(self) -> Iterable[str]:
+        """What ranks wait for in the middle of a backward and this rank has not sent yet."""
         agreed = self.reduction.agreed
         if self.under_way.steady is not None:
             if self._steady_graph.awaited is not None:
@@ -757,11 +760,13 @@ class Runtime:
                     yield agreed.event_of(section)
 
     def waits_to_send(self) -> str | None:
+        """What `send_rest` waits for, if for anything."""
         if self.under_way.steady is not None:  # which has waited for nobody
             return None
         return self.begin_event if self.under_way.backward is None and self._waits else None
 
     def send_rest(self) -> None:
+        """Send what is left of a backward that has ended."""
         with self.lock:
             if self.under_way.phase is Phase.POSTPONED:
                 self.under_way.begin(
@@ -777,6 +782,7 @@ class Runtime:
         return self.under_way.ends_with(task)
 
     def end(self) -> None:
+        """Send what is left, if anything is, wait for the results, and leave them in .grad."""
         with self.lock:
             if self.under_way.phase is Phase.POSTPONED:
                 self.send_rest()
@@ -868,9 +874,11 @@ class Runtime:
             backward.launch_rest()
 
     def told_ranks(self) -> Collection[int]:
+        """The global ranks that `send_rest_of_broken` has told of the exception."""
         return self.communicator.ranks.ranks if self._rest_was_launched else ()
 
     def end_broken(self, told: Collection[int]) -> None:
+        """Wait for the results of that, and drop them. `told` are the ranks that know of it through any wrapper."""
         with self.lock:
             self._finish.finish_broken(told=told, rest_was_launched=self._rest_was_launched)
 

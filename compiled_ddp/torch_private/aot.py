@@ -255,7 +255,7 @@ def allow_several_backwards(compiled_function: type[torch.autograd.Function]) ->
 
 
 # What the next autograd node that this thread makes will be called, by numbers that grow.
-next_node: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+next_node: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[Any], first_node: int) -> Any | None:

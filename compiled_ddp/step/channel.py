@@ -273,8 +273,8 @@ def _usual(message: Message, numel: int, device: torch.device) -> torch.Tensor:
     return _usual_of(*counts, message.weight, frozenset(message.flags), numel, device)
 
 
-# Most steps differ in their counts alone, which begin anew after `COUNT_MODULUS` of them.
-@functools.lru_cache(maxsize=4 * COUNT_MODULUS)
+# Most steps differ in their counts alone, which begin anew after `COUNT_MODULUS` of them; sections, by their lengths.
+@functools.lru_cache(maxsize=16 * COUNT_MODULUS)
 def _usual_of(
     begun: int, returned: int, weight: float, flags: Set[Flag], numel: int, device: torch.device
 ) -> torch.Tensor:

@@ -184,7 +184,7 @@ class GradientHooks:
     def collect(self, buffers: SequenceBuffers) -> "Mapping[int, Collected]":
         """Let most gradients be noted and not told of until `Collected.stop`, by bucket: [Note: collected]
 
-        None unless every parameter is watched.
+        Empty unless every parameter is watched.
         """
         if len(self._watched) < len(self._parameters):
             return {}

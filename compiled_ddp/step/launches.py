@@ -210,7 +210,7 @@ class Launch:
 class Launches:
     """The buckets of one backward, called by their position in the launch order.
 
-    In which order they are started, and what is in them, others decide: `Launcher` and `Gradients`.
+    In which order they are started, and what is in them, others decide: `SynchronisedBackward` and `Gradients`.
     """
 
     def __init__(

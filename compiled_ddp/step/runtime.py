@@ -17,7 +17,7 @@ import itertools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -31,6 +31,7 @@ from compiled_ddp.step.ending import Finish
 from compiled_ddp.step.gradients import requires_grad
 from compiled_ddp.step.graph_call import GraphCall, may_leave_out
 from compiled_ddp.step.graphs import GraphReservations, ReservedSection
+from compiled_ddp.step.join import OwnGradients
 from compiled_ddp.step.reduction import Reduction, Wrapped
 from compiled_ddp.step.steady import SteadyGraph, SteadyHooks, SteadyStep
 from compiled_ddp.step.synchronised import SynchronisedBackward, returns_inputs_alone, watch_returned
@@ -288,7 +289,7 @@ class UnderWay:
         return self._skipping is None or self._skipping == threading.get_ident()
 
 
-# ---- what an output of a forward keeps until its backward -----------------------------------------------------------
+# ---- what an output of a forward keeps until its backward ------------------------------------------------------------
 
 Kept = TypeVar("Kept")
 
@@ -319,7 +320,7 @@ class UntilBackward(Generic[Kept]):
             reached(kept)
 
 
-# ---- one wrapper ---------------------------------------------------------------------------------------------------
+# ---- one wrapper -----------------------------------------------------------------------------------------------------
 
 
 class Runtime:
@@ -924,43 +925,3 @@ def _is_reached(reduction: Reduction, accumulates: Callable[[int], bool], task: 
     """Whether it will reach the wrapper's graphs or parameters."""
     calls = [call for call in reduction.live_calls() if call.plan.indices]
     return any(call.will_run() for call in calls) or accumulates(task)
-
-
-class OwnGradients:
-    """The .grad of each parameter, and which of them are still to be sent, as they were before the first shadowed step.
-
-    The tensors themselves are kept, so whoever puts them aside must not write to their memory any more.
-    """
-
-    def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], unsent: Set[int], piggyback: torch.Tensor | None
-    ) -> None:
-        """`unsent` have been used since the last synchronised backward; `piggyback` waits for the next one too."""
-        self.unsent, self.piggyback = set(unsent), piggyback
-        self._before = [(parameter, parameter.grad) for parameter in parameters]
-        self._shadowed: dict[int, tuple[torch.Tensor | None, int]] = {}  # what the latest shadowed step left
-        self.take_away()
-
-    def take_away(self) -> None:
-        """Let the next shadowed step begin without any .grad."""
-        for parameter, _ in self._before:
-            parameter.grad = None
-
-    def note_shadowed(self) -> None:
-        """Note what a shadowed step has left in .grad."""
-        self._shadowed = {id(parameter): _now(parameter) for parameter, _ in self._before}
-
-    def give_back(self, *, if_untouched: bool = False) -> None:
-        """Put every .grad back; with `if_untouched`, only where nobody has changed what the last step left."""
-        for parameter, gradient in self._before:
-            if not if_untouched or _is(self._shadowed.get(id(parameter)), _now(parameter)):
-                parameter.grad = gradient
-
-
-def _now(parameter: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    gradient = parameter.grad
-    return gradient, 0 if gradient is None else torch_private.tensors.version_of(gradient)
-
-
-def _is(one: tuple[torch.Tensor | None, int] | None, other: tuple[torch.Tensor | None, int]) -> bool:
-    return one is not None and one[0] is other[0] and one[1] == other[1]

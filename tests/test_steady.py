@@ -4,6 +4,7 @@ import random
 import unittest.mock
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from run_times import (
 from torch import Tensor
 
 from compiled_ddp.checks.values import Reference
+from compiled_ddp.options import Options
 from compiled_ddp.step import gradients, hooks
 from compiled_ddp.step import steady as steady_module
 from compiled_ddp.step.channel import ForwardNumbers
@@ -77,6 +79,24 @@ def steady(
 
 
 IN_GRAPH = uses(graph=(2, 1, 0))
+
+
+def test_every_option_is_one_that_steady_steps_look_at_or_acts_elsewhere() -> None:
+    """Whoever adds an option decides: `_may_be_steady` looks at it, or warm steps on a CPU go on without asking."""
+    looked_at = {
+        "scaling",
+        "piggyback",
+        "bucket_rule",
+        "gradient_as_bucket_view",
+        "static_graph",
+        "comm_hook",
+        "reduction",
+    }
+    in_plans = {"bucket_cap_mb", "first_bucket_mb", "bucket_cap_mb_list", "smallest_graph_mb"}
+    in_compilers = {"backend", "fullgraph", "dynamic", "mode", "options", "strict", "warmup_chooses", "compile_once"}
+    in_forwards = {"broadcast_buffers", "forward_sync_buffers", "init_sync", "keep_buffers", "follows_model"}
+    at_the_end = {"check_steps", "verify"}
+    assert {field.name for field in fields(Options)} == looked_at | in_plans | in_compilers | in_forwards | at_the_end
 
 
 @pytest.mark.parametrize("option", [{"gradient_as_bucket_view": False}, {"static_graph": True}], ids=str)

@@ -40,7 +40,6 @@ class StepCheck:
         if ranks.rank != 0:
             ranks.publish(f"{key}/{ranks.rank}", str(forward_count))
             return ranks.read(f"{key}/all", writer=0, purpose=purpose).split()
-        others = range(1, ranks.world_size)
-        counts = [str(forward_count), *(ranks.read(f"{key}/{w}", writer=w, purpose=purpose) for w in others)]
+        counts = [str(forward_count), *ranks.read_all(key, purpose=purpose)]
         ranks.publish(f"{key}/all", " ".join(counts))
         return counts

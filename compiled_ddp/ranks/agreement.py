@@ -103,13 +103,13 @@ def _collect_verdicts(
     ranks: RankGroup, occasion: str, purpose: str, own_problem: str | None
 ) -> tuple[Sequence[str], Differing]:
     verdicts, differing = {0: own_problem}, Differing()
-    for rank in range(1, ranks.world_size):
-        try:
-            text = ranks.read(f"{occasion}/verdict/{rank}", writer=rank, purpose=purpose)
-        except RuntimeError as error:
-            ranks.publish(f"{occasion}/problems", json.dumps([[f"- {error}"], []]))
-            ranks.outlast(occasion)
-            raise
+    try:
+        texts = ranks.read_all(f"{occasion}/verdict", purpose=purpose)
+    except RuntimeError as error:
+        ranks.publish(f"{occasion}/problems", json.dumps([[f"- {error}"], []]))
+        ranks.outlast(occasion)
+        raise
+    for rank, text in enumerate(texts, start=1):
         verdicts[rank], first, number = json.loads(text)
         if first:
             differing[ranks.ranks[rank]] = first[0], number

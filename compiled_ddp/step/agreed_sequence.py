@@ -152,11 +152,7 @@ class AgreedSequence:
         if ranks.rank != 0:
             ranks.publish(f"{key}/{ranks.rank}", json.dumps(sorted(here)))
             return here
-        found = [
-            json.loads(ranks.read(f"{key}/{rank}", writer=rank, purpose="for the end of its backward"))
-            for rank in range(1, ranks.world_size)
-        ]
-        return here.union(*found)
+        return here.union(*map(json.loads, ranks.read_all(key, purpose="for the end of its backward")))
 
     def admit(self, used: Set[int]) -> None:
         """Launch these parameters of the unused sections in every backward from now on."""

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+import unittest.mock
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -302,3 +303,23 @@ def test_a_process_group_that_is_made_anew_at_the_same_address_finds_nothing_of_
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks2.run(_one_process_group_after_another, tmp_path, port, process_group=False)
+
+
+def _words_of_all(rank: int, late: int) -> tuple[list[str], int] | None:
+    ranks = RankGroup(None)
+    dist.barrier()
+    time.sleep(0.5 * (rank == late))
+    if rank:
+        ranks.publish(f"word/{rank}", f"of {rank}")
+    if not late:
+        dist.barrier()
+    if rank:
+        return None
+    with unittest.mock.patch.object(Store, "ask", autospec=True, side_effect=Store.ask) as ask:
+        return ranks.read_all("word", purpose="for a test"), ask.call_count
+
+
+def test_what_all_ranks_have_published_comes_in_one_request(ranks3: RankPool) -> None:
+    assert ranks3.run(_words_of_all, 0)[0] == (["of 1", "of 2"], 1)
+    words, _ = ranks3.run(_words_of_all, 2)[0]
+    assert words == ["of 1", "of 2"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import torch_private
@@ -344,3 +345,13 @@ def test_those_that_reach_every_output_are_left_out() -> None:
     found = {0: frozenset({0}), 1: frozenset({0, 1}), 2: frozenset({0, OVERWRITTEN}), 3: frozenset({1})}
     assert with_own_outputs({place: found[place] for place in (0, 1, 3)}, [0, 1, 3]) == {0: {0}, 3: {1}}
     assert with_own_outputs(found, [0, 2]) == {0: {0}}, "what is used through memory is not known"
+
+
+def test_a_graph_is_traced_again_with_the_attention_kernels_of_its_capture() -> None:
+    """`sdpa_kernel` has ended where a backward traces its graph again: another kernel would save other tensors."""
+    usual = torch.backends.cuda.flash_sdp_enabled()
+    with sdpa_kernel(SDPBackend.MATH):
+        state = torch_private.dynamo.CaptureState(["cpu"])
+    with state.restored():
+        assert torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
+    assert torch.backends.cuda.flash_sdp_enabled() is usual

@@ -167,10 +167,11 @@ class CaptureState:
         self._autocast = [
             (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)) for device in device_types
         ]
+        self._attention_kernels = _enabled_attention_kernels()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Fake tensors and symbolic shapes, autocast, and gradients enabled, as they were at capture."""
+        """Fake tensors and symbolic shapes, autocast, attention kernels, gradients enabled, as they were at capture."""
         from torch._dynamo.symbolic_convert import TensorifyState
 
         with contextlib.ExitStack() as stack:
@@ -181,4 +182,24 @@ class CaptureState:
             stack.enter_context(torch.enable_grad())
             for device, dtype, enabled in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            stack.callback(_enable_attention_kernels, _enabled_attention_kernels())
+            _enable_attention_kernels(self._attention_kernels)
             yield
+
+
+# What `torch.nn.attention.sdpa_kernel` turns: whether a kernel may be chosen, and how that is said.
+_ATTENTION_KERNELS: Sequence[tuple[Callable[[], bool], Callable[[bool], None]]] = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
+
+
+def _enabled_attention_kernels() -> list[bool]:
+    return [is_enabled() for is_enabled, _ in _ATTENTION_KERNELS]
+
+
+def _enable_attention_kernels(wanted: Sequence[bool]) -> None:
+    for (_, enable), is_wanted in zip(_ATTENTION_KERNELS, wanted, strict=True):
+        enable(is_wanted)

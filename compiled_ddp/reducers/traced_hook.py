@@ -66,6 +66,8 @@ def check_hook(hook: CommHook, parameters: Mapping[str, torch.Tensor]) -> None:
         try:
             state = initial_state(hook, flat)
             HookProgram(hook, Ranks(2, "check"), flat, state).run_alone(torch.ones_like(flat), state)
+            kept = _kept_in_python(hook)  # after the first call, which may have set it up
+            HookProgram(hook, Ranks(2, "check"), flat, state)
             elementwise = elementwise_state(hook, dtype, device)
         except Exception as error:
             kind = ValueError if isinstance(error, ValueError) else TypeError
@@ -73,11 +75,25 @@ def check_hook(hook: CommHook, parameters: Mapping[str, torch.Tensor]) -> None:
                 f"the communication hook {hook!r} cannot reduce gradients like those of parameter {name}, {dtype} on "
                 f"{device}: {error} Let the hook convert what it is given, or use another one."
             ) from error
+        changed = [name for name, value in _kept_in_python(hook).items() if value is not kept.get(name)]
+        if changed:
+            raise ValueError(
+                f"the communication hook {hook!r} changes its {', '.join(changed)} in each call, and is traced once "
+                "for each bucket: what it keeps from step to step must be tensors, as state of a "
+                "compiled_ddp.comm_hooks.StatefulHook."
+            )
         if isinstance(hook, StatefulHook) and not elementwise.issuperset(hook.owed):
             raise ValueError(
                 f"the communication hook {hook!r} has owed={hook.owed!r}, and of its {len(state)} tensors of state "
                 f"those at {sorted(elementwise)} are floating point and as long as the bucket: name some of these."
             )
+
+
+def _kept_in_python(hook: CommHook) -> dict[str, object]:
+    """The attributes of a hook, and the variables that a function has from around it, by name."""
+    code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None) or ()
+    around = zip(code.co_freevars, cells, strict=True) if code is not None else ()
+    return {**getattr(hook, "__dict__", {}), **{name: cell.cell_contents for name, cell in around}}
 
 
 def _takes_a_bucket(hook: CommHook) -> bool:

@@ -22,7 +22,7 @@ from compiled_ddp.graph.backend import Entry
 from compiled_ddp.graph.kept_state import state_kept
 from compiled_ddp.integrations.torch import EagerDistributedDataParallel
 from compiled_ddp.passes.ops import add_in_order
-from compiled_ddp.reducers.traced_hook import HookProgram
+from compiled_ddp.reducers.traced_hook import HookProgram, check_hook
 from compiled_ddp.step import reduction
 from ranks import RankPool
 
@@ -106,6 +106,39 @@ def _torchs_hook(rank: int) -> str:
 
 def test_a_hook_of_torchs_kind_is_told_where_it_belongs(ranks2: RankPool) -> None:
     assert all("pass it to register_comm_hook(state, hook)" in found for found in ranks2.run(_torchs_hook))
+
+
+class Counting:
+    """Exact for some steps, then in bfloat16, as with torch's start_powerSGD_iter."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, gradients: Tensor, ranks: Ranks) -> Tensor:
+        self.steps += 1
+        mean = ranks.all_reduce(gradients / ranks.size)
+        return mean if self.steps < 5 else mean.bfloat16().to(gradients.dtype)
+
+
+class SetUpOnce(Counting):
+    def __call__(self, gradients: Tensor, ranks: Ranks) -> Tensor:
+        self.steps = max(self.steps, 1)
+        return ranks.all_reduce(gradients / ranks.size)
+
+
+def test_a_hook_that_counts_its_calls_in_python_is_refused() -> None:
+    calls = 0
+
+    def counting(gradients: Tensor, ranks: Ranks) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return ranks.all_reduce(gradients / ranks.size)
+
+    parameters = {"weight": torch.zeros(3)}
+    for hook, what in ((Counting(), "steps"), (counting, "calls")):
+        with pytest.raises(ValueError, match=f"changes its {what} in each call, and is traced once for each bucket"):
+            check_hook(hook, parameters)
+    check_hook(SetUpOnce(), parameters)
 
 
 # ---- steps that a rank leaves out ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ The same threads find out that ranks wait for each other in vain, long before th
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import queue
@@ -178,13 +179,15 @@ class _Exchange:
 
     def serve(self) -> None:
         """Answer requests until stopped, until this rank's own wait has failed, or until the store is gone."""
-        with contextlib.suppress(dist.DistError):  # the store is gone, and with it everyone who could ask
-            self._answer_requests()
-            if self.reason:
-                self._report.put(Report(self.reason, is_reason=True))
-            elif self._failure is not None and not self._stopped:
-                self._report.put(self._gather(self._failure))
-        self._report.put(None)
+        try:
+            with contextlib.suppress(dist.DistError):  # the store is gone, and with it everyone who could ask
+                self._answer_requests()
+                if self.reason:
+                    self._report.put(Report(self.reason, is_reason=True))
+                elif self._failure is not None and not self._stopped:
+                    self._report.put(self._gather(self._failure))
+        finally:  # also of what a user's store raises: a rank that has failed waits for the report
+            self._report.put(None)
 
     def _answer_requests(self) -> None:
         answered, polled, before = 0, time.monotonic(), self._rank_progress.standing
@@ -311,12 +314,14 @@ def compare(ranks: Sequence[int], own: int, positions: Mapping[int, Position]) -
 
 def who_parted(ranks: Sequence[int], positions: Mapping[int, Position]) -> str:
     """Who has begun a forward instead of a backward; empty where nobody has. [Note: ranks on different courses]"""
-    parted, others = set[int](), set[int]()
+    on_course: dict[Course, list[int]] = {}  # of thousands of ranks most are on one
     for place, position in positions.items():
-        for other, position_of_other in positions.items():
-            if position.course.has_parted_from(position_of_other.course):
-                parted.add(place)
-                others.add(other)
+        on_course.setdefault(position.course, []).append(place)
+    parted, others = set[int](), set[int]()
+    for (course, places), (other, places_of_other) in itertools.permutations(on_course.items(), 2):
+        if course.has_parted_from(other):
+            parted.update(places)
+            others.update(places_of_other)
     if not parted:
         return ""
     counts = ", ".join(f"rank {ranks[place]}: {positions[place].point[0]}" for place in sorted(positions))

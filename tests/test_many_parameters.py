@@ -125,7 +125,7 @@ def test_a_model_is_checked_in_linear_time_and_its_modules_are_walked_through_a_
             _, contents = check_model(model, "EagerDDP")
             check_layouts(contents, Options())
             check_writable(contents)
-            describe_model(contents, Options(), "auto")
+            describe_model(contents, Options(), "auto", at_init=True)
 
         return run
 

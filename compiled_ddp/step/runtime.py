@@ -496,7 +496,7 @@ class Runtime:
             self.under_way.begin_steady(steady)
             return
         returned = None if accumulates else watch_returned(self.reduction.parameters.tensors)
-        backward = self._beginning.in_task(self._count(accumulates=accumulates), returned)
+        backward = self._beginning.in_task(self._count(accumulates=returned is None), returned)
         self.under_way.begin(backward)
         self._beginning.leave_to_hooks(backward)
         agreed, hooks = self.reduction.agreed, self.reduction.hooks

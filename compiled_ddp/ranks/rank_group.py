@@ -161,7 +161,8 @@ class RankGroup:
 
     def _if_all_are_there(self, keys: list[str]) -> list[str] | None:
         def ask(store: dist.Store) -> list[str] | None:
-            if not store.has_extended_api() or not store.check(keys):  # a FileStore gives one value at a time
+            # A FileStore gives one value at a time; torch's stubs do not know the question.
+            if not store.has_extended_api() or not store.check(keys):  # type: ignore[attr-defined]
                 return None
             return [value.decode() for value in store.multi_get(keys)]
 

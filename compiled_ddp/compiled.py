@@ -250,7 +250,7 @@ class CompiledDDP(DataParallelWrapper):
     def _close(self, end: Lifecycle) -> None:
         super()._close(end)
         if end is Lifecycle.UNWRAPPED:
-            torch_private.captures.with_own_compilation(self.module)
+            torch_private.captures.restore_own_compilation(self.module)
 
     def _chosen(self) -> str:
         return str(self._choice)

@@ -70,9 +70,15 @@ def broadcast_tensors(contents: Contents, options: Options) -> dict[str, torch.T
     received: dict[str, torch.Tensor] = {}
     if options.init_sync:
         received |= {f"parameter {name}": parameter for name, parameter in contents.parameters.items()}
-    if options.synchronise_buffers_in_forward or (options.init_sync and options.synchronise_buffers_at_init):
+    if _sends_buffers(options):
         received |= {f"buffer {name}": buffer for name, buffer in contents.buffers.items()}
     return received
+
+
+def _sends_buffers(options: Options, *, at_init: bool = True) -> bool:
+    """Whether rank 0's buffers are broadcast in forwards or, where it counts, `at_init`."""
+    sent_at_init = at_init and options.init_sync and options.synchronise_buffers_at_init
+    return options.synchronise_buffers_in_forward or sent_at_init
 
 
 def check_layouts(contents: Contents, options: Options) -> None:
@@ -157,8 +163,7 @@ def describe_model(contents: Contents, options: Options, mode: str, *, at_init: 
         description[f"parameter {name}"] = [*_properties(parameter), places[parameter.device], kind]
         if parameter.requires_grad and gradient_dtype(parameter) != parameter.dtype:
             description[f"parameter {name}"].append(f"grad_dtype {parameter.grad_dtype}")
-    sent_at_init = at_init and options.init_sync and options.synchronise_buffers_at_init
-    if options.synchronise_buffers_in_forward or sent_at_init:
+    if _sends_buffers(options, at_init=at_init):
         description |= {f"buffer {name}": _properties(buffer) for name, buffer in contents.buffers.items()}
     for option, value in options.shared().items():
         description[f"option {option}"] = [value]

@@ -25,11 +25,10 @@ def without_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def with_own_compilation(module: torch.nn.Module) -> torch.nn.Module:
-    """What `without_own_compilation` has undone is done."""
+def restore_own_compilation(module: torch.nn.Module) -> None:
+    """Do again what `without_own_compilation` has undone."""
     if module in _compiled_in_place:
         module._compiled_call_impl = _compiled_in_place.pop(module)
-    return module
 
 
 class Capture:

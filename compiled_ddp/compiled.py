@@ -10,9 +10,7 @@ from torch import nn
 from compiled_ddp import torch_private
 from compiled_ddp.graph import compile_once, precompiled
 from compiled_ddp.graph.backend import Entry
-from compiled_ddp.graph.bindings import Bindings, SegmentCalls
-from compiled_ddp.graph.program import Program
-from compiled_ddp.graph.segment import Calling, Segment, SegmentCall
+from compiled_ddp.graph.program import Bindings, Calling, Program, Segment, SegmentCall, SegmentCalls
 from compiled_ddp.graph.telling import Teller, describe
 from compiled_ddp.graph.warmup import Choice
 from compiled_ddp.options import CompilerKeywords, Options, part_options, takes_options

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from compiled_ddp import torch_private
-from compiled_ddp.graph.bindings import SegmentCalls
 from compiled_ddp.graph.kept_state import state_kept
-from compiled_ddp.graph.program import VARIANTS
+from compiled_ddp.graph.program import VARIANTS, SegmentCalls
 from compiled_ddp.graph.telling import Teller
 from compiled_ddp.graph.warmup import Choice, Compiled, Pass, PassTimes, tell, time_both, timed, warm_up
 from compiled_ddp.model.managed import ManagedState, every_parameter

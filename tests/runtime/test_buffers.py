@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 from torch.nn.parallel import DistributedDataParallel
 
-from compiled_ddp.graph.segment import MERGED
+from compiled_ddp.graph.program import MERGED
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")

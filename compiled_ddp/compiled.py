@@ -10,7 +10,7 @@ from torch import nn
 from compiled_ddp import torch_private
 from compiled_ddp.graph import compile_once, precompiled
 from compiled_ddp.graph.backend import Entry
-from compiled_ddp.graph.program import Bindings, Calling, Program, Segment, SegmentCall, SegmentCalls
+from compiled_ddp.graph.program import Bindings, Program, Segment, SegmentCall, SegmentCalls, call_captured
 from compiled_ddp.graph.telling import Teller, describe
 from compiled_ddp.graph.warmup import Choice
 from compiled_ddp.options import CompilerKeywords, Options, part_options, takes_options
@@ -215,8 +215,7 @@ class CompiledDDP(DataParallelWrapper):
         if limits.notes:
             limits.forget_if_reset()
         known = len(limits.notes)
-        with Calling(self):
-            outputs = self._compiled(*args, **kwargs)
+        outputs = call_captured(self._compiled, args, kwargs, caller=self)
         if known != self._known_limits:  # another wrapper may have met them
             self._given_up = limits.given_up_in(self.module)
             self._known_limits = known

@@ -141,14 +141,14 @@ class RunTime:
         has launched `most` buckets.
         """
         self.runtime.begin_forward(synchronise=True, counted=True)
-        self.runtime.module_begins()
+        self.runtime.reduction.models_collectives.begin()
         output = _Raises.apply(torch.zeros((), requires_grad=True), breaks_after)  # its backward runs last
         for index in used:
             output = output + (self.tensors[index] * self.values(index)).sum()
         if graph:
             output = output + self._in_graph(graph, most)
         output = _Raises.apply(output, breaks_before)
-        self.runtime.module_ended()
+        self.runtime.reduction.models_collectives.end()
         self.runtime.end_forward([call for call in self._calls if call.is_alive])
         self.runtime.watch([output])
         return output

@@ -29,12 +29,17 @@ class GraphRun:
         An exception ends it after `most` launches. Where no memory is `lent`, as on a GPU, it allocates its own.
         """
         self.reserved, self.plan, self._communicator = reserved, plan, communicator
-        folded = reserved.gradients_to_fold() or [torch.zeros(())] * len(plan.indices)
-        earlier = dict(zip(plan.indices, folded, strict=True))
-        self.flats = reserved.lend_buffers(range(len(plan.buckets)) if lent else ()) or [
-            torch.empty(bucket.numel) for bucket in plan.buckets
-        ]
-        riders = reserved.rider_values([index for index, gradient in gradients.items() if gradient is None])
+        missing = [index for index, gradient in gradients.items() if gradient is None]
+        buckets, folded = range(len(plan.buckets)) if lent else (), list[Tensor]()
+        if isinstance(reserved, SteadyGraph):
+            assert not missing
+            riders, *self.flats = reserved.inputs(buckets)
+        else:
+            folded += reserved.gradients_to_fold()
+            self.flats = reserved.lend_buffers(buckets)
+            riders = reserved.rider_values(missing)
+        earlier = dict(zip(plan.indices, folded or [torch.zeros(())] * len(plan.indices), strict=True))
+        self.flats = self.flats or [torch.empty(bucket.numel) for bucket in plan.buckets]
         self._works = []
         for bucket, flat in [*zip(plan.buckets, self.flats, strict=True)][:most]:
             for gradient in bucket.gradients:

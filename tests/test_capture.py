@@ -12,7 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import torch_private
-from compiled_ddp.graph.capture import OVERWRITTEN, gradient_order, outputs_reached, with_own_outputs
+from compiled_ddp.graph.capture import (
+    OVERWRITTEN,
+    calls_torch_alone,
+    gradient_order,
+    outputs_reached,
+    with_own_outputs,
+)
 from compiled_ddp.options import NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import MEBIBYTE
@@ -355,3 +361,53 @@ def test_a_graph_is_traced_again_with_the_attention_kernels_of_its_capture() -> 
     with state.restored():
         assert torch.backends.cuda.math_sdp_enabled() and not torch.backends.cuda.flash_sdp_enabled()
     assert torch.backends.cuda.flash_sdp_enabled() is usual
+
+
+# ---- whose operators -------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("compiled_ddp_capture_tests::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return x * 2
+
+
+twice.register_fake(torch.empty_like)
+
+
+@torch.compiler.allow_in_graph
+def left_in_the_graph(x: Tensor) -> Tensor:
+    return x * 2
+
+
+class OfTorch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return torch.nn.functional.gelu(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+class InTheBackwardAlone(OfTorch):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return twice(gradient)
+
+
+@pytest.mark.parametrize(
+    ("function", "alone"),
+    [
+        (lambda x: torch.nn.functional.linear(x, x).relu() @ torch.ops.aten.sin.default(x) + 1, True),
+        (lambda x: checkpoint(lambda y: torch.relu(y) * 2, x, use_reentrant=False), True),
+        (OfTorch.apply, True),
+        (lambda x: twice(x) + 1, False),
+        (lambda x: torch.ops.compiled_ddp_capture_tests.twice.default(x), False),
+        (lambda x: checkpoint(lambda y: twice(y) * 2, x, use_reentrant=False), False),
+        (InTheBackwardAlone.apply, False),
+        (lambda x: left_in_the_graph(x) + 1, False),
+    ],
+    ids=["torch", "checkpoint", "Function", "custom", "overload", "custom in a checkpoint", "in backward", "allowed"],
+)
+def test_it_is_told_whether_a_graph_calls_torch_alone(function: Callable[..., Any], alone: bool) -> None:
+    assert calls_torch_alone(captured(function, torch.ones(2, 2, requires_grad=True))) is alone

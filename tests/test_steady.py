@@ -29,7 +29,6 @@ from compiled_ddp.options import Options
 from compiled_ddp.step import gradients, hooks
 from compiled_ddp.step import steady as steady_module
 from compiled_ddp.step.channel import ForwardNumbers
-from compiled_ddp.step.graphs import ReservedSection
 from compiled_ddp.step.steady import SteadyGraph, SteadyHooks, SteadyStep
 from compiled_ddp.step.synchronised import SynchronisedBackward
 
@@ -349,8 +348,9 @@ def test_a_graph_that_is_new_to_the_proof_is_run_in_the_general_way(two: Two, ma
         def reserved(call: Any) -> Any:
             section = reserve(call)
             assert isinstance(section, SteadyGraph)
-            section = section.note_graph(made_general.append, "a plan", lambda share: _reference(looked, share))
-            assert isinstance(section, ReservedSection)
+            assert not section.has_met(made_general.append, "a plan")
+            section = section.in_general()
+            section.note_graph(made_general.append, "a plan", lambda share: _reference(looked, share))
             proof.forget_reference()  # a compiled graph is compared with it
             return section
 

@@ -55,7 +55,7 @@ _captures: dict[Hashable, torch_private.captures.Capture] = {}
 
 
 class Entry:
-    """A module as Dynamo captures it: [Note: shared captures]. To be called inside `Calling`.
+    """A module as Dynamo captures it: [Note: shared captures]. To be called by `call_captured`.
 
     [Note: hooks of parts] Dynamo looks again at the hooks of a part that had some when it was captured, and never at
     those of others: a hook that is registered later would not be called. So for each choice of parts with hooks there

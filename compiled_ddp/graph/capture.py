@@ -125,6 +125,28 @@ def _is_opaque(node: Node) -> bool:
     return torch_private.dynamo.name_of_higher_order(node.target) not in ("", *_LOOKED_THROUGH)
 
 
+# Of operators that torch itself brings, and that graphs hold.
+_LIBRARIES_OF_TORCH = frozenset({"aten", "prims", "prim", "_c10d_functional", "c10d_functional"})
+
+
+def calls_torch_alone(graph: Graph) -> bool:
+    """Whether every operator in a graph of Dynamo's is torch's own, so that none asks anything of autograd as it runs.
+
+    A custom one may, also in the backward that its library has registered; so may a function that Dynamo was told to
+    leave in the graph as it is.
+    """
+    return all(map(_is_of_torch, _all_nodes(graph)))
+
+
+def _is_of_torch(node: Node) -> bool:
+    if node.op != "call_function":
+        return node.op != "call_module"
+    if torch_private.dynamo.is_operator(node.target):
+        return torch_private.dynamo.library_of(node.target) in _LIBRARIES_OF_TORCH
+    module: str = getattr(node.target, "__module__", None) or "torch"
+    return not _is_opaque(node) and module.partition(".")[0] in ("torch", "_operator", "math", "builtins")
+
+
 def _all_nodes(graph: Graph) -> Iterator[Node]:
     """The nodes of a graph and of those in it, as in a checkpoint."""
     yield from graph.nodes

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.graph.capture import calls_torch_alone
 from compiled_ddp.graph.reference import NoReference, ReferenceGraph, Rounded
 from compiled_ddp.graph.telling import CapturedFor, Teller, compiling
 from compiled_ddp.torch_private.aot import BackwardImplementation, TracedBackward
@@ -66,6 +67,7 @@ class CompiledGraph:
         self._work = work
         self._first = self._rewriting = first
         self._kept = torch_private.dynamo.copy_captured(graph_module)
+        self.calls_torch_alone = calls_torch_alone(self._kept.graph)
         self._fake_inputs = torch_private.dynamo.captured_inputs(graph_module)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
         self._state = torch_private.dynamo.CaptureState(sorted(devices))

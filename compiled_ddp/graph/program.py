@@ -50,6 +50,7 @@ Variant = Literal["synchronised", "folding"]
 VARIANTS: tuple[Variant, ...] = ("synchronised", "folding")
 
 AnySection = ReservedSection | SteadyGraph
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class Program:
@@ -134,40 +135,47 @@ class Program:
     def run(self, section: AnySection, call: GraphCall, node: Any, saved_and_tangents: list[Any]) -> Any:
         """The gradients of the graph's inputs, reduced in a reserved `section` of the running backward."""
         with self.named() as group_name:
-            section, compiled, state = self._take_inputs(section, call, saved_and_tangents, group_name)
-            graph = functools.partial(compiled, node, saved_and_tangents)
+            graph = self._graph()
+            section, compiled, state = self._take_inputs(section, call, graph, saved_and_tangents, group_name)
+            run = functools.partial(compiled, node, saved_and_tangents)
             try:
-                *gradients, riders = section.run(graph, group_name, sees_values=not self._in_cuda_graphs)
+                with torch_private.autograd.below_autograd() if graph.calls_torch_alone else _AS_IT_IS:
+                    *gradients, riders = section.run(run, group_name, sees_values=not self._in_cuda_graphs)
                 return self._hand_over(section, call, gradients, riders, state)
             except BaseException:
                 section.break_off()
                 raise
 
     def _take_inputs(
-        self, section: AnySection, call: GraphCall, saved_and_tangents: list[Any], group_name: str
+        self,
+        section: AnySection,
+        call: GraphCall,
+        graph: CompiledGraph,
+        saved_and_tangents: list[Any],
+        group_name: str,
     ) -> tuple[AnySection, torch_private.aot.BackwardImplementation, int]:
         """Add what the section gives; returns that, the compiled backward, and how many tensors are a hook's state."""
-        graph = self._graph()
         try:
             if graph.inputs_when_traced_again is not None:
                 graph.check_fits(saved_and_tangents)
-            to_fold = section.gradients_to_fold()
+            to_fold = section.gradients_to_fold() if isinstance(section, ReservedSection) else ()
             variant: Variant = "folding" if to_fold else "synchronised"
             rewriting = self._rewritings.get((variant, group_name)) or self.rewriting(variant, group_name)
             compiled = graph.compiled.get(rewriting.identity) or graph.backward(rewriting, self)[0]
             fingerprint = (
                 graph.fingerprint_at(call.fingerprint, saved_and_tangents) if graph.is_dynamic else call.fingerprint
             )
-            section = section.note_graph(
+            if isinstance(section, SteadyGraph):
+                if section.has_met(compiled, fingerprint):
+                    saved_and_tangents += section.inputs(self._lent_buckets)
+                    return section, compiled, 0
+                section = section.in_general()
+            section.note_graph(
                 compiled, fingerprint, functools.partial(self._without_passes, call, saved_and_tangents, to_fold)
             )
             flat_buffers = section.lend_buffers(self._lent_buckets)
-            state: list[torch.Tensor] = []
-            if self._has_hooks:
-                assert isinstance(section, ReservedSection), "a steady step has no communication hook"
-                state = section.hook_state()
-            undefined = [call.index_of[n] for n in call.undefined & call.index_of.keys()] if call.undefined else []
-            riders = section.rider_values(undefined)
+            state = section.hook_state() if self._has_hooks else []
+            riders = section.rider_values([call.index_of[n] for n in call.undefined & call.index_of.keys()])
             saved_and_tangents += [riders, *to_fold, *state, *flat_buffers]
         except BaseException:
             section.give_up()
@@ -254,15 +262,11 @@ class Bound:
 class Binding:
     """What all calls of a graph with the same parameters are bound to."""
 
-    def __init__(self, whole: Bound, bind_without: Callable[[frozenset[int]], Bound]) -> None:
-        """`whole` has every parameter; `bind_without` leaves some graph inputs out."""
-        self.whole, self._bind_without = whole, bind_without
+    def __init__(self, whole: Bound, without: Callable[[frozenset[int]], Bound]) -> None:
+        """`whole` has every parameter; `without` binds the program without some graph inputs."""
+        self.whole, self.without = whole, without
         # The inputs that the latest backward brought no gradient: [Note: undefined gradients]
         self.left_out = frozenset[int]()
-
-    def without(self, undefined: frozenset[int]) -> Bound:
-        """The program bound without these graph inputs."""
-        return self._bind_without(undefined) if undefined else self.whole
 
     def note_undefined(self, undefined: frozenset[int]) -> None:
         """A backward brings these graph inputs no gradient."""
@@ -330,7 +334,7 @@ class SegmentCall:
             self._bind(_NOTHING)
 
     def _bind(self, left_out: frozenset[int]) -> None:
-        bound = self._binding.without(left_out)
+        bound = self._binding.without(left_out) if left_out else self._binding.whole
         self.program, self.index_of = bound.program, bound.index_of
         self.plan, self.fingerprint = bound.plan, bound.fingerprint  # over parameters
 
@@ -401,22 +405,20 @@ class Caller(Protocol):
 _of_this_thread = threading.local()
 
 
-class Calling:
-    """Within this context segments that this thread runs are called by `caller`."""
-
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
-
-    def __enter__(self) -> None:
-        self._before = getattr(_of_this_thread, "caller", None)
-        _of_this_thread.caller = self._caller
-
-    def __exit__(self, *_: object) -> None:
-        _of_this_thread.caller = self._before
+def call_captured(
+    captured: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, caller: Caller
+) -> Any:
+    """What `captured` returns, whose segments, in this thread, are called by `caller`."""
+    before = getattr(_of_this_thread, "caller", None)
+    _of_this_thread.caller = caller
+    try:
+        return captured(*args, **kwargs)
+    finally:
+        _of_this_thread.caller = before
 
 
 def caller_of_this_thread() -> Caller:
-    """Dynamo runs what it has captured nowhere else than in `Calling`."""
+    """Dynamo runs what it has captured nowhere else than in `call_captured`."""
     caller: Caller = _of_this_thread.caller
     return caller
 
@@ -506,7 +508,7 @@ class Segment:
                 if self._outputs_of:
                     self._slots = self._slots or torch_private.autograd.slots_of(node, outputs)
                     torch_private.autograd.note_undefined(node)
-                caller_of_this_thread().segment_called(self, inputs, node)
+                _of_this_thread.caller.segment_called(self, inputs, node)
         return outputs
 
     def compile_local_ahead(self, needed_by: HasTeller) -> bool:
@@ -527,17 +529,6 @@ class Segment:
         if torch_private.autograd.keeps_graph():
             self.graph.spare_saved_tensors()
         undefined = self._undefined(node) if self.may_leave_out else _NOTHING
-        return self._gradients(node, saved_and_tangents, undefined)
-
-    def _undefined(self, node: Any) -> frozenset[int]:
-        """The inputs that the running backward brings no gradient: [Note: undefined gradients]"""
-        slots = torch_private.autograd.undefined_at(node)
-        if not slots or self._slots is None:
-            return _NOTHING
-        used = {number for number, slot in enumerate(self._slots) if slot not in slots}
-        return frozenset(place for place, outputs in self._outputs_of.items() if used.isdisjoint(outputs))
-
-    def _gradients(self, node: Any, saved_and_tangents: list[Any], undefined: frozenset[int]) -> Any:
         call: SegmentCall | None = torch_private.autograd.attached(node)
         runtime = call.until_backward.take() if call is not None else None
         if call is not None and runtime is not None:
@@ -559,6 +550,14 @@ class Segment:
             return gradients
         with runtime.lock:
             return runtime.under_way.pass_on(call, gradients)
+
+    def _undefined(self, node: Any) -> frozenset[int]:
+        """The inputs that the running backward brings no gradient: [Note: undefined gradients]"""
+        slots = torch_private.autograd.undefined_at(node)
+        if not slots or self._slots is None:
+            return _NOTHING
+        used = {number for number, slot in enumerate(self._slots) if slot not in slots}
+        return frozenset(place for place, outputs in self._outputs_of.items() if used.isdisjoint(outputs))
 
 
 # ---- a wrapper's programs, by segment and parameters -----------------------------------------------------------------

@@ -2,26 +2,28 @@
 
 import math
 import types
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import nn
 
 
-def tensors_in(value: object, *, most_parts: float = math.inf) -> Iterator[torch.Tensor]:
+def tensors_in(value: object, *, most_parts: float = math.inf) -> list[torch.Tensor]:
     """The tensors in a module's output: in lists, tuples, sets, mappings, dataclasses and other plain objects.
 
     At most `most_parts` of these are looked into.
     """
+    tensors = []
     seen: dict[int, object] = {}  # keeps what it holds alive, so that no id comes up twice
     pending = [value]
     while pending:
         part = pending.pop()
         if isinstance(part, torch.Tensor):
-            yield part
+            tensors.append(part)
         elif id(part) not in seen and len(seen) < most_parts and not isinstance(part, _WITHOUT_TENSORS):
             seen[id(part)] = part
             pending += _parts_of(part)
+    return tensors
 
 
 # Also what leads to the whole program from any output that mentions it.

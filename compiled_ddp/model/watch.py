@@ -30,28 +30,23 @@ class RememberedParts:
     def __init__(self, siblings: Sequence[Mapping[str, Part]]) -> None:
         """`siblings` are the `_modules`, `_parameters` or `_buffers` of some modules."""
         self._now, self._before = siblings, [dict(now) for now in siblings]
-        self._dictionaries = [now for now in siblings if isinstance(now, dict)]
+        self.dictionaries = [now for now in siblings if isinstance(now, dict)]  # which hold `number` parts together
         # What TorchScript has in place of one has no views, and other parts under the same names for good.
         self._others = [(now, dict(now)) for now in siblings if not isinstance(now, dict)]
-        filled = [now for now in self._dictionaries if now]
+        filled = [now for now in self.dictionaries if now]
         self._names, self._values = [now.keys() for now in filled], [now.values() for now in filled]
-        self._lengths_before = [*map(len, self._dictionaries)]
+        self._lengths_before = [*map(len, self.dictionaries)]
         self.number = sum(self._lengths_before)
         self._names_before, self._values_before = [*_chained(self._names)], [*_chained(self._values)]
 
     def are_untouched(self) -> bool:
         """Whether each holds the same under the same names, in the same order."""
         return (
-            [*map(len, self._dictionaries)] == self._lengths_before
+            [*map(len, self.dictionaries)] == self._lengths_before
             and all(map(operator.is_, _chained(self._values), self._values_before))
             and [*_chained(self._names)] == self._names_before
             and all(itertools.starmap(_are_the_same, self._others))
         )
-
-    @property
-    def dictionaries(self) -> Sequence[dict[str, Part]]:
-        """The plain dictionaries among them, which hold `number` parts together."""
-        return self._dictionaries
 
     def are_in_place(self) -> bool:
         """Whether each holds the same in the same order, under whatever names."""
@@ -178,27 +173,24 @@ class ModelWatch:
         Raises RuntimeError if something was replaced or removed, or has changed besides what a functional_call
         replaces, ValueError if an optimizer would step in the backward.
         """
-        return _UNCHANGED if self._is_as_it_was() else self._look_closely()
-
-    def _is_as_it_was(self) -> bool:
-        """[Note: as it was]"""
-        return (
-            self._modules.are_untouched()
-            and self._parameters.are_untouched()
+        if (  # [Note: as it was]
+            self._contents.are_untouched()
             and self._are_of_same_kind(*self._trained)
             and [*map(_grad_dtype, self._trained)] == self._grad_dtypes
             and not any(map(_requires_grad, self._frozen))
             and not torch_private.tensors.any_has_optimizer_in_backward(self._trained)
-        )
+        ):
+            return _UNCHANGED
+        return self._look_closely()
 
     def _look_closely(self) -> Look:
         if torch_private.tensors.any_has_optimizer_in_backward(self._trained):
             check_stepped_after_backward(self._state.trained())
-        in_place = self._modules.are_in_place() and self._parameters.are_in_place()
+        in_place = self._contents.are_in_place()
         if not in_place:
             _refuse_export()
             given = {id(value): value for value in torch_private.modules.given_by_functional_calls()}
-            if any(id(part) in given for part in (*self._modules.parts(), *self._parameters.parts())):
+            if any(id(part) in given for part in self._contents.parts()):
                 return self._look_through(given)
         if self._follows and self._lacks_any():
             return Look(changed=True)
@@ -207,19 +199,18 @@ class ModelWatch:
             self._check_nothing_lost()
         if stands_elsewhere or self._is_of_another_kind() or not (in_place or self._knows_all_trained()):
             return Look(changed=True)
-        if not (self._modules.are_untouched() and self._parameters.are_untouched()):
+        if not self._contents.are_untouched():
             self._take_contents()  # another module without trained parameters: no other rank need know
         self._take_kinds()  # as under autocast, say
         return _UNCHANGED
 
     def may_train_more(self) -> bool:
         """Whether something stands elsewhere than it did, or was unfrozen: the part of a look for behind a forward."""
-        are_untouched = self._modules.are_untouched() and self._parameters.are_untouched()
-        return not are_untouched or any(map(_requires_grad, self._frozen))
+        return not self._contents.are_untouched() or any(map(_requires_grad, self._frozen))
 
     def has_grown(self) -> bool:
         """Whether a module holds more parts than it did, or fewer: quicker still, for other moments."""
-        return sum(map(len, self._dictionaries)) != self._number_of_parts
+        return sum(map(len, self._contents.dictionaries)) != self._contents.number
 
     def newcomers(self, known: Set[int]) -> dict[str, torch.nn.Parameter]:
         """What the model holds now and is to be trained, by name, but for those that are `known`, by their ids."""
@@ -227,8 +218,7 @@ class ModelWatch:
 
     def buffers(self) -> Sequence[torch.Tensor]:
         """The buffers that the wrapper manages, as they are now: each once, in registration order."""
-        untouched = self._modules.are_untouched() and self._siblings_of_buffers.are_untouched()
-        if self._asks_for_buffers or not untouched:
+        if self._asks_for_buffers or not self._around_buffers.are_untouched():
             self._take_buffers()
         return self._buffers
 
@@ -296,10 +286,7 @@ class ModelWatch:
             for parameter in self._state.parameters().values()
             if not parameter.requires_grad and id(parameter) not in trained
         ]
-        self._modules = RememberedParts([part._modules for part in parts])
-        self._parameters = RememberedParts([part._parameters for part in parts])
-        self._dictionaries = [*self._modules.dictionaries, *self._parameters.dictionaries]
-        self._number_of_parts = self._modules.number + self._parameters.number
+        self._contents = RememberedParts([held for part in parts for held in (part._modules, part._parameters)])
         self._take_buffers()
 
     def _take_kinds(self) -> None:
@@ -307,7 +294,8 @@ class ModelWatch:
         self._grad_dtypes = [*map(_grad_dtype, self._trained)]  # which no guard of Dynamo's looks at
 
     def _take_buffers(self) -> None:
-        self._siblings_of_buffers = RememberedParts([part._buffers for _, part in self._state.modules()])
+        parts = [part for _, part in self._state.modules()]
+        self._around_buffers = RememberedParts([held for part in parts for held in (part._modules, part._buffers)])
         self._buffers = [*self._state.buffers().values()]
 
 

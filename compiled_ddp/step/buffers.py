@@ -252,13 +252,16 @@ class SequenceBuffers(dict[int, FlatBuffer]):
         for buffer in self.values():
             buffer.renew_if_held(0)
 
-    def lend(self, positions: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Memory for a graph to pack these buckets into."""
+    def lend(self, positions: Iterable[int], *, are_renewed: bool = False) -> dict[int, torch.Tensor]:
+        """Memory for a graph to pack these buckets into.
+
+        `are_renewed` tells that nobody can have come to hold any since `renew_all_held`.
+        """
         lent = {}
         for position in positions:
             _, bucket = self.buckets[position]
             if bucket.kept:
-                lent[position] = self[position].lend()
+                lent[position] = self[position].flat if are_renewed else self[position].lend()
             else:
                 lent[position] = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
         return lent

@@ -110,7 +110,7 @@ class ForwardCount:
     def backward_began(self) -> ForwardNumbers:
         """Keep the latest forward counted whatever becomes of its graph; returns what to tell the other ranks."""
         self._unsettled.append(self._raised)
-        self._begin_anew()
+        self._latest, self._waiting, self._raised = None, 0, 0
         return ForwardNumbers(self.value, self.value - sum(self._unsettled))
 
     def settle(self, *, backwards: int, forgiven: bool) -> None:
@@ -122,9 +122,6 @@ class ForwardCount:
     def take_back(self) -> None:
         """Take back the forwards that wait for a backward: none comes that other ranks take part in."""
         self.value -= self._waiting
-        self._begin_anew()
-
-    def _begin_anew(self) -> None:
         self._latest, self._waiting, self._raised = None, 0, 0
 
 
@@ -427,12 +424,10 @@ class RiderReader:
         return self._findings(before, backwards=1) if before else Findings()
 
     def _findings(self, sections: list[list[float]], *, backwards: int) -> Findings:
-        same_begun = True
-        for sums in sections:
-            same_begun = same_begun and self._agree(sums, *_BEGUN)
+        same_begun = self._agree(sections, *_BEGUN)
         if same_begun and not any(map(any, map(_flags_in, sections))):
             return _quiet(backwards)
-        same_returned = same_begun or all(self._agree(sums, *_RETURNED) for sums in sections)
+        same_returned = same_begun or self._agree(sections, *_RETURNED)
         return Findings(
             backwards=backwards,
             counts_differ=not same_returned,
@@ -441,6 +436,6 @@ class RiderReader:
             are_quiet=False,
         )
 
-    def _agree(self, sums: list[float], count: int, squared: int) -> bool:
+    def _agree(self, sections: list[list[float]], count: int, squared: int) -> bool:
         """Whether all ranks have the same count: its variance over ranks, exact in these sums of small integers."""
-        return self._world_size * sums[squared] == sums[count] ** 2
+        return all(self._world_size * sums[squared] == sums[count] ** 2 for sums in sections)

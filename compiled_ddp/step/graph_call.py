@@ -70,3 +70,4 @@ class GraphCall(Protocol):
 
 # Asked in C, of every call in every step.
 may_leave_out: Callable[[GraphCall], bool] = operator.attrgetter("may_leave_out")
+fingerprint_of: Callable[[GraphCall], str] = operator.attrgetter("fingerprint")

@@ -75,18 +75,16 @@ class ReservedSection:
 
     def note_graph(
         self, compiled: Callable[..., object], fingerprint: str, run_without_passes: Callable[[float], Reference]
-    ) -> "ReservedSection":
+    ) -> None:
         """It is `compiled` that will run, for the plan with this fingerprint: a new one is to be proven.
 
-        Then it is run without the passes too, which is given the factor of a gradient in its bucket. Returns what
-        gives the graph its inputs.
+        Then it is run without the passes too, which is given the factor of a gradient in its bucket.
         """
         proof = self._reduction.proof
         share = self._backward.message.weight if self._plan.reduction == "weighted" else self._plan.share
         proof.meet_graph(compiled, fingerprint, self._plan.indices, functools.partial(run_without_passes, share))
         if proof.renewed and proof.recording is None:  # in a backward that does not verify here
             self._backward.message.note(Flag.VERIFY)
-        return self
 
     def give_up(self) -> None:
         """The graph has launched nothing, and will not: hooks launch the section, others get zeros."""

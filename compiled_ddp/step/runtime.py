@@ -14,6 +14,7 @@ of an earlier one, and a torch.autograd.grad leaves it waiting.
 import enum
 import functools
 import itertools
+import operator
 import threading
 import time
 import weakref
@@ -29,7 +30,7 @@ from compiled_ddp.step.channel import ForwardNumbers, LatestForward
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.ending import Finish
 from compiled_ddp.step.gradients import requires_grad
-from compiled_ddp.step.graph_call import GraphCall, may_leave_out
+from compiled_ddp.step.graph_call import GraphCall, fingerprint_of, may_leave_out
 from compiled_ddp.step.graphs import GraphReservations, ReservedSection
 from compiled_ddp.step.join import OwnGradients
 from compiled_ddp.step.reduction import Reduction, Wrapped
@@ -406,14 +407,6 @@ class Runtime:
         """
         self.forward.begin_inside_backward(synchronise=synchronise, under_way=self.under_way.has_begun())
 
-    def module_begins(self) -> None:
-        """The wrapper's own part of the forward has ended."""
-        self.reduction.models_collectives.begin()
-
-    def module_ended(self) -> None:
-        """The wrapped module has returned."""
-        self.reduction.models_collectives.end()
-
     def forward_raised(self) -> None:
         """The forward that began has ended with an exception."""
         self.forward.raised()
@@ -432,7 +425,7 @@ class Runtime:
         everywhere = hooks.everywhere
         if agreed.sequence is None or (everywhere and not agreed.all_graphs_ran):
             return
-        called = {call.fingerprint for call in calls}
+        called = {*map(fingerprint_of, calls)}  # in C, as below: in every forward
         if not agreed.graph_sections.keys() <= called:
             agreed.note_graphs(frozenset())
             hooks.install()
@@ -450,7 +443,7 @@ class Runtime:
         backward that does not come through them, of `wrapper.module` called by itself, stays local, as under DDP.
         """
         if self.forward.synchronises:
-            nodes = {output.grad_fn for output in outputs if output.grad_fn is not None}
+            nodes = {*filter(None, map(_grad_fn_of, outputs))}
             self.forward.returned(nodes)
             for node in nodes:
                 if torch_private.autograd.attached(node) is None:  # a captured segment's node begins it by itself
@@ -562,7 +555,7 @@ class Runtime:
 
     def output_reached(self) -> None:
         """A backward has come to an output of a synchronised forward."""
-        if not self.under_way.has_begun():
+        if self.under_way.phase in _NOT_BEGUN:
             if self.reduction.sparse.names:
                 self._refuse_returned_sparse()
             if self._is_local():
@@ -574,7 +567,7 @@ class Runtime:
     def reserve(self, call: GraphCall) -> ReservedSection | SteadyGraph | None:
         """The section that `call` may launch in its graph now; None if it must run locally."""
         with self.lock:
-            if not self.under_way.has_begun():
+            if self.under_way.phase in _NOT_BEGUN:
                 synchronises = call.synchronise or self._will_reach_synchronised()
                 if synchronises and self.reduction.sparse.names:
                     self._refuse_returned_sparse()
@@ -582,9 +575,10 @@ class Runtime:
                     self._note_local_run(call)
                     return None
             self.enter()
-            if self._steady_graph.awaits(call) and self._may_wait_for_first():
-                self._steady_graph.reserve()
-                return self._steady_graph
+            if self.under_way.steady is self._steady_graph and self._may_wait_for_first():
+                reserved = self._steady_graph.reserve(call)
+                if reserved is not None:
+                    return reserved
             backward = self.under_way.backward
             if backward is None:
                 self.under_way.run_locally(call)
@@ -670,7 +664,7 @@ class Runtime:
                 if outer is None and ([*tasks.noted] == [task] or not tasks.are_running(but=task)):
                     if len(conductor.references) > 1:
                         conductor.end(task)
-                    elif self.ends_with(task):
+                    elif self.under_way.ends_with(task):
                         self.end()
             finally:  # only now: other threads must not take the backward for one that has broken off
                 tasks.close(task)
@@ -914,6 +908,9 @@ class Runtime:
             own, self.own_gradients = self.own_gradients, None
             own.give_back(if_untouched=if_untouched)
             self.reduction.carried.take_up_again(own.unsent, own.piggyback)
+
+
+_grad_fn_of = operator.attrgetter("grad_fn")
 
 
 def _accumulates(reduction: Reduction, _: int) -> bool:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
-from compiled_ddp.checks.values import Reference
 from compiled_ddp.options import Options
 from compiled_ddp.plan import Bucket
 from compiled_ddp.step.buffers import MOST_ELEMENTS_GATHERED, MOST_ELEMENTS_TOGETHER, SequenceBuffers
@@ -149,23 +148,19 @@ class SteadyStep(abc.ABC):
 
     def conclude(self) -> Findings | None:
         """Wait for the mean, which is in .grad then. None where more is to be done, and the general way goes on."""
-        self.wait()
+        riders = self.wait()
         watch = self._reduction.watch
         if not self.is_as_left() or (watch is not None and watch.has_grown() and self._reduction.newcomers()):
             return None
-        findings = self._reader.read(self.riders())
+        findings = self._reader.read(riders)
         if not findings.are_quiet:
             return None
         self.end()
         return findings
 
     @abc.abstractmethod
-    def wait(self) -> None:
-        """Wait for every bucket, all of which have been launched."""
-
-    @abc.abstractmethod
-    def riders(self) -> list[torch.Tensor]:
-        """Their sums over ranks, of every section."""
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for every bucket, all of which have been launched; returns the riders' sums, of every section."""
 
     @abc.abstractmethod
     def is_as_left(self) -> bool:
@@ -334,7 +329,7 @@ class SteadyHooks(SteadyStep):
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def wait(self) -> None:
+    def wait(self) -> list[torch.Tensor]:
         progress = self._reduction.communicator.progress
         for bucket in self._buckets:
             work = bucket.work
@@ -347,10 +342,7 @@ class SteadyHooks(SteadyStep):
                 raise
         progress.hooks_await(None)
         progress.all_launched(self._launches_before + len(self._buckets))
-
-    def riders(self) -> list[torch.Tensor]:
-        riders = [self._buffers[position].riders for position in self._buffers.with_riders]
-        return [of_one for of_one in riders if of_one is not None]
+        return [*map(_riders_in, map(self._buffers.__getitem__, self._buffers.with_riders))]
 
     def is_as_left(self) -> bool:
         left: dict[int, torch.Tensor] = {}
@@ -370,6 +362,9 @@ class SteadyHooks(SteadyStep):
             backward.take_over(one.position, missing=one.missing, gathered=one.gathered, left=one.left, work=one.work)
         backward.go_on_from(self._cursor, self._collected)
         self._collected = {}
+
+
+_riders_in = operator.attrgetter("riders")
 
 
 # ---- in a graph ------------------------------------------------------------------------------------------------------
@@ -408,39 +403,26 @@ class SteadyGraph(SteadyStep):
 
     # ---- the graph that is about to run ------------------------------------------------------------------------------
 
-    def awaits(self, call: GraphCall) -> bool:
-        """Whether it is for the graph of `call`, as it was planned, that a backward under way here waits."""
+    def reserve(self, call: GraphCall) -> "SteadyGraph | None":
+        """This, for the graph of `call`, which is about to run, if it is the awaited one, as it was planned."""
         is_planned = not call.undefined and call.fingerprint in self._reduction.agreed.graph_sections
-        return self.awaited is call and is_planned
-
-    def reserve(self) -> None:
-        """The awaited graph is about to run."""
+        if self.awaited is not call or not is_planned:
+            return None
         self.awaited = None
         self._reduction.communicator.progress.graph_began(0)
+        return self
 
-    def note_graph(
-        self, compiled: Callable[..., object], fingerprint: str, run_without_passes: Callable[[float], Reference]
-    ) -> "ReservedSection | SteadyGraph":
-        """It is `compiled` that will run, for the plan with this fingerprint; returns what gives it its inputs."""
-        if self._reduction.proof.has_met(compiled, fingerprint):
-            return self
-        return self._reserved().note_graph(compiled, fingerprint, run_without_passes)
+    def has_met(self, compiled: Callable[..., object], fingerprint: str) -> bool:
+        """Whether `compiled`, for the plan with this fingerprint, needs no proof before it runs."""
+        return self._reduction.proof.has_met(compiled, fingerprint)
 
-    def gradients_to_fold(self) -> Sequence[torch.Tensor]:
-        """There are none."""
-        return ()
-
-    def lend_buffers(self, buckets: Iterable[int]) -> list[torch.Tensor]:
-        """Memory for these buckets, for the graph to pack them into."""
-        self._lent = self._buffers.lend(buckets)
+    def inputs(self, buckets: Iterable[int]) -> list[torch.Tensor]:
+        """The riders, by which every parameter gets a gradient, and memory for the graph to pack these buckets into."""
+        self._lent = self._buffers.lend(buckets, are_renewed=True)
         self._reduction.communicator.progress.graph_fills(self._lent)
-        return [*self._lent.values()]
-
-    def rider_values(self, without_gradient: Iterable[int]) -> torch.Tensor:
-        """What the riders carry from this rank: every parameter gets a gradient."""
         riders = self._buffers.sections[0].plan.riders
         values = torch.empty(riders.numel, dtype=torch.float32, device="cpu")
-        return write_riders(values, riders, self._message, frozenset(without_gradient))
+        return [write_riders(values, riders, self._message, frozenset()), *self._lent.values()]
 
     def run(self, graph: Callable[[], T], group_name: str, *, sees_values: bool) -> T:
         """What the graph returns, which calls the process group `group_name`."""
@@ -455,11 +437,9 @@ class SteadyGraph(SteadyStep):
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
-    def wait(self) -> None:
+    def wait(self) -> list[torch.Tensor]:
         """The graph has waited."""
         self._reduction.communicator.progress.all_launched(self._launches_before + len(self._collectives))
-
-    def riders(self) -> list[torch.Tensor]:
         assert self._riders is not None
         return [self._riders]
 
@@ -473,18 +453,18 @@ class SteadyGraph(SteadyStep):
 
     # ---- the general way ---------------------------------------------------------------------------------------------
 
-    def _reserved(self) -> ReservedSection:
+    def in_general(self) -> ReservedSection:
         """What this is in the general way."""
         plan = self._buffers.sections[0].plan
         return ReservedSection(self._general(), 0, plan, self._reduction)
 
     def give_up(self) -> None:
         """The graph has launched nothing, and will not."""
-        self._reserved().give_up()
+        self.in_general().give_up()
 
     def break_off(self) -> None:
         """An exception has ended the graph."""
-        self._reserved().break_off()
+        self.in_general().break_off()
 
     def _hand_over_to(self, backward: SynchronisedBackward) -> None:
         if self.awaited is None:

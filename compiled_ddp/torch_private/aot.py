@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import itertools
 import types
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -264,14 +265,14 @@ def node_of(compiled_function: type[torch.autograd.Function], outputs: Sequence[
     An output that is a view of another tensor hangs on the node through the nodes of its views. `first_node` is what
     `next_node` has told before the call: an input that is handed on may hang on an earlier call of the same function.
     """
-    pending = [output.grad_fn for output in outputs if isinstance(output, torch.Tensor) and output.grad_fn is not None]
+    pending = [*map(getattr, outputs, itertools.repeat("grad_fn"), itertools.repeat(None))]  # in C, in every forward
     while pending:
         node = pending.pop(0)
-        if node._sequence_nr() < first_node:
+        if node is None or node._sequence_nr() < first_node:
             continue
         if getattr(type(node), "_forward_cls", None) is compiled_function:
             return node
-        pending += [following for following, _ in node.next_functions if following is not None]
+        pending += [following for following, _ in node.next_functions]
     return None
 
 

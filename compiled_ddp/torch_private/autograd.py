@@ -228,13 +228,17 @@ def dispatched_by(keys: tuple[Any, Any]) -> contextlib.AbstractContextManager[ob
     return guard
 
 
+# Within this context operators are dispatched as if there were no autograd, of which they ask nothing either. Where
+# gradients are off that changes no result, and spares every operator a layer: `wait_tensor` one in Python.
+below_autograd: Callable[[], contextlib.AbstractContextManager[object]] = torch._C._AutoDispatchBelowAutograd
+
+
 # Whether torch.profiler, torch.autograd.profiler or its emit_nvtx records in this process.
 profiler_is_on: Callable[[], bool] = functools.partial(getattr, torch.autograd.profiler, "_is_profiler_enabled")
 
 
-def transforms_are_active() -> bool:
-    """Whether this thread is inside of a transform of torch.func: grad, vmap, jvp or another."""
-    return torch._C._are_functorch_transforms_active()
+# Whether this thread is inside of a transform of torch.func: grad, vmap, jvp or another.
+transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:

@@ -135,6 +135,18 @@ def name_of_higher_order(operator: object) -> str:
     return operator.name() if isinstance(operator, torch._ops.HigherOrderOperator) else ""
 
 
+def is_operator(target: object) -> bool:
+    """Whether `target`, of a node in a graph, is an operator of a library, as `torch.ops` has them."""
+    return isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
+
+
+def library_of(operator: Any) -> str:
+    """The namespace of an operator: "aten", as a rule."""
+    packet = operator.overloadpacket if isinstance(operator, torch._ops.OpOverload) else operator
+    name: str = packet._qualified_op_name
+    return name.partition("::")[0]
+
+
 def copy_captured(graph_module: GraphModule) -> GraphModule:
     """A copy of a graph captured by Dynamo that AOTAutograd will partition in the same way.
 

@@ -138,6 +138,10 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch._C._dispatch_tls_local_exclude_set",
         "torch._C._ForceDispatchKeyGuard",
     ),
+    "running a graph's collectives without autograd's layer": (
+        "torch._C._AutoDispatchBelowAutograd",
+        "torch._ops.OpOverloadPacket",
+    ),
     "whether Dynamo looks at what runs here": ("torch._C._dynamo.eval_frame.get_eval_frame_callback",),
     "calling a compiled forward where Dynamo is off": ("torch._dynamo.eval_frame.innermost_fn",),
     "an all-reduce without the checks of what users pass": ("torch.distributed.distributed_c10d.AllreduceOptions",),

@@ -88,7 +88,8 @@ class Forwards:
                 f"{self._wrapper}.module is another than the one it was made for: nothing would reduce the "
                 "gradients of what stands there now. Wrap that, on every rank."
             )
-        check_not_inside_ddp(self._managed, self._wrapper)
+        if torch_private.modules.running_ddp() is not None:
+            check_not_inside_ddp(self._managed, self._wrapper)
         if with_gradients and torch_private.autograd.in_distributed_autograd():
             raise RuntimeError(
                 "the forward runs in a torch.distributed.autograd context, whose backward leaves .grad alone: there is "
@@ -108,7 +109,8 @@ class Forwards:
     ) -> Any:
         """What the module returns; the runtime is told when it begins and how it ends."""
         args, kwargs = self._settings.placed(args, kwargs)
-        self._runtime.module_begins()
+        collectives = self._runtime.reduction.models_collectives
+        collectives.begin()
         before, self.runs_module = self.runs_module, True
         try:
             outputs = run(*args, **kwargs)
@@ -118,7 +120,7 @@ class Forwards:
             raise
         finally:
             self.runs_module = before
-        self._runtime.module_ended()
+        collectives.end()
         self.ended = next(_moments)
         return outputs
 

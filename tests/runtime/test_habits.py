@@ -624,3 +624,55 @@ def _in_double(rank: int) -> None:
 
 def test_a_weighted_mean_of_float64_is_one_of_float64_in_graphs(ranks2: RankPool) -> None:
     ranks2.run(_in_double)
+
+
+# ---- operators of other libraries ------------------------------------------------------------------------------------
+
+for operator, arguments in {"cube": "Tensor x", "cube_backward": "Tensor x, Tensor gradient"}.items():
+    torch.library.define(f"compiled_ddp_habits::{operator}", f"({arguments}) -> Tensor")
+
+
+@torch.library.impl("compiled_ddp_habits::cube", "CPU")
+def _cube(x: Tensor) -> Tensor:
+    return x**3
+
+
+@torch.library.impl("compiled_ddp_habits::cube_backward", "CPU")
+def _cube_backward(x: Tensor, gradient: Tensor) -> Tensor:
+    """By autograd itself, as a kernel does that recomputes a part of the model."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(x**3, x, gradient)[0]
+
+
+for operator in ("cube", "cube_backward"):
+    torch.library.register_fake(f"compiled_ddp_habits::{operator}", lambda x, *_: torch.empty_like(x))
+torch.library.register_autograd(
+    "compiled_ddp_habits::cube",
+    lambda ctx, gradient: torch.ops.compiled_ddp_habits.cube_backward(*ctx.saved_tensors, gradient),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class Cubed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.compiled_ddp_habits.cube(self.layer(x))
+
+
+def _by_autograd(rank: int, backend: str) -> None:
+    torch.compiler.reset()
+    ddp = compile_ddp(Cubed(), backend=backend)
+    for step in range(3):
+        assert_step(ddp, loss_of(rank, step))
+    assert [row[1] for row in ddp.explain().rows] == ["graph"]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_an_operator_whose_kernel_asks_autograd_runs_in_the_graph_as_in_eager_mode(
+    ranks2: RankPool, backend: str
+) -> None:
+    ranks2.run(_by_autograd, backend)

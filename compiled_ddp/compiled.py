@@ -252,6 +252,9 @@ class CompiledDDP(DataParallelWrapper):
     def _chosen(self) -> str:
         return str(self._choice)
 
+    def _why_without_graphs(self) -> Sequence[str]:
+        return sorted(self._fallen_back)
+
     def _compiled_from(self) -> str:
         return describe(self.teller.compilations)
 

@@ -524,7 +524,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         """Report which buckets graphs and hooks reduce, and why; `print` it for a table."""
         return explain_sequence(
             self._runtime.reduction.agreed.sequence,
-            self._runtime.reduction.fallback.reasons,
+            [*self._runtime.reduction.fallback.reasons, *self._why_without_graphs()],
             self._settings.options,
             self._setup.link_bytes_per_second,
             str(self._runtime.reduction.proof),
@@ -537,6 +537,10 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
     def _chosen(self) -> str:
         """The line of `explain()` about what a warm-up has chosen; empty if none has."""
         return ""
+
+    def _why_without_graphs(self) -> Sequence[str]:
+        """Why parts of the model run without graphs though others have some."""
+        return ()
 
     def _compiled_from(self) -> str:
         """What was compiled here, and what was found in the cache; empty where nothing is compiled."""

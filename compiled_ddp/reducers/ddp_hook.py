@@ -169,6 +169,8 @@ class DDPHook(Reducer):
         """`buckets` are all that the backward launches, in launch order."""
         super().__init__(communicator)
         self._hook, self._buckets, self._parameters = hook, buckets, parameters
+        with_gradients = [position for position, bucket in enumerate(buckets) if bucket.gradients]
+        self._numbers = {position: number for number, position in enumerate(with_gradients)}  # as hooks know them
 
     def start(self, position: int, flat_buffer: torch.Tensor, unused: Callable[[], Set[int]]) -> Work:
         """Raises what the hook raises. From then on nothing is handed to it: only riders go out."""
@@ -181,8 +183,8 @@ class DDPHook(Reducer):
             bucket,
             flat_buffer,
             self._parameters,
-            index=sum(bool(earlier.gradients) for earlier in self._buckets[:position]),
-            is_last=not any(later.gradients for later in self._buckets[position + 1 :]),
+            index=self._numbers[position],
+            is_last=self._numbers[position] == len(self._numbers) - 1,
         )
         try:
             return self._hook.launch(handed, flat_buffer)

@@ -84,6 +84,11 @@ class Forwards:
 
     def _check(self, module: nn.Module, *, with_gradients: bool) -> None:
         if module is not self._managed.module:
+            if torch_private.modules.without_compile_wrapper(module) is self._managed.module:
+                raise RuntimeError(
+                    f"{self._wrapper}.module was compiled after it was wrapped, where nothing runs it: compile it "
+                    "first, as in EagerDDP(torch.compile(model)); compile_ddp(model) compiles it by itself."
+                )
             raise RuntimeError(
                 f"{self._wrapper}.module is another than the one it was made for: nothing would reduce the "
                 "gradients of what stands there now. Wrap that, on every rank."

@@ -275,6 +275,7 @@ def _limited(rank: int) -> None:
             assert_gradients(ddp.module, expected)
             named = [w for w in caught if "torch._dynamo.config.recompile_limit (2)" in str(w.message)]
             assert len(named) == (kind == "ccc"), [str(w.message) for w in caught]
+        assert "a part of the model runs without graphs: 'forward'" in str(ddp.explain())
         ddp.unwrap()
         for again in range(2):
             ddp = compile_ddp(

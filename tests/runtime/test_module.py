@@ -763,6 +763,9 @@ def _another_in_its_place(rank: int, wrapper: str) -> None:
     ddp.module = Mlp()
     with pytest.raises(RuntimeError, match=r"\.module is another than the one it was made for"):
         ddp(row_batch(rank))
+    ddp.module = torch.compile(model, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"\.module was compiled after it was wrapped"):
+        ddp(row_batch(rank))
     ddp.module = model
     assert_trains(ddp, rank)
 

@@ -68,10 +68,10 @@ def insert_all_reduces(
             with graph.inserting_before(first_after_inputs):
                 local = _emit_zeros(graph, bucket, gradient)
         with graph.inserting_before(first_after_inputs if local.op == "placeholder" else local.next):
-            reduced = _times(graph, local, share)
+            reduced = times(graph, local, share)
             unreduced = pending.get(gradient.index)
             if unreduced is not None:
-                reduced = emit(graph, _add, reduced, _times(graph, unreduced, share))
+                reduced = emit(graph, _add, reduced, times(graph, unreduced, share))
             outputs[position] = _emit_reduction(graph, reduced, group_name)
     with graph.inserting_before(graph.output_node()):
         reduced_riders = _emit_reduction(graph, riders, group_name)
@@ -119,8 +119,14 @@ def _of_dtype(graph: Graph, gradient: Node, dtype: torch.dtype, first_after_inpu
     return cast
 
 
-def _times(graph: Graph, value: Node, share: float | Node) -> Node:
-    return value if share == 1.0 else emit(graph, _mul, value, share)
+def times(graph: Graph, value: Node, factor: float | Node) -> Node:
+    """The product, of the dtype of `value`: if that has no dimension, as a weight has none, it would be promoted."""
+    if factor == 1.0:
+        return value
+    product, tensor = emit(graph, _mul, value, factor), value.meta.get("val")
+    if not isinstance(factor, Node) or tensor is None or tensor.dim() > 0:
+        return product
+    return emit(graph, _convert, product, tensor.dtype)
 
 
 def _emit_inverse_of_weights(graph: Graph, riders: Node) -> Node:
@@ -146,8 +152,9 @@ def read_reductions(graph: Graph, plan: BucketPlan, output_positions: Mapping[in
         fold = mean = None
         if local.target is _add and _is_pending_share(local.args[1]):
             fold, local = local, _producer(local)
-        if local.target is _mul and _is_share(local.args[1], plan) and not _is_pending_share(local):
-            mean, local = local, _producer(local)
+        product = _without_cast(local, plan)
+        if product.target is _mul and _is_share(product.args[1], plan) and not _is_pending_share(product):
+            mean, local = product, _producer(product)
         reductions.append(ReducedGradient(gradient, local, mean, fold, launch, wait, normalised))
     return reductions
 
@@ -164,10 +171,18 @@ def _is_share(factor: object, plan: BucketPlan) -> bool:
     return factor == plan.share != 1.0
 
 
+def _without_cast(node: Node, plan: BucketPlan) -> Node:
+    """What `times` has multiplied by a weight, before the cast behind that, if there is one."""
+    is_cast = plan.reduction == "weighted" and node.target is _convert and _producer(node).target is _mul
+    return _producer(node) if is_cast else node
+
+
 def _is_pending_share(node: object) -> bool:
     """Whether `node` is `pending_<index>`, or a share of it."""
     if not isinstance(node, Node):
         return False
+    if node.target is _convert and _producer(node).target is _mul:
+        node = _producer(node)
     value = _producer(node) if node.target is _mul else node
     return value.op == "placeholder" and value.name.startswith("pending_")
 

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import emit, output_values, set_output_values
-from compiled_ddp.passes.insert_all_reduces import ReducedGradient, read_reductions
+from compiled_ddp.passes.insert_all_reduces import ReducedGradient, read_reductions, times
 from compiled_ddp.passes.ops import is_launch
 from compiled_ddp.passes.prove_linearity import LinearityProof, prove_linearity
 from compiled_ddp.plan import BucketPlan
@@ -69,8 +69,9 @@ def _scale(graph: Graph, tangents: Sequence[Node], factor: float | Node) -> None
     first = next(node for node in graph.nodes if node.op != "placeholder" and node is not factor)
     for tangent in tangents:
         with graph.inserting_before(first):
-            first = scaled = emit(graph, _mul, tangent, factor)
-        tangent.replace_all_uses_with(scaled, delete_user_cb=functools.partial(operator.is_not, scaled))
+            scaled = times(graph, tangent, factor)
+        first = scaled if scaled.args[0] is tangent else scaled.args[0]  # the product, which a cast may follow
+        tangent.replace_all_uses_with(scaled, delete_user_cb=functools.partial(operator.is_not, first))
 
 
 def _drop_mean(graph: Graph, reduction: ReducedGradient) -> None:

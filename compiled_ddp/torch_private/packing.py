@@ -91,6 +91,8 @@ def register_pack_lowering() -> None:
     @register_lowering([ops.pack.default, ops.pack_into.default], type_promotion_kind=None)
     def lower_pack(parts: list[ir.TensorBox], into: ir.TensorBox | None = None) -> ir.TensorBox:
         pack = V.graph.current_node
+        if len(dtypes := {*(part.get_dtype() for part in parts)}) > 1:
+            raise AssertionError(f"gradients of several dtypes in one bucket, whose memory would not do: {dtypes}")
         sizes = [list(part.get_size()) for part in parts]
         numels = [V.graph.sizevars.guard_int(ir.sympy_product(size)) for size in sizes]
         layout = ir.FixedLayout(

@@ -676,3 +676,51 @@ def test_an_operator_whose_kernel_asks_autograd_runs_in_the_graph_as_in_eager_mo
     ranks2: RankPool, backend: str
 ) -> None:
     ranks2.run(_by_autograd, backend)
+
+
+# ---- numbers by themselves -------------------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """A scalar is used last, so that its gradient is the first one in the bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.gate = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate * self.layer(x)
+
+
+class Scalar(Gated):
+    """Its loss is its output: a tangent without dimension."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def _weighted_scalars(rank: int, backend: str, model: type[Gated], dtype: torch.dtype) -> None:
+    torch.compiler.reset()
+    ddp = compile_ddp(model().to(dtype), backend=backend, reduction="weighted")
+    loss = lambda module: module(row_batch(rank).to(dtype)).square().mean()  # noqa: E731
+    own = local_gradients(copy.deepcopy(ddp.module), loss)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp.set_weight(1.0 + 2 * rank)
+        loss(ddp).backward()
+        for name, parameter in ddp.module.named_parameters():
+            each = [torch.empty_like(own[name]) for _ in range(2)]  # type: ignore[arg-type]
+            dist.all_gather(each, own[name])  # type: ignore[arg-type]
+            assert parameter.grad is not None and parameter.grad.dtype == dtype
+            torch.testing.assert_close(parameter.grad, (each[0] + 3 * each[1]) / 4, rtol=0.03, atol=0.01)
+    assert {row[1] for row in ddp.explain().rows} == {"graph"}
+
+
+@pytest.mark.parametrize("model", [Gated, Scalar])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_weighted_mean_of_a_gradient_without_dimension_keeps_its_dtype(
+    ranks2: RankPool, backend: str, dtype: torch.dtype, model: type[Gated]
+) -> None:
+    ranks2.run(_weighted_scalars, backend, model, dtype)

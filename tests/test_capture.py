@@ -395,6 +395,9 @@ class InTheBackwardAlone(OfTorch):
         return twice(gradient)
 
 
+allowed_function = torch.compiler.allow_in_graph(InTheBackwardAlone.apply)
+
+
 @pytest.mark.parametrize(
     ("function", "alone"),
     [
@@ -406,8 +409,26 @@ class InTheBackwardAlone(OfTorch):
         (lambda x: checkpoint(lambda y: twice(y) * 2, x, use_reentrant=False), False),
         (InTheBackwardAlone.apply, False),
         (lambda x: left_in_the_graph(x) + 1, False),
+        (lambda x: allowed_function(x) + 1, False),
     ],
-    ids=["torch", "checkpoint", "Function", "custom", "overload", "custom in a checkpoint", "in backward", "allowed"],
+    ids=[
+        "torch",
+        "checkpoint",
+        "Function",
+        "custom",
+        "overload",
+        "custom in a checkpoint",
+        "in backward",
+        "allowed",
+        "allowed Function",
+    ],
 )
 def test_it_is_told_whether_a_graph_calls_torch_alone(function: Callable[..., Any], alone: bool) -> None:
-    assert calls_torch_alone(captured(function, torch.ones(2, 2, requires_grad=True))) is alone
+    x = torch.ones(2, 2, requires_grad=True)
+    assert calls_torch_alone(captured(function, x), [x, 3]) is alone
+
+
+def test_a_tensor_subclass_among_its_inputs_may_call_anything() -> None:
+    graph = captured(torch.relu, torch.ones(2))
+    assert calls_torch_alone(graph, [torch.ones(2), torch.nn.Parameter(torch.ones(2))])
+    assert not calls_torch_alone(graph, [torch.ones(2).as_subclass(type("Own", (Tensor,), {}))])

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_ddp import torch_private
@@ -129,13 +130,16 @@ def _is_opaque(node: Node) -> bool:
 _LIBRARIES_OF_TORCH = frozenset({"aten", "prims", "prim", "_c10d_functional", "c10d_functional"})
 
 
-def calls_torch_alone(graph: Graph) -> bool:
+def calls_torch_alone(graph: Graph, inputs: Iterable[object]) -> bool:
     """Whether every operator in a graph of Dynamo's is torch's own, so that none asks anything of autograd as it runs.
 
     A custom one may, also in the backward that its library has registered; so may a function that Dynamo was told to
-    leave in the graph as it is.
+    leave in the graph as it is, and what a tensor subclass among the `inputs` calls in place of an operator.
     """
-    return all(map(_is_of_torch, _all_nodes(graph)))
+    plain = (value for value in inputs if isinstance(value, torch.Tensor))
+    return all(type(value) in (torch.Tensor, nn.Parameter) for value in plain) and all(
+        map(_is_of_torch, _all_nodes(graph))
+    )
 
 
 def _is_of_torch(node: Node) -> bool:
@@ -144,6 +148,8 @@ def _is_of_torch(node: Node) -> bool:
     if torch_private.dynamo.is_operator(node.target):
         return torch_private.dynamo.library_of(node.target) in _LIBRARIES_OF_TORCH
     module: str = getattr(node.target, "__module__", None) or "torch"
+    if module.startswith("torch._dynamo"):  # in which it wraps what it leaves in the graph as it is
+        return False
     return not _is_opaque(node) and module.partition(".")[0] in ("torch", "_operator", "math", "builtins")
 
 

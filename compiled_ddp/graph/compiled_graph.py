@@ -67,7 +67,7 @@ class CompiledGraph:
         self._work = work
         self._first = self._rewriting = first
         self._kept = torch_private.dynamo.copy_captured(graph_module)
-        self.calls_torch_alone = calls_torch_alone(self._kept.graph)
+        self.calls_torch_alone = calls_torch_alone(self._kept.graph, example_inputs)
         self._fake_inputs = torch_private.dynamo.captured_inputs(graph_module)
         devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
         self._state = torch_private.dynamo.CaptureState(sorted(devices))

@@ -50,7 +50,6 @@ Variant = Literal["synchronised", "folding"]
 VARIANTS: tuple[Variant, ...] = ("synchronised", "folding")
 
 AnySection = ReservedSection | SteadyGraph
-_AS_IT_IS = contextlib.nullcontext()
 
 
 class Program:
@@ -137,10 +136,11 @@ class Program:
         with self.named() as group_name:
             graph = self._graph()
             section, compiled, state = self._take_inputs(section, call, graph, saved_and_tangents, group_name)
-            run = functools.partial(compiled, node, saved_and_tangents)
+            # A communication hook is code of its user's in the graph.
+            run = _below_autograd if graph.calls_torch_alone and not self._has_hooks else operator.call
+            call_graph = functools.partial(run, compiled, node, saved_and_tangents)
             try:
-                with torch_private.autograd.below_autograd() if graph.calls_torch_alone else _AS_IT_IS:
-                    *gradients, riders = section.run(run, group_name, sees_values=not self._in_cuda_graphs)
+                *gradients, riders = section.run(call_graph, group_name, sees_values=not self._in_cuda_graphs)
                 return self._hand_over(section, call, gradients, riders, state)
             except BaseException:
                 section.break_off()
@@ -233,6 +233,12 @@ class Program:
         for place, gradient in zip(positions, handed_out, strict=True):
             gradients[place] = gradient
         return tuple(gradients)
+
+
+def _below_autograd(compiled: torch_private.aot.BackwardImplementation, node: Any, inputs: list[Any]) -> Any:
+    """What the compiled backward returns. Within what looks at its launches, which is dispatched as autograd is."""
+    with torch_private.autograd.below_autograd():
+        return compiled(node, inputs)
 
 
 def without(gradients: Sequence[Any], undefined: Set[int]) -> tuple[Any, ...]:

@@ -575,8 +575,8 @@ class Runtime:
                     self._note_local_run(call)
                     return None
             self.enter()
-            if self.under_way.steady is self._steady_graph and self._may_wait_for_first():
-                reserved = self._steady_graph.reserve(call)
+            if self.under_way.steady is self._steady_graph:
+                reserved = self._steady_graph.reserve(call, self._may_wait_for_first)
                 if reserved is not None:
                     return reserved
             backward = self.under_way.backward

@@ -403,10 +403,13 @@ class SteadyGraph(SteadyStep):
 
     # ---- the graph that is about to run ------------------------------------------------------------------------------
 
-    def reserve(self, call: GraphCall) -> "SteadyGraph | None":
-        """This, for the graph of `call`, which is about to run, if it is the awaited one, as it was planned."""
+    def reserve(self, call: GraphCall, may_wait: Callable[[], bool]) -> "SteadyGraph | None":
+        """This, for the graph of `call`, which is about to run, if it is the awaited one, as it was planned.
+
+        And if this rank `may_wait` for others in it now, which is asked only then: it may cost a place in their order.
+        """
         is_planned = not call.undefined and call.fingerprint in self._reduction.agreed.graph_sections
-        if self.awaited is not call or not is_planned:
+        if self.awaited is not call or not is_planned or not may_wait():
             return None
         self.awaited = None
         self._reduction.communicator.progress.graph_began(0)

@@ -78,7 +78,8 @@ class Forwards:
         if with_gradients and self._switches.synchronises is not synchronises:
             # Turned by the module itself, as Lightning does where a training step calls backward.
             self._switches.refresh_buffers(put_off or self._switches.synchronises)
-        if with_gradients and not transformed:  # autograd cannot be asked about what runs inside of a transform
+        # Autograd cannot be asked about what runs inside of a transform.
+        if with_gradients and not transformed and self._runtime.forward.synchronises:
             self._runtime.watch(tensors_in(outputs))
         return outputs
 

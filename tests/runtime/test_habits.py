@@ -671,6 +671,28 @@ def _by_autograd(rank: int, backend: str) -> None:
     assert [row[1] for row in ddp.explain().rows] == ["graph"]
 
 
+def _cubes(gradients: Tensor, ranks: Ranks) -> Tensor:
+    return ranks.all_reduce(torch.ops.compiled_ddp_habits.cube_backward(gradients, torch.ones_like(gradients)))
+
+
+def _by_autograd_in_a_hook(rank: int) -> None:
+    torch.compiler.reset()
+    ddp = compile_ddp(nn.Linear(5, 3), backend="aot_eager", comm_hook=_cubes)
+    for step in range(3):
+        own = local_gradients(copy.deepcopy(ddp.module), loss_of(rank, step))
+        ddp.zero_grad()
+        loss_of(rank, step)(ddp).backward()
+        for name, parameter in ddp.module.named_parameters():
+            expected = 3 * own[name].square()  # type: ignore[union-attr]
+            dist.all_reduce(expected)
+            torch.testing.assert_close(parameter.grad, expected)
+    assert {row[1] for row in ddp.explain().rows} == {"graph"}
+
+
+def test_an_operator_in_a_communication_hook_may_ask_autograd(ranks2: RankPool) -> None:
+    ranks2.run(_by_autograd_in_a_hook)
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_an_operator_whose_kernel_asks_autograd_runs_in_the_graph_as_in_eager_mode(
     ranks2: RankPool, backend: str

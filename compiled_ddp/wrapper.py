@@ -243,7 +243,14 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         is also the only way to give up a forward whose backward failed before it reached the wrapper's output (in a
         hook on the loss, say): that of this wrapper and those of `others`, wrappers of the same backward. For that,
         call it where the exception is handled, or while the wrapper's output is still alive. A no-op otherwise.
+
+        Raises RuntimeError when called inside a backward.
         """
+        if torch_private.autograd.current_graph_task() != -1:
+            raise RuntimeError(
+                "abandon_backward() was called inside a backward, which still runs: let the exception end it, and call "
+                "it where that is handled."
+            )
         awaited = [wrapper._runtime for wrapper in (self, *others) if wrapper._runtime.is_awaited()]
         broken = conductor.finish_broken()
         conductor.finish_broken(also=[waiting for waiting in awaited if waiting not in broken])

@@ -7,6 +7,7 @@ communicator's own name: it is compiled once more. So has one that CUDA graphs r
 """
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,20 @@ T = TypeVar("T")
 _abandoned: "list[weakref.ref[dist.ProcessGroup]]" = []
 
 
+# Those that were made here. A process that is forked has their groups without the threads that would run collectives.
+_of_this_process: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """In a process that was just forked."""
+    for communicator in _of_this_process:
+        communicator._is_inherited = True
+    _of_this_process.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
 class Communicator:
     """[Note: one communicator per wrapper]
 
@@ -107,6 +122,8 @@ class Communicator:
         self.ranks = ranks
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.closed, self._remedy = False, remedy
+        self._is_inherited = False
+        _of_this_process.add(self)
         world = dist.group.WORLD
         assert world is not None
         group, self.group_name = ranks.new_process_group(occasion, is_models=is_models)
@@ -128,7 +145,13 @@ class Communicator:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Raises RuntimeError once it has been destroyed."""
+        """Raises RuntimeError once it has been destroyed, and in a process that was forked from the group's."""
+        if self._is_inherited:
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from that of rank {self.global_rank}, without the threads that "
+                "talk to other ranks: a collective would never end. Call the model itself, `wrapper.module`, in "
+                "workers of a DataLoader and the like, or start processes by spawn."
+            )
         group = self._group()
         if group is None:
             raise RuntimeError(

@@ -113,6 +113,10 @@ class ForwardCount:
         self._latest, self._waiting, self._raised = None, 0, 0
         return ForwardNumbers(self.value, self.value - sum(self._unsettled))
 
+    def take_back_backward(self) -> None:
+        """The latest one could not begin, and nothing of it was sent."""
+        self._unsettled.pop()
+
     def settle(self, *, backwards: int, forgiven: bool) -> None:
         """The outcome of so many backwards, the earliest ones, is known: whether ranks averaged one step after all."""
         if forgiven:

@@ -41,6 +41,11 @@ class Conductor:
             torch_private.autograd.tell_of_failed_backwards(self.backward_failed)
         self.references.append(weakref.ref(wrapper, self.references.remove))
 
+    def leave(self, wrapper: "Runtime") -> None:
+        """It is in use no longer."""
+        for reference in [one for one in self.references if one() is wrapper]:
+            self.references.remove(reference)
+
     def _wrappers(self) -> "list[Runtime]":
         """All that are in use. A WeakSet would take six calls."""
         return [*filter(None, map(operator.call, tuple(self.references)))]
@@ -97,7 +102,9 @@ class Conductor:
         And of those that the wrappers in `also` were to have.
         """
         broken_off = self.broken_off()
-        broken = [wrapper for wrapper in self._wrappers() if wrapper in also or wrapper in broken_off]
+        # One whose wait has failed says so in its own calls, and keeps no other from its part.
+        wanted = [wrapper for wrapper in broken_off if not wrapper.communicator.has_failed]
+        broken = [wrapper for wrapper in self._wrappers() if wrapper in also or wrapper in wanted]
         told: set[int] = set()
 
         def send(wrapper: "Runtime") -> None:

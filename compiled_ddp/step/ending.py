@@ -377,14 +377,17 @@ class Finish:
                 self._heed(findings)
             except RuntimeError:
                 backward.restore_gradients()
+                reduction.carried.note_reduced()
+                reduction.sparse.forget_use()
                 raise
         ending = Ending(reduction, backward, findings, not_reduced)
         with self._giving_up:
             ending.run()
         reduction.communicator.progress.backward_ended()
-        if reduction.hooks.deferred:
+        if reduction.hooks.deferred or reduction.sparse.names:
             try:
                 reduction.hooks.run_users(ending.averaged(reduction.hooks.deferred))
+                reduction.sparse.run_users()
             except BaseException:  # the other ranks' hooks have run, and may have stepped an optimizer
                 reduction.carried.note_lost()
                 raise

@@ -247,6 +247,16 @@ class UnderWay:
         self.phase = after(self.phase, Event.END)
         self._backward = self.steady = self._skipping = None
 
+    def drop(self) -> None:
+        """Whatever was under way, nobody can send the rest of it, or read its results."""
+        if self.phase is not Phase.IDLE:
+            if self.steady is not None:
+                self.steady.end()
+            self.phase = after(self.phase, Event.BREAK)
+            self.end()
+            self.ran_locally = []
+        self.tasks.forget()
+
     def forget_threads(self) -> None:
         """An exception has ended all that runs it."""
         self.tasks.forget()
@@ -364,6 +374,8 @@ class Runtime:
                 call.when_reached(Runtime.output_reached)
         self.reduction.hooks.remove()
         self.reduction.sparse.close()
+        self.under_way.drop()
+        conductor.leave(self)
         if abandon:
             self.communicator.abandon()
         else:
@@ -468,6 +480,12 @@ class Runtime:
             raise RuntimeError(self._closed_because)
         with self.lock:
             under_way = self.under_way
+            if under_way.phase not in _NOT_BEGUN and under_way.is_broken_off():
+                raise RuntimeError(
+                    f"rank {self.communicator.global_rank}: an exception has ended the backward before this one, the "
+                    "rest of which other ranks wait for, and no forward has followed it. Call abandon_backward() where "
+                    "the exception is handled, and then the forward and this backward again, on every rank."
+                )
             if current_graph_task() not in under_way.tasks.noted:
                 self._enter_task()
             if under_way.phase is Phase.EXPECTED:
@@ -484,19 +502,34 @@ class Runtime:
             return
         accumulates = self._accumulates(current_graph_task())
         steady = self._steady_graph if self.reduction.agreed.expects_graphs else self._steady_hooks
-        if accumulates and not waits and steady.fits():
-            steady.begin(self._count(accumulates=True))
-            self.under_way.begin_steady(steady)
-            return
-        returned = None if accumulates else watch_returned(self.reduction.parameters.tensors)
-        backward = self._beginning.in_task(self._count(accumulates=returned is None), returned)
-        self.under_way.begin(backward)
+        number = self.number
+        try:
+            if accumulates and not waits and steady.fits():
+                steady.begin(self._count(accumulates=True))
+                self.under_way.begin_steady(steady)
+                return
+            returned = None if accumulates else watch_returned(self.reduction.parameters.tensors)
+            backward = self._beginning.in_task(self._count(accumulates=returned is None), returned)
+            self.under_way.begin(backward)
+        except BaseException:
+            self._could_not_begin(number)
+            raise
         self._beginning.leave_to_hooks(backward)
         agreed, hooks = self.reduction.agreed, self.reduction.hooks
         if not agreed.expects_graphs and not hooks.deferred and backward.is_usual:
             backward.collect(hooks.collect(agreed.buffers))
         if returned is not None:
             returned.begin()  # with tensor hooks of its own: after what looks for users' ones
+
+    def _could_not_begin(self, number: int) -> None:
+        """An exception has come as a backward began, before which there were `number`: other ranks may wait in it.
+
+        They are told in the next forward, as where one ends a backward before it reaches the wrapper.
+        """
+        if self.under_way.phase is Phase.IDLE and self.number > number:
+            self.number = number
+            self.forward.count.take_back_backward()
+            self.under_way.expect()
 
     @property
     def _waits(self) -> bool:
@@ -855,6 +888,8 @@ class Runtime:
         with self.lock:
             communicator, under_way = self.communicator, self.under_way
             under_way.forget_threads()
+            if communicator.has_failed:
+                under_way.drop()  # else each wrapper that asks for what is broken would meet this one's error
             communicator.refuse_if_failed()
             has_begun = under_way.backward is not None
             backward = under_way.backward or self._beginning.without_task(self._count(accumulates=True), weight=0.0)

@@ -38,6 +38,7 @@ class SparseGradients:
         self._parameters, self._communicator, self._listener = parameters, communicator, listener
         self.names, self.tensors = parameters.names, parameters.tensors
         self._used: set[int] = set()  # since the last synchronised backward
+        self._averaged = list[int]()  # in the backward that ends, until `run_users`
         self._hooks = GradientHooks(parameters.tensors, self)
         self._hooks.install()
 
@@ -109,8 +110,13 @@ class SparseGradients:
         if contributes:
             for index, total in zip(used_anywhere, sums, strict=True):
                 self._write(tensors[index], total)
-            self._hooks.run_users(used_anywhere)
+            self._averaged = used_anywhere
         return None
+
+    def run_users(self) -> None:
+        """The users' hooks on what has been averaged, when everything of the backward has been."""
+        averaged, self._averaged = self._averaged, []
+        self._hooks.run_users(averaged)
 
     def _write(self, parameter: torch.Tensor, mean: torch.Tensor) -> None:
         if parameter.grad is None:

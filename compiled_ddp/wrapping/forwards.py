@@ -51,7 +51,7 @@ class Forwards:
         self._check(module, with_gradients=with_gradients)
         self.began = next(_moments)
         recomputing = torch_private.autograd.current_graph_task() != -1
-        if not recomputing:
+        if not recomputing and (with_gradients or not self._runtime.communicator.has_failed):
             self._runtime.finish_broken_backward()  # before other ranks, which may wait in it, are asked for anything
         look = self._model.look()
         if look.stand_ins is StandIns.ALL:
@@ -114,11 +114,11 @@ class Forwards:
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, may_count: bool
     ) -> Any:
         """What the module returns; the runtime is told when it begins and how it ends."""
-        args, kwargs = self._settings.placed(args, kwargs)
         collectives = self._runtime.reduction.models_collectives
-        collectives.begin()
         before, self.runs_module = self.runs_module, True
         try:
+            args, kwargs = self._settings.placed(args, kwargs)
+            collectives.begin()
             outputs = run(*args, **kwargs)
         except BaseException:
             if may_count:

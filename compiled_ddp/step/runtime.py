@@ -556,8 +556,7 @@ class Runtime:
 
     def _may_wait_for_first(self) -> bool:
         """Whether this rank may wait for others in the graph of the first section, as far as other wrappers go."""
-        alone = len(conductor.references) == 1
-        return alone or conductor.may_wait(self, [self.reduction.agreed.event_of(0)])
+        return conductor.may_wait(self, [self.reduction.agreed.event_of(0)])
 
     def _enter_task(self) -> None:
         if torch_private.dynamo.in_compiled_autograd():
@@ -609,7 +608,8 @@ class Runtime:
                     return None
             self.enter()
             if self.under_way.steady is self._steady_graph:
-                reserved = self._steady_graph.reserve(call, self._may_wait_for_first)
+                alone = len(conductor.references) == 1
+                reserved = self._steady_graph.reserve(call, None if alone else self._may_wait_for_first)
                 if reserved is not None:
                     return reserved
             backward = self.under_way.backward

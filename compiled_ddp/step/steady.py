@@ -403,13 +403,14 @@ class SteadyGraph(SteadyStep):
 
     # ---- the graph that is about to run ------------------------------------------------------------------------------
 
-    def reserve(self, call: GraphCall, may_wait: Callable[[], bool]) -> "SteadyGraph | None":
+    def reserve(self, call: GraphCall, may_wait: Callable[[], bool] | None) -> "SteadyGraph | None":
         """This, for the graph of `call`, which is about to run, if it is the awaited one, as it was planned.
 
-        And if this rank `may_wait` for others in it now, which is asked only then: it may cost a place in their order.
+        And if this rank `may_wait` for others in it now, which is asked only then, as it may cost a place in the order
+        of several wrappers; None is for one alone.
         """
         is_planned = not call.undefined and call.fingerprint in self._reduction.agreed.graph_sections
-        if self.awaited is not call or not is_planned or not may_wait():
+        if self.awaited is not call or not is_planned or (may_wait is not None and not may_wait()):
             return None
         self.awaited = None
         self._reduction.communicator.progress.graph_began(0)

@@ -144,10 +144,21 @@ class TopK(StatefulHook):
     What was not sent is added to the next step's gradients (error feedback; Stich, Cordonnier, Jaggi, "Sparsified SGD
     with Memory", 2018). Each rank sends values and indices of its own choice, 12 bytes for each in float32. What is
     kept of gradients of 16 bits is float32.
+
+    `fraction` is above 0 and at most 1, which sends everything; at least one element of each bucket is sent. Raises
+    ValueError for another one.
     """
 
     fraction: float = 0.01
     owed: ClassVar[tuple[int, ...]] = (0,)
+
+    def __post_init__(self) -> None:
+        fraction: object = self.fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+            raise ValueError(
+                f"TopK(fraction=...) must be a number above 0 and at most 1, found {fraction!r}: 0.01 sends the "
+                "largest hundredth of each bucket, 1.0 all of it."
+            )
 
     def initial_state(self, gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (torch.zeros_like(_widened(gradients)),)
@@ -174,10 +185,20 @@ class PowerSGD(StatefulHook):
     One step of a power iteration from the last step's factor, with error feedback (Vogels, Karimireddy, Jaggi,
     "PowerSGD", 2019; torch's batched_powerSGD_hook). Its second collective needs the first one's result, so the
     buckets' collectives run one after the other. Gradients of 16 bits are compressed in float32.
+
+    `rank` is 1 or more; above sqrt(numel) it is as that. Raises ValueError for another one.
     """
 
     rank: int = 2
     owed: ClassVar[tuple[int, ...]] = (0,)
+
+    def __post_init__(self) -> None:
+        rank: object = self.rank
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+            raise ValueError(
+                f"PowerSGD(rank=...) must be the number of a matrix's columns, an int of 1 or more, found {rank!r}: "
+                "a rank of 0 would send nothing, and leave every gradient zero."
+            )
 
     def initial_state(self, gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
         side, error = self._side(gradients), torch.zeros_like(_widened(gradients))

@@ -1,7 +1,10 @@
 """`HookProgram`: what a communication hook does, traced, and what it can never do."""
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -313,3 +316,159 @@ def test_an_initial_state_that_is_one_tensor_is_refused() -> None:
 
     with pytest.raises(TypeError, match="must return a tuple of tensors"):
         check_hook(One(), SEVERAL)
+
+
+@pytest.mark.parametrize(
+    ("construct", "message"),
+    [
+        *((functools.partial(TopK, value), f"at most 1, found {value!r}") for value in (0.0, -1.0, 1.5, 2, True, "1")),
+        (functools.partial(TopK, fraction=float("nan")), "at most 1, found nan"),
+        *((functools.partial(PowerSGD, value), f"1 or more, found {value!r}") for value in (0, -2, 1.5, True, None)),
+    ],
+)
+def test_a_compression_that_could_send_nothing_is_refused(construct: Callable[[], StatefulHook], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        construct()
+
+
+def test_a_compression_may_send_everything() -> None:
+    assert TopK(1).fraction == 1 and TopK(fraction=1.0).fraction == 1.0 and PowerSGD(rank=1).rank == 1
+
+
+# ---- what a hook keeps in Python -------------------------------------------------------------------------------------
+
+
+def mean(gradients: Tensor, ranks: Ranks) -> Tensor:
+    return ranks.all_reduce(gradients / ranks.size)
+
+
+CALLS, CALLED = 0, {"n": 0}
+
+
+def counts_in_a_global(gradients: Tensor, ranks: Ranks) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return mean(gradients, ranks)
+
+
+def counts_in_a_globals_entry(gradients: Tensor, ranks: Ranks) -> Tensor:
+    CALLED["n"] += 1
+    return mean(gradients, ranks)
+
+
+def counts_in_a_default(gradients: Tensor, ranks: Ranks, calls: list[int] = [0]) -> Tensor:  # noqa: B006
+    calls[0] += 1
+    return mean(gradients, ranks)
+
+
+def counts_in_an_attribute(state: Any, gradients: Tensor, ranks: Ranks) -> Tensor:
+    state.step += 1
+    return mean(gradients, ranks)
+
+
+def counts_around() -> Any:
+    counts = {"n": 0}
+
+    def hook(gradients: Tensor, ranks: Ranks) -> Tensor:
+        counts["n"] += 1
+        return mean(gradients, ranks)
+
+    return hook
+
+
+def wraps(hook: Any) -> Any:
+    @functools.wraps(hook)
+    def in_float64(gradients: Tensor, ranks: Ranks) -> Any:
+        return hook(gradients.double(), ranks).to(gradients.dtype)
+
+    return in_float64
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    step: int = 0
+
+
+class OneSlot:
+    __slots__ = "step"
+
+    def __init__(self) -> None:
+        self.step = 0
+
+
+class CountsInAGlobal:
+    def __call__(self, gradients: Tensor, ranks: Ranks) -> Tensor:
+        CALLED["n"] += 1
+        return mean(gradients, ranks)
+
+
+class Keeper:
+    """Keeps several things, of which `function` changes some."""
+
+    def __init__(self, function: Callable[["Keeper", Tensor], object]) -> None:
+        self.function = function
+        self.calls, self.seen, self.state = [0], {1}, SimpleNamespace(inner=SimpleNamespace(step=0))
+        self.cache: dict[Any, Any] = {}
+        self.log: list[Any] = []
+        self.itself = self
+
+    def __call__(self, gradients: Tensor, ranks: Ranks) -> Tensor:
+        self.function(self, gradients)
+        return mean(gradients, ranks)
+
+    def hook(self, gradients: Tensor, ranks: Ranks) -> Tensor:
+        return self(gradients, ranks)
+
+
+def _increment(keeper: Keeper, _: Tensor) -> None:
+    keeper.calls[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("hook", "what"),
+    [
+        (functools.partial(counts_in_an_attribute, SimpleNamespace(step=0)), r"args\[0\].step"),
+        (functools.partial(counts_in_an_attribute, Slots()), r"args\[0\].step"),
+        (counts_around(), r"counts\['n'\]"),
+        (wraps(counts_around()), r"hook.counts\['n'\]"),
+        (counts_in_a_global, "CALLS"),
+        (counts_in_a_globals_entry, r"CALLED\['n'\]"),
+        (counts_in_a_default, r"calls\[0\]"),
+        (CountsInAGlobal(), r"CALLED\['n'\]"),
+        (functools.partial(counts_in_an_attribute, OneSlot()), r"args\[0\].step"),
+        (Keeper(_increment), r"calls\[0\]"),
+        (Keeper(_increment).hook, r"__self__.calls\[0\]"),
+        (Keeper(lambda keeper, _: keeper.seen.add(len(keeper.seen) + 1)), "seen"),
+        (
+            Keeper(lambda keeper, _: setattr(keeper.state.inner, "step", keeper.state.inner.step + 1)),
+            "state.inner.step",
+        ),
+        (Keeper(lambda keeper, _: setattr(keeper, "log", [*keeper.log, 1])), r"log\[\d\]"),
+    ],
+)
+def test_a_hook_that_counts_in_python_is_refused_wherever_it_counts(hook: Any, what: str) -> None:
+    with pytest.raises(ValueError, match=rf"changes its {what} in each call, and is traced once .* must be tensors"):
+        check_hook(hook, {"weight": torch.empty(3)})
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda keeper, flat: keeper.cache.setdefault((flat.shape, flat.dtype), object()),
+        lambda keeper, flat: vars(keeper).update(
+            device=flat.device, shape=tuple(flat.shape), numel=1000 + flat.numel()
+        ),
+        lambda keeper, flat: vars(keeper).update(log=[float(flat.numel())]),
+        lambda keeper, flat: logging.getLogger("hook").debug("%s", flat.shape),
+    ],
+    ids=["a cache", "the same values", "an equal list", "a logger"],
+)
+def test_a_hook_may_keep_what_stays_the_same(function: Callable[[Keeper, Tensor], object]) -> None:
+    for hook in (Keeper(function), Keeper(function).hook, functools.partial(Keeper(function))):
+        check_hook(hook, SEVERAL)
+
+
+def test_a_hook_may_hold_more_than_is_looked_into() -> None:
+    keeper = Keeper(lambda keeper, _: None)
+    keeper.log = [[[[[[[number]]]]]] for number in range(3000)]
+    check_hook(keeper, {"weight": torch.empty(3)})

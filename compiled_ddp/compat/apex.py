@@ -11,6 +11,7 @@ from compiled_ddp.compat.arguments import ApexArguments, listed
 from compiled_ddp.compat.reducer import Reducer
 from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.options import CheckSteps, Verify
+from compiled_ddp.wrapping.ddp_attributes import Fixed
 
 __all__ = ["DistributedDataParallel", "Reducer"]
 
@@ -44,6 +45,9 @@ class DistributedDataParallel(ApexAdapter):
 
     Attributes:
         allreduce_buffers: with `retain_allreduce_buffers`, flat tensors; empty before the first backward that reduces.
+        message_size, delay_allreduce, retain_allreduce_buffers, allreduce_always_fp32, num_allreduce_streams,
+        allreduce_communicators, gradient_average, gradient_predivide_factor: what was passed. To assign one is an
+        AttributeError.
 
     Raises:
         TypeError, ValueError: an argument is refused; on every rank.
@@ -93,3 +97,22 @@ class DistributedDataParallel(ApexAdapter):
     def disable_allreduce(self) -> None:
         """Let backwards that start from now on stay local: gradients accumulate into .grad."""
         self._reduce_in_backward(wanted=False)
+
+    @property
+    def _disable_allreduce(self) -> bool:
+        """The switch of the two, which scripts assign too."""
+        return not self._reduces_in_backward
+
+    @_disable_allreduce.setter
+    def _disable_allreduce(self, value: bool) -> None:
+        self._reduce_in_backward(wanted=not value)
+
+    @Fixed
+    def num_allreduce_streams(self) -> int:
+        """What was passed; without effect."""
+        return self._arguments.num_allreduce_streams
+
+    @Fixed
+    def allreduce_communicators(self) -> object:
+        """What was passed; without effect."""
+        return self._arguments.allreduce_communicators

@@ -37,7 +37,7 @@ class DistributedDataParallel(ApexAdapter):
 
     Attributes:
         need_reduction: whether backwards that start now reduce; may be assigned.
-        allreduce_buffers: as in `compiled_ddp.compat.apex`.
+        allreduce_buffers, and what was passed: as in `compiled_ddp.compat.apex`.
     """
 
     @suggests_keywords

@@ -17,6 +17,7 @@ from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.step.buffers import SequenceBuffers
+from compiled_ddp.users_code import warn_user
 
 
 class Reducer:
@@ -29,10 +30,12 @@ class Reducer:
 
     Args:
         module_or_grads_list: a model, whose parameters are overwritten by rank 0's here, and whose .grad are averaged;
-            or tensors to average, in lists and tuples of any depth.
+            or tensors to average, in lists and tuples of any depth: these tensors, and not the ones that a backward
+            puts in their place after zero_grad().
         process_group: the ranks to average over; None is all of them.
 
     Raises:
+        ValueError: there is no tensor, as in [p.grad for p in model.parameters()] before the first backward.
         RuntimeError: torch.distributed is not initialised, or ranks differ in what there is to average.
     """
 
@@ -47,9 +50,11 @@ class Reducer:
         described.update(parameters)
         ranks = RankGroup(process_group)
         failure = "there is no Reducer"
-        agree_on_description(ranks, lambda: {"reducer": ["Reducer"], **_describe(described)}, failure=failure)
+        agree_on_description(ranks, lambda: self._check_and_describe(described), failure=failure)
         self._communicator = Communicator(ranks)
         self._calls = 0
+        self._reduced_versions: list[int] | None = None  # of `grads`, after the latest reduce()
+        self._has_warned = False
         with torch.no_grad():
             self._communicator.broadcast([parameter.detach() for parameter in parameters.values()])
 
@@ -60,10 +65,13 @@ class Reducer:
 
         A parameter without a .grad is skipped, and must lack it on every rank.
 
+        Warns once where none of a list's tensors has changed since the last call: they are not the gradients any more.
+
         Raises RuntimeError, on every rank and before anything is averaged, where ranks differ in which parameters have
         a gradient, or in the shape or dtype of one; and where one is sparse.
         """
         self._calls += 1
+        self._warn_if_stale()
         gradients = self._gradients()
         self._agree(gradients)
         for name, gradient in gradients.items():
@@ -72,6 +80,32 @@ class Reducer:
         specs = [_contiguous(index, gradient) for index, gradient in enumerate(gradients.values())]
         plan = assign_buckets(specs, capacities_bytes=[math.inf], world_size=self._communicator.world_size)
         self._average(plan, list(gradients.values()))
+        self._reduced_versions = self._versions()
+
+    def _check_and_describe(self, described: Mapping[str, torch.Tensor]) -> Description:
+        if self.module is None and not self.grads:
+            raise ValueError(
+                "Reducer got no tensor to average, as where .grad is None before the first backward: pass the model, "
+                "Reducer(model), whose gradients are looked up in each reduce(), or tensors that exist by now."
+            )
+        return {"reducer": ["Reducer"], **_describe(described)}
+
+    def _versions(self) -> list[int]:
+        """Of `grads`: each grows where the tensor is written to."""
+        return [torch_private.tensors.version_if_any(tensor) for tensor in self.grads]
+
+    def _warn_if_stale(self) -> None:
+        versions = self._versions()
+        counted = bool(versions) and -1 not in versions  # a tensor of inference mode counts no changes
+        if self._has_warned or not counted or versions != self._reduced_versions:
+            return
+        self._has_warned = True
+        warn_user(
+            f"none of the {len(versions)} tensors that the Reducer was given has been written to since the last "
+            "reduce(), which averages them once more: zero_grad() sets .grad to None, and backward puts other tensors "
+            "there. Pass the model, Reducer(model), or zero_grad(set_to_none=False). (What is written through .data "
+            "is not noticed here.)"
+        )
 
     def _average(self, plan: BucketPlan, gradients: list[torch.Tensor]) -> None:
         buffers = SequenceBuffers([Section(plan, "hooks")])

@@ -11,10 +11,14 @@ means. That holds because
 - when the sequence changes, what a parameter has of it moves to where its gradients go from then on (`adopt`).
 """
 
+import collections
+import contextlib
 import functools
 import hashlib
 import inspect
 import re
+import reprlib
+import types
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -75,12 +79,12 @@ def check_hook(hook: CommHook, parameters: Mapping[str, torch.Tensor]) -> None:
                 f"the communication hook {hook!r} cannot reduce gradients like those of parameter {name}, {dtype} on "
                 f"{device}: {error} Let the hook convert what it is given, or use another one."
             ) from error
-        changed = [name for name, value in _kept_in_python(hook).items() if value is not kept.get(name)]
+        changed = _changed(kept, _kept_in_python(hook))
         if changed:
             raise ValueError(
                 f"the communication hook {hook!r} changes its {', '.join(changed)} in each call, and is traced once "
-                "for each bucket: what it keeps from step to step must be tensors, as state of a "
-                "compiled_ddp.comm_hooks.StatefulHook."
+                "for each bucket, so it would stay as it is then: what a hook keeps from step to step must be tensors, "
+                "as state of a compiled_ddp.comm_hooks.StatefulHook."
             )
         if isinstance(hook, StatefulHook) and not elementwise.issuperset(hook.owed):
             raise ValueError(
@@ -89,11 +93,93 @@ def check_hook(hook: CommHook, parameters: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+_BY_VALUE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, frozenset)
+_CONTAINERS = (dict, list, tuple, collections.deque)
+# Levels of attributes and containers that are looked into, and values: a hook may hold a whole trainer.
+_DEEPEST, _MOST_VALUES = 4, 5000
+
+
 def _kept_in_python(hook: CommHook) -> dict[str, object]:
-    """The attributes of a hook, and the variables that a function has from around it, by name."""
-    code, cells = getattr(hook, "__code__", None), getattr(hook, "__closure__", None) or ()
-    around = zip(code.co_freevars, cells, strict=True) if code is not None else ()
-    return {**getattr(hook, "__dict__", {}), **{name: cell.cell_contents for name, cell in around}}
+    """What a hook may change from call to call outside of tensors, by where it is found: `state.step`, `calls[0]`.
+
+    That is all within its attributes, the variables around a function, its defaults, the arguments of a
+    functools.partial and the object of a method; and the plain values among the globals that a function names. Near
+    ones first, where there is too much.
+    """
+    kept: dict[str, object] = {}
+    seen = {id(hook)}
+    rest = collections.deque((path, value, 1) for path, value in _kept_by(hook))
+    while rest and len(kept) < _MOST_VALUES:
+        path, value, depth = rest.popleft()
+        value = frozenset(value) if isinstance(value, set) else value
+        kept[path] = type(value) if isinstance(value, _CONTAINERS) else value
+        if depth < _DEEPEST and id(value) not in seen and not isinstance(value, _BY_VALUE):
+            rest.extend((path + inner, part, depth + 1) for inner, part in _kept_by(value, "."))
+            if not isinstance(value, tuple):  # equal ones may be one object, or not
+                seen.add(id(value))
+    return kept
+
+
+def _kept_by(value: object, dot: str = "") -> list[tuple[str, object]]:
+    """What `value` holds, each with what follows the name of `value` then; `dot` stands before an attribute's."""
+    if isinstance(value, dict):
+        return [(f"[{reprlib.repr(key)}]", part) for key, part in [*value.items()]]
+    if isinstance(value, _CONTAINERS):
+        return [(f"[{place}]", part) for place, part in enumerate([*value])]
+    if isinstance(value, functools.partial):
+        given = [(f"{dot}args[{place}]", part) for place, part in enumerate(value.args)]
+        given += [(dot + name, part) for name, part in value.keywords.items()]
+        return given + _kept_by(value.func, dot)
+    if isinstance(value, types.MethodType):
+        return [(f"{dot}__self__", value.__self__), *_kept_by(value.__func__, dot)]
+    if isinstance(value, types.FunctionType):
+        return [(dot + name, part) for name, part in _around(value)]
+    # Operators and loggers have caches of their own, which are filled when something is called.
+    if isinstance(value, torch.Tensor | types.ModuleType | type) or _package_of(value) in ("torch", "logging"):
+        return []
+    attributes = {**getattr(value, "__dict__", {}), **_in_slots(value)}
+    call = getattr(type(value), "__call__", None)  # noqa: B004
+    around = _around(call) if isinstance(call, types.FunctionType) else ()
+    return [(dot + name, part) for name, part in (*attributes.items(), *around)]
+
+
+def _in_slots(value: object) -> dict[str, object]:
+    """The attributes that `__slots__` of its classes name."""
+    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
+    names = [name for found in slots for name in ((found,) if isinstance(found, str) else found)]
+    return {name: getattr(value, name) for name in names if not name.startswith("__") and hasattr(value, name)}
+
+
+def _package_of(value: object) -> str:
+    return type(value).__module__.partition(".")[0]
+
+
+def _around(function: types.FunctionType) -> Iterator[tuple[str, object]]:
+    """What a function has besides its arguments, by name."""
+    code = function.__code__
+    for name in code.co_names:
+        found = function.__globals__.get(name)
+        if isinstance(found, (*_BY_VALUE, *_CONTAINERS, set)) and found is not None:
+            yield name, found
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            yield name, cell.cell_contents
+    defaults = function.__defaults__ or ()
+    yield from zip(code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
+    yield from vars(function).items()
+
+
+def _changed(before: dict[str, object], now: dict[str, object]) -> list[str]:
+    """Where values are others, or there are none any more, in what `_kept_in_python` has returned."""
+    missing = object()
+    changed = []
+    for path in before | now:
+        old, new = before.get(path, missing), now.get(path, missing)
+        equal = isinstance(new, _BY_VALUE) and type(new) is type(old) and new == old
+        if old is not new and not equal:
+            changed.append(path)
+    return changed[:3]
 
 
 def _takes_a_bucket(hook: CommHook) -> bool:

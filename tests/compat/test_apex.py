@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from compiled_ddp.compat import apex
+from compiled_ddp.compat import apex, bert
 from ranks import RankPool
 
 APEX_ARGUMENTS = {
@@ -383,6 +383,53 @@ def _toggled(rank: int) -> None:
 
 def test_the_switch_is_read_in_backward_and_local_gradients_are_part_of_the_next_reduction(ranks2: RankPool) -> None:
     ranks2.run(_toggled)
+
+
+def _assigned(rank: int) -> None:
+    ddp = apex.DistributedDataParallel(layers())
+    local = local_gradients(copy.deepcopy(ddp.module), squares(rank))
+    assert ddp._disable_allreduce is False
+    ddp._disable_allreduce = True
+    assert ddp._disable_allreduce is True
+    squares(rank)(ddp).backward()
+    assert_gradients(ddp.module, sum_of([local]))
+    ddp._disable_allreduce = False
+    squares(rank)(ddp).backward()
+    assert_gradients(ddp.module, mean_over_ranks(sum_of([local, local]), ddp.module))
+    ddp.disable_allreduce()
+    assert ddp._disable_allreduce is True
+
+
+def test_the_switch_may_be_assigned(ranks2: RankPool) -> None:
+    ranks2.run(_assigned)
+
+
+def _attributes(rank: int) -> None:
+    passed = {
+        "message_size": 20,
+        "delay_allreduce": True,
+        "retain_allreduce_buffers": True,
+        "allreduce_always_fp32": True,
+        "gradient_average": False,
+        "gradient_predivide_factor": 2.0,
+    }
+    of_apex = {"num_allreduce_streams": 1, "allreduce_communicators": None}
+    for wrapper, expected in (
+        (apex.DistributedDataParallel, passed | of_apex),
+        (bert.DistributedDataParallel, passed),
+    ):
+        ddp = wrapper(layers(), **passed)
+        for found in (ddp, copy.deepcopy(ddp)):
+            assert {name: getattr(found, name) for name in expected} == expected
+            for name in expected:
+                message = rf"DistributedDataParallel.{name} is fixed when a model is wrapped, and cannot become 7: pass"
+                with pytest.raises(AttributeError, match=message):
+                    setattr(found, name, 7)
+        ddp.unwrap()
+
+
+def test_attributes_have_what_was_passed_and_cannot_be_assigned(ranks2: RankPool) -> None:
+    ranks2.run(_attributes)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------

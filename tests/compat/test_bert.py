@@ -4,14 +4,15 @@ import copy
 import inspect
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import Mlp, assert_gradients, local_gradients, mean_over_ranks, row_batch
 from torch import Tensor, nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.compat import bert
-from ranks import RankPool
+from compiled_ddp.compat import apex, bert
+from ranks import RankError, RankPool
 
 
 def squares(rank: int, step: int) -> Callable[[nn.Module], Tensor]:
@@ -76,3 +77,46 @@ def _first_reduced_backward(rank: int) -> None:
 def test_the_very_first_backward_and_delayed_ones_are_reduced(ranks2: RankPool) -> None:
     """The fork's own fallback left both local: its loop over buckets was commented out."""
     ranks2.run(_first_reduced_backward)
+
+
+def _left_out(rank: int) -> None:
+    """Rank 1 drops batches that it would have accumulated, another one in each step, and holds on to the losses."""
+    for wrapper, enable, disable in (
+        (bert.DistributedDataParallel, "enable_need_reduction", "disable_need_reduction"),
+        (apex.DistributedDataParallel, "enable_allreduce", "disable_allreduce"),
+    ):
+        for toggled_before in (False, True):  # the forward, or the backward
+            ddp = wrapper(nn.Linear(4, 1))
+            losses = []
+            for step in range(6):
+                ddp.zero_grad()
+                batches = 1 + step % 3
+                for micro in range(batches):
+                    switch = getattr(ddp, enable if micro == batches - 1 else disable)
+                    if toggled_before:
+                        switch()
+                    losses.append(ddp(torch.full((1, 4), 1.0 + rank)).sum())
+                    if not toggled_before:
+                        switch()
+                    if rank == 0 or micro == batches - 1 or micro != step % 2:
+                        losses[-1].backward()
+                theirs = [torch.empty(1, 4) for _ in range(2)]
+                dist.all_gather(theirs, ddp.module.weight.grad)
+                assert torch.equal(*theirs)
+            ddp.unwrap()
+
+
+def test_a_rank_may_leave_out_a_batch_that_it_would_have_accumulated(ranks2: RankPool) -> None:
+    ranks2.run(_left_out)
+
+
+def _dropped(rank: int) -> None:
+    ddp = bert.DistributedDataParallel(nn.Linear(4, 1))
+    ddp.need_reduction = True
+    losses = [ddp(torch.ones(1, 4)).sum() for _ in range(1 + rank)]  # of which rank 1 drops the first, and keeps it
+    losses[-1].backward()
+
+
+def test_a_rank_that_drops_a_step_which_is_reduced_is_an_error(ranks2: RankPool) -> None:
+    with pytest.raises(RankError, match="this backward averaged gradients of different steps"):
+        ranks2.run(_dropped)

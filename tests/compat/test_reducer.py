@@ -1,6 +1,7 @@
 """apex's Reducer: averaging when the user says so."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -81,7 +82,6 @@ def _of_a_list(rank: int) -> str:
     assert one.eq(2.0).all()  # of 1, 2 and 3
     assert two.eq(3.0).all()
     torch.testing.assert_close(rows, torch.arange(12.0).view(1, 3, 2, 2) * 2)
-    Reducer([]).reduce()
     with pytest.raises(RuntimeError) as caught:
         Reducer([torch.zeros(2 + rank)])
     return str(caught.value)
@@ -91,6 +91,50 @@ def test_tensors_in_lists_are_averaged_in_place_on_three_ranks(ranks3: RankPool)
     for message in ranks3.run(_of_a_list):
         assert "there is no Reducer, on any rank" in message
         assert "tensor 0 is shape (3,)" in message
+
+
+def _nothing(rank: int) -> list[str]:
+    model = Mlp()
+    messages = []
+    for nothing in ([], [p.grad for p in model.parameters()], [torch.zeros(2)] if rank else []):
+        with pytest.raises((ValueError, RuntimeError), match=r"got no tensor to average.*Reducer\(model\)") as caught:
+            Reducer(nothing)
+        messages.append(type(caught.value).__name__)
+    return messages
+
+
+def test_a_list_without_tensors_is_refused_on_every_rank(ranks2: RankPool) -> None:
+    ranks2.run(_nothing)
+
+
+def _stale(rank: int) -> list[str]:
+    model = nn.Linear(4, 2)
+    backward(model, rank)
+    reducer = Reducer([p.grad for p in model.parameters()])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reducer.reduce()
+        for _ in range(2):
+            model.zero_grad(set_to_none=False)
+            backward(model, rank)
+            reducer.reduce()
+        assert not caught, "nothing is stale so far"
+        for _ in range(3):
+            model.zero_grad()
+            backward(model, rank)
+            reducer.reduce()
+    assert [warning.filename for warning in caught] == [__file__]
+    return [str(warning.message) for warning in caught]
+
+
+def backward(model: nn.Module, rank: int) -> None:
+    model(row_batch(rank)[:, :4]).square().sum().backward()
+
+
+def test_tensors_that_are_the_gradients_no_more_are_told_once(ranks2: RankPool) -> None:
+    for messages in ranks2.run(_stale):
+        (message,) = messages
+        assert "none of the 2 tensors that the Reducer was given has been written to since the last reduce()" in message
 
 
 def _sparse(rank: int) -> None:

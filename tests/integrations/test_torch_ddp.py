@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,43 @@ def _replaced(rank: int) -> None:
 
 def test_replaces_torchs_where_it_is_constructed_and_restores_it(ranks2: RankPool) -> None:
     ranks2.run(_replaced)
+
+
+def _out_of_order(rank: int) -> None:
+    before = dict(vars(TorchDDP))
+    first = compiled_ddp.replace_ddp(backend="hooks")
+    second = compiled_ddp.replace_ddp(backend="aot_eager")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert type(TorchDDP(seeded())) is DistributedDataParallel, "the other one goes on"
+    second.__exit__(None, None, None)
+    assert dict(vars(TorchDDP)) == before
+    assert type(TorchDDP(seeded())) is TorchDDP
+
+    begun, ended = threading.Barrier(2, timeout=60), threading.Event()
+    made: list[type] = []
+
+    def replaces() -> None:
+        with compiled_ddp.replace_ddp(backend="aot_eager"):
+            begun.wait()
+            made.append(type(TorchDDP(seeded())))
+            ended.wait(60)
+
+    thread = threading.Thread(target=replaces)
+    with compiled_ddp.replace_ddp(backend="hooks"):
+        thread.start()
+        begun.wait()
+        while not made:
+            time.sleep(0.01)
+    ended.set()
+    thread.join()
+    assert made == [DistributedDataParallel]
+    assert dict(vars(TorchDDP)) == before
+
+
+def test_contexts_of_several_threads_may_end_in_any_order(ranks2: RankPool) -> None:
+    ranks2.run(_out_of_order)
 
 
 @pytest.mark.parametrize(

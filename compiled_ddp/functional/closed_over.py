@@ -4,9 +4,10 @@ import contextlib
 import dis
 import functools
 import operator
+import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,30 +16,64 @@ from torch import nn
 from compiled_ddp import torch_private
 
 _VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_MOST_ITEMS = 256  # of a container that is looked into, in each call; a larger one counts as itself
 
 
-def closed_over(function: Callable[..., Any]) -> tuple[Hashable, ...]:
-    """Equal as long as no number, text, tensor or function that `function` reaches by a name has been replaced.
+class OwnContainers:
+    """Lists and dicts that a step itself changes while it is traced, as a list that counts how often that happens.
 
-    It looks through functions and what they are wrapped in, at their defaults, and at whether modules train and which
-    hooks they have; not at the attributes of other objects, nor into containers: `Surroundings` sees what of these is
-    called. Tensors, modules and other objects count as themselves, numbers by their values.
+    No later call changes them: they say nothing of what a graph would compute.
+    """
+
+    def __init__(self) -> None:
+        self._changed: dict[int, object] = {}  # kept, so that their places in memory stay theirs
+
+    def __contains__(self, value: object) -> bool:
+        return id(value) in self._changed
+
+    @contextlib.contextmanager
+    def changing(self, function: Callable[..., Any]) -> Iterator[None]:
+        """Note what is changed in here of what `function` reaches."""
+        before = self._contents(function)
+        yield
+        after = self._contents(function)
+        for place, (value, contents) in before.items():
+            if place in after and after[place][1] != contents:
+                self._changed[place] = value
+
+    def _contents(self, function: Callable[..., Any]) -> dict[int, tuple[object, list[Hashable]]]:
+        containers = [value for value in reached(function) if isinstance(value, _CONTAINERS) and value not in self]
+        return {
+            id(value): (value, [*map(_compared, [*value, *value.values()] if isinstance(value, dict) else value)])
+            for value in containers
+        }
+
+
+def closed_over(function: Callable[..., Any], own: OwnContainers) -> tuple[Hashable, ...]:
+    """Equal as long as nothing that `function` reaches by a name has been replaced.
+
+    It looks through functions and what they are wrapped in, at their defaults, into dicts, lists and tuples, at the
+    attributes that their code reads by name (`self.rate`, `settings.rate`, `optim.RATE`), and at whether modules train
+    and which hooks they have. Tensors, modules and other objects count as themselves, numbers by their values.
+    `Surroundings` sees the modules that are called, however the step comes to them. The step's `own` do not count.
     """
     found: list[Hashable] = []
-    seen: set[int] = set()
-    ahead: list[Any] = [function]
-    while ahead:
-        value = ahead.pop()
+    for value in reached(function, own):
         if isinstance(value, _VALUES):
             found.append((type(value), value))
-            continue
-        found.append(_Same(value))
+        elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
+            keys = tuple(map(_compared, value)) if isinstance(value, dict) else ()
+            found.append((type(value), len(value), keys))
+        else:
+            found.append(_Same(value))
         if isinstance(value, nn.Module):
             found += _state_of([*value.modules()])
-        if id(value) not in seen:
-            seen.add(id(value))
-            ahead += _reached_from(value)
     return tuple(found)
+
+
+def _compared(value: Any) -> Hashable:
+    return (type(value), value) if isinstance(value, _VALUES) else _Same(value)
 
 
 def _state_of(modules: Collection[nn.Module]) -> tuple[Hashable, Hashable]:
@@ -56,21 +91,26 @@ class Surroundings:
     A tensor that is no argument is an input of the graph, whose memory follows what is written there.
     """
 
-    def __init__(self, modules: Collection[nn.Module], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, modules: Collection[nn.Module], others: Collection[nn.Module], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """`modules` are those that were called, `others` those that the step has had besides, called or not."""
         self._modules, self._state = modules, _state_of(modules)
         self._tensors = [tensor for tensor in tensors if _has_memory(tensor)]
         self._memory, self._storages = self._memory_now(), {*torch_private.tensors.memory_of_each(self._tensors)}
-        known = {id(tensor) for tensor in tensors}
+        # A ParameterList is never called, nor is a module whose parameters the step reads as attributes.
+        every = {id(part): part for module in (*modules, *others) for part in module.modules()}.values()
+        known = {*map(id, tensors), *map(id, modules)}
         self._places = [
             (parts, name, part)
-            for module in modules
-            for parts in (module._parameters, module._buffers)
+            for module in every
+            for parts in (module._parameters, module._buffers, module._modules)
             for name, part in parts.items()
             if id(part) in known
         ]
 
     def are_as_they_were(self) -> bool:
-        """Whether no module has been switched or got a hook, and no tensor has been replaced or got other memory."""
+        """Whether no module was switched, replaced or got a hook, and no tensor was replaced or got other memory."""
         return (
             self._memory_now() == self._memory
             and all(parts.get(name) is part for parts, name, part in self._places)
@@ -85,8 +125,9 @@ class Surroundings:
                 "let the step close over a copy, or pass it as an argument of its own."
             )
 
-    def _memory_now(self) -> list[tuple[int, torch.Size]]:
-        return [*zip(map(torch.Tensor.data_ptr, self._tensors), map(_shape, self._tensors), strict=True)]
+    def _memory_now(self) -> list[tuple[int, torch.Size, tuple[int, ...]]]:
+        addresses, strides = map(torch.Tensor.data_ptr, self._tensors), map(torch.Tensor.stride, self._tensors)
+        return [*zip(addresses, map(_shape, self._tensors), strides, strict=True)]
 
 
 _shape = operator.attrgetter("shape")
@@ -121,13 +162,15 @@ def generators_shared(leaves: Sequence[Any], closed: tuple[Hashable, ...]) -> tu
     return tuple(zip(first, [each if each in closed else None for each in same], strict=True))
 
 
-def reached(function: Callable[..., Any]) -> Iterator[Any]:
-    """What `function` reaches by names, as it is: functions that others are wrapped in too."""
+def reached(function: Callable[..., Any], but: Container[object] = ()) -> Iterator[Any]:
+    """What `function` reaches by names, as it is, `but` for these: functions that others are wrapped in too."""
     seen: set[int] = set()
     ahead: list[Any] = [function]
     while ahead:
         value = ahead.pop()
-        if id(value) not in seen:
+        if isinstance(value, _VALUES):
+            yield value
+        elif id(value) not in seen and value not in but:
             seen.add(id(value))
             yield value
             ahead += _reached_from(value)
@@ -147,19 +190,75 @@ class _Same:
 
 
 def _reached_from(value: Any) -> Iterator[Any]:
-    if isinstance(value, functools.partial):
+    if isinstance(value, _CONTAINERS):
+        if len(value) <= _MOST_ITEMS:
+            yield from value.values() if isinstance(value, dict) else value
+    elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
         yield from (value.__func__, value.__self__)
-    elif isinstance(value, types.FunctionType) and str(value.__module__).partition(".")[0] != "torch":
-        for cell in value.__closure__ or ():
-            if cell != types.CellType():
-                yield cell.cell_contents
-        yield from (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        yield from (value.__globals__[name] for name in _globals_named(value.__code__) if name in value.__globals__)
+        if isinstance(value.__func__, types.FunctionType):
+            yield from _attributes_read(value.__func__.__code__, [value.__self__])
+    elif isinstance(value, types.FunctionType) and _package(value.__module__) != "torch":
+        named = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
+        named += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        if _package(value.__module__) == "compiled_ddp":  # our wrappers: what they close over is the user's
+            yield from named
+        else:
+            named += [value.__globals__[name] for name in _globals_named(value.__code__) if name in value.__globals__]
+            yield from named
+            yield from _attributes_read(value.__code__, named)
 
     if callable(value) and "__wrapped__" in getattr(value, "__dict__", ()):
         yield value.__wrapped__
+
+
+# ---- what functions read by name -------------------------------------------------------------------------------------
+
+
+def _attributes_read(code: types.CodeType, of: Sequence[Any]) -> Iterator[Any]:
+    """What `code` reads of these objects, classes and modules of Python, and of what it finds there.
+
+    Methods are followed, as are properties. Any attribute of a name that the code reads somewhere counts as read.
+    """
+    ahead = [(value, code) for value in of]
+    seen: set[tuple[int, int]] = set()
+    while ahead:
+        value, code = ahead.pop()
+        if (id(value), id(code)) in seen or not _has_own_attributes(value):
+            continue
+        seen.add((id(value), id(code)))
+        own = vars(value)
+        found = [own[name] for name in _attributes_named(code) if name in own]
+        ahead += [(each, code) for each in found]
+        yield from found
+        kind: Any = type(value)
+        for owner, name in _of_class(kind, code):
+            attribute = vars(owner).get(name)
+            function = attribute.fget if isinstance(attribute, property) else attribute
+            if isinstance(function, types.FunctionType):
+                ahead.append((value, function.__code__))
+                yield function
+            elif isinstance(attribute, _VALUES):
+                yield attribute
+
+
+_OPAQUE = frozenset({"torch", "compiled_ddp"})
+
+
+def _has_own_attributes(value: Any) -> bool:
+    """Whether it is an object, a class or a module of Python that users may set attributes of."""
+    if isinstance(value, (*_VALUES, torch.Tensor, types.FunctionType, types.MethodType)):
+        return False
+    if isinstance(value, types.ModuleType):
+        package = _package(value.__name__)
+        return package not in _OPAQUE and package not in sys.stdlib_module_names
+    kind = value if isinstance(value, type) else type(value)
+    return hasattr(value, "__dict__") and _package(kind.__module__) not in _OPAQUE
+
+
+def _package(module: object) -> str:
+    return str(module).partition(".")[0]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -168,3 +267,22 @@ def _globals_named(code: types.CodeType) -> tuple[str, ...]:
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     own = {str(step.argval) for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return tuple(sorted(own.union(*map(_globals_named, inner))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _attributes_named(code: types.CodeType) -> tuple[str, ...]:
+    """The attributes that a function reads, and the functions inside of it; not those that it sets as it is traced."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    steps = [*dis.get_instructions(code)]
+    read = {str(step.argval) for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    set_here = {str(step.argval) for step in steps if step.opname == "STORE_ATTR"}
+    return tuple(sorted(read.union(*map(_attributes_named, inner)) - set_here))
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_class(kind: type, code: types.CodeType) -> tuple[tuple[type, str], ...]:
+    """Where the attributes that a function reads are defined, for objects of this class: (class, name)."""
+    named = [
+        (next((each for each in kind.__mro__ if name in vars(each)), None), name) for name in _attributes_named(code)
+    ]
+    return tuple((each, name) for each, name in named if each is not None and _package(each.__module__) not in _OPAQUE)

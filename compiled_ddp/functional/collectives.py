@@ -9,13 +9,14 @@ each collective has its plain transpose. What one rank gives to all gets the sum
 these are equal everywhere, as then each rank's loss is one of the sum's terms. No cotangent is taken for replicated.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import Ranks
@@ -24,6 +25,7 @@ from compiled_ddp.functional.random_state import folded_in
 from compiled_ddp.functional.session import current_loss_call, current_session
 from compiled_ddp.functional.unit import break_off
 from compiled_ddp.functional.wanted import LossCollective
+from compiled_ddp.users_code import warn_user
 
 
 def rank() -> int:
@@ -45,6 +47,7 @@ def all_reduce(x: Tensor, op: Literal["mean", "sum"] = "mean") -> Tensor:
         raise _told("all_reduce", _no_tensor("all_reduce", x))
     if op not in ("mean", "sum"):
         raise _told("all_reduce", ValueError(f'op must be "mean" or "sum", found {op!r}.'))
+    _tell_of_no_ranks("all_reduce")
     if world_size() == 1:
         return x
     summed: Tensor = _Sum.apply(_ranks(f'all_reduce("{op}")'), x)  # type: ignore[no-untyped-call]
@@ -59,6 +62,7 @@ def all_gather(x: Tensor) -> Tensor:
     """
     if not isinstance(x, Tensor):
         raise _told("all_gather", _no_tensor("all_gather", x))
+    _tell_of_no_ranks("all_gather")
     if world_size() == 1:
         return x if x.dim() else x[None]
     stacked: Tensor = _Gather.apply(_ranks("all_gather"), rank(), x)  # type: ignore[no-untyped-call]
@@ -66,19 +70,49 @@ def all_gather(x: Tensor) -> Tensor:
 
 
 def broadcast(tree: Any, src: int = 0) -> Any:
-    """Replace the tensors of a tree by those of rank `src`; other leaves stay this rank's.
+    """Replace the tensors of a tree by those of rank `src`; numbers and texts stay this rank's.
 
+    Tensors are told apart by their paths in the tree; ranks raise RuntimeError where these differ.
     Adjoint: on rank `src` the sum of all ranks' cotangents, zeros elsewhere.
+
+    Raises TypeError for a module or another object that holds tensors, and where there is no tensor.
     """
     given: object = src
     if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < world_size():
         raise _told("broadcast", ValueError(f"src must be a rank below {world_size()}, found {src!r}."))
+    named = torch_private.trees.named_leaves(tree)
+    for path, leaf in named:
+        if isinstance(leaf, nn.Module) or any(
+            isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()
+        ):
+            raise _told("broadcast", _not_sent(path, leaf))
+    if not any(isinstance(leaf, Tensor) for _, leaf in named):
+        raise _told("broadcast", TypeError(f"broadcast finds no tensor in its tree, found {tree!r}."))
+    _tell_of_no_ranks("broadcast")
     if world_size() == 1:
         return tree
-    ranks = _ranks(f"broadcast(src={src})")
-    leaves, structure = torch_private.trees.flatten(tree)
-    sent = [_of_source(ranks, leaf, rank() == src) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    _, structure = torch_private.trees.flatten(tree)
+    sent = [leaf for _, leaf in named]
+    # In the order of their paths, as dicts may have been filled in another one elsewhere.
+    for place in sorted(range(len(named)), key=lambda place: named[place][0]):
+        path, leaf = named[place]
+        if isinstance(leaf, Tensor):
+            what = f"broadcast(src={src})" + (f" of {path}" if path else "")
+            sent[place] = _of_source(_ranks(what), leaf, rank() == src)
     return torch_private.trees.unflatten(sent, structure)
+
+
+def _not_sent(path: str, leaf: object) -> TypeError:
+    remedy = (
+        "send dict(module.named_parameters()), and its buffers, and load what comes"
+        if isinstance(leaf, nn.Module)
+        else "send a dict or a NamedTuple of them, or register its class as a pytree (torch.export.register_dataclass)"
+    )
+    place = f"at {path} of its tree" if path else "as its tree"
+    return TypeError(
+        f"broadcast takes a tree of tensors, found a {type(leaf).__name__} {place}, whose tensors it does not see: "
+        f"{remedy}."
+    )
 
 
 def fold_in_rank(generator: torch.Generator) -> torch.Generator:
@@ -88,11 +122,26 @@ def fold_in_rank(generator: torch.Generator) -> torch.Generator:
     """
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, found {generator!r}.")
+    _tell_of_no_ranks("fold_in_rank")
     session = current_session()
     if session is not None:
         return session.generators.fold_in(generator, rank())
     with torch_private.tracing.outside_of_traces():
         return folded_in(generator, rank())
+
+
+def _tell_of_no_ranks(collective: str) -> None:
+    """Warn, once for each collective, where torch.distributed is not there; a gradient function has told of it."""
+    if current_loss_call() is None and _group() is None:
+        _warn_of_no_ranks(collective)
+
+
+@functools.cache
+def _warn_of_no_ranks(collective: str) -> None:
+    warn_user(
+        f"{collective} takes this process for the only one, as torch.distributed is not initialised: call "
+        "init_process_group before, if there are others."
+    )
 
 
 def _group() -> dist.ProcessGroup | None:
@@ -142,12 +191,12 @@ class _LossRanks:
         return self._launched(x.shape, self.ranks.all_gather, x.contiguous()[None])
 
     def _launched(self, shape: Sequence[int], launch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        if self.group is None:
-            return launch(x)
         call, session = current_loss_call(), current_session()
         collective = LossCollective(self.what, tuple(shape), x.dtype)
         if call is not None:
             collective = replace(collective, function=call.function, number=call.number_of_next())
+        if self.group is None:
+            return launch(x)
         if session is None:
             with self.group.launching([collective]):
                 return launch(x)

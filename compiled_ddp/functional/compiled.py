@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
@@ -17,14 +16,14 @@ from compiled_ddp import torch_private
 from compiled_ddp.checks.values import fill_with_pattern
 from compiled_ddp.environment import check_environment
 from compiled_ddp.functional.agreements import Agreements
-from compiled_ddp.functional.closed_over import closed_over, generators_shared, reached
+from compiled_ddp.functional.closed_over import OwnContainers, closed_over, generators_shared, reached
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.donations import donations
 from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
-from compiled_ddp.functional.reduction import last_first
+from compiled_ddp.functional.reduction import current_world, last_first
 from compiled_ddp.functional.reference import ReferenceStep
 from compiled_ddp.functional.session import Session, current_session, tracing
-from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace, why_another
+from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace, unfit_leaf, why_another
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.unit import Launch, Unit, break_off
 from compiled_ddp.graph import compile_once
@@ -77,7 +76,7 @@ Backend = Literal["inductor", "aot_eager"]
 
 @suggests_keywords
 def compile(
-    step: Callable[..., Any],
+    step: Callable[..., Any] | None = None,
     *,
     donate: str | int | Sequence[str | int] = (),
     backend: Backend = "inductor",
@@ -96,6 +95,8 @@ def compile(
     happen only while tracing. Results do not require gradients. Inside another compiled step it becomes part of that
     one.
 
+    With options alone it is a decorator: `@compile(donate="params")`.
+
     Args:
         donate: arguments, by name or position, whose memory results may reuse: each result is written to the first one
             of the same shape, stride and dtype that the step does not return unchanged. Do not use them afterwards:
@@ -109,6 +110,16 @@ def compile(
     Raises TypeError or ValueError for arguments that are not as described; TypeError if `donate` does not name an
     argument.
     """
+    if step is None:  # as a decorator with options
+        return functools.partial(
+            compile,
+            donate=donate,
+            backend=backend,
+            mode=mode,
+            options=options,
+            fullgraph=fullgraph,
+            dynamic=dynamic,
+        )
     if not callable(step):
         raise TypeError(f"compile takes a function, step, found {type(step).__name__}.")
     check_compiler(backend, mode, dynamic)
@@ -162,9 +173,9 @@ class _Runnable:
     def agreements_of_losses(self) -> tuple[Agreements, ...]:
         return self._loss_launches.agreements
 
-    def fits(self) -> bool:
-        """Whether what it has met while it was traced is as it was."""
-        return self._traced.surroundings.are_as_they_were()
+    def fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether what it has met while it was traced is as it was, for arguments of these leaves."""
+        return self._traced.fits(leaves)
 
     def refuse_constants(self, leaves: Sequence[Any]) -> None:
         """Raise ValueError where it would write into what it closes over."""
@@ -235,6 +246,8 @@ class CompiledStep:
         self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
         self._latest_of_losses: tuple[Agreements, ...] = ()  # by which it agrees on collectives outside of gradients
+        self._world: Hashable = None  # of the latest call
+        self._own_containers = OwnContainers()
         self._has_told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -243,24 +256,44 @@ class CompiledStep:
         if torch_private.autograd.transforms_are_active():
             self._tell_of_transforms()
             return self._step(*args, **kwargs)
+        self._notice_another_world()
         with self._telling():
             leaves, structure = torch_private.trees.flatten((args, kwargs))
             donations.refuse(_name_of(self._step), leaves, functools.partial(self._named, args, kwargs))
-            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            closed = closed_over(self._step)
-            shared = _shared_memory(tensors) if self._donated else ()
-            kinds = tuple(map(Leaf.of, leaves))
-            key = (structure, kinds, generators_shared(leaves, closed), closed, _ambient(tensors), _world(), shared)
-            runnable = next((each for each in self._compiled.get(key, ()) if each.fits()), None)
+            kinds = self._kinds(leaves, args, kwargs)
+            key = self._key(leaves, structure, kinds)
+            runnable = next((each for each in self._compiled.get(key, ()) if each.fits(leaves)), None)
             if runnable is not None:
                 runnable.refuse_constants(leaves)
         if runnable is None:
             why = why_another(self._compiled, key)
-            runnable = self._compile(args, kwargs, why=why)
-            self._compiled.setdefault(key, []).insert(0, runnable)
+            with self._own_containers.changing(self._step):
+                runnable = self._compile(args, kwargs, why=why)
+            self._compiled.setdefault(self._key(leaves, structure, kinds), []).insert(0, runnable)
             self._tell_of_many(why)
         self._latest, self._latest_of_losses = runnable.communicators, runnable.agreements_of_losses
         return runnable(leaves)
+
+    def _notice_another_world(self) -> None:
+        """Behind destroy_process_group nobody hears of errors on what the latest graph launched on."""
+        world = current_world()
+        if world != self._world:
+            self._world, self._latest, self._latest_of_losses = world, (), ()
+
+    def _key(self, leaves: Sequence[Any], structure: Any, kinds: tuple[Leaf, ...]) -> tuple[Any, ...]:
+        """All that a graph depends on that can be asked before it is known; `why_another` compares them."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        closed = closed_over(self._step, self._own_containers)
+        generators, shared = generators_shared(leaves, closed), _shared_memory(tensors)
+        return structure, kinds, generators, closed, _ambient(tensors), self._world, shared
+
+    def _kinds(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Leaf, ...]:
+        """What of its arguments' leaves the graph depends on. Raises TypeError, by name, for one that may change."""
+        kinds = [*map(Leaf.of, leaves)]
+        if not all(kinds):
+            name, leaf = next((name, leaf) for name, leaf in self._named(args, kwargs) if Leaf.of(leaf) is None)
+            raise unfit_leaf(name, leaf, _name_of(self._step))
+        return tuple(each for each in kinds if each is not None)
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         """Every leaf of these arguments, as "params['head']"."""
@@ -391,19 +424,39 @@ def _name_of(step: Callable[..., Any]) -> str:
     return str(getattr(step, "__qualname__", "a step")).replace("<locals>.", "")
 
 
-def _shared_memory(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """For each tensor the place of the first one in the same memory; empty where each has its own."""
-    memory = torch_private.tensors.memory_of_each(tensors)
-    return () if len({*memory}) == len(memory) else tuple(map(memory.index, memory))
+def _shared_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """For each tensor the first one of those that it overlaps with, and its distance from their beginning in bytes.
+
+    Empty where none do: those that lie beside each other in one buffer, or parts of one batch, are apart.
+    """
+    strided = [tensor for tensor in tensors if tensor.layout == torch.strided]
+    memory = torch_private.tensors.memory_of_each(strided)
+    if len({*memory}) == len(memory):
+        return ()
+    begins = [int(tensor.storage_offset()) * tensor.itemsize for tensor in strided]
+    places = sorted((n for n in range(len(strided)) if strided[n].numel()), key=lambda n: (memory[n], begins[n]))
+    groups: list[list[int]] = []
+    where, end = 0, 0
+    for place in places:
+        if not groups or memory[place] != where or begins[place] >= end:
+            groups.append([])
+            where, end = memory[place], 0
+        groups[-1].append(place)
+        end = max(end, begins[place] + _extent_bytes(strided[place]))
+    found = {n: (min(group), begins[n] - begins[group[0]]) for group in groups if len(group) > 1 for n in group}
+    return tuple(found.get(place, (place, 0)) for place in range(len(strided))) if found else ()
 
 
-def _world() -> Hashable:
-    """A reference to the default process group, which does not keep it; None without one."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return None if world is None else weakref.ref(world)
+def _extent_bytes(tensor: Tensor) -> int:
+    """How many bytes lie between the first and the last that a tensor reads, with these."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
 
 
 def _ambient(tensors: Sequence[Tensor]) -> Hashable:
-    """What changes what operators do, besides their operands."""
-    kinds = sorted({tensor.device.type for tensor in tensors})
-    return tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+    """What changes what operators do, besides their operands; a step may run some on a device of no argument's."""
+    accelerator = torch.accelerator.current_accelerator()
+    kinds = {"cpu", *(tensor.device.type for tensor in tensors), *(() if accelerator is None else (accelerator.type,))}
+    autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds))
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    return autocast, torch.get_default_dtype(), torch.get_default_device(), is_deterministic

@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -58,6 +59,12 @@ def _tell_of_many(name: str, place: str) -> None:
         )
 
 
+def current_world() -> Hashable:
+    """A reference to the default process group, which does not keep it; None without one."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if world is None else weakref.ref(world)
+
+
 class GradientReduction:
     """The reductions of one gradient function."""
 
@@ -66,6 +73,7 @@ class GradientReduction:
         self.name, self.place, self.options = name, place, options
         self._communicator: Communicator | None = None
         self._leading: dict[torch.device, Tensor] = {}
+        self._world: Hashable = None  # in which the communicator was made
         self._is_alone: bool | None = None  # whether there are no other ranks; None until the first call
 
     @property
@@ -89,15 +97,18 @@ class GradientReduction:
     def find_ranks(self) -> None:
         """At the first call: make the communicator, or warn that there is nothing to reduce over.
 
-        Without torch.distributed each call looks anew.
+        Without torch.distributed each call looks anew; behind destroy_process_group and another init_process_group the
+        communicator is another one too, unless it, or its group, is the user's.
         """
-        if self._communicator is not None:
+        given, world = self.options.process_group, current_world()
+        if self._communicator is not None and (given is not None or world == self._world):
             return
-        given = self.options.process_group
+        is_first = self._communicator is None
+        self._communicator, self._world = None, world
         is_there = given is not None or (dist.is_available() and dist.is_initialized())
         if is_there:
             self._communicator = given if isinstance(given, Communicator) else Communicator(given)
-            if self._communicator is not given:
+            if self._communicator is not given and is_first:
                 _tell_of_many(self.name, self.place)
         was_alone = self._is_alone
         self._is_alone = not is_there or self.communicator.world_size == 1
@@ -111,8 +122,9 @@ class GradientReduction:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """The one, once this function has been called among several ranks."""
-        return () if self._communicator is None or self.is_alone else (self._communicator,)
+        """The one, once this function has been called among several ranks, for as long as these are there."""
+        is_gone = self.options.process_group is None and self._world != current_world()
+        return () if self._communicator is None or self.is_alone or is_gone else (self._communicator,)
 
     def agreements(self) -> Agreements | None:
         """The agreements among this function's ranks, also before its first call; None where there is one rank."""

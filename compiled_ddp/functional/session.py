@@ -132,6 +132,11 @@ class LossCall:
         self._collectives += 1
         return self._collectives
 
+    @property
+    def has_collectives(self) -> bool:
+        """Whether the loss has communicated so far."""
+        return self._collectives > 0
+
 
 _session: contextvars.ContextVar[Session | None] = contextvars.ContextVar("session", default=None)
 _loss_call: contextvars.ContextVar[LossCall | None] = contextvars.ContextVar("loss_call", default=None)

@@ -1,18 +1,21 @@
 """A step as a graph of tensors: what of its arguments and results are tensors, and what is written where."""
 
 import dataclasses
+import enum
 import inspect
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule
+from torch.overrides import TorchFunctionMode
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.closed_over import Surroundings, modules_called
+from compiled_ddp.functional.closed_over import Surroundings, modules_called, reached
+from compiled_ddp.functional.left_behind import refuse_left_behind, refusing_optimizers
 from compiled_ddp.functional.random_state import DrawnGenerator
 from compiled_ddp.functional.session import Session
 from compiled_ddp.users_code import line_that_raised
@@ -27,13 +30,49 @@ class Leaf:
     properties: Hashable
 
     @staticmethod
-    def of(leaf: Any) -> "Leaf":
-        """Raises TypeError for a leaf that is neither a tensor nor can be compared."""
+    def of(leaf: Any) -> "Leaf | None":
+        """None for a leaf that can change without being told from what it was."""
         if isinstance(leaf, Tensor):
             return Leaf((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
         if isinstance(leaf, torch.Generator):
             return Leaf((torch.Generator, leaf.device))
-        return Leaf((type(leaf), leaf))
+        return Leaf((type(leaf), leaf)) if _is_value(leaf) else None
+
+
+def _is_value(leaf: Any) -> bool:
+    """Whether it is compared by its value; or a module, whose state `Surroundings` sees, a function, or torch's own."""
+    kind: Any = type(leaf)
+    if kind in _PLAIN or isinstance(leaf, nn.Module | enum.Enum):
+        return True
+    if any(isinstance(each, Tensor) for each in getattr(leaf, "__dict__", {}).values()):
+        return False
+    is_own = kind.__module__.partition(".")[0] in ("torch", "compiled_ddp")
+    if kind.__eq__ is object.__eq__ and not callable(leaf) and not is_own:
+        return False
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True
+
+
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device})
+
+
+def unfit_leaf(name: str, leaf: Any, step: str) -> TypeError:
+    """The error for a leaf of a step's arguments of which there is no `Leaf`."""
+    kind = type(leaf)
+    remedy = (
+        "pass torch.as_tensor(...) of it"
+        if kind.__module__.partition(".")[0] == "numpy"
+        else "pass what it holds as a dict, a list or a NamedTuple, or register its class as a pytree "
+        "(torch.export.register_dataclass)"
+    )
+    return TypeError(
+        f"{name} of the compiled step {step} is a {kind.__module__}.{kind.__qualname__}: neither a tensor, generator, "
+        "module, function nor a value that can be hashed and compared, so the graph would keep what it holds in this "
+        f"call; {remedy}."
+    )
 
 
 @dataclass(frozen=True)
@@ -50,7 +89,13 @@ class TracedStep:
     structure: Any  # of the results
     generators: Sequence[DrawnGenerator]
     written: Sequence[int]  # the leaves of its arguments in whose memory it leaves results
+    requires_grad: Sequence[bool] | None  # of each tensor among the arguments; None where the step has not asked
     surroundings: Surroundings
+
+    def fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether what it has met while it was traced is as it was, for arguments of these leaves."""
+        is_grad_as_it_was = self.requires_grad is None or self.requires_grad == _requires_grad(leaves)
+        return is_grad_as_it_was and self.surroundings.are_as_they_were()
 
     def values_by_node(self) -> dict[str, Tensor]:
         """The value of each input, by the name of its node."""
@@ -113,10 +158,11 @@ def trace(
     def flat(*tensors: Tensor) -> list[Tensor]:
         leaves = list(given)
         for place, tensor in zip(places, tensors, strict=True):
-            leaves[place] = tensor
+            leaves[place] = tensor.requires_grad_(given[place].requires_grad)
         called_args, called_kwargs = torch_private.trees.unflatten(leaves, structure)
-        with session.generators.drawing():
+        with session.generators.drawing(), _AskedForGrad(tensors) as asked:
             returned = step(*called_args, **called_kwargs)
+        found["requires_grad"] = _requires_grad(given) if asked.was_asked else None
         results, found["structure"] = torch_private.trees.flatten(returned)
         found["others"] = [
             (n, _Argument.of(result, given)) for n, result in enumerate(results) if not isinstance(result, Tensor)
@@ -128,7 +174,7 @@ def trace(
         return [*_copied(memory, targets, tensors_of_results), *session.sums, *session.generators.states()]
 
     inputs = [given[place].detach() for place in places]
-    graph_module, constants, surroundings = _graph_of(flat, inputs)
+    graph_module, constants, surroundings = _graph_of(step, flat, inputs, given)
     surroundings.refuse_as_donated([leaf for leaf in given if id(leaf) in to_reuse])
     generators = session.generators.drawn(given)
     return TracedStep(
@@ -141,19 +187,55 @@ def trace(
     )
 
 
+def _requires_grad(leaves: Sequence[Any]) -> list[bool]:
+    return [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+class _AskedForGrad(TorchFunctionMode):
+    """Notes whether Python asks in here if one of these tensors requires a gradient.
+
+    Few steps ask, and in `params = step(params)` the first parameters often do where the later ones do not.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._tensors = {id(tensor) for tensor in tensors}
+        self.was_asked = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _REQUIRES_GRAD and id(args[0]) in self._tensors:
+            self.was_asked = True
+        return func(*args, **(kwargs or {}))
+
+
+_REQUIRES_GRAD: Callable[..., bool] = inspect.getattr_static(Tensor, "requires_grad").__get__
+
+
 def _graph_of(
-    flat: Callable[..., list[Tensor]], inputs: Sequence[Tensor]
+    step: Callable[..., Any], flat: Callable[..., list[Tensor]], inputs: Sequence[Tensor], given: Sequence[Any]
 ) -> tuple[GraphModule, list[Tensor], Surroundings]:
-    """The graph of a function of tensors, the tensors that it closes over, and all that it has met."""
+    """The graph of `flat`, which calls `step` with the leaves `given`; the tensors that it closes over; what it met."""
+    others: list[nn.Module] = []
+
+    def whole(*tensors: Tensor) -> list[Tensor]:
+        results = flat(*tensors)
+        values = [*reached(step), *given]
+        others.extend(value for value in values if isinstance(value, nn.Module))
+        refuse_left_behind(values, [*called, *others])
+        return results
+
     try:
-        with modules_called() as modules:
-            graph_module, constants = torch_private.tracing.trace_without_mutations(flat, inputs)
+        with modules_called() as called, refusing_optimizers():
+            graph_module, constants = torch_private.tracing.trace_without_mutations(whole, inputs)
     except Exception as error:
         if not torch_private.tracing.depends_on_values(error):
             raise
         raise _asks_for_a_value(error) from None
     _refuse_others_collectives(graph_module.graph)
-    return graph_module, [constant.detach() for constant in constants], Surroundings(modules, constants)
+    surroundings = Surroundings(called, others, constants)
+    return graph_module, [constant.detach() for constant in constants], surroundings
 
 
 def _asks_for_a_value(error: Exception) -> RuntimeError:
@@ -253,8 +335,11 @@ def why_another(known: Collection[Sequence[Any]], kind: Sequence[Any]) -> str:
     if closed_over:
         return "again: something that it closes over has been replaced"
     if any(others):
-        return "again: autocast, the ranks, or what shares memory is another one"
-    return "again: a module that it calls was switched or changed, or a tensor that it closes over has other memory"
+        return "again: autocast, a default, the ranks, or what shares memory is another one"
+    return (
+        "again: a module that it calls was switched or changed, a tensor that it closes over has other memory, or "
+        "other arguments require gradients"
+    )
 
 
 def _other_leaf(before: Sequence[Leaf], now: Sequence[Leaf]) -> str:

@@ -97,9 +97,9 @@ def grad(
         process_group: the ranks; None means all of them. A `Communicator` replaces one of its own.
         reduction: "mean" of the ranks' gradients, "sum", or "weighted": each call then takes this rank's `weight=`, a
             number or a tensor of one element, and returns the gradients of the weighted mean of the ranks' losses:
-            zeros if all weights are 0. A weight that is negative or not finite, or that becomes infinite or zero in
-            float32, is refused on every rank; in a graph or on a GPU, where it cannot be read, all gradients become
-            NaN.
+            zeros if all weights are 0. Those in float16 are weighed and summed in float32. A weight that is negative or
+            not finite, or that becomes infinite or zero in float32, is refused on every rank; in a graph or on a GPU,
+            where it cannot be read, all gradients become NaN.
         bucket_cap_mb: the size of a bucket in MiB; 0 gives each gradient a bucket of its own. None measures the link at
             the first call on these ranks: 2 on a slow one, 8 on a faster one, 25 on the fastest.
 
@@ -166,7 +166,7 @@ class GradientFunction:
         name = getattr(f, "__qualname__", type(f).__name__).replace("<locals>.", "")
         self.reduction = GradientReduction(f"{transform}({name})", _place_of(f), options)
         self._is_weighted = options.reduction == "weighted"
-        self._has_told = False
+        self._has_told, self._has_told_of_unused = False, False
         self._proven: set[torch.dtype] = set()  # whose division has been tried
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +184,7 @@ class GradientFunction:
         if reduction.is_alone:
             weight = self._take_weight(kwargs)
             self._differentiated(args)
-            gradients, value, aux = self._local(args, kwargs, None)
+            gradients, value, aux = self._local(args, kwargs, None, ())
             if weight is not None:
                 gradients, value = self._weighed_alone(gradients, value, weight)
             return gradients, (value, aux) if self._has_aux else value
@@ -192,7 +192,8 @@ class GradientFunction:
         failures = reduction.failures
         try:
             weight, tensors = self._take_weight(kwargs), self._differentiated(args)
-            gradients, value, aux = self._local(args, kwargs, weight)
+            dtypes = [tensor.dtype for tensor in tensors.values()]
+            gradients, value, aux = self._local(args, kwargs, weight, dtypes)
             flat, structure = torch_private.trees.flatten(gradients)
             refuse_sparse(list(tensors), flat, reduction.name)
             if torch_private.autograd.transforms_are_active():
@@ -206,6 +207,7 @@ class GradientFunction:
             raise
         sums = reduction.sum(tensors, sent, passengers)
         reduced, value = self._results(sums, len(flat), value)
+        reduced = [each.to(dtype) for each, dtype in zip(reduced, dtypes, strict=True)]
         reduced = torch_private.trees.unflatten(reduced, structure)
         return reduced, (value, aux) if self._has_aux else value
 
@@ -244,13 +246,19 @@ class GradientFunction:
         mean_value = weighed(value) if self._reduce_value else value
         return torch_private.trees.unflatten([weighed(each) for each in flat], structure), mean_value
 
-    def _local(self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any) -> tuple[Any, Tensor, Any]:
-        """The gradients of this rank's loss, times its weight where it has one; the loss, and what comes with it."""
+    def _local(
+        self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any, dtypes: Sequence[torch.dtype]
+    ) -> tuple[Any, Tensor, Any]:
+        """The gradients of this rank's loss, times its weight where it has one; the loss, and what comes with it.
+
+        They are with respect to tensors of these dtypes. [Note: weights behind half precision]
+        """
         others: list[tuple[int, Any]] = []  # of the leaves of what comes with it those that are no tensors
         structure: Any = None
+        is_weighed = weight is None
 
         def weighted(*args: Any, **kwargs: Any) -> Any:
-            nonlocal others, structure
+            nonlocal others, structure, is_weighed
             result = self._f(*args, **kwargs)
             if self._has_aux and not (isinstance(result, tuple) and len(result) == 2):
                 return result  # which torch.func refuses
@@ -258,15 +266,31 @@ class GradientFunction:
             leaves, structure = torch_private.trees.flatten(aux)
             others = [(place, leaf) for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
             tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            return loss if weight is None else loss * weight, (loss, tensors)
+            self._tell_of_unused(loss)
+            is_half = any(dtype in _HALF for dtype in (*dtypes, getattr(loss, "dtype", None)))
+            if is_weighed or (is_half and not call.has_collectives):
+                return loss, (loss, tensors)
+            is_weighed = True
+            return loss * weight, (loss, tensors)
 
         call = LossCall(self.reduction.process_group, self.reduction.name)
         with calling_loss(call):
             gradients, (_, result) = torch.func.grad_and_value(weighted, self._argnums, True)(*args, **kwargs)
         value, leaves = result
+        if not is_weighed:
+            flat, of_gradients = torch_private.trees.flatten(gradients)
+            gradients = torch_private.trees.unflatten([_weighed(each, weight) for each in flat], of_gradients)
         for place, leaf in others:
             leaves.insert(place, leaf)
         return gradients, value, torch_private.trees.unflatten(leaves, structure)
+
+    def _tell_of_unused(self, loss: object) -> None:
+        if isinstance(loss, Tensor) and not loss.requires_grad and not self._has_told_of_unused:
+            self._has_told_of_unused = True
+            warn_user(
+                f"{self.reduction.name} returns zeros: its loss does not depend on argument {self._argnums}. Let it "
+                "read the parameters that it is given, not those of a module or of a closure."
+            )
 
     def _sent(self, flat: Sequence[Tensor], value: Tensor, weight: Any) -> tuple[Sequence[Tensor], list[Tensor]]:
         """What is summed up: gradients, and what rides with them.
@@ -324,6 +348,22 @@ class GradientFunction:
     @property
     def _share(self) -> float:
         return 1.0 / self.reduction.world_size if self.reduction.options.reduction == "mean" else 1.0
+
+
+# [Note: weights behind half precision] A weight is often a number of tokens: times that, a loss or a gradient may be no
+# float16 number, and in bfloat16 the weight is rounded. There gradients are differentiated without it and weighed in
+# float32; those in float16 are summed in float32 too. Only where a loss has collectives must the weight be part of it:
+# what other ranks' losses give back has their weights.
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+def _weighed(gradient: Tensor, weight: float | Tensor) -> Tensor:
+    """`gradient` times `weight`; in float32 where it is in float16."""
+    own = torch.as_tensor(weight, dtype=torch.float32, device=gradient.device)
+    if gradient.dtype not in _HALF:
+        return gradient * own
+    product = gradient.to(torch.float32) * own
+    return product if gradient.dtype == torch.float16 else product.to(gradient.dtype)
 
 
 def _place_of(function: Callable[..., Any]) -> str:

@@ -1,5 +1,6 @@
 """What a rank wants to launch next, as it compares it with others; and the reductions that ranks have agreed on."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -138,8 +139,9 @@ class Agreed:
             for index, (_, shape, dtype, device) in enumerate(self.wanted.gradients)
         )
 
-    @property
+    @functools.cached_property
     def plan(self) -> BucketPlan:
+        """Asked several times in each step, and the same each time."""
         return plan_of(self.gradients, self.order, self._capacities_bytes, self.world_size, self.wanted.passengers)
 
     def bucket_name(self, position: int) -> str:

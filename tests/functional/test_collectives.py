@@ -1,5 +1,6 @@
 """Collectives inside of a loss: gradients are those that one process with all the data computes."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from test_grad import assert_same, parameters, rows
 from torch import Tensor
 
 from compiled_ddp import functional as ddp
+from compiled_ddp.functional.collectives import _warn_of_no_ranks
 from compiled_ddp.functional.session import LossCall, calling_loss
 from ranks import RankPool
 
@@ -137,6 +139,48 @@ def test_a_generator_of_a_ranks_own_is_another_on_each_rank_and_in_each_call(ran
     assert len({tuple(drawn) for drawn in (*first, *second)}) == 4
 
 
+class Holder:
+    def __init__(self) -> None:
+        self.weight = torch.ones(2)
+
+
+def _broadcasts_trees(rank: int) -> None:
+    tree = {"a": torch.full((2,), 1.0 + 10 * rank), "b": torch.full((2,), 2.0 + 10 * rank)}
+    found = ddp.broadcast(tree if rank == 0 else {"b": tree["b"], "a": tree["a"]})
+    assert {name: value.tolist() for name, value in found.items()} == {"a": [1.0, 1.0], "b": [2.0, 2.0]}
+    with pytest.raises(RuntimeError, match=r"broadcast\(src=0\) of \['[bc]'\]"):
+        ddp.broadcast({"a": tree["a"], "bc"[rank]: tree["b"]})
+    for no_tree, message in (
+        (torch.nn.Linear(2, 2), "found a Linear as its tree.*named_parameters"),
+        ({"a": torch.ones(2), "b": Holder()}, r"found a Holder at \['b'\] of its tree.*NamedTuple"),
+        ({"rate": 0.1}, "finds no tensor in its tree, found {'rate': 0.1}"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            ddp.broadcast(no_tree)
+
+
+def test_a_broadcast_tells_tensors_apart_by_their_paths_and_refuses_what_it_does_not_see(ranks2: RankPool) -> None:
+    ranks2.run(_broadcasts_trees)
+
+
+def test_collectives_without_a_process_group_say_so_once() -> None:
+    x = torch.ones(2)
+    collectives: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: ddp.all_reduce(x),
+        "all_gather": lambda: ddp.all_gather(x),
+        "broadcast": lambda: ddp.broadcast(x),
+        "fold_in_rank": lambda: ddp.fold_in_rank(torch.Generator()),
+    }
+    _warn_of_no_ranks.cache_clear()
+    for name, call in collectives.items():
+        with pytest.warns(UserWarning, match=f"{name} takes this process for the only one"):
+            call()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            call()
+
+
+@pytest.mark.filterwarnings("ignore:.*takes this process for the only one")
 def test_without_a_process_group_collectives_are_identities() -> None:
     x = torch.ones(2, 3)
     assert ddp.all_reduce(x) is x and ddp.all_gather(x) is x and ddp.broadcast(x) is x

@@ -143,7 +143,7 @@ def _other_source(rank: int) -> str:
 
 def test_broadcasts_from_other_ranks_are_refused_by_name(ranks2: RankPool) -> None:
     for message in ranks2.run(_other_source, **TIMEOUT):
-        assert "it is broadcast(src=1), torch.float32, [2] here, broadcast(src=0)" in message, message
+        assert "it is broadcast(src=1) of ['a'], torch.float32, [2] here, broadcast(src=0) of ['a']" in message, message
 
 
 def _swaps(rank: int, ways: tuple[str, ...]) -> str:

@@ -1,6 +1,7 @@
 """What a compiled step depends on besides its arguments, however it comes to it: the graph follows, or is another."""
 
 import functools
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -206,6 +207,148 @@ def test_a_step_that_is_compiled_for_each_value_of_a_number_says_so_once(ranks2:
         assert "compiled 16 times, the last time again: something that it closes over has been replaced" in message
 
 
+SETTINGS = {"rate": 0.1, "optimizer": {"momentum": 0.5}}
+optim = types.ModuleType("optim")  # as a user's file
+
+
+def _scaled(by: Callable[[], float]) -> Callable[[Tensor], Tensor]:
+    return ddp.compile(lambda x: by() * x, backend="aot_eager")
+
+
+class Schedule:
+    """Attributes of its own, in a method, in a property and in another object."""
+
+    def __init__(self) -> None:
+        self.rate, self.steps, self.options = 0.1, 0, types.SimpleNamespace(decay=1.0)
+
+    @property
+    def decayed(self) -> float:
+        return self.options.decay * self.factor()
+
+    def factor(self) -> float:
+        return self.rate
+
+    def step(self, x: Tensor) -> Tensor:
+        return self.decayed * x
+
+
+def test_a_value_in_a_container_an_object_or_a_module_of_python_is_read_again_when_it_is_replaced() -> None:
+    x = torch.ones(2)
+    of_dict = _scaled(lambda: SETTINGS["rate"] * SETTINGS["optimizer"]["momentum"])  # type: ignore[index,operator]
+    optim.RATE = 1.0  # type: ignore[attr-defined]
+    of_module = _scaled(lambda: optim.RATE)
+    rates = [1.0, 2.0]
+    of_list = _scaled(lambda: rates[0])
+    schedule = Schedule()
+    of_self = ddp.compile(schedule.step, backend="aot_eager")
+    closing = _scaled(lambda: schedule.options.decay)
+    for factor in (1.0, 3.0):
+        SETTINGS["rate"], SETTINGS["optimizer"] = 2.0, {"momentum": factor / 2}
+        optim.RATE = rates[0] = schedule.options.decay = factor  # type: ignore[attr-defined]
+        for run in (of_dict, of_module, of_list, closing):
+            assert torch.equal(run(x), factor * x)
+        assert torch.equal(of_self(x), 0.1 * factor * x)
+    schedule.rate = 5.0
+    assert torch.equal(of_self(x), 15 * x)
+
+
+def test_an_attribute_that_a_step_does_not_read_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule, traced = Schedule(), list[int]()
+    run = ddp.compile(schedule.step, backend="aot_eager")
+    monkeypatch.setattr(Schedule, "decayed", property(lambda self: traced.append(1) or self.rate))
+    for schedule.steps in range(3):
+        run(torch.ones(2))
+    assert traced == [1]
+
+
+class OfLists(nn.Module):
+    """Reads parameters of modules that are never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.scale = nn.Parameter(torch.ones(2))
+        self.weights = nn.ParameterList([torch.ones(4, 2)])
+        self.head = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(x @ self.weights[0] * self.inner.scale)
+        return y
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_parameters_of_modules_that_are_never_called_are_read_anew_when_they_are_replaced(is_called: bool) -> None:
+    model, x = OfLists().requires_grad_(False), torch.ones(3, 4)
+    run = ddp.compile(lambda x: (model if is_called else model.forward)(x), backend="aot_eager")
+    with torch.no_grad():
+        for change in (
+            lambda: None,
+            lambda: model.load_state_dict({n: v + 1 for n, v in model.state_dict().items()}, assign=True),
+            lambda: setattr(model, "head", nn.Linear(2, 2, bias=False)),
+        ):
+            change()
+            torch.testing.assert_close(run(x), model(x))
+
+
+def test_a_tensor_that_is_transposed_in_place_is_read_anew() -> None:
+    matrix = torch.arange(4.0).view(2, 2)
+    run = ddp.compile(lambda x: matrix @ x, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(run(torch.eye(2)), matrix)
+        matrix.t_()
+
+
+def _adds_one(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    a.add_(1)
+    return a + b, b.clone()
+
+
+def test_arguments_that_overlap_have_a_graph_of_their_own() -> None:
+    """Beside each other or apart they share one."""
+    traced: list[int] = []
+
+    def step(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        traced.append(1)
+        return _adds_one(a, b)
+
+    run = ddp.compile(step, backend="aot_eager")
+    apart = [(slice(0, 2), slice(2, 4)), (slice(4, 6), slice(0, 2))]
+    overlapping = [(slice(0, 2), slice(0, 2)), (slice(0, 2), slice(1, 3)), (slice(1, 3), slice(0, 2))]
+    for places in (*apart, *overlapping, *apart):
+        given, expected = torch.arange(8.0), torch.arange(8.0)
+        found = run(*(given[place] for place in places))
+        for one, other in zip(found, _adds_one(*(expected[place] for place in places)), strict=True):
+            assert torch.equal(one, other), places
+        assert torch.equal(given, expected), places
+    assert len(traced) == 1 + len(overlapping)
+    a, b = torch.zeros(2), torch.ones(2)
+    assert torch.equal(run(a, b)[0], torch.full((2,), 2.0))
+    assert len(traced) == 1 + len(overlapping)
+
+
+def test_whether_an_argument_requires_a_gradient_is_seen_in_the_step() -> None:
+    """As who leaves frozen parameters alone asks."""
+    asked, traced = [0], [0]
+
+    def step(p: Tree) -> Tree:
+        asked[0] += 1
+        return {n: v - 1 if v.requires_grad else v for n, v in p.items()}
+
+    def other(p: Tree) -> Tree:
+        traced[0] += 1
+        return torch.func.grad(lambda p: torch.stack([v.sum() for v in p.values()]).square().sum())(p)  # type: ignore[no-any-return]
+
+    run, run_other = (ddp.compile(each, backend="aot_eager") for each in (step, other))
+    for trained in ("a", "b"):
+        params = {name: torch.zeros(2, requires_grad=name == trained) for name in ("a", "b")}
+        found = run(params)
+        assert {name: value.sum().item() for name, value in found.items()} == {"a": 0.0, "b": 0.0} | {trained: -2.0}
+        assert not any(value.requires_grad for value in found.values())
+        run_other(params)
+    run(params)
+    assert (asked, traced) == ([2], [1])
+
+
 # ---- memory that is donated ------------------------------------------------------------------------------------------
 
 
@@ -289,6 +432,21 @@ def test_a_part_without_autocast_stays_without_it(ranks2: RankPool, backend: str
     ranks2.run(_under_autocast, backend, timeout_seconds=400)
 
 
+def test_a_step_without_tensors_among_its_arguments_follows_autocast_and_the_defaults() -> None:
+    matrix = torch.ones(2, 2)
+    run = ddp.compile(lambda: (matrix @ matrix, torch.zeros(2)), backend="aot_eager")
+    assert [each.dtype for each in run()] == [torch.float32, torch.float32]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run()[0].dtype == torch.bfloat16
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert run()[1].dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert run()[1].device.type == "meta"
+
+
 # ---- ranks -----------------------------------------------------------------------------------------------------------
 
 
@@ -311,6 +469,35 @@ def test_a_function_that_was_called_before_there_were_ranks_reduces_once_there_a
     ranks2: RankPool, tmp_path: Path
 ) -> None:
     ranks2.run(_before_there_are_ranks, tmp_path / "store", process_group=False)
+
+
+def _in_two_worlds(rank: int, store: Path) -> None:
+    params, x = weights(), batches()[rank]
+    fails = [False]
+
+    def may_fail(params: Tree, x: Tensor) -> Tensor:
+        if fails[0]:
+            raise ValueError("planted")
+        return loss(params, x)
+
+    eager, inner = ddp.grad(loss), ddp.grad(may_fail)
+    run = compiled(inner)
+    for world in range(2):
+        dist.init_process_group("gloo", store=dist.FileStore(f"{store}{world}", 2), rank=rank, world_size=2)
+        fails[0] = world == 1 and rank == 1
+        if world == 1:  # the other rank hears of what is raised before anything was launched in this world
+            with pytest.raises(ValueError if rank == 1 else RuntimeError, match="planted"):
+                run(params, x)
+        fails[0] = False
+        for _ in range(2):
+            assert_same(eager(params, x), by_hand(loss, params, batches()))
+            assert_same(run(params, x), by_hand(loss, params, batches()))
+        if world == 0:
+            dist.destroy_process_group()
+
+
+def test_a_function_reduces_in_another_world_too(ranks2: RankPool, tmp_path: Path) -> None:
+    ranks2.run(_in_two_worlds, tmp_path / "store", process_group=False)
 
 
 def _power(power: int) -> Loss:

@@ -93,6 +93,38 @@ def test_what_is_no_weight_is_nan_in_every_gradient_where_it_is_not_read(
     ranks2.run(_not_a_number, arguments)
 
 
+def _in_half_precision(rank: int, dtype: torch.dtype, arguments: dict[str, Any]) -> None:
+    """Numbers of tokens: times one of them a gradient is no float16 number, and 1025 is none of bfloat16."""
+    tokens = (4096.0, 1025.0)
+    of_ranks = [torch.full((3, 4), value, dtype=dtype) for value in (4.0, 2.0)]
+    params = {"w": torch.ones(4, dtype=dtype), "b": torch.zeros(())}
+
+    def square(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (x @ p["w"]).square().mean() + p["b"]
+
+    def with_collective(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        return square(p, x) / 4096 + 0 * ddp.all_reduce(p["b"])
+
+    for f, scale in ((square, 1.0), (with_collective, 4096.0)):
+        step = ddp.grad_and_value(f, reduction="weighted", reduce_value=True)
+        run = ddp.compile(lambda p, x, w: step(p, x, weight=w), **arguments) if arguments else step  # noqa: B023
+        weight = {"w" if arguments else "weight": tokens[rank]}
+        found, _ = run(params, of_ranks[rank], **weight)
+        each = [torch.func.grad(square)({n: p.double() for n, p in params.items()}, x.double()) for x in of_ranks]
+        for name, value in found.items():
+            expected = sum(w * g[name] for w, g in zip(tokens, each, strict=True)) / sum(tokens) / scale
+            assert value.dtype == params[name].dtype
+            torch.testing.assert_close(value.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"backend": "aot_eager"}], ids=["eager", "aot_eager"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_are_numbers_of_tokens_in_half_precision_too(
+    ranks2: RankPool, dtype: torch.dtype, arguments: dict[str, Any]
+) -> None:
+    ranks2.run(_in_half_precision, dtype, arguments)
+
+
 def test_a_rank_that_is_alone_has_a_weight_too() -> None:
     step = ddp.grad_and_value(loss, reduction="weighted", reduce_value=True)
     with pytest.warns(UserWarning, match="own gradients"):

@@ -25,7 +25,8 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str]) -> None:
     a bucket's parameters run while later buckets are on their way. Other collectives, a loss's, keep their order, and
     so do draws of random numbers, before the waits and behind them.
 
-    Leaves the graph as it is where something else is mutated, and where nothing is launched.
+    Leaves the graph as it is where something else is mutated, where nothing is launched, and where these orders exclude
+    each other: draws that other collectives bring behind a draw that follows a wait.
     """
     nodes = list(graph.nodes)
     launches = [node for name in group_names for node in nodes if is_launch(node, name)]
@@ -38,6 +39,8 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str]) -> None:
     after_wait = descendants(nodes, [*waits.values()])
     drawn = sorted(draws(nodes), key=after_wait.__contains__)
     behind = behind_each_other(node for node in others if node not in waits) | behind_each_other(drawn)
+    if _goes_round(nodes, behind):
+        return
     for launch in launches:
         emit_with_inputs(launch, order, behind)
     rest = _Rest(nodes, order, behind, held_back={*tail, *waits.values()})
@@ -55,6 +58,19 @@ def _mutating_tail(nodes: Sequence[Node]) -> dict[Node, None] | None:
     first = next((number for number, node in enumerate(nodes) if mutates(node)), len(nodes) - 1)
     tail = nodes[first:]
     return dict.fromkeys(tail) if all(mutates(node) or node.op == "output" for node in tail) else None
+
+
+def _goes_round(nodes: Sequence[Node], behind: Mapping[Node, Node]) -> bool:
+    """Whether a node must stand behind itself, by what it reads and what it is `behind`."""
+    follower = {earlier: later for later, earlier in behind.items()}
+    missing = {node: len(node.all_input_nodes) + (node in behind) for node in nodes}
+    ready = [node for node in nodes if not missing[node]]
+    for node in ready:  # which grows
+        for later in (*node.users, *([follower[node]] if node in follower else ())):
+            missing[later] -= 1
+            if not missing[later]:
+                ready.append(later)
+    return len(ready) < len(nodes)
 
 
 class _Rest:

@@ -16,7 +16,9 @@ where their maximum is their minimum.
 """
 
 import contextlib
+import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,17 +28,21 @@ from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.checks.sums import as_row, batched, batched_in_place, rounding, smallest
-from compiled_ddp.checks.values import Reference, compare, explained, fill_with_pattern
+from compiled_ddp.checks.values import INFINITE, ZERO, Reference, compare, explained, fill_with_pattern
 from compiled_ddp.formatting import format_names
 from compiled_ddp.plan import Bucket, BucketPlan, GradientSpec
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.launch_observer import LaunchObserver
 
 # Under verify="first", the backwards that verify while gradients are unverified, counted from the first one and again
-# from each that ran a new graph. Beyond them a gradient stays so, and `explain()` lists it. Of a functional reduction
-# the launches up to `_LAUNCHES_UP_TO` verify whatever is proven: each may come from another graph than the one before.
+# from each that ran a new graph; in these the graph is compared again, while that has told nothing of some gradients.
+# Beyond them a gradient stays so, and `explain()` lists it. Of a functional reduction the launches up to
+# `_LAUNCHES_UP_TO` verify whatever is proven: each may come from another graph than the one before.
 TRIES = (1, 2, 4, 8, 16, 32, 64)
 _LAUNCHES_UP_TO = 8
+
+_OF_A_FAULT = 0.5  # of a gradient, that a fault changes, and so of its signed sum, which may be small by chance
+_VAGUE_FROM = 0.25  # of a result, as a norm, that rounding may change: more is near a fault whatever the signs
 
 # Why a gradient was not proven in a backward; of several ranks' reasons the largest one counts.
 _NOTHING = 0
@@ -46,14 +52,15 @@ _NO_GRADIENT = 3
 _NOT_FINITE = 4
 _BROKEN_OFF = 5  # or neither what went in nor what came out was seen
 
-_WORDS = {_NO_GRADIENT: "no gradient so far", _NOT_FINITE: "gradients that are not finite"}
-_ZERO = "zero gradients so far"
+_WORDS = {_NO_GRADIENT: "no gradient so far", _NOT_FINITE: INFINITE}
 _EQUAL = "zero or equal gradients so far"  # which a communication hook reduces
+_VAGUE = "so far a fault could be taken for rounding"
 _DIFFERENT = "different on the ranks after the reduction"
 _NOT_THE_SUM = "not what the ranks' gradients add up to"
 _WRONG_IN_BUCKET = "wrong in its bucket"
 _UNKNOWN = "not looked at yet"
 _NEW = "in a new graph, not looked at yet"
+_UNPLANNED = "the graph launched other collectives than planned"
 _UNSEEN = "the graph launches where nobody can look, and ran first in a backward that did not verify"
 
 _REMEDY = (
@@ -112,8 +119,8 @@ class Recording:
         self._gradients = gradients
         # Gradients, of each its signed sum, the sum of its squares and that of what it may be off; whether it is all.
         self._brought: list[tuple[Sequence[int], Tensor, bool]] = []
-        self._returned: list[tuple[Sequence[int], Tensor]] = []  # gradients, signed sums of them
-        # Gradients, of what has come out checksums, signed sums, and whether it is finite.
+        self._returned: list[tuple[Sequence[int], Tensor]] = []  # gradients, signed sums of them and of their squares
+        # Gradients, of what has come out checksums, signed sums and those of squares, and whether it is finite.
         self._outcomes: list[tuple[Sequence[int], Tensor, Tensor, Tensor]] = []
 
     def launching(self, bucket: Bucket) -> None:
@@ -140,7 +147,7 @@ class Recording:
     def graph_launches_unseen(self, plan: BucketPlan, reference: Reference | None) -> None:
         """What a graph launches cannot be looked at: it is taken for what it should be, where that is known."""
         expected = {} if reference is None else reference.expected
-        known = [index for index in plan.indices if index in expected]
+        known = [index for index in plan.indices if index in expected and expected[index].why_vacuous in ("", ZERO)]
         self.seen.update(known)
         self.not_seen.update(set(plan.indices).difference(known))
         for indices, batch in batched(self._rows(known, [expected[index].value for index in known])):
@@ -150,12 +157,12 @@ class Recording:
 
     def graph_returns(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         for some, batch in batched(self._rows(indices, gradients)):
-            self._returned.append((some, batch.signed_sums()[:, 0]))
+            self._returned.append((some, batch.signed_sums()))
 
     def come_out(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
         """A reduction has left these of the gradients; of several the last counts."""
         for some, batch in batched(self._rows(indices, tensors)):
-            self._outcomes.append((some, batch.checksums(), batch.signed_sums()[:, 0], batch.are_finite()))
+            self._outcomes.append((some, batch.checksums(), batch.signed_sums(), batch.are_finite()))
 
     def reduced(self, gradients: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
         """All gradients have been reduced at once, to `sums`."""
@@ -190,7 +197,7 @@ class Recording:
     ) -> "Account":
         """See `Proof.conclude` for `by_hooks`."""
         checksums = torch.zeros(len(self._gradients), dtype=torch.int64, device=device)
-        signed = torch.zeros(len(checksums), dtype=torch.float64, device=device)
+        signed = torch.zeros(len(checksums), 2, dtype=torch.float64, device=device)
         finite = torch.ones_like(checksums, dtype=torch.bool)
         for indices, *looked_at in self._outcomes:
             places = torch.tensor(indices, dtype=torch.int64, device=device)
@@ -219,17 +226,17 @@ class Recording:
         return sums.t().contiguous()
 
     def _returned_of_all(self, signed: Tensor, by_hooks: Set[int]) -> Tensor:
-        """The signed sums of all results: what graphs have returned, of several the sum.
+        """The signed sums of all results and those of squares, shape (2, gradients): what graphs have returned.
 
-        Those that hooks have left in .grad, as `signed` has them, may have that in them.
+        Of several it is the sum. Those that hooks have left in .grad, as `signed` has them, may have that in them.
         """
-        of_graphs, are_of_graphs = torch.zeros_like(signed), torch.zeros_like(signed, dtype=torch.bool)
+        of_graphs, are_of_graphs = torch.zeros_like(signed), torch.zeros_like(signed[:, :1], dtype=torch.bool)
         for indices, sums in self._returned:
             places = torch.tensor(indices, dtype=torch.int64, device=signed.device)
             of_graphs[places] += sums.to(signed.device)
             are_of_graphs[places] = True
         are_of_graphs[torch.tensor(sorted(by_hooks), dtype=torch.int64, device=signed.device)] = False
-        return torch.where(are_of_graphs, of_graphs, signed)
+        return torch.where(are_of_graphs, of_graphs, signed).t().contiguous()
 
 
 def _scaled(sums: Tensor, share: float) -> Tensor:
@@ -244,9 +251,10 @@ class Account:
     """What this rank has seen of a number of gradients; each tensor has a number for each, on one device.
 
     `brought` is float64 of shape (3, gradients): the signed sum of what it put into the reduction, the sum of squares,
-    and of the squares of what the first may be off. `results` are the signed sums of what came out, float64,
-    `checksums` are of that, int64, and `hindrances` why a gradient cannot be proven. `kinds` are dtypes and numbers of
-    elements. A result times `factor` is the sum of what ranks have brought; None where nothing makes it that.
+    and of the squares of what the first may be off. `results` are the signed sums of what came out, and those of its
+    squares: float64, shape (2, gradients). `checksums` are of that, int64, and `hindrances` why a gradient cannot be
+    proven. `kinds` are dtypes and numbers of elements. A result times `factor` is the sum of what ranks have brought;
+    None where nothing makes it that.
     """
 
     brought: Tensor
@@ -264,41 +272,71 @@ class Verdict:
     have_values: Tensor  # some rank brought more than zeros, and all ranks finite numbers
     brought_differ: Tensor
     results_differ: Tensor
-    are_off: Tensor  # on some rank the result is something else than the sum; not of what is not finite
+    some_are_finite: Tensor  # where the results of other ranks are not: what was reduced cannot differ in that
+    are_off: Tensor  # on some rank the result is something else than the sum; not of a result that is not finite
+    are_vague: Tensor  # rounding may take the sum so far off that a fault might not show
     others: Sequence[Tensor]  # the maxima of hindrances, and of what each rank added
 
     def split(self, sizes: Sequence[int]) -> list["Verdict"]:
         """Split into verdicts on so many gradients each."""
-        masks = (self.have_values, self.brought_differ, self.results_differ, self.are_off)
-        parts = zip(*(each.split([*sizes]) for each in (*masks, *self.others)), strict=True)
-        return [Verdict(values, before, after, are_off, others) for values, before, after, are_off, *others in parts]
+        kept = (
+            self.have_values,
+            self.brought_differ,
+            self.results_differ,
+            self.some_are_finite,
+            self.are_off,
+            self.are_vague,
+        )
+        parts = zip(*(each.split([*sizes]) for each in (*kept, *self.others)), strict=True)
+        return [
+            Verdict(values, before, after, finite, off, vague, others)
+            for values, before, after, finite, off, vague, *others in parts
+        ]
 
 
 def exchange(communicator: Communicator, account: Account, *others: Tensor) -> Verdict:
     """Compare the accounts of all ranks. `others` are int64, a number for each gradient, of which ranks take maxima."""
     expected = account.brought.clone()
     communicator.all_reduce(expected).wait()
-    off = _are_off(account, expected, communicator.world_size).to(torch.int64)
+    off, vague = _are_off(account, expected, communicator.world_size)
+    finite, not_finite = account.hindrances < _NO_GRADIENT, account.hindrances == _NOT_FINITE
+    masks = [mask.to(torch.int64) for mask in (finite, not_finite, off, vague)]
     own = account.brought[0].view(torch.int64)
-    shared = torch.stack((*_to_compare(own), *_to_compare(account.checksums), off, account.hindrances, *others))
+    shared = torch.stack((*_to_compare(own), *_to_compare(account.checksums), *masks, account.hindrances, *others))
     communicator.maximum(shared)
     have_values = ((expected[1] > 0) & expected[:2].isfinite().all(0)).cpu()
-    before, before_inverted, after, after_inverted, off, *found = shared.cpu()
+    before, before_inverted, after, after_inverted, finite, not_finite, off, vague, *found = shared.cpu()
     return Verdict(
-        have_values, _are_unequal(before, before_inverted), _are_unequal(after, after_inverted), off != 0, found
+        have_values,
+        _are_unequal(before, before_inverted),
+        _are_unequal(after, after_inverted),
+        (finite != 0) & (not_finite != 0),
+        off != 0,
+        vague != 0,
+        found,
     )
 
 
-def _are_off(account: Account, expected: Tensor, world_size: int) -> Tensor:
-    results, factor = account.results, account.factor
+def _are_off(account: Account, expected: Tensor, world_size: int) -> tuple[Tensor, Tensor]:
+    """Which results are not the sum of what ranks brought, and of which that could hardly be told."""
+    (results, squares), factor = account.results, account.factor
     if factor is None:
-        return torch.zeros_like(results, dtype=torch.bool)
-    sizes = [(rounding(dtype, world_size), smallest(dtype) * max(numel, 1) ** 0.5) for dtype, numel in account.kinds]
-    relative, absolute = torch.tensor(sizes, dtype=torch.float64, device=results.device).view(-1, 2).t()
-    signed, squares, slack = expected
-    allowed = relative * squares.sqrt() + 4.0 * slack.sqrt() + world_size * absolute
-    are_off: Tensor = (results * factor - signed).abs() > allowed
-    return are_off
+        return torch.zeros_like(results, dtype=torch.bool), torch.zeros_like(results, dtype=torch.bool)
+    results, squares = results * factor, squares * factor**2
+    signed, own_squares, slack = expected
+    places: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+    for place, (dtype, _) in enumerate(account.kinds):
+        places[dtype].append(place)
+    by_rounding = torch.zeros_like(results)
+    for dtype, some in places.items():
+        of_dtype = torch.tensor(some, dtype=torch.int64, device=results.device)
+        by_rounding[of_dtype] = rounding(dtype, world_size, own_squares[of_dtype], squares[of_dtype])
+    absolute = [smallest(dtype) * max(numel, 1) ** 0.5 for dtype, numel in account.kinds]
+    denormals = world_size * torch.tensor(absolute, dtype=torch.float64, device=results.device)
+    allowed = by_rounding + 4.0 * slack.sqrt() + denormals
+    is_lost = results.isfinite() & ~signed.isfinite()  # a sum of what is not finite is not finite either
+    are_vague = (allowed > _VAGUE_FROM * squares.sqrt()) | (allowed > _OF_A_FAULT * signed.abs())
+    return ((results - signed).abs() > allowed) | is_lost, are_vague
 
 
 def _to_compare(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,6 +360,30 @@ class Reduced(Protocol):
     def gradients(self) -> Sequence[GradientSpec]:
         """As they lie in buckets."""
         ...
+
+
+class _Meeting:
+    """What has come of comparing one graph, for one plan, with its backward without the passes."""
+
+    def __init__(self, first: int, indices: Iterable[int]) -> None:
+        """It first runs in the backward number `first`, and reduces the parameters `indices`."""
+        self.untold = frozenset(indices)  # of which no comparison has told anything yet
+        self.due: float = first  # the backward from which on it is compared
+        self._first = first
+
+    @property
+    def is_first(self) -> bool:
+        return self.due == self._first
+
+    def note_compared(self, now: int, untold: Set[int]) -> None:
+        """It has been, in the backward number `now`; of these parameters a later one may tell more."""
+        self.untold &= untold
+        later = (self._first + tried - 1 for tried in TRIES)
+        self.due = next((due for due in later if due > now), math.inf) if self.untold else math.inf
+
+    def close(self) -> None:
+        """Nothing is to be compared any more."""
+        self.due = math.inf
 
 
 class Proof:
@@ -354,7 +416,9 @@ class Proof:
         self.verifies = False  # whether the backward under way ends with the exchange
         self.recording: Recording | None = None  # in a backward that verifies
         self.reference: Reference | None = None  # of the graph that is about to run, where it is new
-        self._met: weakref.WeakKeyDictionary[Callable[..., object], set[str]] = weakref.WeakKeyDictionary()
+        self._met: weakref.WeakKeyDictionary[Callable[..., object], dict[str, _Meeting]] = weakref.WeakKeyDictionary()
+        self._meeting: _Meeting | None = None  # of the graph that is about to run, where it is to be compared
+        self._begun = 0  # synchronised backwards
         self.renewed: set[int] = set()  # gradients of graphs that are new on this rank
         self._compared: set[int] = set()  # whose latest new graph has left in its bucket what it was to leave, here
         self._not_compared: dict[int, str] = {}
@@ -399,7 +463,9 @@ class Proof:
 
     def begin_backward(self) -> None:
         """Note that a synchronised backward begins, and decide whether it verifies."""
+        self._begun += 1
         if not self._active:
+            self.verifies = bool(self._wrong)  # which an earlier one could not raise
             return
         self._tried += 1
         may_be_wrong = self._tried <= _LAUNCHES_UP_TO if self.function else bool(self.unverified)
@@ -415,24 +481,31 @@ class Proof:
     ) -> None:
         """Note that a compiled backward is about to reduce parameters `indices`, whose plan is `fingerprint`.
 
-        A new one makes its parameters unverified again, and is run without the passes too, before it runs itself.
+        A new one makes its parameters unverified again. It is run without the passes too, before it runs itself, and
+        so it is in a few later backwards while that tells nothing of some of its gradients.
         """
-        if not self.has_met(backward, fingerprint):
-            self._met.setdefault(backward, set()).add(fingerprint)
-            if self._active:
-                self.renewed.update(indices)
-            if self._adds_up:
-                self.reference = run_without_passes()
-            else:
-                self._not_compared.update(dict.fromkeys(indices, "a communication hook reduces it"))
+        if self.has_met(backward, fingerprint):
+            return
+        meeting = self._met.setdefault(backward, {}).setdefault(fingerprint, _Meeting(self._begun, indices))
+        # Where this backward does not verify, the other ranks must be asked to, or they would not hear what is wrong.
+        if self._active and (meeting.is_first or self.recording is None):
+            self.renewed.update(meeting.untold)
+        if self._adds_up:
+            self.reference, self._meeting = run_without_passes(), meeting
+        else:
+            self._not_compared.update(dict.fromkeys(meeting.untold, "a communication hook reduces it"))
+            meeting.close()
 
     def has_met(self, backward: Callable[..., object], fingerprint: str) -> bool:
         """Whether `meet_graph` has nothing to note of it."""
-        return fingerprint in self._met.get(backward, ()) or not self._looks_at_graphs
+        if not self._looks_at_graphs:
+            return True
+        meetings = self._met.get(backward)
+        return meetings is not None and fingerprint in meetings and meetings[fingerprint].due > self._begun
 
     def forget_reference(self) -> None:
         """The graph will not run."""
-        self.reference = None
+        self.reference, self._meeting = None, None
 
     @contextlib.contextmanager
     def watching(self, plan: BucketPlan, group_name: str, *, sees_values: bool = True) -> Iterator[None]:
@@ -441,10 +514,12 @@ class Proof:
         It calls its process group `group_name`. Without `sees_values` nothing can be computed from what it launches:
         it runs as a CUDA graph.
         """
-        recording, reference = self.recording, self.reference
-        self.reference = None
+        recording, reference, meeting = self.recording, self.reference, self._meeting
+        self.forget_reference()
         # What a communication hook launches is not the gradients.
         if plan.reduction == "hook":
+            if meeting is not None:
+                meeting.close()
             if recording is not None:
                 recording.not_seen.update(plan.indices)
             yield
@@ -465,11 +540,14 @@ class Proof:
         with filled, observer if sees_values else _NO_CONTEXT:
             yield
         if observer.launched == len(plan.buckets):
-            self._note_compared(plan, reference, wrong)
+            self._note_compared(plan, reference, meeting, wrong)
         elif observer.launched == 0:
-            self._note_unseen(plan, reference)
-        elif recording is not None:
-            recording.not_seen.update(plan.indices)
+            self._note_unseen(plan, reference, meeting)
+        else:
+            if recording is not None:
+                recording.not_seen.update(plan.indices)
+            if reference is not None:
+                self._note_compared(plan, Reference({}, _UNPLANNED), meeting, wrong)
 
     def note_wrong(self, wrong: Mapping[int, int]) -> None:
         """These lie in buckets as something else than what a compiled step was to leave there."""
@@ -479,26 +557,33 @@ class Proof:
         """What was launched was not what ranks wanted."""
         self._wrong.clear()
 
-    def _note_compared(self, plan: BucketPlan, reference: Reference | None, wrong: dict[int, int]) -> None:
-        if reference is None:
+    def _note_compared(
+        self, plan: BucketPlan, reference: Reference | None, meeting: _Meeting | None, wrong: dict[int, int]
+    ) -> None:
+        if reference is None or meeting is None:
             return
         self._wrong.update(wrong)
         if wrong and self._communicator.world_size == 1:
             self.verifies = True  # there is nobody to be told, and the backward's end raises
-        for index in plan.indices:
+        expected = reference.expected
+        why_not = {n: expected[n].why_vacuous if n in expected else reference.why_not for n in plan.indices}
+        for index in meeting.untold.intersection(why_not):
             self._not_compared.pop(index, None)
-            if index in reference.expected:
+            if index in expected and not why_not[index]:
                 self._compared.add(index)
             else:
                 self._compared.discard(index)
-                self._not_compared[index] = reference.why_not
+                self._not_compared[index] = why_not[index]
+        meeting.note_compared(
+            self._begun, {index for index, why in why_not.items() if index in expected and why in (ZERO, INFINITE)}
+        )
 
-    def _note_unseen(self, plan: BucketPlan, reference: Reference | None) -> None:
+    def _note_unseen(self, plan: BucketPlan, reference: Reference | None, meeting: _Meeting | None) -> None:
         """What comes out is compared all the same, with what every rank should have brought."""
         if self.recording is not None:
             self.recording.graph_launches_unseen(plan, reference)
         if reference is not None:
-            self._note_compared(plan, reference if self.recording is not None else Reference({}, _UNSEEN), {})
+            self._note_compared(plan, reference if self.recording is not None else Reference({}, _UNSEEN), meeting, {})
 
     # ---- at its end --------------------------------------------------------------------------------------------------
 
@@ -510,10 +595,16 @@ class Proof:
 
     @torch.no_grad()
     def postpone(self) -> None:
-        """Take part in the exchange without proving anything; a no-op in a backward that does not verify."""
+        """Take part in the exchange without proving anything; a no-op in a backward that does not verify.
+
+        What is wrong in buckets the next backward raises, as this one raises something else.
+        """
         if self.verifies:
             count = len(self._reduced.names)
-            self._conclude([_BROKEN_OFF] * count, Recording(self._reduced.gradients), set(), None)
+            faults = self._conclude([_BROKEN_OFF] * count, Recording(self._reduced.gradients), set(), None)
+            if faults.are_any:
+                self._wrong.update(faults.in_buckets)
+                self.look_again()
 
     @torch.no_grad()
     def conclude(self, outcome_of: Callable[[int], Tensor | None], *, by_hooks: Set[int], factor: float | None) -> None:
@@ -566,10 +657,12 @@ class Proof:
         """Draw the conclusions. In tensors: in most exchanges all gradients are proven at once."""
         hindrances, renewed, findings = verdict.others
         looked_at = hindrances == _NOTHING
-        differs = verdict.results_differ & (hindrances < _NO_GRADIENT)
+        is_seen = (hindrances < _NO_GRADIENT) | (verdict.some_are_finite & (hindrances == _NOT_FINITE))
+        differs = verdict.results_differ & is_seen
         off = (verdict.are_off & looked_at | (hindrances == _LEFT_OUT)) & ~differs
         shows = verdict.have_values if adds_up else verdict.brought_differ & (not self._adds_up)
-        proven = shows & looked_at & ~differs & ~off & (findings == 0)
+        vague = verdict.are_vague & verdict.have_values & looked_at
+        proven = shows & looked_at & ~differs & ~off & ~vague & (findings == 0)
         for index in _where(renewed != 0):
             self.unverified.setdefault(index, _NEW)
         for index in _where(proven):
@@ -577,7 +670,8 @@ class Proof:
         different, not_sums, in_buckets = _where(differs), _where(off), _where(findings != 0)
         for index in _where(looked_at & ~proven | (hindrances == _NO_GRADIENT) | (hindrances == _NOT_FINITE)):
             if index in self.unverified:
-                self.unverified[index] = _WORDS.get(int(hindrances[index]), _ZERO if self._adds_up else _EQUAL)
+                looks_equal = _VAGUE if vague[index] else ZERO if self._adds_up else _EQUAL
+                self.unverified[index] = _WORDS.get(int(hindrances[index]), looks_equal)
         self.unverified.update(dict.fromkeys(not_sums, _NOT_THE_SUM))
         self.unverified.update(dict.fromkeys(different, _DIFFERENT))
         self.unverified.update(dict.fromkeys(in_buckets, _WRONG_IN_BUCKET))
@@ -678,7 +772,7 @@ def _exchange(communicator: Communicator, accounts: Sequence[tuple[Proof, Accoun
     others = torch.cat([proof.others_of(account.results.device) for proof, account in accounts], dim=1)
     whole = Account(
         torch.cat([account.brought for account in own], dim=1),
-        torch.cat([account.results for account in own]),
+        torch.cat([account.results for account in own], dim=1),
         torch.cat([account.checksums for account in own]),
         torch.cat([account.hindrances for account in own]),
         [kind for account in own for kind in account.kinds],

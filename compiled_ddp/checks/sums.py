@@ -17,7 +17,9 @@ from torch import Tensor
 
 from compiled_ddp import torch_private
 
-CHUNK = 2**20  # elements that are looked at together
+# Elements that are looked at together, and after which the signs repeat: a prime, as rows and blocks of a power of two
+# that have changed places would meet their own signs again.
+CHUNK = 2**20 + 7
 SIGMAS = 8.0  # how far rounding goes
 
 _ROW = 512  # words that are added up before they are weighted
@@ -56,9 +58,21 @@ def signed_sum(row: Tensor) -> Tensor:
     return sums
 
 
-def rounding(dtype: torch.dtype, world_size: int) -> float:
-    """What a sum over ranks may be off, as a part of the root of the sum of all squares."""
-    return SIGMAS * torch.finfo(dtype).eps * world_size
+def rounding(dtype: torch.dtype, world_size: int, own_squares: Tensor, result_squares: Tensor) -> Tensor:
+    """What the signed sum of a result may be off, where a reduction rounds every sum that it makes: float64.
+
+    [Note: how far a reduction rounds] Of what the ranks brought, and of what came out, there are the sums of squares.
+    The signs know nothing of the rounding errors, so the signed sum of these is some `SIGMAS` of their norm at most. A
+    chain of `world_size` - 1 additions rounds partial sums, whose squares grow with the number of ranks in them for
+    what is each rank's own, and with its square for what all ranks have in common. Errors of the first kind are
+    independent of each other; those of the second need not be: where equal numbers are added up, each addition may
+    round in the same direction. Trees round less. On top comes a factor each way: a rank's share, and that of the mean.
+    """
+    common = (result_squares - own_squares).clamp(min=0.0)  # squares of the part of the sum that ranks agree on
+    errors = (
+        (world_size / 2 + 1.0) * own_squares + (world_size / 3 + 2.0) * result_squares + world_size**2 / 24 * common
+    )
+    return SIGMAS * torch.finfo(dtype).eps / 2 * errors.sqrt()
 
 
 def smallest(dtype: torch.dtype) -> float:

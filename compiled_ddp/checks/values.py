@@ -9,9 +9,11 @@ contracts. How far that takes a gradient depends on what cancels on the way: the
 normalisation is nothing but rounding. So the reference is run twice, once with every operator's result rounded at
 random, and what that changes is the scale. On top comes a part of the gradient itself, as a comparison that rounding
 turns round (a ReLU at zero, a maximum of equals) changes an element by more than rounding. A fault is far above: a
-gradient that is stale, swapped, or scaled twice, is off by half of itself and more.
+gradient that is stale, swapped, or scaled twice, is off by half of itself and more. Where the tolerance comes near
+that, or the gradient is zero or not finite, what compares equal is not held for compared.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +31,13 @@ _OF_ITSELF = 2.0**-6  # of a gradient, that an honest one may be off
 _LOW_PRECISION = 2.0**-11  # an epsilon from which on sums are kept more exactly than their terms
 _SIGMAS = {True: 4.0, False: 512.0}  # by whether it is low: long sums in float32 round more than one operator does
 _OF_A_SMALL_SAMPLE = 16.0  # what one element has rounded to tells little
+
+_TELLS_BELOW = 0.4  # of a gradient: a tolerance above that lets through one that is halved
+
+# Why a comparison tells nothing. Of the first two a later backward may tell more.
+ZERO, INFINITE = "zero gradients so far", "gradients that are not finite"
+_UNSTABLE = "not finite where its backward is rounded otherwise, so that its tolerance is unknown"
+_ROUNDING = "nothing but rounding"
 
 # What was found, in the order in which it explains.
 UNWRITTEN, NOT_FINITE, DIFFERENT = 3, 2, 1
@@ -58,24 +67,66 @@ def fill_with_pattern(flat_buffer: torch.Tensor) -> None:
 
 @dataclass(frozen=True)
 class Expected:
-    """A gradient of the backward without the passes, scaled as in its bucket; how far rounding has taken it."""
+    """A gradient of the backward without the passes, scaled as in its bucket; how far rounding has taken it.
+
+    What is not finite for its noise is unknown.
+    """
 
     value: torch.Tensor
     noise_norm: float
     noise_most: float
     epsilon: float  # the largest of what it was computed with
 
+    @functools.cached_property
+    def _sizes(self) -> tuple[float, float, bool]:
+        """The norm of what is finite, its largest element, and whether all is. Reads from the device."""
+        value = _real(self.value)
+        if not value.numel():
+            return 0.0, 0.0, True
+        wide = value.to(_wide(value.dtype))
+        finite = wide.nan_to_num(0.0, 0.0, 0.0)
+        read = torch.stack((torch.linalg.vector_norm(finite), finite.abs().max(), wide.isfinite().all().to(wide.dtype)))
+        norm, most, is_finite = read.tolist()
+        return norm, most, bool(is_finite)
+
     def tolerances(self) -> tuple[float, float]:
-        """What the difference may have for a norm, and for its largest element."""
-        value, numel = _real(self.value), max(self.value.numel(), 1)
-        least = smallest(value.dtype)
-        factor = _SIGMAS[self.epsilon >= _LOW_PRECISION] * (1.0 + _OF_A_SMALL_SAMPLE / math.sqrt(numel))
-        finite = value.to(_wide(value.dtype)).nan_to_num(0.0, 0.0, 0.0)
-        norm, most = float(torch.linalg.vector_norm(finite)), float(finite.abs().max()) if numel else 0.0
+        """What the difference may have for a norm, and for its largest element.
+
+        Where few sigmas cover most of a gradient in float32, it is what cancels, and may be computed in more bits than
+        the coarsest values of its graph: then only what is far beyond rounding counts.
+        """
+        by_graph = self._tolerances(_SIGMAS[self.epsilon >= _LOW_PRECISION])
+        may_be_finer = torch.finfo(self.value.dtype).eps < _LOW_PRECISION
+        if may_be_finer and by_graph[0] >= _TELLS_BELOW * self._sizes[0]:
+            return self._tolerances(_SIGMAS[False])
+        return by_graph
+
+    def _tolerances(self, sigmas: float) -> tuple[float, float]:
+        numel, (norm, most, _) = max(self.value.numel(), 1), self._sizes
+        least = smallest(self.value.dtype)
+        factor = sigmas * (1.0 + _OF_A_SMALL_SAMPLE / math.sqrt(numel))
         return (
             factor * self.noise_norm + _OF_ITSELF * norm + 64.0 * least * math.sqrt(numel),
             factor * self.noise_most + _OF_ITSELF * most + 64.0 * least,
         )
+
+    @property
+    def has_known_noise(self) -> bool:
+        return math.isfinite(self.noise_norm)
+
+    @property
+    def why_vacuous(self) -> str:
+        """Why nothing is known of a bucket that compares equal to this; empty where it is what it should be."""
+        norm, _, is_finite = self._sizes
+        if not is_finite:
+            return INFINITE
+        if not self.value.numel():
+            return ""
+        if norm == 0.0:
+            return ZERO
+        if not self.has_known_noise:
+            return _UNSTABLE
+        return "" if self.tolerances()[0] < _TELLS_BELOW * norm else _ROUNDING
 
 
 @dataclass(frozen=True)
@@ -110,6 +161,8 @@ def _finding(view: torch.Tensor, expected: Expected) -> int | None:
     unwritten = _unwritten(found)
     if unwritten is not None:
         return encoded(UNWRITTEN, _element(unwritten, view))
+    if not expected.has_known_noise:
+        return None
     safe = value.abs() <= torch.finfo(value.dtype).max / 2  # neither infinite nor close to it, and a number
     not_finite = safe & ~found.isfinite()
     if bool(not_finite.any()):

@@ -9,7 +9,14 @@ from torch.fx import Graph, GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.checks.values import Expected, Reference
-from compiled_ddp.graph.reference import NoReference, Operators, ReferenceGraph, RoundingAtRandom, rounded
+from compiled_ddp.graph.reference import (
+    NoReference,
+    Operators,
+    ReferenceGraph,
+    RoundingAtRandom,
+    rounded,
+    written_arguments,
+)
 from compiled_ddp.passes.ops import meets_other_ranks, sum_over_ranks
 from compiled_ddp.passes.schedule_collectives import draws_random_numbers
 
@@ -26,22 +33,39 @@ _UNKNOWN = _Unknown()
 class UpToSums(Operators):
     """Runs what depends on no other rank, and on no chance.
 
-    The result is what each reduction is given, None where that depends on them.
+    The result is what each reduction is given, None where that depends on them. What is left out may have written to a
+    tensor, and is unknown then in all that shares its memory.
     """
 
     def __init__(self, graph_module: GraphModule) -> None:
         super().__init__(graph_module)
         self._given: list[Sequence[Tensor] | None] = []
+        self._writes_to_memory = any(
+            written_arguments(node.target, node.args, node.kwargs) for node in graph_module.graph.nodes
+        )
+        self._overwritten: dict[int, Tensor] = {}  # memory -> a tensor in it, so that nothing else comes to lie there
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         leaves = torch_private.trees.flatten((args, kwargs))[0]
-        is_known = not any(leaf is _UNKNOWN for leaf in leaves)
+        is_known = not any(map(self._is_unknown, leaves))
         if target is sum_over_ranks:
-            self._given.append(args[0] if is_known else None)
+            self._given.append([*map(self._as_it_is, args[0])] if is_known else None)
             return _UNKNOWN
         if not is_known or _is_of_all_ranks(target) or draws_random_numbers(target):
+            for written in written_arguments(target, args, kwargs):
+                if isinstance(written, Tensor):
+                    self._overwritten[torch_private.tensors.memory_of(written)] = written
             return _UNKNOWN
         return super().call_function(target, args, kwargs)
+
+    def _as_it_is(self, given: Tensor) -> Tensor:
+        """What a reduction is given, whatever the graph writes to it later."""
+        return given.clone() if self._writes_to_memory else given
+
+    def _is_unknown(self, leaf: object) -> bool:
+        if isinstance(leaf, Tensor) and self._overwritten:
+            return torch_private.tensors.memory_of(leaf) in self._overwritten
+        return leaf is _UNKNOWN
 
     def output(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._given

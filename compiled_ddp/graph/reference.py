@@ -1,7 +1,8 @@
 """A graph's backward without the passes, run operator by operator: [Note: an account of its own]."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +16,17 @@ from compiled_ddp.graph.kept_state import random_state_kept
 from compiled_ddp.passes.ops import meets_other_ranks
 
 _UNFUSED = ("flex_attention",)  # operators that need another order of memory where they are not compiled
+_EPSILONS = {"ieee": 2.0**-23, "tf32": 2.0**-10, "bf16": 2.0**-7}  # of what float32 is rounded to
 _TABLE = 2**20 + 7  # random numbers that are used again and again
 
 
 @dataclass(frozen=True)
 class Rounded:
-    """A gradient, and what random rounding of every operator's result has changed in it."""
+    """A gradient, and what random rounding of every operator's result has changed in it.
+
+    Infinite where that is unknown, as elements that are finite have become infinite, or no numbers: 0 / 0 where nothing
+    equals the rounded maximum any more.
+    """
 
     gradient: Tensor
     noise_norm: float
@@ -79,10 +85,19 @@ class ReferenceGraph:
         return results, rounded_results, rounding.epsilon
 
     def _inputs(self, saved_and_tangents: Sequence[Any]) -> list[Any]:
-        return [
-            value.clone() if place in self._written and isinstance(value, Tensor) else value
-            for place, value in enumerate(saved_and_tangents)
-        ]
+        """What to run with: in place of memory that is written to a copy, which inputs share that share the memory."""
+        values = list(saved_and_tangents)
+        written = [values[place] for place in self._written if isinstance(values[place], Tensor)]
+        memory = set(torch_private.tensors.memory_of_each(written))
+        sharing: dict[int, list[int]] = {}
+        for place, value in enumerate(values):
+            if memory and isinstance(value, Tensor) and torch_private.tensors.memory_of(value) in memory:
+                sharing.setdefault(torch_private.tensors.memory_of(value), []).append(place)
+        for places in sharing.values():
+            copies = _copied([values[place] for place in places])
+            for place, copied in zip(places, copies, strict=True):
+                values[place] = copied
+        return values
 
     @contextlib.contextmanager
     def _as_in_backward(self) -> Iterator[None]:
@@ -94,14 +109,49 @@ class ReferenceGraph:
             yield
 
 
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors in one memory; of several the memory is copied."""
+    if len(tensors) == 1:
+        return [tensors[0].clone()]
+    storage = tensors[0].untyped_storage().clone()
+    return [
+        torch.empty(0, dtype=each.dtype, device=each.device).set_(
+            storage, each.storage_offset(), each.size(), each.stride()
+        )
+        for each in tensors
+    ]
+
+
 def _written_inputs(graph_module: GraphModule) -> frozenset[int]:
-    """The places of inputs that the graph overwrites."""
-    places = {node: place for place, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))}
-    written = set[int]()
+    """The places of inputs whose memory the graph writes to: by themselves, or through what may be a view of them."""
+    seen_in = {node: {place} for place, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))}
+    written = set[int]()  # seen_in: the inputs whose memory a node's result may be
     for node in graph_module.graph.nodes:
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
-            written.update(places[argument] for argument in node.all_input_nodes if argument in places)
+        for argument in written_arguments(node.target, node.args, node.kwargs):
+            written.update(seen_in.get(argument, ()))
+        # An operator without schema (getitem, or one of higher order) may hand out whatever it is given.
+        if node.op != "placeholder" and _may_return_its_arguments(node.target):
+            seen_in[node] = set[int]().union(*(seen_in.get(argument, ()) for argument in node.all_input_nodes))
     return frozenset(written)
+
+
+def _may_return_its_arguments(target: object) -> bool:
+    if not isinstance(target, OpOverload):
+        return True
+    return any(returned.alias_info is not None for returned in target._schema.returns)
+
+
+def written_arguments(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Those of a call's arguments that the operator `target` writes to, of lists every element."""
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
+        return []
+    written = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(target._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    leaves: list[Any] = torch_private.trees.flatten(written)[0]
+    return leaves
 
 
 def _hindrance(graph_module: GraphModule, may_communicate: bool) -> str:
@@ -124,9 +174,11 @@ def rounded(exact: Any, with_rounding: Any) -> Rounded | None:
     wide = torch.float32 if one.element_size() < 4 else one.dtype
     if one.numel() == 0:
         return Rounded(exact, 0.0, 0.0)
-    noise = (other.to(wide) - one.to(wide)).abs().nan_to_num(0.0, 0.0, 0.0)
-    norm, most = torch.stack((torch.linalg.vector_norm(noise), noise.max())).tolist()
-    return Rounded(exact, norm, most)
+    one, other = one.to(wide), other.to(wide)
+    noise = (other - one).abs().nan_to_num(0.0, 0.0, 0.0)
+    is_lost = (one.isfinite() & ~other.isfinite()).any()
+    norm, most, lost = torch.stack((torch.linalg.vector_norm(noise), noise.max(), is_lost.to(noise.dtype))).tolist()
+    return Rounded(exact, math.inf, math.inf) if lost else Rounded(exact, norm, most)
 
 
 class Operators(Interpreter):
@@ -155,7 +207,7 @@ class RoundingAtRandom(Operators):
         self.epsilon = 0.0
         self._generators: dict[torch.device, torch.Generator] = {}
         self._tables: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._products_are_coarse = torch.get_float32_matmul_precision() != "highest"
+        self._of_float32: dict[str, float] = {}  # type of device -> epsilon of float32 products
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
         value = super().placeholder(target, args, kwargs)
@@ -199,10 +251,12 @@ class RoundingAtRandom(Operators):
 
     def _epsilon_of(self, value: Tensor) -> float:
         """The epsilon of the precision that `value` may have been computed with."""
-        own = torch.finfo(value.dtype).eps
-        if value.dtype == torch.float32 and (self._products_are_coarse or _uses_tf32(value.device)):
-            return 2.0**-10
-        return own
+        if value.dtype != torch.float32:
+            return torch.finfo(value.dtype).eps
+        kind = value.device.type
+        if kind not in self._of_float32:
+            self._of_float32[kind] = _epsilon_of_products(kind)
+        return self._of_float32[kind]
 
     def _table(self, value: Tensor, epsilon: float) -> Tensor:
         """Factors around one; the dtype of a value with fewer bits rounds them to one of its neighbours."""
@@ -215,5 +269,17 @@ class RoundingAtRandom(Operators):
         return self._tables[key]
 
 
-def _uses_tf32(device: torch.device) -> bool:
-    return device.type == "cuda" and (torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+def _epsilon_of_products(device_type: str) -> float:
+    """The epsilon of what float32 products and convolutions round their factors to, on devices of this type."""
+    backends = torch.backends
+    matmul, convolution, recurrent = (
+        (backends.cuda.matmul, getattr(backends.cudnn, "conv", None), getattr(backends.cudnn, "rnn", None))
+        if device_type == "cuda"
+        else (getattr(backends.mkldnn, name, None) for name in ("matmul", "conv", "rnn"))
+    )
+    found = [getattr(each, "fp32_precision", None) for each in (matmul, convolution, recurrent)]
+    if found[0] is None:  # what set it before there was a setting for each backend and operator
+        precision = torch.get_float32_matmul_precision()
+        is_coarse = precision != "highest" or (device_type == "cuda" and torch.backends.cudnn.allow_tf32)
+        return _EPSILONS["tf32" if is_coarse else "ieee"]
+    return max(_EPSILONS.get(each or "ieee", _EPSILONS["ieee"]) for each in found)

@@ -1,5 +1,6 @@
 """Filling buckets by numbers of elements or by trigger parameters, as apex did, in place of sizes in bytes."""
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,11 +43,16 @@ class BucketRule:
                 del numel[kind]
         return [*shipped, *sorted(opened.values(), key=_dtype_order)]
 
+    @functools.cached_property
+    def _trigger_names(self) -> frozenset[str]:
+        """Each gradient is looked up in them."""
+        return frozenset(self.triggers or ())
+
     def _closes(self, numel: int, latest: str) -> bool:
         if self.delayed:
             return False
         if self.triggers is not None:
-            return latest in self.triggers
+            return latest in self._trigger_names
         return numel >= self.elements
 
     def __str__(self) -> str:

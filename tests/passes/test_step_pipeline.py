@@ -157,3 +157,21 @@ def test_identity_depends_on_the_plan_the_group_and_the_backend() -> None:
     ]
     assert len({pipeline.cache_identity for pipeline in pipelines}) == len(pipelines)
     assert StepPipeline(((plan_of(1.0), "g"),)).cache_identity == pipelines[0].cache_identity
+
+
+def test_a_step_is_left_alone_where_draws_and_other_collectives_exclude_each_other() -> None:
+    # Other collectives keep their order, and a draw before the waits would come before one that follows a wait.
+    graph = Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+
+    def reduced(value: Node, group_name: str) -> Node:
+        return graph.call_function(wait_tensor, (graph.call_function(all_reduce, (value, "sum", group_name)),))
+
+    late = graph.call_function(aten.bernoulli.p, (reduced(a, "g"), 0.5))
+    first = reduced(late, "other")
+    early = graph.call_function(aten.bernoulli.p, (reduced(b, "other"), 0.5))
+    graph.output((first, reduced(early, "g")))
+    before = list(graph.nodes)
+    schedule_step(graph, group_names=["g"])
+    assert list(graph.nodes) == before
+    graph.lint()

@@ -558,6 +558,61 @@ def test_the_folding_variant_is_verified_when_it_first_runs(ranks2: RankPool) ->
     assert ranks2.run(_folding_is_another_graph) == [[1, 1, 2, 3, 3]] * 2
 
 
+class LowRank(nn.Module):
+    """A product of two matrices, of which the second begins as zeros, so that the first gets a gradient of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.zeros(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + x @ self.down.t() @ self.up.t()).square().sum()
+
+
+def _compared(ddp: Any) -> str:
+    (line,) = [line for line in str(ddp.explain()).splitlines() if line.startswith("Compared with")]
+    return line.partition(": ")[2]
+
+
+def _zeros_in_the_first_step(rank: int) -> tuple[list[str], int]:
+    ddp = wrappers(BOTH)["compile_ddp"](LowRank())
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+    lines = []
+    with ExchangesCounted() as counted:
+        for step in range(4):
+            _step(ddp, row_batch(rank, step))
+            optimizer.step()
+            lines.append(_compared(ddp))
+    assert not pending(ddp)
+    return lines, counted.count
+
+
+def test_what_is_zero_in_a_graphs_first_backward_is_compared_in_the_second(ranks2: RankPool) -> None:
+    all_compared = "2 of 2 parameters of graphs."
+    zero_at_first = "1 of 2 parameters of graphs; not compared: down (zero gradients so far)."
+    assert ranks2.run(_zeros_in_the_first_step) == [([zero_at_first, *[all_compared] * 3], 2)] * 2
+
+
+def _zeros_on_one_rank_at_first(rank: int) -> tuple[list[str], list[int]]:
+    ddp = wrappers(BOTH)["compile_ddp"](Loss())
+    lines, exchanges = [], []
+    with ExchangesCounted() as counted:
+        for step in range(5):
+            ddp.zero_grad()
+            (ddp(row_batch(rank, step)) * (0.0 if rank == 1 and step == 0 else 1.0)).backward()
+            lines.append(_compared(ddp).partition(" parameters")[0])
+            exchanges.append(counted.count)
+    assert not pending(ddp)
+    return lines, exchanges
+
+
+def test_what_is_zero_on_one_rank_alone_is_compared_there_in_a_backward_that_verifies(ranks2: RankPool) -> None:
+    # The second backward is verified because that rank asks for it, and so is the third, as after a new graph.
+    exchanges = [1, 2, 3, 3, 3]
+    expected = [(["6 of 6"] * 5, exchanges), (["0 of 6", *["6 of 6"] * 4], exchanges)]
+    assert ranks2.run(_zeros_on_one_rank_at_first) == expected
+
+
 def test_verifying_adds_no_graph_and_compiles_nothing_anew(ranks2: RankPool) -> None:
     # Two widths, so that neither finds the other's graphs in a cache.
     widths = {"off": 17, "always": 19}

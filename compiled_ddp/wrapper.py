@@ -157,7 +157,9 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         communication, with and without gradients to fold in). Then, in training mode, it times some passes of forward
         and backward, compiled and as the model is, and all ranks use the faster one: `explain()` says which,
         `warmup_chooses=False` keeps graphs. It starts no collective of its own and leaves parameters, gradients,
-        buffers and the random state of CPU and CUDA as they were; any other side effect of the model's forward remains.
+        buffers and the random state of Python, NumPy, CPU and CUDA as they were; any other side effect of the model's
+        forward remains. Frozen parameters that forward writes are put back as far as they have no more bytes than the
+        trained ones; a larger one is warned of.
         Call it the way the steps will run (autocast, train or eval mode), and once for each shape: the choice takes all
         calls into account. Rank 0 logs a line for each compilation, with its seconds, to the logger
         `compiled_ddp.graph.warmup`, or to stderr if logging has not been set up (docs/api.md, "Progress messages").

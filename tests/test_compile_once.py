@@ -1,6 +1,7 @@
 """One process of a host compiles, and the others wait for it, but for no one that is dead, silent or done."""
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -40,6 +41,11 @@ with compile_once.in_turn({"graph": sys.argv[1]}, lambda owner: contextlib.nullc
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path / "compiled_ddp"
+
+
+@pytest.fixture(autouse=True)
+def nothing_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_once, "_told", set())
 
 
 class Waits:
@@ -109,6 +115,138 @@ def test_work_that_fails_is_not_done(folder: Path) -> None:
     assert not [*folder.glob("*.done")]
 
 
+def test_where_the_compiler_fails_all_that_wait_try_it_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In turns the last of eight ranks would know of an error after eight compilations. The ranks are threads here."""
+    monkeypatch.setattr(compile_once, "this_process", lambda: Owner(0, threading.get_ident(), "host"))
+    attempts, first_has_failed, others_try = list[bool](), threading.Event(), threading.Barrier(3)
+
+    def fail(waits: Waits) -> None:
+        with contextlib.suppress(MemoryError), compile_once.in_turn(A_GRAPH, waits):
+            if not waits.owners:
+                assert all(each.has_begun.wait(60.0) for each in waiting)
+                first_has_failed.set()
+            else:
+                attempts.append(first_has_failed.is_set())
+                others_try.wait(60.0)  # for each other: in turns none would get beyond
+            raise MemoryError
+
+    waiting = [Waits(), Waits(), Waits()]
+    first = threading.Thread(target=fail, args=(Waits(),))
+    first.start()
+    while not [*folder.glob("*.owner")]:
+        time.sleep(0.01)
+    threads = [threading.Thread(target=fail, args=(waits,)) for waits in waiting]
+    for thread in threads:
+        thread.start()
+    for thread in [first, *threads]:
+        thread.join(120.0)
+    assert attempts == [True] * 3 and not others_try.broken
+    assert not [*folder.glob("*.done")]
+
+
+def test_a_failure_of_an_earlier_job_lets_nobody_go_on(folder: Path) -> None:
+    waits = Waits()
+    with contextlib.suppress(ZeroDivisionError), compile_once.in_turn(A_GRAPH, waits):
+        raise ZeroDivisionError
+    assert [*folder.glob("*.failed")]
+    with owner_elsewhere() as owner:
+        threading.Thread(target=lambda: (waits.has_begun.wait(), time.sleep(1.0), owner.kill()), daemon=True).start()
+        with compile_once.in_turn(A_GRAPH, waits):
+            assert owner.poll() is not None or owner.wait(10.0) is not None
+    assert len(waits.owners) == 1
+    assert [*folder.glob("*.done")], "this process has done it, in its turn"
+
+
+def test_one_that_is_interrupted_has_not_failed(folder: Path) -> None:
+    with contextlib.suppress(KeyboardInterrupt), compile_once.in_turn(A_GRAPH, Waits()):
+        raise KeyboardInterrupt
+    assert not [*folder.glob("*.failed")]
+
+
+def test_there_is_one_limit_for_the_host_and_for_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one for each: a rank that has waited for its host does not wait as long for another one."""
+    limits = list[float]()
+
+    class Noted(other_hosts.Patience):
+        def __init__(self, until: float) -> None:
+            super().__init__(until)
+            limits.append(until)
+
+    monkeypatch.setattr(compile_once, "Patience", Noted)
+    monkeypatch.setattr(other_hosts, "Patience", Noted)
+    waits, ranks = Waits(), cast(RankGroup, _OtherRank({"parts": "0"}, itertools.repeat("7")))
+    others = OtherHosts(ranks, "forward of Net (graph 1)", A_GRAPH, lambda line: None)
+    with owner_elsewhere() as owner:
+        threading.Thread(target=lambda: (waits.has_begun.wait(), owner.kill()), daemon=True).start()
+        with compile_once.in_turn(A_GRAPH, waits, others):
+            pass
+    assert [each.host == "elsewhere" for each in waits.owners if each] == [False, True]
+    assert len(limits) == 2 and limits[0] == limits[1] <= time.monotonic() + other_hosts.PATIENCE_SECONDS
+
+
+def test_a_forked_child_does_not_keep_the_turn(folder: Path) -> None:
+    """A data loader's worker, say, which outlives the compilation."""
+    with contextlib.suppress(ZeroDivisionError), compile_once.in_turn(A_GRAPH, Waits()):
+        child = os.fork()
+        if child == 0:
+            time.sleep(1000.0)
+            os._exit(0)
+        raise ZeroDivisionError
+    waits = Waits()
+    try:
+        with compile_once.in_turn(A_GRAPH, waits):
+            assert waits.owners == []
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_on_a_full_disk_nothing_counts_as_done(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_nothing(path: Path, content: bytes) -> int:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", write_nothing)
+        with compile_once.in_turn(A_GRAPH, Waits()):
+            pass
+    assert [path.suffix for path in folder.iterdir()] == [".lock"]
+
+
+def test_processes_of_equal_number_in_pods_of_equal_name_are_told_apart() -> None:
+    """And write no file of each other's on a file system that they share."""
+    ask = "from compiled_ddp.graph.other_hosts import this_process; print(this_process().unique)"
+    elsewhere = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    here = other_hosts.this_process()
+    assert here == other_hosts.this_process() and here != here._replace(unique=elsewhere)
+
+
+def test_two_that_write_the_same_file_write_two_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, write = list[Path](), Path.write_bytes
+    monkeypatch.setattr(Path, "write_bytes", lambda path, content: (written.append(path), write(path, content))[1])
+    for content in (b"first", b"second"):
+        torch_private.compiler_cache.write_whole(tmp_path / "ab.main.so", content, mode=0o755)
+    assert len(set(written)) == 2
+    (file,) = tmp_path.iterdir()
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"second", 0o755)
+
+
+def test_a_cache_for_several_kinds_of_processors_is_told_of_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COMPILED_DDP_LOG", "stderr")
+    for processor in ("a VAX", "a PDP-11"):
+        monkeypatch.setattr(torch_private.compiler_cache, "processor", lambda processor=processor: processor)
+        compile_once._note_processor.cache_clear()
+        for graph in ("first", "second"):
+            with compile_once.in_turn({"graph": graph, "processor": processor}, Waits()):
+                pass
+    told = capsys.readouterr().err
+    assert told.count(f"{folder.parent} has code for another kind of processor (a VAX; here a PDP-11)") == 1
+    assert told.count("kind of processor") == 1
+    compile_once._note_processor.cache_clear()
+
+
 def test_what_a_killed_process_was_compiling_is_taken_over(folder: Path) -> None:
     waits = Waits()
     with owner_elsewhere() as owner:
@@ -165,9 +303,11 @@ def test_where_nothing_can_be_written_each_process_compiles(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("COMPILED_DDP_LOG", "stderr")
     (tmp_path / "compiled_ddp").write_text("a file in the place of the folder")
-    with compile_once.in_turn(A_GRAPH, Waits()):
-        pass
-    assert "each rank compiles by itself what one might compile for all of its host: " in capsys.readouterr().err
+    for graph in ("first", "second", "third"):
+        with compile_once.in_turn({"graph": graph}, Waits()):
+            pass
+    told = capsys.readouterr().err
+    assert told.count("each rank compiles by itself what one might compile for all of its host: ") == 1, "not for each"
 
 
 def test_a_cache_that_is_cleared_meanwhile_is_told_of(
@@ -221,7 +361,9 @@ class _OtherRank:
 
 def _in_turn_with(other: _OtherRank) -> tuple[Owner | None, Waits]:
     waits, ranks = Waits(), cast(RankGroup, other)
-    with OtherHosts(ranks, "forward of Net (graph 1)", A_GRAPH, lambda line: None).in_turn(waits) as owner:
+    with OtherHosts(ranks, "forward of Net (graph 1)", A_GRAPH, lambda line: None).in_turn(
+        waits, other_hosts.longest_wait()
+    ) as owner:
         return owner, waits
 
 
@@ -279,10 +421,13 @@ def test_what_cannot_be_packed_fails_nobody_and_leaves_nobody_waiting(
 
 
 @pytest.mark.parametrize("published", [{}, {"wanted": ""}])
+@pytest.mark.parametrize("of_this_host", [None, "", "all of them"])
 def test_without_a_launcher_that_tells_of_hosts_only_what_somebody_waits_for_is_packed(
-    published: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+    published: dict[str, str], of_this_host: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if of_this_host is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", of_this_host)
     packed = unittest.mock.Mock(return_value=b"compiled")
     with (
         pretended.world(2, backend="gloo", link_bytes_per_second=1.0),
@@ -299,8 +444,8 @@ def test_what_fails_to_compile_leaves_nobody_waiting() -> None:
     assert [value for key, value in other.said.items() if key.endswith("/parts")] == ["0"]
 
 
-def _fails(other_hosts: OtherHosts) -> None:
-    with other_hosts.in_turn(Waits()):
+def _fails(others: OtherHosts) -> None:
+    with others.in_turn(Waits(), other_hosts.longest_wait()):
         raise ZeroDivisionError
 
 

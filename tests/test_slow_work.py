@@ -1,8 +1,10 @@
 """Work that takes long is told of while it goes on and when it has ended, in time that no part of it has had."""
 
 import contextlib
+import errno
 import io
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -167,6 +169,26 @@ LINE = "compiled_ddp: a 100 % line\n"
 def test_a_line_goes_to_stderr_where_logging_is_not_set_up() -> None:
     with no_logging():
         assert on_stderr() == LINE
+
+
+class NoReader(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+@pytest.mark.parametrize("stderr", [None, NoReader(), closed()], ids=["none", "no reader", "closed"])
+def test_work_does_not_fail_where_a_line_cannot_be_told(
+    stderr: io.StringIO | None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with no_logging(), compiling():
+        clock.now += 7.0
 
 
 @pytest.mark.parametrize(("level", "expected"), [(logging.NOTSET, []), (logging.INFO, ["a 100 % line"])])

@@ -111,15 +111,23 @@ def compile(
     argument.
     """
     if step is None:  # as a decorator with options
-        return functools.partial(
-            compile,
-            donate=donate,
-            backend=backend,
-            mode=mode,
-            options=options,
-            fullgraph=fullgraph,
-            dynamic=dynamic,
-        )
+        given: dict[str, Any] = {"donate": donate, "backend": backend, "mode": mode, "options": options}
+        return functools.partial(compile, **given, fullgraph=fullgraph, dynamic=dynamic)
+    _check_arguments(step, backend, mode, options, fullgraph, dynamic)
+    check_environment()
+    inductor_options = torch_private.compiler_options.inductor_options(mode, options, dynamic)
+    compiled = CompiledStep(step, backend, inductor_options, _donated(donate))
+
+    @functools.wraps(step)
+    def compiled_step(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs)
+
+    return untraced(compiled_step)
+
+
+def _check_arguments(
+    step: object, backend: Backend, mode: str | None, options: object, fullgraph: bool, dynamic: bool | None
+) -> None:
     if not callable(step):
         raise TypeError(f"compile takes a function, step, found {type(step).__name__}.")
     check_compiler(backend, mode, dynamic)
@@ -128,15 +136,6 @@ def compile(
         raise TypeError(f"options must be a dict, as in torch.compile, or None, found {options!r}.")
     if not fullgraph or dynamic:
         raise ValueError("a functional step is one graph of fixed shapes: leave out fullgraph=False and dynamic=True.")
-    check_environment()
-    given = torch_private.compiler_options.inductor_options(mode, options, dynamic)
-    compiled = CompiledStep(step, backend, given, _donated(donate))
-
-    @functools.wraps(step)
-    def compiled_step(*args: Any, **kwargs: Any) -> Any:
-        return compiled(*args, **kwargs)
-
-    return untraced(compiled_step)
 
 
 _MANY = 16  # compilations of one step

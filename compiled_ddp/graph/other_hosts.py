@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -39,6 +40,7 @@ class Owner(NamedTuple):
     rank: int  # 0 where torch.distributed is not initialised
     pid: int
     host: str
+    unique: str = ""  # pods may have equal numbers and names
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -48,10 +50,13 @@ class Owner(NamedTuple):
 Waiting = Callable[[Owner | None], contextlib.AbstractContextManager[object]]
 
 
+_UNIQUE = uuid.uuid4().hex  # a forked process has it too, and another number
+
+
 def this_process() -> Owner:
     """As others would know it."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return Owner(rank, os.getpid(), socket.gethostname())
+    return Owner(rank, os.getpid(), socket.gethostname(), _UNIQUE)
 
 
 def name_of(work: Mapping[str, str]) -> str:
@@ -59,11 +64,17 @@ def name_of(work: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(work, sort_keys=True).encode()).hexdigest()
 
 
-class Patience:
-    """With one that compiles, from now on: while what it lives by changes, and not for ever."""
+def longest_wait() -> float:
+    """Until when, by `time.monotonic`, whoever comes to a piece of work now waits for others that compile it."""
+    return time.monotonic() + PATIENCE_SECONDS
 
-    def __init__(self) -> None:
-        self._began = self._heard = time.monotonic()
+
+class Patience:
+    """With one that compiles, from now on: while what it lives by changes, and up to a time."""
+
+    def __init__(self, until: float) -> None:
+        """`until` is `longest_wait()` of when this process came to the work, whoever it has waited for since."""
+        self._until, self._heard = until, time.monotonic()
         self._beat: object = None
 
     def note(self, beat: object) -> None:
@@ -74,7 +85,7 @@ class Patience:
     @property
     def is_over(self) -> bool:
         now = time.monotonic()
-        return now - self._heard > SILENT_SECONDS or now - self._began > PATIENCE_SECONDS
+        return now - self._heard > SILENT_SECONDS or now > self._until
 
 
 # ---- one host compiles, the others load ------------------------------------------------------------------------------
@@ -98,15 +109,18 @@ class OtherHosts:
         self._key = f"compiled/{name_of(work)}"
 
     @contextlib.contextmanager
-    def in_turn(self, waiting: Waiting) -> Iterator[Owner | None]:
-        """Compile in here, as the first one or after another host has; then that one's process is given."""
+    def in_turn(self, waiting: Waiting, until: float) -> Iterator[Owner | None]:
+        """Compile in here, as the first one or after another host has; then that one's process is given.
+
+        `until` is as `Patience` has it.
+        """
         claimed = self._claim(self._key, json.dumps(this_process()._asdict()))
         owner = None if claimed is None else Owner(**json.loads(claimed))
         if owner == this_process():
             with self._compiling():
                 yield None
         else:
-            yield owner if owner is not None and self._take_over(owner, waiting) else None
+            yield owner if owner is not None and self._take_over(owner, waiting, until) else None
 
     def _claim(self, key: str, value: str) -> str | None:
         """The value of the rank that has called this first; None without the store."""
@@ -139,17 +153,17 @@ class OtherHosts:
 
     def _is_wanted(self, is_same: bool) -> bool:
         """Whether somebody waits for it, or others may still come to it on hosts that the launcher has told of."""
-        on_this_host = os.environ.get("LOCAL_WORLD_SIZE")
-        comes = is_same and on_this_host is not None and int(on_this_host) < dist.get_world_size()
+        on_this_host = os.environ.get("LOCAL_WORLD_SIZE", "")  # anybody may have set it, to anything
+        comes = is_same and on_this_host.isdecimal() and int(on_this_host) < dist.get_world_size()
         return comes or self._ranks.published(f"{self._key}/wanted") is not None
 
-    def _take_over(self, owner: Owner, waiting: Waiting) -> bool:
+    def _take_over(self, owner: Owner, waiting: Waiting, until: float) -> bool:
         """Whether what `owner` has compiled is in this host's cache now."""
         if owner.rank not in self._ranks.ranks or owner.rank == this_process().rank:
             return False  # it is of a process that this one has taken the place of
         self._ranks.publish_quietly(f"{self._key}/wanted", "")
         with waiting(owner):
-            sent = self._wait(self._ranks.ranks.index(owner.rank))
+            sent = self._wait(self._ranks.ranks.index(owner.rank), until)
         if not sent:
             return False
         try:
@@ -159,9 +173,9 @@ class OtherHosts:
             return False
         return True
 
-    def _wait(self, owner: int) -> str:
+    def _wait(self, owner: int, until: float) -> str:
         """What the group's rank `owner` sends; empty where nothing comes."""
-        patience, pause, key = Patience(), _SHORTEST_PAUSE_SECONDS, f"{self._key}/parts"
+        patience, pause, key = Patience(until), _SHORTEST_PAUSE_SECONDS, f"{self._key}/parts"
         while (number := self._ranks.published(key)) is None:
             patience.note(self._ranks.beat_of(owner))
             if patience.is_over:

@@ -37,9 +37,10 @@ def note_filled(folder: Path, world_size: int, target: str) -> None:
     filled_for = {"target": target, **conditions(world_size)}
     others = [entry for entry in _entries(folder) if not filled_for.items() <= entry.items()]
     now = datetime.now(UTC).isoformat(timespec="seconds")
+    noted = json.dumps([*others, {"date": now, **filled_for}], indent=1)
     file = _file(folder)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps([*others, {"date": now, **filled_for}], indent=1))
+    torch_private.compiler_cache.write_whole(file, noted.encode())
 
 
 def check_processor(folder: Path) -> None:

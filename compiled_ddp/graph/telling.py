@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -60,12 +59,11 @@ def seconds_of_last_time(name: str) -> float | None:
 
 def note_seconds(name: str, seconds: float) -> None:
     """For the next process. Of two that note at the same time one may be lost."""
+    noted = json.dumps(_seconds() | {name: round(seconds, 1)})
     file = _file()
     with contextlib.suppress(OSError):  # it is only an estimate for somebody else
         file.parent.mkdir(parents=True, exist_ok=True)
-        new = file.with_suffix(f".{os.getpid()}")
-        new.write_text(json.dumps(_seconds() | {name: round(seconds, 1)}))
-        new.replace(file)
+        torch_private.compiler_cache.write_whole(file, noted.encode())
 
 
 def _file() -> Path:

@@ -63,7 +63,7 @@ def _fill(options: argparse.Namespace, folder: Path) -> list[Compilation]:
         began = time.perf_counter()
         spawn = multiprocessing.get_context("spawn")
         with environment_with(settings), ProcessPoolExecutor(1, mp_context=spawn) as process:
-            found, is_open = process.submit(_compile_all, options, speed).result()
+            found, is_open = process.submit(_compile_all, options, folder, speed).result()
         compiled += found
         buckets = f"buckets of {megabytes:g} MiB" if is_open else "the given buckets"
         sys.stderr.write(f"{buckets}: {len(found)} programs, {time.perf_counter() - began:.0f} s\n")
@@ -72,8 +72,13 @@ def _fill(options: argparse.Namespace, folder: Path) -> list[Compilation]:
     return compiled
 
 
-def _compile_all(options: argparse.Namespace, link_bytes_per_second: float) -> tuple[list[Compilation], bool]:
-    """What was compiled, or found, and whether the size of buckets goes by the link."""
+def _compile_all(
+    options: argparse.Namespace, folder: Path, link_bytes_per_second: float
+) -> tuple[list[Compilation], bool]:
+    """What was compiled, or found, and whether the size of buckets goes by the link.
+
+    `folder` is absolute, as the user's script may change the directory.
+    """
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backend = options.process_group or ("nccl" if device.type == "cuda" else "gloo")
     with pretended.world(options.ranks, backend=backend, link_bytes_per_second=link_bytes_per_second) as world:
@@ -87,6 +92,8 @@ def _compile_all(options: argparse.Namespace, link_bytes_per_second: float) -> t
         inputs = [_inputs(training, on_device(batch, device)) for batch in _batches(training.batches, options.batches)]
         if not inputs:
             raise _Unusable(f"{options.target} has no batches: return a list with one of each shape that the job has")
+        # Before it is filled: what a filling that fails half-way leaves there is for this processor, too.
+        precompiled.note_filled(folder, options.ranks, options.target)
         for each in inputs:
             call_model(wrapper.warmup, each)
         if options.evaluation:
@@ -94,7 +101,6 @@ def _compile_all(options: argparse.Namespace, link_bytes_per_second: float) -> t
             with torch.no_grad():
                 for each in inputs:
                     call_model(wrapper.warmup, each)
-        precompiled.note_filled(options.into, options.ranks, options.target)
         return wrapper.teller.compilations, world.link_was_measured
 
 

@@ -5,6 +5,7 @@ up logging, that decides what becomes of a line; where nothing has, lines of lev
 in the environment overrules both: see `check_switch`.
 """
 
+import contextlib
 import logging
 import os
 import sys
@@ -32,10 +33,12 @@ def is_quiet() -> bool:
 
 
 def tell(logger: logging.Logger, message: str) -> None:
-    """Log a line of level INFO, or write it to stderr."""
+    """Log a line of level INFO, or write it to stderr; what cannot be told there fails nobody, as with handlers."""
     if _switch() == "stderr" or (_switch() == "auto" and _is_left_alone(logger)):
-        sys.stderr.write(f"compiled_ddp: {message}\n")
-        sys.stderr.flush()
+        # There may be no stderr (None, as under pythonw and some daemons), it may be closed, or its reader be gone.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stderr.write(f"compiled_ddp: {message}\n")
+            sys.stderr.flush()
     elif not is_quiet():
         logger.info("%s", message)
 

@@ -1,11 +1,9 @@
 """What a process has put into Inductor's cache, packed for the cache of another machine."""
 
 import io
-import os
 import re
 import zipfile
 import zlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,19 +53,12 @@ def take_in(packed: bytes) -> None:
     if foreign := [name for name in contents if not _LIBRARY.fullmatch(name)]:
         raise ValueError(f"it has {foreign[0]!r} in it, which is no library of Inductor's")
     for name, content in contents.items():
-        _write(compiler_cache.folder() / name, content)
+        library = compiler_cache.folder() / name
+        if not library.exists():
+            library.parent.mkdir(parents=True, exist_ok=True)
+            compiler_cache.write_whole(library, content, mode=0o755)
     if torch.compiler.load_cache_artifacts(portable) is None:
         raise ValueError("torch could not read it")
-
-
-def _write(path: Path, content: bytes) -> None:
-    """At once, for whoever looks for it meanwhile."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(f".{os.getpid()}")
-        new.write_bytes(content)
-        new.chmod(0o755)
-        new.replace(path)
 
 
 def _portable() -> list[Any]:

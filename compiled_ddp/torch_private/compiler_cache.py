@@ -1,9 +1,11 @@
 """Inductor's cache on disk: where it is, whether it keeps what is compiled, and what a graph is there."""
 
+import contextlib
 import functools
 import hashlib
 import platform
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,24 @@ def folder() -> Path:
 def own_folder(inductors: Path | None = None) -> Path:
     """What this package keeps beside that: below the folder in use, or another one of Inductor's."""
     return (folder() if inductors is None else inductors) / "compiled_ddp"
+
+
+def write_whole(file: Path, content: bytes, mode: int | None = None) -> None:
+    """Put `content` there at once: whoever reads meanwhile finds what was there before, or all of it.
+
+    Where that fails, as on a full disk, what was there before stays. Raises OSError. `mode` is the new file's, by
+    default as the umask has it.
+    """
+    new = file.with_name(f"{file.name}.{uuid.uuid4().hex}")  # pods that share a file system have equal process numbers
+    try:
+        new.write_bytes(content)
+        if mode is not None:
+            new.chmod(mode)
+        new.replace(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
 
 
 # A pass of the user's that has no identity (`CustomGraphPass.uuid`) keeps whatever it rewrites out of the cache.
@@ -122,11 +142,29 @@ def processor(inputs: Sequence[Any] = ()) -> str:
 @functools.cache
 def _instructions() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        of_linux = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
         return platform.processor()
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return f"instructions {digest(sorted(flags.partition(':')[2].split()))[:8]}"
+    return f"instructions {digest(instruction_sets(of_linux))[:8]}"
+
+
+# What compilers write for a kind of processor. Linux names much besides as a flag that comes and goes with kernel,
+# microcode and hypervisor (`ibrs`, `md_clear`, `arat`, `ssbs`): on an equal processor code runs all the same.
+_INSTRUCTION_SET = re.compile(
+    # x86; `pni` is SSE3, `abm` has lzcnt
+    r"cmov|cx16|lahf_lm|pni|s?sse\w*|avx\w*|amx_\w+|fma4?|f16c|xop|tbm|bmi[12]|adx|abm|popcnt|movbe|gfni"
+    r"|v?aes|v?pclmulqdq|sha_ni"
+    # ARM
+    r"|fp|fphp|asimd\w*|sve\w*|sme\w*|bf16|i8mm|jscvt|fcma|frint|flagm2?|i?lrcpc|atomics|crc32|pmull"
+    # both
+    r"|sha\d+|sm[34]"
+)
+
+
+def instruction_sets(cpuinfo: str) -> list[str]:
+    """Those of the first processor that this text of Linux, `/proc/cpuinfo`, tells of."""
+    flags = next((line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features"))), "")
+    return sorted(set(filter(_INSTRUCTION_SET.fullmatch, flags.partition(":")[2].split())))
 
 
 def _shown(value: object) -> str:

@@ -7,13 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from compiled_ddp import compile_ddp
+from compiled_ddp import compile_ddp, torch_private
 from compiled_ddp.__main__ import main
 from compiled_ddp.graph import precompiled
 from compiled_ddp.precompile import command
@@ -21,6 +22,7 @@ from compiled_ddp.ranks import pretended
 from ranks import RankPool
 
 SCRIPT = """
+import os
 import torch
 from torch import nn
 from compiled_ddp import EagerDDP, compile_ddp
@@ -41,6 +43,10 @@ def by_hooks():
 
 def nothing():
     return None
+
+def elsewhere():
+    os.chdir("elsewhere")
+    return compile_ddp(net(), backend="aot_eager", bucket_cap_mb=1.0), [torch.zeros(3, 6), torch.zeros(3, 7)]
 """
 
 LIMITS = {"timeout_seconds": 300, "collective_timeout_seconds": 120}
@@ -112,12 +118,28 @@ def test_what_cannot_be_compiled_is_named(
 ) -> None:
     """Once as for a user, in a process of its own: each of these is seconds, and each error takes the same way."""
     if not in_a_process:
-        monkeypatch.setattr(command, "ProcessPoolExecutor", lambda workers, **_: ThreadPoolExecutor(workers))
-        monkeypatch.setattr(sys, "path", [*sys.path])
-        monkeypatch.setitem(sys.modules, script.stem, ModuleType(script.stem))
+        _fill_in_this_process(script, monkeypatch)
     assert main(["precompile", f"{script}:{function}", "--ranks", "2", "--into", str(tmp_path / "filled")]) == 2
     told = capfd.readouterr().err
     assert why in told and "Traceback" not in told
+
+
+def _fill_in_this_process(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "ProcessPoolExecutor", lambda workers, **_: ThreadPoolExecutor(workers))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, script.stem, ModuleType(script.stem))
+
+
+def test_the_note_is_in_the_folder_though_the_script_changes_the_directory_and_a_batch_fails(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it, what has been compiled before that would be found on any kind of processor."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    _fill_in_this_process(script, monkeypatch)
+    with pytest.raises(RuntimeError):
+        main(["precompile", f"{script}:elsewhere", "--ranks", "2", "--into", "filled"])
+    assert [*tmp_path.rglob("precompiled.json")] == [tmp_path / "filled" / "compiled_ddp" / "precompiled.json"]
 
 
 @pytest.mark.parametrize(("arguments", "why"), [(["--ranks", "1"], "--ranks must be at least 2"), ([], "--ranks")])
@@ -188,6 +210,34 @@ def test_a_folder_of_another_processor_is_refused(
         compile_ddp(nn.Linear(4, 3))
     assert main(["precompile", f"{script}:with_options", "--ranks", "2", "--into", str(tmp_path)]) == 2
     assert "on another kind of processor" in capfd.readouterr().err
+
+
+def test_a_note_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    precompiled.note_filled(tmp_path, 2, "train.py:make")
+    (note,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    before = note.read_text()
+    with monkeypatch.context() as full:
+        full.setattr(Path, "replace", mock.Mock(side_effect=OSError("No space left on device")))
+        with pytest.raises(OSError, match="No space left"):
+            precompiled.note_filled(tmp_path, 3, "train.py:make")
+    assert note.read_text() == before and [*note.parent.iterdir()] == [note]
+
+
+CPUINFO = """processor\t: 0
+flags\t\t: fpu cmov sse sse2 ht pni ssse3 fma sse4_1 popcnt aes avx f16c avx2 bmi2 {} avx512f amx_tile
+bugs\t\t: spectre_v1
+"""
+
+
+def test_a_kind_of_processor_is_its_instructions_whatever_the_kernel_says_besides() -> None:
+    """A new kernel, microcode or hypervisor must not make a folder another processor's."""
+    instructions = torch_private.compiler_cache.instruction_sets
+    before, after = CPUINFO.format("ibrs"), CPUINFO.format("md_clear arat hypervisor misalignsse rtm cpuid_fault")
+    assert instructions(before) == instructions(after)
+    assert {"pni", "ssse3", "sse4_1", "avx512f", "amx_tile", "fma", "bmi2"} <= set(instructions(before))
+    assert instructions(before) != instructions(before.replace(" avx512f", ""))
+    arm = "processor : 0\nFeatures : fp asimd evtstrm asimdhp cpuid ssbs paca sve2 i8mm bf16 dit\n"
+    assert instructions(arm) == ["asimd", "asimdhp", "bf16", "fp", "i8mm", "sve2"]
 
 
 @pytest.mark.parametrize("text", ["", "not json", "{}", "[1, null]"])

@@ -223,7 +223,7 @@ def test_a_first_step_compiles_with_hardly_more_calls_than_under_plain_torch_com
 def test_a_gradient_costs_the_first_backward_few_calls_more_than_under_plain_torch_compile(ranks2: RankPool) -> None:
     few, many = (ranks2.run(_first_steps, layers, "aot_eager")[0] for layers in (10, 20))
     plain, ours = ((many[who].backward - few[who].backward) / 20 for who in (0, 1))
-    assert ours - plain <= 1510, f"{ours:g}, plain torch.compile has {plain:g}"  # 620 of them for the proof by values
+    assert ours - plain <= 1560, f"{ours:g}, plain torch.compile has {plain:g}"  # 670 of them for the proof by values
 
 
 @pytest.mark.inductor

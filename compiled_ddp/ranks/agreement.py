@@ -12,8 +12,6 @@ from compiled_ddp.formatting import format_names
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.ranks.store import LONGEST_VALUE
 
-NOTHING_WRONG = json.dumps([None, [], 0])  # a verdict
-
 Description = dict[str, list[object]]  # what there is to compare -> its properties, in order
 Differing = dict[int, tuple[str, int]]  # global rank -> the first of what it has otherwise than rank 0; how many
 

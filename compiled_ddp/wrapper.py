@@ -224,7 +224,8 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside())]
         synchronised = [w for w in wrappers if w._switches.synchronises and not w._runtime.local]
         conductor.forget_unbegun()
-        broken = conductor.finish_broken()
+        runtimes = [w._runtime for w in wrappers]
+        broken = conductor.finish_broken(also=[r for r in runtimes if r.under_way.is_broken_off()])  # in any thread
         skipping = [w for w in synchronised if w._runtime not in broken]
         for wrapper in sorted(skipping, key=lambda w: w._forwards.began):
             if not wrapper._runtime.awaits_backward:
@@ -253,8 +254,9 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
                 "abandon_backward() was called inside a backward, which still runs: let the exception end it, and call "
                 "it where that is handled."
             )
-        awaited = [wrapper._runtime for wrapper in (self, *others) if wrapper._runtime.is_awaited()]
-        broken = conductor.finish_broken()
+        runtimes = [wrapper._runtime for wrapper in (self, *others)]
+        awaited = [runtime for runtime in runtimes if runtime.is_awaited()]
+        broken = conductor.finish_broken(also=[r for r in runtimes if r.under_way.is_broken_off()])  # in any thread
         conductor.finish_broken(also=[waiting for waiting in awaited if waiting not in broken])
 
     def _wrappers_inside(self, *, last_first: bool = False) -> Iterator["DataParallelWrapper"]:

@@ -1,5 +1,6 @@
 """What people do when a step has failed: give a wrapper up, evaluate, try again: none of it harms another."""
 
+import concurrent.futures
 import contextlib
 import copy
 import os
@@ -166,6 +167,44 @@ def _fails_to_begin(rank: int, wrapper: str, steps_before: int) -> None:
 @pytest.mark.parametrize("wrapper", BOTH)
 def test_an_exception_as_a_backward_begins_is_told_to_all(ranks2: RankPool, wrapper: str, steps_before: int) -> None:
     ranks2.run(_fails_to_begin, wrapper, steps_before)
+
+
+def _drop_together(rank: int, wrapper: str) -> None:
+    """As where one rank's loss is NaN: all agree to leave the step out, and some free what they have."""
+    ddp = wrap(wrapper)
+    right_step(ddp, rank)
+    kept = []
+    for step in (1, 2):
+        loss = loss_of(ddp, row_batch(rank, step))
+        if rank == 0:
+            kept.append(loss)
+        del loss
+        right_step(ddp, rank, 10 + step)
+    right_step(ddp, rank, 20)
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_ranks_that_drop_a_step_together_may_keep_its_loss_or_not(ranks2: RankPool, wrapper: str) -> None:
+    ranks2.run(_drop_together, wrapper)
+
+
+def _in_a_thread(rank: int, wrapper: str, how: str) -> None:
+    ddp = wrap(wrapper)
+    right_step(ddp, rank)
+    if rank == 1:
+        with concurrent.futures.ThreadPoolExecutor(1) as worker:
+            worker.submit(break_off, ddp, rank).result()
+        getattr(ddp, how)()
+    else:
+        with pytest.raises(RuntimeError, match="broke off on 1 other"):
+            loss_of(ddp, row_batch(rank)).backward()
+    right_step(ddp, rank, 1)
+
+
+@pytest.mark.parametrize("how", ["abandon_backward", "skip_step"])
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_what_broke_in_a_thread_can_be_ended_in_another(ranks2: RankPool, wrapper: str, how: str) -> None:
+    ranks2.run(_in_a_thread, wrapper, how)
 
 
 # ---- a hook on a sparse gradient -------------------------------------------------------------------------------------

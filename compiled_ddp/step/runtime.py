@@ -177,6 +177,7 @@ class UnderWay:
         self.ran_locally: list[GraphCall] = []  # calls whose backward has run since it was POSTPONED
         self.tasks = OpenTasks()  # of autograd, that it runs in
         self._skipping: int | None = None  # the thread that sends zeros
+        self._goes_on_outside = False  # whether a reentrant backward has ended inside one that may not be noted
 
     @property
     def backward(self) -> SynchronisedBackward | None:
@@ -246,6 +247,7 @@ class UnderWay:
     def end(self) -> None:
         self.phase = after(self.phase, Event.END)
         self._backward = self.steady = self._skipping = None
+        self._goes_on_outside = False
 
     def drop(self) -> None:
         """Whatever was under way, nobody can send the rest of it, or read its results."""
@@ -256,6 +258,10 @@ class UnderWay:
             self.end()
             self.ran_locally = []
         self.tasks.forget()
+
+    def go_on_outside(self) -> None:
+        """A reentrant backward has ended, and the one around it, which may not have been noted, goes on."""
+        self._goes_on_outside = True
 
     def forget_threads(self) -> None:
         """An exception has ended all that runs it."""
@@ -291,6 +297,10 @@ class UnderWay:
     def is_broken_off(self) -> bool:
         """Outside of backwards: whether an exception has ended one. One that another thread still runs has not."""
         return self.phase is not Phase.IDLE and self._is_here() and not self.tasks.are_running()
+
+    def is_broken_off_unawares(self) -> bool:
+        """Whether an exception has ended it, and a backward that comes now is another one."""
+        return not self._goes_on_outside and self.is_broken_off()
 
     def is_of_this_thread(self) -> bool:
         """Whether this thread runs it."""
@@ -480,7 +490,7 @@ class Runtime:
             raise RuntimeError(self._closed_because)
         with self.lock:
             under_way = self.under_way
-            if under_way.phase not in _NOT_BEGUN and under_way.is_broken_off():
+            if under_way.phase not in _NOT_BEGUN and under_way.is_broken_off_unawares():
                 raise RuntimeError(
                     f"rank {self.communicator.global_rank}: an exception has ended the backward before this one, the "
                     "rest of which other ranks wait for, and no forward has followed it. Call abandon_backward() where "
@@ -705,6 +715,7 @@ class Runtime:
                     self.under_way.expect_no_more()
             if outer is None:
                 return
+            self.under_way.go_on_outside()
             # A reentrant backward has ended inside `outer`. What follows `outer` runs in the outer backward, whose
             # end is the one to finish at.
             for following, _ in outer.next_functions:

@@ -181,7 +181,7 @@ FUNCTIONS: dict[Callable[..., Any], tuple[dict[str, Any], dict[str, Sequence[Any
     ddp.compile: (
         {"step": loss},
         {
-            "step": ("x", 3, None),
+            "step": ("x", 3),  # without one it is a decorator
             "donate": (None, True, 1.5, b"x", [None], [True], {"x": 1}, torch.ones(2)),
             **{name: WRONG_FOR_COMPILER[name] for name in ("backend", "mode", "options", "fullgraph", "dynamic")},
         },

@@ -31,7 +31,7 @@ class Riders:
     |---|---|
     | `FORWARD_COUNT` | forwards begun to be synchronised, modulo `COUNT_MODULUS` |
     | `FORWARD_COUNT_SQUARED` | its square: the counts agree if and only if the variance over ranks is zero |
-    | `RETURNED_COUNT`, `..._SQUARED` | the same without those that were given up; [Note: forwards that are no step] |
+    | `RETURNED_COUNT`, `..._SQUARED` | the same without the forwards that raised; [Note: forwards that are no step] |
     | `ABORTED` | 1 where the backward broke off and the rest of it goes out as zeros |
     | `LOST` | 1 where the backward before broke off when everything of it had been sent |
     | `STATE_LOST` | 1 where that one has left no state of a traced communication hook that fits the other ranks' |

@@ -105,6 +105,8 @@ class Communicator:
     sums and no error.
     """
 
+    _is_inherited = False  # whether this process was forked from the one that made it
+
     def __init__(
         self,
         ranks: RankGroup,
@@ -122,7 +124,6 @@ class Communicator:
         self.ranks = ranks
         self.rank, self.world_size = ranks.rank, ranks.world_size
         self.closed, self._remedy = False, remedy
-        self._is_inherited = False
         _of_this_process.add(self)
         world = dist.group.WORLD
         assert world is not None
@@ -147,11 +148,7 @@ class Communicator:
     def group(self) -> dist.ProcessGroup:
         """Raises RuntimeError once it has been destroyed, and in a process that was forked from the group's."""
         if self._is_inherited:
-            raise RuntimeError(
-                f"process {os.getpid()} was forked from that of rank {self.global_rank}, without the threads that "
-                "talk to other ranks: a collective would never end. Call the model itself, `wrapper.module`, in "
-                "workers of a DataLoader and the like, or start processes by spawn."
-            )
+            raise self._of_parent()
         group = self._group()
         if group is None:
             raise RuntimeError(
@@ -159,6 +156,13 @@ class Communicator:
                 "torch.distributed.init_process_group()."
             )
         return group
+
+    def _of_parent(self) -> RuntimeError:
+        return RuntimeError(
+            f"process {os.getpid()} was forked from that of rank {self.global_rank}, without the threads that talk to "
+            "other ranks: a collective would never end. Call the model itself, `wrapper.module`, in workers of a "
+            "DataLoader and the like, or start processes by spawn."
+        )
 
     def for_hooks(self) -> Ranks:
         """The ranks as a communication hook sees them."""
@@ -257,7 +261,12 @@ class Communicator:
         return bool(self._hangs.failed_before)
 
     def refuse_if_failed(self) -> None:
-        """Raise RuntimeError once a wait has failed: what other ranks have sent for it may meet a later collective."""
+        """Raise RuntimeError once a wait has failed: what other ranks have sent for it may meet a later collective.
+
+        And in a process that was forked, whose calls would end in one that nobody runs.
+        """
+        if self._is_inherited:
+            raise self._of_parent()
         if self._hangs.failed_before:
             raise self._refusal()
 

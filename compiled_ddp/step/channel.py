@@ -3,9 +3,7 @@
 [Note: forwards that are no step] A rank whose forward raised may try again, with two halves of its batch say: then what
 it sends belongs to the step in which the others are, and only forwards that returned count. Or all ranks have dropped
 that step, as they had agreed, and each has given up one forward. So ranks average one step if equally many of their
-forwards have returned, or if they have begun equally many. A forward whose output was thrown away, so that nobody can
-run its backward any more, counts as one that raised: one rank may have run it for itself, or all have dropped its step,
-of which some keep the output longer than others. (A rank that goes on with its next batch after one that
+forwards have returned, or if they have begun equally many. (A rank that goes on with its next batch after one that
 raised cannot be told from one that tries again: as under DDP its next step is averaged with the others' step.)
 """
 
@@ -49,8 +47,8 @@ from compiled_ddp.ranks.host_numbers import LateRows, to_copy
 class ForwardNumbers:
     """A rank's numbers of forwards when a synchronised backward begins. [Note: forwards that are no step]"""
 
-    begun: int
-    returned: int  # these without those that were given up, as far as other ranks have not forgiven them
+    begun: int  # but for those whose output was thrown away
+    returned: int  # these without those that raised, as far as other ranks have not forgiven them
 
 
 class _Graph:
@@ -60,22 +58,23 @@ class _Graph:
 class ForwardCount:
     """How many forwards this rank has begun that a synchronised backward was to follow.
 
-    One that raised, or whose graph is dead before the next one begins and no backward has reached it, is given up. It
-    stays counted until the ranks turn out to average one step without it: [Note: forwards that are no step];
-    `take_back` is for what has ended on every rank.
+    A forward whose graph is dead before the next one begins, without a backward having reached it, is taken back:
+    nobody can run its backward any more, so throwing an output away harms nothing. One that raised stays counted until
+    the ranks turn out to average one step without it; `take_back` is for what has ended on every rank.
     """
 
     def __init__(self) -> None:
         self.value = 0
         self._waiting = 0  # of these, since the latest backward began
-        self._given_up = 0  # of these
-        self._unsettled: list[int] = []  # that were given up before each backward whose outcome is not known yet
+        self._raised = 0  # of these
+        self._unsettled: list[int] = []  # that raised before each backward whose outcome is not known yet
         self._latest: weakref.ref[_Graph] | None = None  # of the latest forward, if it has returned and still waits
 
     def begin(self, *, after_exception: Callable[[], object] = bool) -> None:
         """Count a forward that begins; after an exception in a backward, the one before it was not thrown away."""
         if self._latest is not None and not self.waits_alive and not after_exception():
-            self._given_up += 1
+            self.value -= 1
+            self._waiting -= 1
         self._latest = None
         self.value += 1
         self._waiting += 1
@@ -95,7 +94,7 @@ class ForwardCount:
 
     def raised(self) -> None:
         """Note that the counted forward has raised."""
-        self._given_up += 1
+        self._raised += 1
 
     @property
     def waits_alive(self) -> bool:
@@ -105,13 +104,13 @@ class ForwardCount:
     def follow(self, value: int) -> None:
         """Take the number that other ranks have, on one that shadows them."""
         self.value, self._latest = value, None
-        self._given_up = 0
+        self._raised = 0
         self._unsettled.clear()
 
     def backward_began(self) -> ForwardNumbers:
         """Keep the latest forward counted whatever becomes of its graph; returns what to tell the other ranks."""
-        self._unsettled.append(self._given_up)
-        self._latest, self._waiting, self._given_up = None, 0, 0
+        self._unsettled.append(self._raised)
+        self._latest, self._waiting, self._raised = None, 0, 0
         return ForwardNumbers(self.value, self.value - sum(self._unsettled))
 
     def take_back_backward(self) -> None:
@@ -127,7 +126,7 @@ class ForwardCount:
     def take_back(self) -> None:
         """Take back the forwards that wait for a backward: none comes that other ranks take part in."""
         self.value -= self._waiting
-        self._latest, self._waiting, self._given_up = None, 0, 0
+        self._latest, self._waiting, self._raised = None, 0, 0
 
 
 # ---- the latest one --------------------------------------------------------------------------------------------------

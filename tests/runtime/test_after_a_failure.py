@@ -169,25 +169,6 @@ def test_an_exception_as_a_backward_begins_is_told_to_all(ranks2: RankPool, wrap
     ranks2.run(_fails_to_begin, wrapper, steps_before)
 
 
-def _drop_together(rank: int, wrapper: str) -> None:
-    """As where one rank's loss is NaN: all agree to leave the step out, and some free what they have."""
-    ddp = wrap(wrapper)
-    right_step(ddp, rank)
-    kept = []
-    for step in (1, 2):
-        loss = loss_of(ddp, row_batch(rank, step))
-        if rank == 0:
-            kept.append(loss)
-        del loss
-        right_step(ddp, rank, 10 + step)
-    right_step(ddp, rank, 20)
-
-
-@pytest.mark.parametrize("wrapper", BOTH)
-def test_ranks_that_drop_a_step_together_may_keep_its_loss_or_not(ranks2: RankPool, wrapper: str) -> None:
-    ranks2.run(_drop_together, wrapper)
-
-
 def _in_a_thread(rank: int, wrapper: str, how: str) -> None:
     ddp = wrap(wrapper)
     right_step(ddp, rank)

@@ -490,12 +490,6 @@ class Runtime:
             raise RuntimeError(self._closed_because)
         with self.lock:
             under_way = self.under_way
-            if under_way.phase not in _NOT_BEGUN and under_way.is_broken_off_unawares():
-                raise RuntimeError(
-                    f"rank {self.communicator.global_rank}: an exception has ended the backward before this one, the "
-                    "rest of which other ranks wait for, and no forward has followed it. Call abandon_backward() where "
-                    "the exception is handled, and then the forward and this backward again, on every rank."
-                )
             if current_graph_task() not in under_way.tasks.noted:
                 self._enter_task()
             if under_way.phase is Phase.EXPECTED:
@@ -591,6 +585,15 @@ class Runtime:
         accumulates = self._accumulates(current_graph_task())
         return not accumulates and returns_inputs_alone(self.reduction.parameters.tensors)
 
+    def _refuse_behind_broken(self) -> None:
+        """Raise RuntimeError if an exception has ended the backward under way, and this is another one."""
+        if self.under_way.is_broken_off_unawares():
+            raise RuntimeError(
+                f"rank {self.communicator.global_rank}: an exception has ended the backward before this one, the rest "
+                "of which other ranks wait for, and no forward has followed it. Call abandon_backward() where the "
+                "exception is handled, and then the forward and this backward again, on every rank."
+            )
+
     def _refuse_returned_sparse(self) -> None:
         if not self.local:
             self.reduction.sparse.refuse_returned()
@@ -602,6 +605,8 @@ class Runtime:
                 self._refuse_returned_sparse()
             if self._is_local():
                 return
+        elif current_graph_task() not in self.under_way.tasks.noted:
+            self._refuse_behind_broken()
         self.enter()
 
     # ---- told by graphs ----------------------------------------------------------------------------------------------
@@ -616,6 +621,8 @@ class Runtime:
                 if not synchronises or self._is_local():
                     self._note_local_run(call)
                     return None
+            elif current_graph_task() not in self.under_way.tasks.noted:
+                self._refuse_behind_broken()
             self.enter()
             if self.under_way.steady is self._steady_graph:
                 alone = len(conductor.references) == 1

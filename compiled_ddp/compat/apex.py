@@ -43,11 +43,12 @@ class DistributedDataParallel(ApexAdapter):
         check_steps: see `EagerDDP`.
         verify: see `EagerDDP`.
 
+    The arguments `message_size`, `delay_allreduce`, `retain_allreduce_buffers`, `allreduce_always_fp32`,
+    `num_allreduce_streams`, `allreduce_communicators`, `gradient_average` and `gradient_predivide_factor` are
+    attributes, too: to assign one is an AttributeError.
+
     Attributes:
         allreduce_buffers: with `retain_allreduce_buffers`, flat tensors; empty before the first backward that reduces.
-        message_size, delay_allreduce, retain_allreduce_buffers, allreduce_always_fp32, num_allreduce_streams,
-        allreduce_communicators, gradient_average, gradient_predivide_factor: what was passed. To assign one is an
-        AttributeError.
 
     Raises:
         TypeError, ValueError: an argument is refused; on every rank.

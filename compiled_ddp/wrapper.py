@@ -46,6 +46,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
     """A module whose gradients are averaged over ranks. Base of `CompiledDDP` and `EagerDDP`."""
 
     is_compiled_ddp_wrapper = True
+    _runtime_kind = Runtime
     _registrations = 0  # of communication hooks, so far
 
     def __init__(
@@ -112,7 +113,8 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
     def _new_runtime(self, communicator: Communicator) -> Runtime:
         parameters, sparse = TrainedParameters.of(self._setup.dense()), TrainedParameters.of(self._setup.sparse())
         options = self._settings.options
-        return Runtime(Wrapped(parameters, sparse, communicator, options, self._why_not_graph(), self._live_calls))
+        wrapped = Wrapped(parameters, sparse, communicator, options, self._why_not_graph(), self._live_calls)
+        return self._runtime_kind(wrapped)
 
     # ---- for the two wrappers to fill in -----------------------------------------------------------------------------
 
@@ -224,8 +226,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         wrappers = [w for one in skipped for w in (one, *one._wrappers_inside())]
         synchronised = [w for w in wrappers if w._switches.synchronises and not w._runtime.local]
         conductor.forget_unbegun()
-        runtimes = [w._runtime for w in wrappers]
-        broken = conductor.finish_broken(also=[r for r in runtimes if r.under_way.is_broken_off()])  # in any thread
+        broken = conductor.finish_broken_of([w._runtime for w in wrappers])
         skipping = [w for w in synchronised if w._runtime not in broken]
         for wrapper in sorted(skipping, key=lambda w: w._forwards.began):
             if not wrapper._runtime.awaits_backward:
@@ -256,7 +257,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
             )
         runtimes = [wrapper._runtime for wrapper in (self, *others)]
         awaited = [runtime for runtime in runtimes if runtime.is_awaited()]
-        broken = conductor.finish_broken(also=[r for r in runtimes if r.under_way.is_broken_off()])  # in any thread
+        broken = conductor.finish_broken_of(runtimes)
         conductor.finish_broken(also=[waiting for waiting in awaited if waiting not in broken])
 
     def _wrappers_inside(self, *, last_first: bool = False) -> Iterator["DataParallelWrapper"]:

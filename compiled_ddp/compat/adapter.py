@@ -9,10 +9,7 @@ from torch import nn
 from compiled_ddp.compat.arguments import ApexArguments
 from compiled_ddp.errors import NotPicklableError
 from compiled_ddp.options import CheckSteps, Verify
-from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import Description
-from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.step.reduction import Wrapped
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.wrapper import DataParallelWrapper
 from compiled_ddp.wrapping.ddp_attributes import Fixed
@@ -37,6 +34,8 @@ class ApexAdapter(DataParallelWrapper):
     Every method and attribute of `EagerDDP` is there too: no_sync, skip_step, plan, explain, unwrap and the others.
     """
 
+    _runtime_kind = _SwitchedRuntime
+
     def __init__(
         self,
         module: nn.Module,
@@ -54,12 +53,6 @@ class ApexAdapter(DataParallelWrapper):
         self.allreduce_buffers: list[torch.Tensor] = []
         if arguments.retain_allreduce_buffers:
             self._runtime.reduction.hand_out_to(self._retain)
-
-    def _new_runtime(self, communicator: Communicator) -> Runtime:
-        parameters, sparse = TrainedParameters.of(self._setup.dense()), TrainedParameters.of(self._setup.sparse())
-        return _SwitchedRuntime(
-            Wrapped(parameters, sparse, communicator, self._settings.options, self._why_not_graph(), self._live_calls)
-        )
 
     def _check_and_describe(self, module: nn.Module) -> Description:
         if isinstance(module, nn.Module):  # anything else is refused below

@@ -191,11 +191,8 @@ def _properties(tensor: torch.Tensor) -> list[object]:
     ]
 
 
-def check_not_inside_ddp(state: ManagedState, wrapper: str) -> None:
-    """Raise RuntimeError if torch's DDP, whose forward runs this one, averages what `wrapper` averages too."""
-    ddp = torch_private.modules.running_ddp()
-    if ddp is None:  # though nearly every forward asks before it calls this
-        return
+def check_not_inside_ddp(ddp: nn.parallel.DistributedDataParallel, state: ManagedState, wrapper: str) -> None:
+    """Raise RuntimeError if torch's `ddp`, whose forward runs this one, averages what `wrapper` averages too."""
     averaged = {id(p) for name, p in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore}
     both = [name for name, parameter in state.trained().items() if id(parameter) in averaged]
     if both:

@@ -114,6 +114,10 @@ class Conductor:
         self._together(broken, send, lambda wrapper: wrapper.end_broken(told))
         return broken
 
+    def finish_broken_of(self, wrappers: "Sequence[Runtime]") -> "Sequence[Runtime]":
+        """As `finish_broken`, and of these wrappers in whatever thread the exception was."""
+        return self.finish_broken(also=[wrapper for wrapper in wrappers if wrapper.under_way.is_broken_off()])
+
     @torch.no_grad()  # as in a backward: users' hooks run in here
     def skip(self, skipping: "Sequence[Runtime]") -> None:
         """Take part with zeros in a backward of all these."""

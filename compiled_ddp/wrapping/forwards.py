@@ -94,8 +94,9 @@ class Forwards:
                 f"{self._wrapper}.module is another than the one it was made for: nothing would reduce the "
                 "gradients of what stands there now. Wrap that, on every rank."
             )
-        if torch_private.modules.running_ddp() is not None:
-            check_not_inside_ddp(self._managed, self._wrapper)
+        ddp = torch_private.modules.running_ddp()
+        if ddp is not None:
+            check_not_inside_ddp(ddp, self._managed, self._wrapper)
         if with_gradients and torch_private.autograd.in_distributed_autograd():
             raise RuntimeError(
                 "the forward runs in a torch.distributed.autograd context, whose backward leaves .grad alone: there is "

@@ -41,13 +41,14 @@ def _raise(_: Tensor) -> None:
     raise PlantedError
 
 
-def break_off(ddp: nn.Module, rank: int) -> None:
-    """A hook of the user's raises, on every rank, in the middle of a backward."""
+def break_off(ddp: nn.Module, rank: int, *, retain_graph: bool = False) -> Tensor:
+    """A hook of the user's raises, on every rank, in the middle of the backward of the loss that is returned."""
     loss = loss_of(ddp, row_batch(rank))
     handle = next(ddp.module.parameters()).register_hook(_raise)
     with pytest.raises(PlantedError):
-        loss.backward()
+        loss.backward(retain_graph=retain_graph)
     handle.remove()
+    return loss
 
 
 # ---- wrappers that are given up --------------------------------------------------------------------------------------
@@ -104,12 +105,7 @@ def test_a_wrapper_that_can_reduce_no_more_harms_no_other_and_can_be_evaluated(r
 def _without_a_forward(rank: int, wrapper: str) -> None:
     ddp = wrap(wrapper)
     right_step(ddp, rank)
-    x = row_batch(rank)
-    loss = loss_of(ddp, x)
-    handle = next(ddp.module.parameters()).register_hook(_raise)
-    with pytest.raises(PlantedError):
-        loss.backward(retain_graph=True)
-    handle.remove()
+    loss = break_off(ddp, rank, retain_graph=True)
     with pytest.raises(RuntimeError, match=r"ended the backward before this one.*Call abandon_backward\(\)"):
         loss.backward()
     ddp.abandon_backward()

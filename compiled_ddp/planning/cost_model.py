@@ -1,0 +1,106 @@
+"""What a backward and its all-reduces take: a link by start-up and bandwidth, and the times at which gradients are ready.
+
+The link carries one all-reduce after the other, in launch order. One of n bytes takes start-up + n / bandwidth (the
+alpha-beta model of Hockney, Parallel Computing 20, 1994; for gradients: MG-WFBP, arXiv 1912.09268), whatever else is
+under way. That several share the link changes nothing in when all of them have arrived.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """What an all-reduce of one group takes, in seconds and bytes of the tensor that is reduced.
+
+    Bandwidth is that of the result: a rank of a ring sends almost twice as much.
+    """
+
+    startup_seconds: float
+    bytes_per_second: float
+    host_seconds: float = 0.0  # that each collective takes from what computes the backward
+    latency_seconds: float = 0.0  # between the end of the last transfer and the end of its wait
+
+    def seconds(self, nbytes: float) -> float:
+        """What one all-reduce takes of the link."""
+        return self.startup_seconds + nbytes / self.bytes_per_second
+
+    def rounded(self) -> "Link":
+        """On a grid on which the noise from one start to the next is rarely seen: each value to a power of two.
+
+        Plans are made for this one, as they stand in the keys of compiled graphs.
+        """
+        return Link(*(_power_of_two(v) for v in (self.startup_seconds, self.bytes_per_second, self.host_seconds)))
+
+
+def _power_of_two(value: float) -> float:
+    return 2.0 ** round(math.log2(value)) if 0 < value < math.inf else value
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """When each gradient of a backward is ready, in launch order and in seconds from its beginning; nondecreasing."""
+
+    seconds: tuple[float, ...]
+    backward_seconds: float  # its end, without any communication
+    source: str = ""  # where the times come from, in words
+
+    @classmethod
+    def by_sizes(cls, nbytes: Sequence[int], link: Link) -> "Readiness":
+        """Where no times are known: a gradient takes time by its bytes, and all of them what the link takes for them.
+
+        A backward as long as its communication is the one that is hardest to plan for: the first bucket must start
+        early, and the last one must be small. A plan for it does not go wrong by much where one of the two is shorter.
+        """
+        total = sum(nbytes) / link.bytes_per_second
+        return cls(
+            tuple(end / link.bytes_per_second for end in itertools.accumulate(nbytes)),
+            total,
+            "by the sizes of gradients, for a backward as long as its communication",
+        )
+
+    def rounded(self) -> "Readiness":
+        """With the backward's length to a power of two: see `Link.rounded`."""
+        if not self.backward_seconds > 0:
+            return self
+        factor = _power_of_two(self.backward_seconds) / self.backward_seconds
+        return Readiness(tuple(t * factor for t in self.seconds), self.backward_seconds * factor, self.source)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One bucket on the link, in seconds from the beginning of the backward."""
+
+    ready: float  # its last gradient is there, and it is launched
+    start: float  # the link is free for it
+    end: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A backward and its communication as the model sees them."""
+
+    transfers: tuple[Transfer, ...]
+    backward_seconds: float  # of the computation, with what collectives take of it
+    seconds: float  # until both are at an end
+
+    @property
+    def exposed_seconds(self) -> float:
+        """How much longer it takes than its computation."""
+        return self.seconds - self.backward_seconds
+
+
+def predict(nbytes: Sequence[int], ready: Sequence[float], backward_seconds: float, link: Link) -> Prediction:
+    """What buckets of these sizes, whose last gradients are ready at these times, make of a backward."""
+    transfers, free = list[Transfer](), 0.0
+    for position, (size, at) in enumerate(zip(nbytes, ready, strict=True)):
+        launched = at + position * link.host_seconds
+        start = max(launched, free)
+        free = start + link.seconds(size)
+        transfers.append(Transfer(launched, start, free, size))
+    computed = backward_seconds + len(transfers) * link.host_seconds
+    end = free + link.latency_seconds if transfers else 0.0
+    return Prediction(tuple(transfers), computed, max(end, computed))

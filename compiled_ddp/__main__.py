@@ -10,6 +10,7 @@ from compiled_ddp.comparison import arguments as comparison
 from compiled_ddp.keywords import suggestion
 from compiled_ddp.parity import arguments as parity
 from compiled_ddp.precompile import arguments as precompile
+from compiled_ddp.simulation import arguments as simulation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,6 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from compiled_ddp.precompile.command import run as precompile
 
         return precompile(options)
+    if options.command == "simulate":
+        from compiled_ddp.simulation.command import run as simulate
+
+        return simulate(options)
     from compiled_ddp.parity.command_line import run as verify
 
     return verify(options)
@@ -42,6 +47,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     comparison.add_to(commands)
     parity.add_to(commands)
     precompile.add_to(commands)
+    simulation.add_to(commands)
     told = "print what a bug report needs: versions, hardware, the environment"
     commands.add_parser("env", help=told, description=f"{told[0].upper()}{told[1:]}.")
     options, unknown = parser.parse_known_args(arguments)
@@ -55,6 +61,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _problem(options: argparse.Namespace) -> str | None:
+    if options.command == "simulate":
+        return simulation.problem(options)
     if ":" not in options.target:
         return f"{options.target!r} has no colon: write SCRIPT:FUNCTION, for example train.py:make"
     if options.command == "precompile":

@@ -49,7 +49,7 @@ LAYERS = (
     ("functional", "wrapper"),
     ("compiled", "eager"),
     ("comparison", "compat", "integrations", "parity"),
-    ("precompile",),
+    ("precompile", "simulation"),
     ("public",),
     ("__init__", "__main__"),
 )

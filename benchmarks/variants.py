@@ -11,6 +11,7 @@ from compiled_ddp import comm_hooks
 from compiled_ddp.comparison import variants
 from compiled_ddp.comparison.variants import Variant, WrapperOptions, of_this_package
 
+SIZES_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)  # that planned buckets are held against
 CUDA_GRAPHS = "reduce-overhead"  # torch.compile's mode
 
 
@@ -34,6 +35,11 @@ def make_variants(
         further("compile_ddp, CUDA graphs", "compiled", options.compile_ddp, mode=CUDA_GRAPHS),
         further("EagerDDP, buffers given back", "eager", options.eager_ddp, keep_buffers=False),
         further("compile_ddp, buffers given back", "compiled", options.compile_ddp, keep_buffers=False),
+        *(further(f"EagerDDP, {size:g} MiB", "eager", options.eager_ddp, bucket_cap_mb=size) for size in SIZES_MB),
+        *(
+            further(f"compile_ddp, {size:g} MiB", "compiled", options.compile_ddp, bucket_cap_mb=size)
+            for size in SIZES_MB
+        ),
         Variant("torch DDP, float16", "eager", partial(_torch_ddp_in_float16, options), by_default=False),
         further("compile_ddp, float16", "compiled", options.compile_ddp, comm_hook=comm_hooks.fp16_compress),
     )

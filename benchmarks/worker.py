@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cpu_rounds, real_model_rank, steps_by_size
+from benchmarks import cpu_rounds, plan_sizes, real_model_rank, steps_by_size, timeline
 from benchmarks.gpu import alone, deadline, watched_steps
 from benchmarks.gpu.workloads import ALL
 from benchmarks.train import train
@@ -22,6 +22,8 @@ def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
         return real_model_rank.measure(arguments["model"], **what, rank=rank)
     if kind == "watched_steps":
         return watched_steps.run(arguments["what"], arguments["steps"], rank)
+    if kind == "timeline":
+        return timeline.measure(arguments["path"], arguments["wrapper"], arguments["batch"], rank)
     return _scaling(arguments, rank) if kind == "scaling" else _of_workload(kind, arguments, rank)
 
 
@@ -40,6 +42,9 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
         case "compare":
             link, warmup, rounds = arguments["link"], arguments["warmup"], arguments["rounds"]
             return compare(workload, variants, warmup=warmup, rounds=rounds, link=link, rank=rank).to_json()
+        case "expect":
+            sizes_mb, warmup, steps = arguments["sizes_mb"], arguments["warmup"], arguments["steps"]
+            return plan_sizes.expect(workload, sizes_mb, warmup=warmup, steps=steps, rank=rank)
         case "alone":
             return alone.measure(workload, variants, arguments["warmup"], arguments["rounds"], rank)
         case "probe":
@@ -56,8 +61,8 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
                 rank=rank,
             )
     raise ValueError(
-        f"Unknown kind of job '{kind}'; expected compare, alone, probe, train, cpu_time, scaling, "
-        "real_model or watched_steps"
+        f"Unknown kind of job '{kind}'; expected compare, expect, alone, probe, train, cpu_time, scaling, "
+        "real_model, watched_steps or timeline"
     )
 
 

@@ -14,6 +14,8 @@ from compiled_ddp.graph.program import Bindings, Program, Segment, SegmentCall, 
 from compiled_ddp.graph.telling import Teller, describe
 from compiled_ddp.graph.warmup import Choice
 from compiled_ddp.options import CompilerKeywords, Options, part_options, takes_options
+from compiled_ddp.plan import BucketPlan
+from compiled_ddp.planning.cost_model import BackwardWork
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.users_code import warn_user
 from compiled_ddp.wrapper import DataParallelWrapper
@@ -52,11 +54,16 @@ def compile_ddp(
         output_device: the same GPU, if given.
         dim: accepted for compatibility; inputs are not split.
         process_group: the ranks to average over; None is all of them.
-        bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, measured here
-            (`compiled_ddp.ranks.link_speed`; docs/benchmarks.md, "Bucket size").
-        first_bucket_mb: size of the first bucket, which decides how soon communication starts.
+        bucket_cap_mb: size of a bucket in MiB, at which it closes as under DDP. None plans the buckets with which a
+            backward ends earliest, for the link and the device as they are measured here (docs/planner.md).
+        first_bucket_mb: size of the first bucket, which decides how soon communication starts. None is 1 MiB where a
+            `bucket_cap_mb` is given, and is planned where none is.
         bucket_cap_mb_list: the size of each bucket in MiB, in launch order; the last one applies to all further
             buckets. Replaces the two sizes above.
+        calibration: what buckets are planned for, from `calibrate()` or `Calibration.load(path)`; None measures the
+            link and the device here, where no size is given. The same on every rank.
+        plan: the buckets of an earlier run, from `SavedPlan.load(path)`, in place of planning and of the sizes above;
+            `ddp.plan.save(path)` writes them. Refused where it is not of this model. The same on every rank.
         broadcast_buffers: overwrite buffers with rank 0's at construction and at the start of a forward, by DDP's rule;
             None means True.
         forward_sync_buffers: DDP's newer name for the same, for forwards only: at construction buffers always become
@@ -254,6 +261,9 @@ class CompiledDDP(DataParallelWrapper):
 
     def _why_without_graphs(self) -> Sequence[str]:
         return sorted(self._fallen_back)
+
+    def _work_of(self, plan: BucketPlan) -> BackwardWork | None:
+        return self._bindings.work_of(plan)
 
     def _compiled_from(self) -> str:
         return describe(self.teller.compilations)

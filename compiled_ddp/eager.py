@@ -32,11 +32,16 @@ class EagerDDP(DataParallelWrapper):
         output_device: the same GPU, if given.
         dim: accepted for compatibility; inputs are not split.
         process_group: the ranks to average over; None is all of them.
-        bucket_cap_mb: size of a bucket in MiB; None is 2, 8 or 25, by the speed of the link, measured here
-            (`compiled_ddp.ranks.link_speed`; docs/benchmarks.md, "Bucket size").
-        first_bucket_mb: size of the first bucket, which decides how soon communication starts.
+        bucket_cap_mb: size of a bucket in MiB, at which it closes as under DDP. None plans the buckets with which a
+            backward ends earliest, for the link and the device as they are measured here (docs/planner.md).
+        first_bucket_mb: size of the first bucket, which decides how soon communication starts. None is 1 MiB where a
+            `bucket_cap_mb` is given, and is planned where none is.
         bucket_cap_mb_list: the size of each bucket in MiB, in launch order; the last one applies to all further
             buckets. Replaces the two sizes above.
+        calibration: what buckets are planned for, from `calibrate()` or `Calibration.load(path)`; None measures the
+            link and the device here, where no size is given. The same on every rank.
+        plan: the buckets of an earlier run, from `SavedPlan.load(path)`, in place of planning and of the sizes above;
+            `ddp.plan.save(path)` writes them. Refused where it is not of this model. The same on every rank.
         broadcast_buffers: overwrite buffers with rank 0's at construction and at the start of a forward, by DDP's rule;
             None means True.
         forward_sync_buffers: DDP's newer name for the same, for forwards only: at construction buffers always become

@@ -16,8 +16,11 @@ from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.errors import OptionError, WrongKindError
 from compiled_ddp.plan import ReductionKind
-from compiled_ddp.planning.assignment import MEBIBYTE, BucketPolicy
+from compiled_ddp.planning.assignment import BucketPolicy
 from compiled_ddp.planning.bucket_rule import BucketRule
+from compiled_ddp.planning.calibration import Calibration
+from compiled_ddp.planning.planners import MEBIBYTE, OptimalBuckets, Planner, SizedBuckets
+from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.reducers.averaging import Scaling
 
 Mode = Literal["graph", "hooks"]
@@ -32,8 +35,10 @@ class OptionKeywords(TypedDict, total=False):
     """The keyword arguments of EagerDDP and compile_ddp that are options; defaults are those of `Options`."""
 
     bucket_cap_mb: float | None
-    first_bucket_mb: float
+    first_bucket_mb: float | None
     bucket_cap_mb_list: Sequence[float] | None
+    calibration: Calibration | None
+    plan: SavedPlan | None
     broadcast_buffers: bool | None  # None is the default, as in DDP
     forward_sync_buffers: bool | None
     init_sync: bool
@@ -93,26 +98,33 @@ def part_options(keywords: Mapping[str, Any], known: type[OptionKeywords]) -> tu
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """How large buckets are, in MiB as DDP's.
-
-    Before anything is planned, a `bucket_cap_mb` of None is replaced by the size that fits the link.
-    """
+    """How large buckets are, in MiB as DDP's. Without a size they are planned for the link and the device."""
 
     bucket_cap_mb: float | None = None
-    first_bucket_mb: float = 1.0
+    first_bucket_mb: float | None = None
     bucket_cap_mb_list: Sequence[float] | None = None
+    calibration: Calibration | None = None  # measured before anything is planned, where it is needed
+    plan: SavedPlan | None = None
     bucket_rule: BucketRule | None = None  # in place of sizes in bytes: of the adapters in compiled_ddp.compat alone
 
     def _check_buckets(self) -> None:
         if self.bucket_cap_mb_list is not None and not _is_listed(self.bucket_cap_mb_list):
             raise WrongKindError(f"bucket_cap_mb_list must be a list of sizes, found {self.bucket_cap_mb_list!r}.")
-        sizes = [("first_bucket_mb", self.first_bucket_mb)]
-        if self.bucket_cap_mb is not None:
-            sizes.append(("bucket_cap_mb", self.bucket_cap_mb))
+        given = {"first_bucket_mb": self.first_bucket_mb, "bucket_cap_mb": self.bucket_cap_mb}
+        sizes = [(name, size) for name, size in given.items() if size is not None]
         sizes += [("each of bucket_cap_mb_list", size) for size in self.bucket_cap_mb_list or ()]
         for name, size in sizes:
             if not (is_number(size) and size > 0):
                 raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
+        if not isinstance(self.plan, SavedPlan | None):
+            raise WrongKindError(f"plan must be a SavedPlan, as SavedPlan.load(path) returns, found {self.plan!r}.")
+        if self.plan is not None and self.bucket_cap_mb_list:
+            raise ValueError("plan= and bucket_cap_mb_list= are alternatives: pass one of them.")
+        if not isinstance(self.calibration, Calibration | None):
+            raise WrongKindError(
+                f"calibration must be what compiled_ddp.calibrate() returns, or Calibration.load(path), found "
+                f"{self.calibration!r}."
+            )
 
 
 @dataclass(frozen=True)
@@ -203,23 +215,43 @@ class Options(CompilerOptions, BucketOptions):
 
     @property
     def bucket_capacities_bytes(self) -> tuple[float, ...]:
-        """The capacity of each bucket in order; the last one is that of all further ones too."""
+        """The capacity of each bucket in order; the last one is that of all further ones too. Empty without sizes."""
         if self.naive:
             return (0.0,)
         if self.bucket_cap_mb_list:
             return tuple(size * MEBIBYTE for size in self.bucket_cap_mb_list)
-        assert self.bucket_cap_mb is not None, "no bucket size has been chosen"
-        return min(self.first_bucket_mb, self.bucket_cap_mb) * MEBIBYTE, self.bucket_cap_mb * MEBIBYTE
+        if self.bucket_cap_mb is None:
+            return ()
+        first = _FIRST_BUCKET_MB if self.first_bucket_mb is None else self.first_bucket_mb
+        return min(first, self.bucket_cap_mb) * MEBIBYTE, self.bucket_cap_mb * MEBIBYTE
 
     @property
     def largest_bucket_bytes(self) -> float:
-        """The capacity of further buckets than those that have one of their own; infinite where elements count."""
-        return math.inf if self.bucket_rule is not None else self.bucket_capacities_bytes[-1]
+        """The capacity of further buckets than those that have one of their own; infinite without sizes."""
+        return self.bucket_capacities_bytes[-1] if self.bucket_capacities_bytes else math.inf
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether buckets are planned for a link that is not known yet."""
+        given = self.bucket_rule, self.plan, self.calibration
+        return not self.bucket_capacities_bytes and all(each is None for each in given)
+
+    @functools.cached_property
+    def planner(self) -> Planner:
+        """What fills the buckets of a wrapper with these options."""
+        if self.bucket_rule is not None:
+            return self.bucket_rule
+        if self.plan is not None and not self.naive:
+            return self.plan
+        if self.bucket_capacities_bytes:
+            return SizedBuckets(self.bucket_capacities_bytes)
+        assert self.calibration is not None, "the link has not been measured"
+        first = None if self.first_bucket_mb is None else self.first_bucket_mb * MEBIBYTE
+        return OptimalBuckets.of(self.calibration, first)
 
     def bucket_policy(self, world_size: int) -> BucketPolicy:
         """What all plans of a wrapper with these options have in common."""
-        capacities = self.bucket_capacities_bytes if self.bucket_rule is None else ()
-        return BucketPolicy(capacities, world_size, self.planned_reduction, len(self.piggyback), self.bucket_rule)
+        return BucketPolicy(self.planner, world_size, self.planned_reduction, len(self.piggyback))
 
     @property
     def planned_reduction(self) -> ReductionKind:
@@ -242,6 +274,8 @@ class Options(CompilerOptions, BucketOptions):
             values["options"] = dict(sorted(self.options.items()))
         return {name: _ADDRESS.sub("", repr(value)) for name, value in values.items()}
 
+
+_FIRST_BUCKET_MB = 1.0  # where a bucket_cap_mb is given: DDP's, which decides how soon communication starts
 
 _SWITCHES = (
     *("broadcast_buffers", "init_sync", "static_graph", "gradient_as_bucket_view", "keep_buffers"),

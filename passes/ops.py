@@ -9,7 +9,8 @@ and dtype. Its contents are lost, and nothing may read it afterwards but through
 
 `sum_over_ranks` is a whole reduction of a plan, as a functional step asks for it: gradients and what rides with them
 in, their sums over ranks out. Run as it is it launches the plan's buckets; `passes.step_pipeline` puts them into the
-graph in its place. `order` is that of the gradients in the buckets, `capacities_bytes` is as in `assign_buckets`.
+graph in its place. `order` is that of the gradients in the buckets, `lengths` says how many of them each bucket has: a
+last one with none has the riders alone.
 `leading` are the leading rider elements, `passengers` the user's, float32 of any shape. Returned are the sums of the
 gradients, contiguous, of the passengers, and last of `leading`.
 
@@ -49,7 +50,7 @@ def _pack_into_fake(parts: Sequence[torch.Tensor], into: torch.Tensor) -> torch.
 
 torch.library.define(
     "compiled_ddp::sum_over_ranks",
-    "(Tensor[] gradients, Tensor[] passengers, Tensor leading, int[] order, float[] capacities_bytes, int world_size, "
+    "(Tensor[] gradients, Tensor[] passengers, Tensor leading, int[] order, int[] lengths, int world_size, "
     "str group_name) -> Tensor[]",
 )
 

@@ -21,7 +21,7 @@ from compiled_ddp.graph.capture import (
 )
 from compiled_ddp.options import NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec
-from compiled_ddp.planning.assignment import MEBIBYTE
+from compiled_ddp.planning.planners import MEBIBYTE
 
 # What each input of `forward_graph` is, by its position: registration order, which is not the order of use.
 HEAD, NORM, EMBEDDING, X, WEIGHT, BIAS, SCALE = range(7)

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from calibrations import calibration
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph import compile_once, other_hosts, telling
@@ -410,7 +411,7 @@ def test_what_cannot_be_packed_fails_nobody_and_leaves_nobody_waiting(
     published = {"wanted": ""} if "waits" in where else {}
     other, packed = _ThisRank(published, itertools.repeat("7")), unittest.mock.Mock(side_effect=OSError("disk"))
     with (
-        pretended.world(2, backend="gloo", link_bytes_per_second=1.0),
+        pretended.world(2, backend="gloo", calibration=calibration()),
         unittest.mock.patch.object(torch_private.cache_artifacts.Made, "packed", packed),
     ):
         owner, waits = _in_turn_with(other)
@@ -430,7 +431,7 @@ def test_without_a_launcher_that_tells_of_hosts_only_what_somebody_waits_for_is_
         monkeypatch.setenv("LOCAL_WORLD_SIZE", of_this_host)
     packed = unittest.mock.Mock(return_value=b"compiled")
     with (
-        pretended.world(2, backend="gloo", link_bytes_per_second=1.0),
+        pretended.world(2, backend="gloo", calibration=calibration()),
         unittest.mock.patch.object(torch_private.cache_artifacts.Made, "packed", packed),
     ):
         _in_turn_with(_ThisRank(published, itertools.repeat("7")))

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from calibrations import calibration
 from torch import Tensor, nn
 
 from compiled_ddp import compile_ddp
@@ -34,7 +35,7 @@ class Codebook(nn.Module):
 
 
 def _warmed_up(model: nn.Module) -> nn.Module:
-    with pretended.world(2, backend="gloo", link_bytes_per_second=1.0):
+    with pretended.world(2, backend="gloo", calibration=calibration()):
         compile_ddp(model, backend="aot_eager").warmup(torch.ones(2, 4))
     return model
 

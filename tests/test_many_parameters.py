@@ -21,6 +21,7 @@ from compiled_ddp.passes.pipeline import PASSES, Pipeline
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import BucketPolicy, assign_buckets
+from compiled_ddp.planning.planners import SizedBuckets
 from compiled_ddp.planning.sequence import Observations, SequencePlanner
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 
@@ -54,7 +55,7 @@ def parameters(count: int) -> TrainedParameters:
 
 
 def planner(count: int, cap_bytes: int) -> SequencePlanner:
-    return SequencePlanner(parameters(count), BucketPolicy((cap_bytes,), world_size=2))
+    return SequencePlanner(parameters(count), BucketPolicy(SizedBuckets((cap_bytes,)), world_size=2))
 
 
 both = pytest.mark.parametrize("cap_bytes", [CAP_BYTES, FEW_BYTES], ids=["one bucket", "many buckets"])

@@ -6,7 +6,8 @@ from torch import nn
 
 from compiled_ddp.options import NAIVE, Options
 from compiled_ddp.plan import BucketPlan, GradientSpec, ReductionSequence
-from compiled_ddp.planning.assignment import MEBIBYTE, assign_buckets
+from compiled_ddp.planning.assignment import assign_buckets
+from compiled_ddp.planning.planners import MEBIBYTE
 from compiled_ddp.planning.sequence import ADMITTED, MIXED, NOT_CAPTURED, TOO_SMALL, Observations, SequencePlanner
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.wanted import Agreed, Wanted
+from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Wanted
+from compiled_ddp.planning.planners import OptimalBuckets, Planner
 from compiled_ddp.ranks import communicator as ranks
 from compiled_ddp.ranks.agreement import Description, Differing, agree_on_description
-from compiled_ddp.ranks.link_speed import bucket_cap_for, measure_bytes_per_second
+from compiled_ddp.ranks.kept_calibration import calibration_for
 from compiled_ddp.ranks.rank_group import RankGroup
 
 # ---- the groups that functional collectives of some ranks run on, which are closed all at once -----------------------
@@ -198,7 +199,7 @@ class ReductionOrder:
             if expected is None or expected.wanted != each:
                 last = number
                 ahead.clear()
-            past.append(self._known.get(each) or Agreed(each, (), self._world_size, 0.0))
+            past.append(self._known.get(each) or Agreed(each, (), self._world_size, UNPLANNED))
         return last
 
     def note_launched(self) -> Agreed:
@@ -271,7 +272,7 @@ class Agreements:
         self._number = 0
         self.failures = 0  # how many times something has failed that other ranks need not be told of
         self.groups = OpenGroups(self.ranks)
-        self._bucket_caps_mb: dict[torch.device, float] = {}
+        self._planners: dict[torch.device, Planner] = {}
         self.forget_order()
 
     @classmethod
@@ -350,14 +351,13 @@ class Agreements:
         text = self.ranks.read(key, writer=0, purpose=f"for the order of the gradients of {what}")
         return [tuple(order) for order in json.loads(text)]
 
-    def bucket_cap_mb(self, communicator: ranks.Communicator, device: torch.device) -> float:
-        """The size of a bucket that suits the link, the same on every rank. A collective, once for each device."""
-        if device not in self._bucket_caps_mb:
+    def planner(self, communicator: ranks.Communicator, device: torch.device) -> Planner:
+        """What suits the link, the same on every rank. A collective, once for each device."""
+        if device not in self._planners:
             explained = communicator.explaining("the link could not be measured")
             with explained, torch_private.tracing.outside_of_traces():
-                speed = measure_bytes_per_second(communicator, device)
-            self._bucket_caps_mb[device] = bucket_cap_for(speed)
-        return self._bucket_caps_mb[device]
+                self._planners[device] = OptimalBuckets.of(calibration_for(communicator, device))
+        return self._planners[device]
 
     # ---- those that wait elsewhere -----------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from compiled_ddp.functional.agreements import Agreements, ReductionOrder
 from compiled_ddp.functional.wanted import Agreed, Wanted
 from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.plan import COUNT_MODULUS, FIRST_USED
+from compiled_ddp.planning.planners import MEBIBYTE, Planner, SizedBuckets
 from compiled_ddp.ranks import communicator as ranks
 from compiled_ddp.ranks.host_numbers import LateRows, to_copy
 from compiled_ddp.ranks.rank_group import RankGroup
@@ -211,9 +212,11 @@ class Communicator:
         agreed = self.order.known(wanted)
         if agreed is None:
             cap_mb = wanted.bucket_cap_mb
-            if cap_mb is None:
-                cap_mb = self.agreements.bucket_cap_mb(self._made, wanted.device)
-            agreed = Agreed(wanted, order, self.world_size, cap_mb)
+            if cap_mb is not None:
+                planner: Planner = SizedBuckets((cap_mb * MEBIBYTE,))
+            else:
+                planner = self.agreements.planner(self._made, wanted.device)
+            agreed = Agreed(wanted, order, self.world_size, planner)
             self.order.add(agreed)
         if is_next:
             self.order.note_next(agreed)

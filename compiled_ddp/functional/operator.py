@@ -3,6 +3,7 @@
 import contextlib
 import contextvars
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from compiled_ddp.passes.ops import all_reduce_in_place, wait_tensor
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import find_sums
 from compiled_ddp.plan import BucketPlan, GradientSpec
-from compiled_ddp.planning.assignment import assign_buckets
+from compiled_ddp.planning.assignment import place_buckets
 from compiled_ddp.ranks.launch_observer import profiled
 
 # ---- the operator ----------------------------------------------------------------------------------------------------
@@ -26,15 +27,17 @@ from compiled_ddp.ranks.launch_observer import profiled
 def plan_of(
     gradients: tuple[GradientSpec, ...],
     order: tuple[int, ...],
-    capacities_bytes: tuple[float, ...],
+    lengths: tuple[int, ...],
     world_size: int,
     passengers: int,
 ) -> BucketPlan:
-    """The buckets of these gradients, filled in this `order`, with so many elements of the user's at the end."""
-    in_order = [gradients[index] for index in order]
-    return assign_buckets(
-        in_order, capacities_bytes=capacities_bytes, world_size=world_size, reduction="sum", passengers=passengers
-    )
+    """The buckets of these gradients, so many in each in this `order`, with so many elements of the user's at the end.
+
+    Where the last one has none, the riders have a bucket of their own.
+    """
+    in_order = iter([gradients[index] for index in order])
+    buckets = [[*itertools.islice(in_order, length)] for length in lengths if length]
+    return place_buckets(buckets, world_size, riders_apart=not lengths[-1], reduction="sum", passengers=passengers)
 
 
 def spec_of(index: int, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> GradientSpec:
@@ -64,14 +67,14 @@ def _sum_over_ranks(
     passengers: Sequence[Tensor],
     leading: Tensor,
     order: Sequence[int],
-    capacities_bytes: Sequence[float],
+    lengths: Sequence[int],
     world_size: int,
     group_name: str,
 ) -> list[Tensor]:
     """All buckets launched one after the other, then awaited; the results are views of them."""
     specs = tuple(spec_of(index, tuple(g.shape), g.dtype, g.device) for index, g in enumerate(gradients))
     ridden = sum(passenger.numel() for passenger in passengers)
-    plan = plan_of(specs, tuple(order), tuple(capacities_bytes), world_size, ridden)
+    plan = plan_of(specs, tuple(order), tuple(lengths), world_size, ridden)
     used = torch.ones(len(gradients), dtype=torch.float32, device=leading.device)
     name, flat_buffers = _bucket_name.get(), []
     for position, bucket in enumerate(plan.buckets):
@@ -167,13 +170,13 @@ def overlap(graph_module: GraphModule, *, in_place: bool = False) -> GraphModule
 
 def _planned(reduction: Node) -> tuple[BucketPlan, str]:
     """The plan of a reduction as it is traced, and the group that it is launched on."""
-    gradients, passengers, _, order, capacities_bytes, world_size, group_name = reduction.args
+    gradients, passengers, _, order, lengths, world_size, group_name = reduction.args
     values = [node.meta["val"] for node in _nodes(gradients)]
     specs = tuple(spec_of(index, tuple(g.shape), g.dtype, g.device) for index, g in enumerate(values))
     ridden = sum(node.meta["val"].numel() for node in _nodes(passengers))
-    assert isinstance(order, Sequence) and isinstance(capacities_bytes, Sequence)
+    assert isinstance(order, Sequence) and isinstance(lengths, Sequence)
     assert isinstance(world_size, int) and isinstance(group_name, str)
-    return plan_of(specs, tuple(order), tuple(capacities_bytes), world_size, ridden), group_name
+    return plan_of(specs, tuple(order), tuple(lengths), world_size, ridden), group_name
 
 
 def _nodes(values: object) -> list[Node]:

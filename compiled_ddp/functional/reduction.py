@@ -19,7 +19,7 @@ from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.operator import SumOverRanks, naming_buckets
 from compiled_ddp.functional.session import Session, current_session
 from compiled_ddp.functional.unit import Run, Unit, break_off
-from compiled_ddp.functional.wanted import Agreed, Wanted
+from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Wanted
 from compiled_ddp.options import is_number
 from compiled_ddp.plan import FIRST_USED
 from compiled_ddp.ranks.rank_group import check_kind
@@ -198,7 +198,7 @@ class GradientReduction:
         """Ranks agree when all of the step has been traced: the order of gradients is not known before."""
         wanted = self._wanted([*parameters], gradients, passengers)
         leading = new_leading(wanted.device)
-        unplanned = Agreed(wanted, last_first(wanted), self.world_size, 0.0)
+        unplanned = Agreed(wanted, last_first(wanted), self.world_size, UNPLANNED)
         *sums, turn = unplanned.launch(gradients, passengers, leading, "")
         session.note_run(Run(self.communicator, wanted, leading), turn, parameters)
         return sums

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.passes.ops import sum_over_ranks
 from compiled_ddp.plan import BucketPlan, GradientSpec
-from compiled_ddp.planning.assignment import MEBIBYTE
+from compiled_ddp.planning.planners import Planner, SizedBuckets
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.ranks.progress import format_bucket
 
@@ -115,24 +116,35 @@ def _digest(value: object) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:8]
 
 
+UNPLANNED = SizedBuckets((0.0,))  # what ranks have not agreed on yet: each gradient by itself
+
+
 @dataclass(frozen=True, eq=False)
 class Agreed:
-    """One that all ranks know: `order` is that of the gradients in the buckets, which are full at `bucket_cap_mb`."""
+    """One that all ranks know: `order` is that in which its gradients are ready, from which `planner` fills buckets."""
 
     wanted: Wanted
     order: tuple[int, ...]
     world_size: int
-    bucket_cap_mb: float
+    planner: Planner
 
-    @property
-    def _capacities_bytes(self) -> tuple[float, ...]:
-        return (self.bucket_cap_mb * MEBIBYTE,)
+    @functools.cached_property
+    def _buckets(self) -> tuple[tuple[int, ...], ...]:
+        """The gradients of each; a last one without any has the riders alone."""
+        filled = self.planner.fill([self.gradients[index] for index in self.order], self.names, None)
+        buckets = [tuple(gradient.index for gradient in bucket) for bucket in filled]
+        return (*buckets, ()) if self.planner.naive else tuple(buckets)
+
+    @functools.cached_property
+    def _places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The order of the gradients in the buckets, and how many each has."""
+        return tuple(itertools.chain.from_iterable(self._buckets)), tuple(map(len, self._buckets))
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(name for name, *_ in self.wanted.gradients)
 
-    @property
+    @functools.cached_property
     def gradients(self) -> tuple[GradientSpec, ...]:
         return tuple(
             spec_of(index, shape, dtype, device)
@@ -142,7 +154,7 @@ class Agreed:
     @functools.cached_property
     def plan(self) -> BucketPlan:
         """Asked several times in each step, and the same each time."""
-        return plan_of(self.gradients, self.order, self._capacities_bytes, self.world_size, self.wanted.passengers)
+        return plan_of(self.gradients, *self._places, self.world_size, self.wanted.passengers)
 
     def bucket_name(self, position: int) -> str:
         """The name of the bucket at `position` of the launch order, in profiles."""
@@ -152,9 +164,9 @@ class Agreed:
         self, gradients: Sequence[Tensor], passengers: Sequence[Tensor], leading: Tensor, group_name: str
     ) -> list[Tensor]:
         """The sums over ranks: of gradients, passengers and the leading riders."""
-        capacities = list(self._capacities_bytes)
+        order, lengths = map(list, self._places)
         sums: list[Tensor] = sum_over_ranks(
-            list(gradients), list(passengers), leading, list(self.order), capacities, self.world_size, group_name
+            list(gradients), list(passengers), leading, order, lengths, self.world_size, group_name
         )
         return sums
 

@@ -11,7 +11,7 @@ import operator
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 from compiled_ddp import torch_private
 from compiled_ddp.checks.values import Expected, Reference
 from compiled_ddp.graph import compile_once
+from compiled_ddp.graph.backward_work import count_backward
 from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own_outputs
 from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph, HasTeller
 from compiled_ddp.graph.reference import NoReference
@@ -31,6 +32,7 @@ from compiled_ddp.passes.inline_hook import TracedHook
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import BucketPolicy
+from compiled_ddp.planning.cost_model import BackwardWork
 from compiled_ddp.ranks.communicator import SHARED_NAME, Communicator, NameInGraphs
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.graphs import ReservedSection
@@ -450,6 +452,8 @@ class Segment:
         ]
         # The inputs that may get a gradient, in the order in which backward completes them.
         self.gradient_order = gradient_order(graph_module.graph, with_gradient) if torch.is_grad_enabled() else []
+        self._counted = {place: number for number, place in enumerate(self.gradient_order)}
+        self._work = count_backward(graph_module.graph, self.gradient_order)
         # [Note: undefined gradients]
         self._outputs_of = {} if reached is None else with_own_outputs(reached, self.gradient_order)
         self.may_leave_out = bool(self._outputs_of)  # whether there are inputs that some backwards bring no gradient
@@ -500,6 +504,10 @@ class Segment:
         self.gradient_order = [*filter(is_meant, self.gradient_order)]
         self._outputs_of = {place: outputs for place, outputs in self._outputs_of.items() if is_meant(place)}
         self.may_leave_out = bool(self._outputs_of)
+
+    def work_until(self, places: Iterable[int]) -> BackwardWork:
+        """What the backward computes until the gradients of these inputs are ready."""
+        return self._work.only([self._counted[place] for place in places])
 
     def __call__(self, *inputs: Any) -> Any:
         first_node = torch_private.aot.next_node()
@@ -571,6 +579,9 @@ class Segment:
 # Which parameter each input that may get a gradient is, in the segment's gradient order; None for any other tensor.
 _Parameters = tuple[int | None, ...]
 
+# The dtypes of their gradients, and which they are where buckets go by names.
+_Pattern = tuple[torch.dtype | None, ...] | tuple[tuple[torch.dtype | None, ...], _Parameters]
+
 
 class Bindings:
     """A wrapper's programs, by segment and by which of the inputs are its parameters."""
@@ -615,6 +626,18 @@ class Bindings:
         if not binding.whole.index_of:
             return None
         return SegmentCall(binding, may_leave_out=segment.may_leave_out, node=node, runtime=self._runtime)
+
+    def work_of(self, plan: BucketPlan) -> BackwardWork | None:
+        """What the backward of the graph with this plan over parameters computes until each of its gradients is ready.
+
+        In the plan's order; None where no such graph is known here.
+        """
+        for segment, known in self._known.items():
+            for bound in known.bound.values():
+                if bound.fingerprint == plan.fingerprint:
+                    place_of = {index: place for place, index in bound.index_of.items()}
+                    return segment.work_until(map(place_of.__getitem__, plan.indices))
+        return None
 
     def report_left(self, inputs: Sequence[Any], why: str) -> None:
         """Hooks reduce the parameters among these inputs of a graph. Raises RuntimeError if that must not be."""
@@ -661,18 +684,22 @@ class Bindings:
         index_of = {position: index for position, index in pairs if index is not None}
         planned = self._runtime.parameters.gradients
         # One graph may run for parameters that tell autograd to cast their gradients to different dtypes.
-        pattern = tuple(None if index is None else planned[index].dtype for index in parameters)
+        pattern: _Pattern = tuple(None if index is None else planned[index].dtype for index in parameters)
+        if self._policy.planner.goes_by_names:
+            pattern = (pattern, parameters)
         programs = known.programs
         if pattern not in programs:
             gradients = [replace(planned[index], index=position) for position, index in index_of.items()]
-            programs[pattern] = self._new_program(segment, gradients)
+            names = {position: self._runtime.parameters.names[index] for position, index in index_of.items()}
+            programs[pattern] = self._new_program(segment, gradients, names)
         plan = programs[pattern].plan.renumbered(index_of)
         return Bound(programs[pattern], plan, plan.fingerprint, index_of)
 
-    def _new_program(self, segment: Segment, gradients: Sequence[GradientSpec]) -> Program:
-        """`gradients` of the graph's inputs, in the order in which backward completes them."""
+    def _new_program(self, segment: Segment, gradients: Sequence[GradientSpec], names: Mapping[int, str]) -> Program:
+        """`gradients` of the graph's inputs in the order in which backward completes them, and their `names`."""
         runtime = self._runtime
-        plan = self._policy.assign(gradients)
+        work = segment.work_until(gradient.index for gradient in gradients)
+        plan = self._policy.assign(gradients, names, work)
         hook = runtime.reduction.traced_hook
         return Program(
             plan,
@@ -719,8 +746,7 @@ class _Known:
     """What is known of one segment."""
 
     def __init__(self) -> None:
-        # By which of the inputs are parameters, and the dtypes of their gradients.
-        self.programs: dict[tuple[torch.dtype | None, ...], Program] = {}
+        self.programs: dict[_Pattern, Program] = {}
         self.bound: dict[_Parameters, Bound] = {}
         self.bindings: dict[_Parameters, Binding] = {}  # those with all parameters of a call
 

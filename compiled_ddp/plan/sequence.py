@@ -1,8 +1,12 @@
 """What a whole backward launches: sections, each a plan and who launches it, and their sequence."""
 
 import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+import torch
 
 from compiled_ddp.plan.buckets import Bucket, BucketPlan, fingerprint_of
 
@@ -50,6 +54,18 @@ class Section:
     def falls_back(self) -> bool:
         """Whether hooks reduce what a graph was wanted for."""
         return self.origin == "hooks" and self.reason != TOO_SMALL
+
+
+SAVED_VERSION = 1  # of the files that `ReductionSequence.save` writes
+
+
+def described(size: tuple[int, ...], dtype: torch.dtype) -> str:
+    """What a file says of a gradient."""
+    return f"{str(dtype).removeprefix('torch.')} {list(size)}"
+
+
+def _specs_of(plan: BucketPlan) -> dict[int, str]:
+    return {gradient.index: described(gradient.size, bucket.dtype) for bucket, gradient in plan.gradients}
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,20 @@ class ReductionSequence:
     @property
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
+
+    def save(self, path: str | Path) -> None:
+        """Write which parameters share a bucket, in launch order, as JSON: `SavedPlan.load` reads it."""
+        sections = [section for section in self.sections if not section.reduces_again]
+        specs = {i: spec for section in sections for i, spec in _specs_of(section.plan).items()}
+        name = self.parameter_names.__getitem__
+        buckets = [[*map(name, bucket.indices)] for section in sections for bucket in section.plan.buckets]
+        document = {
+            "plan": SAVED_VERSION,
+            "world_size": self.sections[0].plan.world_size if self.sections else 1,
+            "buckets": [bucket for bucket in buckets if bucket],
+            "parameters": {name(index): specs[index] for index in sorted(specs)},
+        }
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     @functools.cached_property
     def fingerprint(self) -> str:

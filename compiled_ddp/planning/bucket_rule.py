@@ -1,4 +1,4 @@
-"""Filling buckets by numbers of elements or by trigger parameters, as apex did, in place of sizes in bytes."""
+"""A planner that fills buckets by numbers of elements or by trigger parameters, as apex did."""
 
 import functools
 from collections import Counter
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from compiled_ddp.plan import GradientSpec
+from compiled_ddp.planning.cost_model import BackwardWork
+from compiled_ddp.planning.planners import Names
 
 # What is left at the end of backward is shipped in this order of dtypes, others behind them.
 _ORDER = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
@@ -26,11 +28,17 @@ class BucketRule:
     triggers: tuple[str, ...] | None = None
     delayed: bool = False
 
-    def fill(self, gradients: Sequence[GradientSpec], names: Sequence[str]) -> list[list[GradientSpec]]:
-        """Buckets in launch order, of `gradients` in the order in which backward produces them.
+    @property
+    def naive(self) -> bool:
+        return False
 
-        A gradient is called `names[gradient.index]`.
-        """
+    @property
+    def goes_by_names(self) -> bool:
+        return self.triggers is not None
+
+    def fill(
+        self, gradients: Sequence[GradientSpec], names: Names, work: BackwardWork | None = None
+    ) -> list[list[GradientSpec]]:
         opened: dict[tuple[torch.dtype, torch.device], list[GradientSpec]] = {}
         numel: Counter[tuple[torch.dtype, torch.device]] = Counter()  # of the bucket that is open
         shipped: list[list[GradientSpec]] = []

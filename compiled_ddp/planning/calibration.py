@@ -1,26 +1,19 @@
 """What is known of a machine and a link, as a file that people read, compare and hand on."""
 
 import dataclasses
+import itertools
 import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from compiled_ddp.planning.cost_model import Link
+from compiled_ddp.planning.cost_model import Compute, Link
 
 _VERSION = 1
-
-
-@dataclass(frozen=True)
-class Compute:
-    """How fast one rank computes, measured on its device in float32 (or as `torch.set_float32_matmul_precision` says)."""
-
-    flops_per_second: float  # of a matrix product, with a product and a sum as two
-    bytes_per_second: float  # that elementwise work reads and writes
-
-    def seconds(self, flops: float, nbytes: float) -> float:
-        """A roofline: work takes as long as the slower one of its arithmetic and its memory."""
-        return max(flops / self.flops_per_second, nbytes / self.bytes_per_second)
+_BURST = 1.5  # times the rate of the largest sample: what is faster was let through in a burst
+_INFINITE = "infinite"  # as a file has it, since JSON has no such number: the bandwidth of a rank alone
 
 
 @dataclass(frozen=True)
@@ -30,6 +23,11 @@ class Sample:
     nbytes: int
     in_flight: int
     seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of all together."""
+        return self.in_flight * self.nbytes / self.seconds
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,7 @@ class Calibration:
             raise ValueError(f"{path} holds no calibration: {error}") from error
 
     def to_json(self) -> str:
-        return json.dumps({"calibration": _VERSION} | dataclasses.asdict(self), indent=2)
+        return json.dumps({"calibration": _VERSION} | _without_infinity(dataclasses.asdict(self)), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -72,16 +70,115 @@ class Calibration:
         if version != _VERSION:
             raise ValueError(f"expected a JSON object of version {_VERSION}, as `calibrate` writes, found {version!r}")
         try:
-            return cls(
+            calibration = cls(
                 **found
                 | {
-                    "link": Link(**found["link"]),
-                    "compute": Compute(**found["compute"]),
-                    "samples": tuple(Sample(**sample) for sample in found.get("samples", ())),
+                    "link": _of_numbers(Link, found["link"]),
+                    "compute": _of_numbers(Compute, found["compute"]),
+                    "samples": tuple(_of_numbers(Sample, sample) for sample in found.get("samples", ())),
                 }
             )
-        except (KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"a field is missing or unknown: {error}") from error
+        calibration._check_kinds()
+        return calibration
+
+    def _check_kinds(self) -> None:
+        """Raise ValueError where a file has something else for one of the simple fields."""
+        texts, numbers = (self.backend, self.device, self.measured), (self.world_size, self.hosts, self.residual)
+        if not all(isinstance(text, str) for text in texts) or not all(
+            isinstance(each, int | float) for each in numbers
+        ):
+            raise ValueError(f"expected texts and numbers, found {texts} and {numbers}")
+
+
+Numbers = TypeVar("Numbers", Link, Compute, Sample)
+
+
+def _of_numbers(kind: type[Numbers], fields: Mapping[str, Any]) -> Numbers:
+    """Made of the numbers that a file has."""
+    numbers: dict[str, Any] = {name: math.inf if value == _INFINITE else value for name, value in fields.items()}
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, int | float) or not number >= 0:
+            raise ValueError(f"{name} must be a number of at least 0, found {number!r}")
+        if number == 0 and name in ("bytes_per_second", "flops_per_second", "nbytes", "in_flight"):
+            raise ValueError(f"{name} must be above 0, found {number!r}")
+    return kind(**numbers)
+
+
+def _without_infinity(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_infinity(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_infinity(each) for each in value]
+    return _INFINITE if value == math.inf else value
+
+
+# ---- the model of what was measured ----------------------------------------------------------------------------------
+
+
+def fit_link(samples: Sequence[Sample], *, host_seconds: float) -> tuple[Link, float]:
+    """The link that explains these best, and the root mean square of its relative errors.
+
+    Latency and start-up, and for them a bandwidth too, by least squares on the relative errors of `predicted_seconds`,
+    none below zero: sizes differ by thousands, and by absolute errors the largest would be all that counts. Then the
+    bandwidth by the largest sample alone, as buckets are large, and smaller ones may be let through in a burst.
+    """
+    largest = max(samples, key=lambda sample: sample.in_flight * sample.nbytes)
+    limit = _BURST * largest.bytes_per_second
+    _, startup, latency = _least_squares([_row(sample) for sample in samples if sample.bytes_per_second <= limit])
+    left = largest.seconds - latency - largest.in_flight * startup
+    link = Link(startup, largest.in_flight * largest.nbytes / left if left > 0 else math.inf, host_seconds, latency)
+    errors = [predicted_seconds(link, each.nbytes, each.in_flight) / each.seconds - 1 for each in samples]
+    return link, math.sqrt(sum(error * error for error in errors) / len(errors))
+
+
+def _row(sample: Sample) -> tuple[float, float, float]:
+    """The factors of 1 / bandwidth, start-up and latency in the time that the model says, over the measured one."""
+    at_once = sample.in_flight / sample.seconds
+    return sample.nbytes * at_once, at_once, 1 / sample.seconds
+
+
+def predicted_seconds(link: Link, nbytes: int, in_flight: int) -> float:
+    """What so many all-reduces of this size take that are launched at once."""
+    return link.latency_seconds + in_flight * link.seconds(nbytes)
+
+
+def _least_squares(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The x of at least 0 for which each row times x is nearest to 1; where several are, with the first columns.
+
+    Whichever of x are not 0 are the best ones without that bound, of those columns: so try all choices of columns.
+    """
+    width = len(rows[0])
+    found = [(0.0,) * width]
+    for number in range(1, width + 1):
+        for columns in itertools.combinations(range(width), number):
+            solved = dict(zip(columns, _solve([[row[column] for column in columns] for row in rows]), strict=True))
+            if all(x >= 0 for x in solved.values()):
+                found.append(tuple(solved.get(column, 0.0) for column in range(width)))
+    return min(found, key=lambda x: round(_error(rows, x), 12))
+
+
+def _error(rows: Sequence[Sequence[float]], x: Sequence[float]) -> float:
+    errors = [sum(a * b for a, b in zip(row, x, strict=True)) - 1 for row in rows]
+    return sum(error * error for error in errors)
+
+
+def _solve(rows: Sequence[Sequence[float]]) -> list[float]:
+    """As `_least_squares`, whatever the sign: from the normal equations, by elimination; nan where many do as well."""
+    width = len(rows[0])
+    left = [[sum(row[i] * row[j] for row in rows) for j in range(width)] for i in range(width)]
+    right = [sum(row[i] for row in rows) for i in range(width)]
+    for i in range(width):
+        for j in range(i + 1, width):
+            factor = left[j][i] / left[i][i] if left[i][i] > 0 else math.nan
+            left[j] = [below - factor * above for below, above in zip(left[j], left[i], strict=True)]
+            right[j] -= factor * right[i]
+    x = [math.nan] * width
+    for i in reversed(range(width)):
+        known = sum(left[i][j] * x[j] for j in range(i + 1, width))
+        x[i] = (right[i] - known) / left[i][i] if left[i][i] > 0 else math.nan
+    return x
 
 
 def fields_of(calibration: Calibration) -> dict[str, Any]:
@@ -93,6 +190,7 @@ def fields_of(calibration: Calibration) -> dict[str, Any]:
         "hosts": calibration.hosts,
         "device": calibration.device,
         "start-up us": link.startup_seconds * 1e6,
+        "latency us": link.latency_seconds * 1e6,
         "MB/s": link.bytes_per_second / 1e6,
         "host us": link.host_seconds * 1e6,
         "Gflop/s": compute.flops_per_second / 1e9,

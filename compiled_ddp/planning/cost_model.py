@@ -1,4 +1,4 @@
-"""What a backward and its all-reduces take: a link by start-up and bandwidth, and the times at which gradients are ready.
+"""What a backward and its all-reduces take: a link by start-up and bandwidth, and when each gradient is ready.
 
 The link carries one all-reduce after the other, in launch order. One of n bytes takes start-up + n / bandwidth (the
 alpha-beta model of Hockney, Parallel Computing 20, 1994; for gradients: MG-WFBP, arXiv 1912.09268), whatever else is
@@ -8,7 +8,7 @@ under way. That several share the link changes nothing in when all of them have 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -22,21 +22,79 @@ class Link:
     bytes_per_second: float
     host_seconds: float = 0.0  # that each collective takes from what computes the backward
     latency_seconds: float = 0.0  # between the end of the last transfer and the end of its wait
+    host_seconds_per_byte: float = 0.0  # that the reduction itself takes from what computes the backward
 
     def seconds(self, nbytes: float) -> float:
         """What one all-reduce takes of the link."""
         return self.startup_seconds + nbytes / self.bytes_per_second
+
+    def __str__(self) -> str:
+        return f"{_readable(self.startup_seconds * 1e6)} us + bytes / {_readable(self.bytes_per_second / 1e6)} MB/s"
 
     def rounded(self) -> "Link":
         """On a grid on which the noise from one start to the next is rarely seen: each value to a power of two.
 
         Plans are made for this one, as they stand in the keys of compiled graphs.
         """
-        return Link(*(_power_of_two(v) for v in (self.startup_seconds, self.bytes_per_second, self.host_seconds)))
+        return Link(
+            _power_of_two(self.startup_seconds),
+            _power_of_two(self.bytes_per_second),
+            _power_of_two(self.host_seconds),
+            host_seconds_per_byte=_power_of_two(self.host_seconds_per_byte),
+        )
+
+
+def _readable(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _power_of_two(value: float) -> float:
     return 2.0 ** round(math.log2(value)) if 0 < value < math.inf else value
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How fast one rank computes, in float32 (or as `torch.set_float32_matmul_precision` says)."""
+
+    flops_per_second: float  # of a matrix product, with a product and a sum as two
+    bytes_per_second: float  # that elementwise work reads and writes
+
+    def rounded(self) -> "Compute":
+        """As `Link.rounded`."""
+        return Compute(_power_of_two(self.flops_per_second), _power_of_two(self.bytes_per_second))
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations, and bytes of memory that elementwise work reads and writes."""
+
+    flops: float = 0.0
+    nbytes: float = 0.0
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(self.flops + other.flops, self.nbytes + other.nbytes)
+
+    def seconds(self, compute: Compute) -> float:
+        """One after the other: products and elementwise loops are different kernels."""
+        return self.flops / compute.flops_per_second + self.nbytes / compute.bytes_per_second
+
+
+@dataclass(frozen=True)
+class BackwardWork:
+    """What a backward computes: until each gradient is ready, in launch order, and in all."""
+
+    until_ready: tuple[Work, ...]
+    total: Work
+
+    def readiness(self, compute: Compute) -> "Readiness":
+        """In seconds, on a device that computes so fast."""
+        ready = [work.seconds(compute) for work in self.until_ready]
+        end = self.total.seconds(compute)
+        return Readiness(tuple(itertools.accumulate(ready, max)), end, "by the operations of the captured graph")
+
+    def only(self, places: Sequence[int]) -> "BackwardWork":
+        """That of the gradients at these places."""
+        return BackwardWork(tuple(self.until_ready[place] for place in places), self.total)
 
 
 @dataclass(frozen=True)
@@ -61,12 +119,22 @@ class Readiness:
             "by the sizes of gradients, for a backward as long as its communication",
         )
 
-    def rounded(self) -> "Readiness":
-        """With the backward's length to a power of two: see `Link.rounded`."""
-        if not self.backward_seconds > 0:
+    def beside(self, link: Link, nbytes: float) -> "Readiness":
+        """On a device that also does its part of the reduction of so many bytes, as far as that is in the backward.
+
+        Evenly, whatever the buckets are: what a byte costs is the same in each.
+        """
+        if not (link.host_seconds_per_byte and nbytes and self.backward_seconds):
             return self
-        factor = _power_of_two(self.backward_seconds) / self.backward_seconds
-        return Readiness(tuple(t * factor for t in self.seconds), self.backward_seconds * factor, self.source)
+        share = min(1.0, self.backward_seconds * link.bytes_per_second / nbytes)
+        slower = 1 + share * nbytes * link.host_seconds_per_byte / self.backward_seconds
+        return replace(
+            self, seconds=tuple(at * slower for at in self.seconds), backward_seconds=self.backward_seconds * slower
+        )
+
+    def only(self, places: Sequence[int]) -> "Readiness":
+        """That of the gradients at these places."""
+        return replace(self, seconds=tuple(self.seconds[place] for place in places))
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,16 @@ k buckets. Then
 
     E(k, j) = min over i < j of  max(R(j) + (k - 1) host, E(k - 1, i)) + startup + (B(j) - B(i)) / bandwidth
 
-E(k, .) never falls with j: leave the last gradient out, and no plan ends later. So among all i at which the link is free
-in time the last one is best, and it moves forward with j; among those at which it is busy still, E(k - 1, i) - B(i) /
-bandwidth decides, whose least in a window that moves forward a queue keeps. So n gradients and k buckets take n times k
-steps.
+E(k, .) never falls with j: leave the last gradient out, and no plan ends later. So among all i at which the link is
+free in time the last one is best, and it moves forward with j; among those at which it is busy still, E(k - 1, i) -
+B(i) / bandwidth decides, whose least in a window that moves forward a queue keeps. So n gradients and k buckets take n
+times k steps.
 
 No gradient is ever split: a part is not ready before the whole, so a bucket that ends inside a gradient can as well end
 before it, be launched earlier, and leave the rest to the next one, which is launched when it was.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 
@@ -24,15 +25,21 @@ TOLERANCE = 0.005  # of the backward's end: a plan with fewer buckets is taken w
 
 
 def optimal_buckets(
-    nbytes: Sequence[int], readiness: Readiness, link: Link, *, tolerance: float = TOLERANCE
+    nbytes: Sequence[int],
+    readiness: Readiness,
+    link: Link,
+    *,
+    tolerance: float = TOLERANCE,
+    largest_bytes: float = math.inf,
 ) -> list[int]:
     """How many gradients each bucket has, of those with these sizes, in the order in which they are ready.
 
-    The fewest buckets with which the backward ends at most so much later than with the best of all plans.
+    The fewest buckets with which the backward ends at most so much later than with the best of all plans whose buckets
+    have at most `largest_bytes`, but for a larger gradient, which is a bucket by itself.
     """
     if not nbytes:
         return []
-    table = _Table(nbytes, readiness, link)
+    table = _Table(nbytes, readiness, link, largest_bytes)
     good_enough = (1 + tolerance) * lower_bound(nbytes, readiness, link)
     ends = list[float]()
     for buckets in range(1, len(nbytes) + 1):
@@ -67,12 +74,13 @@ def predict_plan(lengths: Sequence[int], nbytes: Sequence[int], readiness: Readi
 class _Table:
     """E(k, .) for a k that grows, and which i it has come from."""
 
-    def __init__(self, nbytes: Sequence[int], readiness: Readiness, link: Link) -> None:
+    def __init__(self, nbytes: Sequence[int], readiness: Readiness, link: Link, largest_bytes: float) -> None:
         self._ready, self._backward, self._link = readiness.seconds, readiness.backward_seconds, link
         self._sent = [0.0]  # B(j) / bandwidth
         for size in nbytes:
             self._sent.append(self._sent[-1] + size / link.bytes_per_second)
-        self._ends = [0.0] + [float("inf")] * len(nbytes)  # with no bucket
+        self._first = _first_places(nbytes, largest_bytes)
+        self._ends = [0.0] + [math.inf] * len(nbytes)  # with no bucket
         self._from: list[list[int]] = []  # of each k: the i of each j; -1 where fewer buckets do as well
 
     def add_bucket(self) -> bool:
@@ -90,9 +98,11 @@ class _Table:
             launched = self._ready[j - 1] + behind
             while free + 1 < j and before[free + 1] <= launched:
                 free += 1
-            while busy and busy[0] <= free:
+            while busy and busy[0] <= max(free, self._first[j] - 1):
                 busy.popleft()
-            origin, end = free, max(launched, before[free]) + startup + sent[j] - sent[free]
+            origin, end = free, math.inf
+            if free >= self._first[j]:
+                end = max(launched, before[free]) + startup + sent[j] - sent[free]
             if busy and (other := before[busy[0]] + startup + sent[j] - sent[busy[0]]) < end:
                 origin, end = busy[0], other
             if end < ends[j]:
@@ -115,3 +125,15 @@ class _Table:
                 lengths.append(j - i)
                 j = i
         return lengths[::-1]
+
+
+def _first_places(nbytes: Sequence[int], largest_bytes: float) -> list[int]:
+    """For each j the least i such that a bucket of the gradients i to j - 1 is not too large, or has one alone."""
+    first, size, places = 0, 0, [0]
+    for j, added in enumerate(nbytes, start=1):
+        size += added
+        while size > largest_bytes and first < j - 1:
+            size -= nbytes[first]
+            first += 1
+        places.append(first)
+    return places

@@ -30,6 +30,13 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     precompile.add_argument("--device", choices=("cpu", "cuda"), help="default cuda where there is one")
     precompile.add_argument("--process-group", choices=("gloo", "nccl"), help="the job's; default nccl on cuda")
     precompile.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="of the job's link, from `compiled-ddp calibrate` there: buckets are planned for it, by the job too; "
+        "default 10 Gbit/s with gloo, 20 GB/s with nccl",
+    )
+    precompile.add_argument(
         "--batches", type=int, help="how many to take of what has no length, such as a generator (default 1)"
     )
 

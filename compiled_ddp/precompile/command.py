@@ -22,8 +22,11 @@ from compiled_ddp.compiled import CompiledDDP, compile_ddp
 from compiled_ddp.graph import precompiled
 from compiled_ddp.graph.telling import Compilation
 from compiled_ddp.model.managed import is_wrapper
+from compiled_ddp.planning.calibration import Calibration
+from compiled_ddp.planning.cost_model import Link
 from compiled_ddp.ranks import pretended
-from compiled_ddp.ranks.link_speed import BUCKET_CAPS_MB
+from compiled_ddp.ranks.calibration import QUICK_SECONDS, compute_here
+from compiled_ddp.ranks.kept_calibration import pin
 from compiled_ddp.users_model import call_model
 
 
@@ -53,35 +56,28 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _fill(options: argparse.Namespace, folder: Path) -> list[Compilation]:
-    """A size of buckets that the model's options leave open is chosen by the speed of the job's link: take each.
+    """In a process of its own, which has the folder for its cache.
 
-    In a process of its own, which knows of nothing that has been compiled for another one.
+    Where the model's options leave the buckets open, they are planned for a calibration, and so will be the job's.
     """
-    compiled = list[Compilation]()
     settings = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    for speed, megabytes in BUCKET_CAPS_MB:
-        began = time.perf_counter()
-        spawn = multiprocessing.get_context("spawn")
-        with environment_with(settings), ProcessPoolExecutor(1, mp_context=spawn) as process:
-            found, is_open = process.submit(_compile_all, options, folder, speed).result()
-        compiled += found
-        buckets = f"buckets of {megabytes:g} MiB" if is_open else "the given buckets"
-        sys.stderr.write(f"{buckets}: {len(found)} programs, {time.perf_counter() - began:.0f} s\n")
-        if not is_open:
-            break
+    began = time.perf_counter()
+    spawn = multiprocessing.get_context("spawn")
+    with environment_with(settings), ProcessPoolExecutor(1, mp_context=spawn) as process:
+        compiled, buckets = process.submit(_compile_all, options, folder).result()
+    sys.stderr.write(f"{buckets}: {len(compiled)} programs, {time.perf_counter() - began:.0f} s\n")
     return compiled
 
 
-def _compile_all(
-    options: argparse.Namespace, folder: Path, link_bytes_per_second: float
-) -> tuple[list[Compilation], bool]:
-    """What was compiled, or found, and whether the size of buckets goes by the link.
+def _compile_all(options: argparse.Namespace, folder: Path) -> tuple[list[Compilation], str]:
+    """What was compiled, or found, and which buckets.
 
     `folder` is absolute, as the user's script may change the directory.
     """
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     backend = options.process_group or ("nccl" if device.type == "cuda" else "gloo")
-    with pretended.world(options.ranks, backend=backend, link_bytes_per_second=link_bytes_per_second) as world:
+    calibration = _calibration(options.calibration, options.ranks, backend, device)
+    with pretended.world(options.ranks, backend=backend, calibration=calibration) as world:
         function = find_function(options.target, returns=RETURNS)
         offered = {"rank": 0, "world_size": options.ranks, "device": device}
         try:
@@ -101,7 +97,25 @@ def _compile_all(
             with torch.no_grad():
                 for each in inputs:
                     call_model(wrapper.warmup, each)
-        return wrapper.teller.compilations, world.link_was_measured
+        if not world.was_planned_for:
+            return wrapper.teller.compilations, "the given buckets"
+        pin(calibration, folder)
+        return wrapper.teller.compilations, f"buckets for all-reduces of {calibration.link}"
+
+
+# Where no calibration is given: 10 Gbit/s, and NVLink or InfiniBand with much of it left.
+_ASSUMED = {"gloo": Link(1e-4, 1.1e9), "nccl": Link(3e-5, 20e9)}
+
+
+def _calibration(file: Path | None, ranks: int, backend: str, device: torch.device) -> Calibration:
+    """The file's; without one the link is assumed, and this machine computes as the job's will."""
+    if file is None:
+        compute = compute_here(device, QUICK_SECONDS)
+        return Calibration(backend, ranks, 1, device.type, _ASSUMED[backend], compute, measured="assumed by precompile")
+    found = Calibration.load(file)
+    if found.world_size != ranks:
+        raise _Unusable(f"{file} was measured with {found.world_size} ranks, and the job has {ranks}")
+    return found
 
 
 def _wrapped(model: nn.Module, device: torch.device) -> CompiledDDP:

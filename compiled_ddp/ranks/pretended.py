@@ -8,6 +8,7 @@ from typing import Self
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
+from compiled_ddp.planning.calibration import Calibration
 
 NOTHING_WRONG = json.dumps([None, [], 0])  # a rank's verdict on what ranks compare: see `agreement`
 
@@ -15,14 +16,15 @@ NOTHING_WRONG = json.dumps([None, [], 0])  # a rank's verdict on what ranks comp
 class World:
     """What is pretended, beside the number of ranks."""
 
-    def __init__(self, link_bytes_per_second: float) -> None:
-        self._link_bytes_per_second = link_bytes_per_second
-        self.link_was_measured = False
+    def __init__(self, calibration: Calibration | None) -> None:
+        self._calibration = calibration
+        self.was_planned_for = False  # whether buckets were planned for its link, as no size was given
 
-    def measure_link(self) -> float:
-        """How fast its ranks reduce."""
-        self.link_was_measured = True
-        return self._link_bytes_per_second
+    def calibration(self) -> Calibration:
+        """What its ranks would measure."""
+        assert self._calibration is not None, "nothing is known of the link of this pretended world"
+        self.was_planned_for = True
+        return self._calibration
 
 
 _current: World | None = None
@@ -38,15 +40,17 @@ def current() -> World | None:
 
 
 @contextlib.contextmanager
-def world(size: int, *, backend: str, link_bytes_per_second: float) -> Iterator[World]:
+def world(size: int, *, backend: str, calibration: Calibration | None = None) -> Iterator[World]:
     """torch.distributed is initialised for `size` ranks of `backend` ("gloo", "nccl"), which is not started.
+
+    `calibration` is needed where sizes of buckets are left open.
 
     Nothing that depends on what other ranks compute may run in here: no synchronised backward, no optimizer.
     """
     global _current
     _stores.append(_Echo())
     with torch_private.groups.pretended(size, _stores[-1], backend):
-        _current = World(link_bytes_per_second)
+        _current = World(calibration)
         try:
             yield _current
         finally:

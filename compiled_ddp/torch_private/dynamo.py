@@ -163,6 +163,11 @@ def copy_captured(graph_module: GraphModule) -> GraphModule:
     return copied
 
 
+def size_hint(value: Any) -> Any:
+    """The number that a symbolic size had when it was captured; any other value as it is."""
+    return value.node.hint if isinstance(value, torch.SymInt) else value
+
+
 def captured_inputs(graph_module: GraphModule) -> list[Any]:
     """The fake inputs of a graph captured by Dynamo."""
     return [node.meta["example_value"] for node in graph_module.graph.find_nodes(op="placeholder")]

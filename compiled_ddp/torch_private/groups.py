@@ -200,6 +200,21 @@ def start_sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
     return work
 
 
+def start_sum_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...]) -> tuple[Any, dist.Work | None]:
+    """What a functional all-reduce of `group` returns, and its Work: what the operator keeps to itself.
+
+    The Work is None where it is no sum, and the operator has run.
+    """
+    tensor, kind, _ = args
+    if kind != "sum":
+        return operator(*args), None
+    if operator is not torch.ops._c10d_functional.all_reduce_.default:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    work = start_sum(group, tensor)
+    torch._C._distributed_c10d._register_work(tensor, work)  # for `wait_tensor`
+    return tensor, work
+
+
 @functools.cache
 def _sum() -> Any:
     options = distributed_c10d.AllreduceOptions()

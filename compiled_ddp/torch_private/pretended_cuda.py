@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from compiled_ddp.torch_private.dynamo import size_hint
+
 CUDA = torch.device("cuda", 0)
 # Of an H100 SXM, as NVIDIA publishes them.
 PROPERTIES = SimpleNamespace(
@@ -143,13 +145,9 @@ def _like_the_result(output: Any) -> Any:
     """Memory that nothing is computed into, of the size of what this node of a traced graph would return."""
     value = output.meta["val"] if isinstance(output, Node) else output
     if isinstance(value, Tensor):
-        size, stride = ([_hint(number) for number in numbers] for numbers in (value.shape, value.stride()))
+        size, stride = ([size_hint(number) for number in numbers] for numbers in (value.shape, value.stride()))
         return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
-    return _hint(value)
-
-
-def _hint(value: Any) -> Any:
-    return value.node.hint if isinstance(value, torch.SymInt) else value
+    return size_hint(value)
 
 
 @contextlib.contextmanager

@@ -212,7 +212,7 @@ class DDPAttributes(HasParts):
 
     @Fixed
     def bucket_bytes_cap(self) -> int | float:
-        """The size at which a bucket closes, the last one of a list; infinite where elements are counted."""
+        """The size at which a bucket closes, the last one of a list; infinite where none was given."""
         return self._settings.options.largest_bucket_bytes
 
     @Fixed

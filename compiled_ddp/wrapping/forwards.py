@@ -79,8 +79,13 @@ class Forwards:
             # Turned by the module itself, as Lightning does where a training step calls backward.
             self._switches.refresh_buffers(put_off or self._switches.synchronises)
         # Autograd cannot be asked about what runs inside of a transform.
-        if with_gradients and not transformed and self._runtime.forward.synchronises:
-            self._runtime.watch(tensors_in(outputs))
+        runtime = self._runtime
+        if (
+            with_gradients
+            and not transformed
+            and (runtime.forward.synchronises or runtime.communicator.recorder is not None)
+        ):
+            runtime.watch(tensors_in(outputs))
         return outputs
 
     def _check(self, module: nn.Module, *, with_gradients: bool) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from compiled_ddp import torch_private
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.options import Options
+from compiled_ddp.planning.calibration import Calibration
 from compiled_ddp.step.runtime import Runtime
 from compiled_ddp.users_code import warn_user
 from compiled_ddp.wrapping.ddp_arguments import DDPArguments, without_group
@@ -120,9 +121,9 @@ class Settings:
         self.options = dataclasses.replace(self.options, **changes)
         self.given = dataclasses.replace(self.given, **changes)
 
-    def choose_bucket_cap(self, bucket_cap_mb: float) -> None:
-        """Take the size that fits the link, as none was given."""
-        self.options = dataclasses.replace(self.options, bucket_cap_mb=bucket_cap_mb)
+    def plan_for(self, calibration: Calibration) -> None:
+        """Plan buckets for this link and device, as no size was given."""
+        self.options = dataclasses.replace(self.options, calibration=calibration)
 
     def change_ddp_arguments(self, changes: DDPArguments) -> None:
         self.ddp_arguments = {**self.ddp_arguments, **changes}

@@ -1,6 +1,5 @@
 """What ranks check, agree on and broadcast before a wrapper's first step, and where its model has changed since."""
 
-import math
 import weakref
 from collections.abc import Callable, Collection
 
@@ -24,7 +23,7 @@ from compiled_ddp.options import Mode, mode_from_environment
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
-from compiled_ddp.ranks.link_speed import bucket_cap_for, measure_bytes_per_second
+from compiled_ddp.ranks.kept_calibration import calibration_for
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.reducers.traced_hook import check_hook
 from compiled_ddp.step.runtime import Runtime
@@ -44,7 +43,6 @@ class Setup:
     def __init__(self, wrapper: str, settings: Settings, ranks: RankGroup, check_devices: Callable[[], None]) -> None:
         """`wrapper` is the name of its class; `check_devices` raises for devices that this class cannot use."""
         self._wrapper, self._settings, self._ranks, self._check_devices_too = wrapper, settings, ranks, check_devices
-        self.link_bytes_per_second: float | None = None  # unless it was measured
 
     def agree(
         self,
@@ -84,6 +82,7 @@ class Setup:
         check_ddp_arguments(ddp_arguments, module, self._wrapper)
         self._settings.move_inputs_to(input_device(ddp_arguments, self.contents.devices))
         self._check_devices()
+        self._check_plan()
         self._check_hook()
         sparse = self.contents.sparse
         if sparse and (options.comm_hook is not None or options.scaling is not None):
@@ -100,6 +99,7 @@ class Setup:
         check_parts(self.managed_state, self.contents)
         check_layouts(self.contents, self._settings.options)
         self._check_devices()
+        self._check_plan()
         self._check_hook()
         added = sorted(self.contents.sparse.difference(known_sparse))
         if added:
@@ -113,6 +113,10 @@ class Setup:
         broadcast = (tensor.device for tensor in broadcast_tensors(self.contents, self._settings.options).values())
         torch_private.groups.check_backends(self._ranks.process_group, [*self.contents.devices, *broadcast])
         self._check_devices_too()
+
+    def _check_plan(self) -> None:
+        if self._settings.options.plan is not None:
+            self._settings.options.plan.check(self.dense())
 
     def _check_hook(self) -> None:
         if self._settings.options.comm_hook is not None:
@@ -141,19 +145,12 @@ class Setup:
         """Overwrite `tensors` by rank 0's."""
         communicator.broadcast([tensor.detach() for tensor in tensors])
 
-    def choose_bucket_cap(self, communicator: Communicator) -> None:
-        """Keep the user's size of a bucket, or take the one that fits the link, which is measured."""
-        options = self._settings.options
-        given = (options.bucket_cap_mb, options.bucket_cap_mb_list or None, options.bucket_rule)
-        if any(size is not None for size in given):
-            return
-        if communicator.world_size == 1:
-            self._settings.choose_bucket_cap(bucket_cap_for(math.inf))
-            return
-        with communicator.explaining("the link could not be measured"):
-            device = next(iter(self.dense().values())).device
-            self.link_bytes_per_second = measure_bytes_per_second(communicator, device)
-        self._settings.choose_bucket_cap(bucket_cap_for(self.link_bytes_per_second))
+    def calibrate(self, communicator: Communicator) -> None:
+        """Measure the link and the device where the user gives no size of a bucket, to plan for them. A collective."""
+        if self._settings.options.needs_calibration:
+            with communicator.explaining("the link could not be measured"):
+                device = next(iter(self.dense().values())).device
+                self._settings.plan_for(calibration_for(communicator, device))
 
 
 # ---- between forwards: whether the model has changed, and taking it as it is now, on every rank ----------------------

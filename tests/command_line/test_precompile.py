@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from calibrations import calibration
 from torch import nn
 
 from compiled_ddp import compile_ddp, torch_private
@@ -152,18 +153,17 @@ def test_arguments_are_checked(arguments: list[str], why: str, capsys: pytest.Ca
 # ---- the world that it compiles in -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("speed", [1.0, 2.0**40])
-def test_a_wrapper_of_many_ranks_is_made_and_warmed_up_on_one(speed: float) -> None:
-    with pretended.world(1000, backend="gloo", link_bytes_per_second=speed) as world:
+def test_a_wrapper_of_many_ranks_is_made_and_warmed_up_on_one() -> None:
+    with pretended.world(1000, backend="gloo", calibration=calibration(world_size=1000)) as world:
         ddp = compile_ddp(nn.Linear(4, 3), backend="aot_eager")
         ddp.warmup(torch.zeros(2, 4))
-        assert dist.get_world_size() == 1000 and world.link_was_measured
-        assert f"A bucket closes at {2 if speed == 1.0 else 25} MiB" in str(ddp.explain())
+        assert dist.get_world_size() == 1000 and world.was_planned_for
+        assert "where an all-reduce takes 122 us + bytes / 1,074 MB/s" in str(ddp.explain())
     assert not dist.is_initialized() and pretended.current() is None
 
 
 def test_what_needs_other_ranks_fails_and_does_not_wait() -> None:
-    with pretended.world(8, backend="gloo", link_bytes_per_second=1.0):
+    with pretended.world(8, backend="gloo", calibration=calibration()):
         ddp = compile_ddp(nn.Linear(4, 3), backend="aot_eager")
         with pytest.raises(RuntimeError):
             ddp(torch.zeros(2, 4)).sum().backward()
@@ -204,7 +204,7 @@ def test_a_folder_of_another_processor_is_refused(
         precompiled.note_filled(tmp_path, 2, "train.py:make")
     refusal = "on another kind of processor .a VAX; here .*name another folder"
     with (
-        pretended.world(2, backend="gloo", link_bytes_per_second=1.0),
+        pretended.world(2, backend="gloo", calibration=calibration()),
         pytest.raises(ValueError, match=f"{tmp_path} was filled by `compiled-ddp precompile` {refusal}"),
     ):
         compile_ddp(nn.Linear(4, 3))

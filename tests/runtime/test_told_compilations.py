@@ -6,6 +6,7 @@ import re
 import time
 import unittest.mock
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from told import Clock, Lines, told_lines
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from compiled_ddp import EagerDDP, compile_ddp, functional
+from compiled_ddp import Calibration, EagerDDP, Link, compile_ddp, functional
 from compiled_ddp.functional import compiled
 from compiled_ddp.graph import telling
 from compiled_ddp.graph.telling import note_seconds
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.passes.step_pipeline import StepPipeline
-from compiled_ddp.ranks import link_speed, rank_group
+from compiled_ddp.ranks import calibration, kept_calibration, rank_group
 from compiled_ddp.telling import slow_work
 from ranks import RankPool
 
@@ -309,16 +310,16 @@ def test_a_wait_for_another_rank_is_told_of(ranks2: RankPool) -> None:
 
 
 def _measures(rank: int) -> list[str]:
-    clock, measure = Clock(), link_speed._bytes_per_second
+    clock, measure = Clock(), calibration._measure
 
-    def slow_measure(*args: Any) -> float:
+    def slow_measure(*args: Any) -> Calibration:
         clock.now += SLOW
-        measure(*args)
-        return 12.0 * 2**20
+        return replace(measure(*args), link=Link(2e-4, 12e6))
 
     with (
         unittest.mock.patch.object(slow_work, "clock", clock),
-        unittest.mock.patch.object(link_speed, "_bytes_per_second", slow_measure),
+        unittest.mock.patch.object(calibration, "_measure", slow_measure),
+        unittest.mock.patch.dict(kept_calibration._of_this_process, clear=True),
         told_lines() as lines,
     ):
         EagerDDP(Mlp())
@@ -326,9 +327,9 @@ def _measures(rank: int) -> list[str]:
 
 
 def test_a_slow_measurement_of_the_link_is_told_of_with_its_result(ranks2: RankPool) -> None:
-    what = "how fast ranks reduce 3 times 4 MiB (needless where bucket_cap_mb is given)"
+    what = "how fast ranks compute and reduce"
     assert ranks2.run(_measures) == [
-        [f"measuring {what}", f"measured {what}, 7.0 s: 12 MiB/s, so buckets of 2 MiB"],
+        [f"measuring {what}", f"measured {what}, 7.0 s: 200 us + bytes / 12 MB/s"],
         [],
     ]
 
@@ -373,9 +374,9 @@ def test_a_switch_that_is_none_is_refused_when_a_model_is_wrapped(ranks2: RankPo
 
 
 def test_loggers_are_children_of_the_packages_and_work_is_slow_after_five_seconds() -> None:
-    names = {module._log.name for module in (telling, rank_group, link_speed, compiled)}
+    names = {module._log.name for module in (telling, rank_group, calibration, compiled)}
     assert names == {
         f"compiled_ddp.{name}"
-        for name in ("graph.telling", "ranks.rank_group", "ranks.link_speed", "functional.compiled")
+        for name in ("graph.telling", "ranks.rank_group", "ranks.calibration", "functional.compiled")
     }
     assert slow_work.SECONDS == 5.0

@@ -1,0 +1,151 @@
+"""How long the backward of a captured forward graph computes until each gradient is ready: counted, not run.
+
+Backward runs the graph in reverse, and the gradient of a parameter is ready behind the work of its first reader. An
+operation with f floating-point operations takes f again for each of its operands with a gradient, that of a parameter
+first, as the passes schedule it. Elementwise work, which compilers fuse, is counted by the memory of its results.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from compiled_ddp import torch_private
+from compiled_ddp.planning.cost_model import BackwardWork, Work
+
+_log = logging.getLogger(__name__)
+
+
+def count_backward(graph: Graph, gradient_order: Sequence[int]) -> BackwardWork:
+    """What the backward of this graph of Dynamo's computes, by the shapes it was captured with."""
+    nodes, count = list(graph.nodes), _Counter()
+    placeholders = graph.find_nodes(op="placeholder")
+    position = {node: place for place, node in enumerate(nodes)}
+    read_first = {
+        index: min((position[user] for user in placeholders[index].users), default=-1) for index in gradient_order
+    }
+    done, ready_behind = Work(), dict[int, Work]()  # by a node's position: once its parameters' gradients are there
+    for place in reversed(range(len(nodes))):
+        of_parameters, of_others = count.backward_of(nodes[place])
+        ready_behind[place] = done + of_parameters
+        done = ready_behind[place] + of_others
+    ready_behind[-1] = done  # read by nobody
+    return BackwardWork(tuple(ready_behind[read_first[index]] for index in gradient_order), done)
+
+
+class _Counter:
+    """Counts each kind of operation once: models have many of few shapes."""
+
+    def __init__(self) -> None:
+        self._flops: dict[object, float] = {}
+
+    def backward_of(self, node: Node) -> tuple[Work, Work]:
+        """The work of a node's backward: for the gradients of parameters, and for all others behind them."""
+        if node.op not in ("call_function", "call_method"):
+            return Work(), Work()
+        inner = [work for graph in _graphs_in(node) for work in self._whole(graph)]
+        if inner:
+            return Work(), sum(inner, Work())
+        operands = [source for source in node.all_input_nodes if _has_gradient(_value_of(source))]
+        if not operands:
+            return Work(), Work()
+        flops = self._flops_of(node)
+        if not flops:
+            return Work(), Work(0.0, 2.0 * _nbytes(_value_of(node)))
+        factors = [source for source in operands if _value_of(source).dim() > 1]  # a bias is added
+        of_parameters = any(source.op == "placeholder" for source in factors)
+        return Work(flops * of_parameters), Work(flops * (min(len(factors), 2) - of_parameters))
+
+    def _whole(self, graph: Graph) -> Iterator[Work]:
+        """The backward of a graph inside, as of a checkpoint, and its forward once more."""
+        for node in graph.nodes:
+            yield from self.backward_of(node)
+            if node.op in ("call_function", "call_method"):
+                yield Work(self._flops_of(node), _nbytes(_value_of(node)))
+
+    def _flops_of(self, node: Node) -> float:
+        if not _may_multiply(node):
+            return 0.0
+        args, kwargs = map_aggregate((node.args, node.kwargs), _described)  # type: ignore[misc, arg-type]
+        kind = repr((node.target, args, kwargs))
+        if kind not in self._flops:
+            self._flops[kind] = _run_counted(node)
+        return self._flops[kind]
+
+
+def _run_counted(node: Node) -> float:
+    """The floating-point operations of a node, run on tensors without memory."""
+    args, kwargs = map_aggregate((node.args, node.kwargs), _without_memory)  # type: ignore[misc, arg-type]
+    function: Callable[..., Any] = node.target  # type: ignore[assignment]
+    if node.op == "call_method":
+        function = getattr(type(args[0]), str(node.target))
+    try:
+        # Only this way of computing attention is counted for every device.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            function(*args, **kwargs)
+    except Exception as error:
+        _log.debug("the operations of %s are not counted: %s: %s", node.format_node(), type(error).__name__, error)
+        return 0.0
+    return float(counter.get_total_flops())
+
+
+def _may_multiply(node: Node) -> bool:
+    """Whether it is a function of torch's own with two tensors or more, which cannot do anything but compute."""
+    tensors = [source for source in node.all_input_nodes if isinstance(_value_of(source), Tensor)]
+    if len(tensors) < 2 or not isinstance(_value_of(node), Tensor | tuple | list):
+        return False
+    if node.op == "call_method":
+        return hasattr(Tensor, str(node.target))
+    if torch_private.dynamo.is_operator(node.target):
+        return torch_private.dynamo.library_of(node.target) == "aten"
+    module = getattr(node.target, "__module__", None) or "torch"
+    return module in ("torch", "_operator", "torch.nn.functional", "torch._C._nn", "torch.functional")
+
+
+def _graphs_in(node: Node) -> Iterator[Graph]:
+    """Those that an operator of Dynamo's, such as a checkpoint, takes as arguments."""
+    root = node.graph.owning_module
+    for source in node.all_input_nodes:
+        found = getattr(root, str(source.target), None) if source.op == "get_attr" and root is not None else None
+        if isinstance(found, GraphModule):
+            yield found.graph
+
+
+def _value_of(node: Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _nbytes(value: Any) -> float:
+    values = value if isinstance(value, tuple | list) else [value]
+    tensors = [each for each in values if isinstance(each, Tensor)]
+    return float(sum(math.prod(_sizes(tensor.shape)) * tensor.element_size() for tensor in tensors))
+
+
+def _sizes(numbers: Sequence[Any]) -> tuple[int, ...]:
+    """What has none at capture, as it depends on values, counts as 1."""
+    return tuple(torch_private.dynamo.size_hint(number) or 1 for number in numbers)
+
+
+def _described(argument: Any) -> Any:
+    value = _value_of(argument) if isinstance(argument, Node) else argument
+    if isinstance(value, Tensor):
+        return _sizes(value.shape), str(value.dtype)
+    return torch_private.dynamo.size_hint(value)
+
+
+def _without_memory(argument: Any) -> Any:
+    value = _value_of(argument) if isinstance(argument, Node) else argument
+    if isinstance(value, Tensor):
+        return torch.empty(_sizes(value.shape), dtype=value.dtype, device="meta")
+    return torch_private.dynamo.size_hint(value)

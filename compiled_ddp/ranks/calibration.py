@@ -31,7 +31,7 @@ _SIZES = tuple(4096 * 4**step for step in range(7))  # 4 KiB to 16 MiB
 _FEWEST_SIZES, _FEWEST_ROUNDS = 4, 2  # however slow the link is: up to 256 KiB
 _IN_FLIGHT = 4
 _SHARE_OF_COMPUTE = 0.2  # of the time there is; the link has the rest
-_SHARE_OF_SIZE = 0.25  # of the link's time: the most that one round of the largest size may take
+_SHARE_OF_SIZE = 0.2  # of the link's time: the most that one round of the largest size may take
 _SHARE_OF_REPEATS = 0.2  # of a round: a small size is repeated in it, until it takes so much
 _MOST_REPEATS, _FEWEST_REPEATS = 10, 3
 _MOST_ROUNDS = 100
@@ -84,7 +84,7 @@ def _measure(agreement: _Agreement, seconds: float) -> Calibration:
         link, residual = fit_link(samples, host_seconds=rounds.host_seconds())
     computing.run(seconds * _SHARE_OF_COMPUTE / 2)  # again: what disturbed the first time may have gone
     return Calibration(
-        backend=_backend(communicator.group, device),
+        backend=backend_of(communicator.group, device),
         world_size=communicator.world_size,
         hosts=hosts,
         device=_of_first(communicator, f"calibration/{moment}", _name(device)),
@@ -108,7 +108,7 @@ def _hosts_and_time(agreement: _Agreement) -> tuple[int, float]:
     return len(set(names)), now
 
 
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Of those that a group may have, the one for tensors of `device`."""
     config = str(dist.get_backend_config(group))
     return dict(part.split(":", 1) for part in config.split(",") if ":" in part).get(device.type, config)
@@ -195,7 +195,7 @@ class _Rounds:
         return tuple(Sample(*key, min(times)) for key, times in sorted(self._times.items()))
 
     def host_seconds(self) -> float:
-        """What the smallest all-reduce takes of the processor."""
+        """What the smallest all-reduce takes of the processors."""
         return min(self._host_times)
 
     def _seconds(self, pieces: Sequence[torch.Tensor]) -> float:
@@ -206,19 +206,28 @@ class _Rounds:
         return time.perf_counter() - begin
 
     def _host_seconds(self, pieces: Sequence[torch.Tensor]) -> float:
-        """What one all-reduce takes of the processor that launches it.
+        """What one all-reduce takes of the processors: its launch, by this thread.
 
-        With the threads that reduce, where tensors are in its memory: they compute on the cores of the backward.
+        And where tensors are in the CPU's memory, what other threads take to send and to add them while this one is
+        busy, as in a backward: when it waits, waking up an idle processor is most of what they take, and varies by two.
         """
-        clock = time.process_time if self._agreement.device.type == "cpu" else time.thread_time
-        begin = clock()
-        self._reduce(pieces)
-        self._reduce(pieces)
-        return (clock() - begin) / (2 * len(pieces))
+        process, begin = time.process_time(), time.thread_time()
+        launched = self._launch(pieces)
+        seconds = time.thread_time() - begin
+        if self._agreement.device.type == "cpu":
+            while not all(work.is_completed() for work in launched):
+                pass
+            seconds += time.process_time() - process - (time.thread_time() - begin)
+        for work in launched:
+            work.wait()
+        return seconds / len(pieces)
 
     def _reduce(self, pieces: Sequence[torch.Tensor]) -> None:
-        for work in [self._agreement.communicator.all_reduce(piece) for piece in pieces]:
+        for work in self._launch(pieces):
             work.wait()
+
+    def _launch(self, pieces: Sequence[torch.Tensor]) -> list[dist.Work]:
+        return [self._agreement.communicator.all_reduce(piece) for piece in pieces]
 
 
 # ---- the device ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.planning.calibration import Calibration
 from compiled_ddp.planning.cost_model import Compute, Link
 from compiled_ddp.ranks import pretended
-from compiled_ddp.ranks.calibration import QUICK_SECONDS, measure
+from compiled_ddp.ranks.calibration import QUICK_SECONDS, backend_of, measure
 from compiled_ddp.ranks.communicator import Communicator
 
 _log = logging.getLogger(__name__)
@@ -145,5 +145,5 @@ def _of_first(communicator: Communicator, device: torch.device, known: Calibrati
     if not is_known:
         return None
     link, compute = Link(startup, bandwidth, host, latency, host_per_byte), Compute(flops, memory)
-    backend = "" if known is None else known.backend
-    return Calibration(backend, communicator.world_size, int(hosts), str(device.type), link, compute)
+    backend = backend_of(communicator.group, device)
+    return Calibration(backend, communicator.world_size, int(hosts), device.type, link, compute)

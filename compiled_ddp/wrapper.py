@@ -1,8 +1,10 @@
 """The wrapper: what `CompiledDDP` and `EagerDDP` share. What torch's class has besides stands in `wrapping/`."""
 
 import contextlib
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,16 +17,19 @@ from compiled_ddp.collector import collector_paused
 from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.model.owners import mark_wrapped, unmark_wrapped
 from compiled_ddp.options import Options
-from compiled_ddp.plan import ReductionKind, ReductionSequence
+from compiled_ddp.plan import BucketPlan, ReductionKind, ReductionSequence
+from compiled_ddp.planning.cost_model import BackwardWork
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.alone import begin_alone
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.rank_group import RankGroup
+from compiled_ddp.ranks.recorder import Recorder, check_backwards
 from compiled_ddp.reducers.ddp_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook, check_takes_complex
 from compiled_ddp.reducers.weights import as_weight
-from compiled_ddp.report.explain import Explanation, explain_sequence
+from compiled_ddp.report.explain import Explanation, Times, explain_sequence
 from compiled_ddp.report.stats import training_stats
+from compiled_ddp.report.timeline import write_timeline
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.join import JoinContext, UnevenInputs, WrapperJoinHook
@@ -84,7 +89,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         self.module, self._managed = module, self._setup.managed_state
         try:
             self._setup.synchronise_state(communicator)
-            self._setup.choose_bucket_cap(communicator)
+            self._setup.calibrate(communicator)
             self._runtime = self._new_runtime(communicator)
         except BaseException:
             communicator.close()
@@ -533,18 +538,27 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
 
     @torch_private.dynamo.untraced
     def explain(self) -> Explanation:
-        """Report which buckets graphs and hooks reduce, and why; `print` it for a table."""
+        """Report which buckets graphs and hooks reduce, why, and when; `print` it for a table. No collective.
+
+        When each bucket is ready, on the link and there is predicted where the link is known: with the buckets that
+        are planned by default, or a `calibration`. What `profile()` has measured on this rank stands beside it, with
+        the exposed communication and the reasons of the longest waits. `to_json()` of the result has everything.
+        """
         return explain_sequence(
             self._runtime.reduction.agreed.sequence,
             [*self._runtime.reduction.fallback.reasons, *self._why_without_graphs()],
             self._settings.options,
-            self._setup.link_bytes_per_second,
             str(self._runtime.reduction.proof),
             self._runtime.reduction.sparse.names,
             tuple(self._managed.left_alone()),
             self._chosen(),
             self._compiled_from(),
+            Times(self._runtime.communicator.world_size, self._work_of, self._runtime.recorded),
         )
+
+    def _work_of(self, plan: BucketPlan) -> BackwardWork | None:
+        """What backward computes until each gradient of a graph's plan is ready; None where that is not known."""
+        return None
 
     def _chosen(self) -> str:
         """The line of `explain()` about what a warm-up has chosen; empty if none has."""
@@ -557,6 +571,45 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
     def _compiled_from(self) -> str:
         """What was compiled here, and what was found in the cache; empty where nothing is compiled."""
         return ""
+
+    @torch_private.dynamo.untraced
+    def profile(self, steps: int = 10) -> Recorder:
+        """Measure the next `steps` synchronised backwards on this rank, for `explain()` and `timeline()`.
+
+            ddp.profile(steps=10)
+            for x, y in batches:
+                ddp(x, y).backward()
+            print(ddp.explain())
+
+        When each bucket is launched, awaited and there, from the beginning of the backward, by the host's clock. The
+        first backward is left out, as a warm-up; of the others the one of median length is shown. If backwards under
+        `no_sync()` run meanwhile, two or more, exposed communication is the difference to these. No collective: any
+        rank may call it, at any time, and each sees its own times. A second call begins anew.
+
+        Until then each backward takes some more of the host's time, as under `torch.profiler`; afterwards none.
+        `remaining` of the object that is returned tells how many backwards are still to come.
+
+        Raises TypeError or ValueError for anything but a whole number of at least 2.
+        """
+        self._check_in_use()
+        check_backwards(steps)
+        return self._runtime.record(steps)
+
+    @torch_private.dynamo.untraced
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write what `explain()` says of times as a picture, or as a trace that https://ui.perfetto.dev opens.
+
+            ddp.timeline("step.png")   # needs matplotlib: pip install 'compiled-ddp[plots]'
+            ddp.timeline("step.json")
+
+        Two lanes, computation and link, with the buckets in colour: as predicted, and below as `profile()` has measured
+        them on this rank. No collective.
+
+        Raises ValueError for a name that ends otherwise, RuntimeError where nothing is predicted or measured yet, and
+        ImportError without matplotlib.
+        """
+        self._check_in_use()
+        write_timeline(self.explain(), Path(path))
 
     @torch_private.dynamo.untraced
     def stats(self) -> dict[str, Any]:

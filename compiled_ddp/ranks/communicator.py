@@ -11,16 +11,17 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import Ranks
-from compiled_ddp.ranks.launch_observer import LaunchObserver, profiled
+from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, profiled
 from compiled_ddp.ranks.progress import RankProgress, failed_in_collective, frames_of_error
 from compiled_ddp.ranks.rank_group import RankGroup
+from compiled_ddp.ranks.recorder import Act, Recorder
 
 # ---- the name in graphs ----------------------------------------------------------------------------------------------
 
@@ -105,6 +106,7 @@ class Communicator:
     sums and no error.
     """
 
+    recorder: Recorder | None = None  # takes the times of the backwards that begin from here on
     _is_inherited = False  # whether this process was forked from the one that made it
 
     def __init__(
@@ -181,9 +183,9 @@ class Communicator:
         where every rank stands.
         """
         try:
-            if watching is None and not torch_private.autograd.profiler_is_on():
+            if watching is None and self.recorder is None and not torch_private.autograd.profiler_is_on():
                 return graph()
-            with self._named_in_profiles(group_name), watching or contextlib.nullcontext():
+            with self._observing_graph(group_name), watching or contextlib.nullcontext():
                 return graph()
         except RuntimeError as error:
             if not failed_in_collective(error):
@@ -192,16 +194,48 @@ class Communicator:
         finally:
             self.progress.graph_ended()
 
-    def _named_in_profiles(self, group_name: str) -> contextlib.AbstractContextManager[object]:
-        if not torch_private.autograd.profiler_is_on():
+    def _observing_graph(self, group_name: str) -> contextlib.AbstractContextManager[object]:
+        if self.recorder is None and not torch_private.autograd.profiler_is_on():
             return contextlib.nullcontext()
-        progress = self.progress
         return LaunchObserver(
             group_name,
-            progress.first_of_graph,
-            launch=lambda bucket, _: profiled("launch", progress.bucket, bucket),
-            wait=lambda bucket: profiled("wait for", progress.bucket, bucket),
+            self.progress.first_of_graph,
+            launch=lambda bucket, _: self.observing("launch", bucket),
+            wait=lambda bucket: self.observing("wait for", bucket),
+            start=self._start_in_graph,
         )
+
+    def _start_in_graph(self, bucket: int, operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
+        if self.recorder is None or not self.recorder.follows_collectives:
+            result: torch.Tensor = operator(*args)
+            return result
+        reduced, work = torch_private.groups.start_sum_in_graph(self.group, operator, args)
+        if work is not None:
+            self.recorder.follow(bucket, work)
+        return reduced  # type: ignore[no-any-return]
+
+    # ---- looking at what is done to each bucket ----------------------------------------------------------------------
+
+    def record(self, backwards: int) -> Recorder:
+        """Record so many backwards, from the next one on."""
+        self.recorder = Recorder(backwards, follows_collectives=torch_private.groups.is_gloo(self.group))
+        return self.recorder
+
+    def stop_recording(self) -> None:
+        self.recorder = None
+
+    def observing(self, what: Act, bucket: int) -> contextlib.AbstractContextManager[object]:
+        """Within the context this is done to a bucket: its name in a profile, and its times where these are recorded.
+
+        Nothing where neither is wanted.
+        """
+        if self.recorder is not None:
+            return self.recorder.timing(what, bucket, profiled(what, self.progress.bucket, bucket))
+        if torch_private.autograd.profiler_is_on():
+            return profiled(what, self.progress.bucket, bucket)
+        return UNNAMED
+
+    # ---- other collectives -------------------------------------------------------------------------------------------
 
     def maximum(self, values: torch.Tensor) -> None:
         """Overwrite `values` with their maximum over ranks."""

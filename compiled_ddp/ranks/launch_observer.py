@@ -21,7 +21,8 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
     `launch(bucket, flat_buffer)` is called before the all-reduce of a bucket and `wait(bucket)` before its wait; the
     collective runs inside of the context that they return. Buckets are numbered from `first_bucket` on in the order of
     their launches. On a GPU a wait only orders streams. Observers may be nested. What C++ launches (Inductor's
-    `cpp_wrapper`) is not seen; `launched` tells how many launches were.
+    `cpp_wrapper`) is not seen; `launched` tells how many launches were. `start(bucket, operator, args)` launches and
+    returns what the operator does.
     """
 
     supports_higher_order_operators = True  # passes them on like all others
@@ -37,12 +38,13 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         *,
         launch: Callable[[int, torch.Tensor], AbstractContextManager[object]],
         wait: Callable[[int], AbstractContextManager[object]] = lambda bucket: contextlib.nullcontext(),
+        start: Callable[[int, Any, tuple[Any, ...]], torch.Tensor] = lambda bucket, operator, args: operator(*args),
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._group_name = group_name
         self._first_bucket = first_bucket
         self.launched = 0
-        self._around_launch, self._around_wait = launch, wait
+        self._around_launch, self._around_wait, self._start = launch, wait, start
         self._bucket_at: dict[int, int] = {}  # address of a launched flat buffer -> bucket
 
     def __enter__(self) -> "LaunchObserver":
@@ -59,7 +61,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
             bucket = self._first_bucket + self.launched
             self.launched += 1
             with self._around_launch(bucket, args[0]):
-                reduced = func(*args, **kwargs)
+                reduced = self._start(bucket, func, args)
             self._bucket_at[reduced.data_ptr()] = bucket
             return reduced
         if func is _WAIT and args[0].data_ptr() in self._bucket_at:

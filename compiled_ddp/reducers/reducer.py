@@ -52,7 +52,10 @@ class Reducer:
 
     def start(self, position: int, flat_buffer: torch.Tensor, unused: Callable[[], Set[int]]) -> Work:
         """Launch what reduces a bucket, without waiting. `unused` tells which of its parameters this rank left so."""
-        return AllReduceWork(self._communicator.all_reduce(flat_buffer))
+        work = self._communicator.all_reduce(flat_buffer)
+        if self._communicator.recorder is not None:
+            self._communicator.recorder.follow(position, work)
+        return AllReduceWork(work)
 
     def start_rest(self, position: int, launched: int) -> Work:
         """After `launched` of a bucket's collectives, launch the others: nobody uses what becomes of it."""

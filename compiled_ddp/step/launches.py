@@ -271,7 +271,7 @@ class Launches:
     def start(self, position: int, flat: torch.Tensor) -> None:
         """Launch what `make_ready` has returned."""
         launch = self.buckets[position]
-        with profiled("launch", self._rank_progress.bucket, position):
+        with self._communicator.observing("launch", position):
             launch.started(self.reducer.start(position, flat, lambda: self.usage.unused(launch.bucket.indices)))
         self._rank_progress.hooks_launched(position)
 
@@ -372,7 +372,7 @@ class Launches:
             if work is not None:
                 self._rank_progress.hooks_await(position)
                 try:
-                    with profiled("wait for", self._rank_progress.bucket, position):
+                    with self._communicator.observing("wait for", position):
                         if results:
                             work.wait()
                         else:

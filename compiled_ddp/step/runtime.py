@@ -25,6 +25,7 @@ import torch
 
 from compiled_ddp import torch_private
 from compiled_ddp.planning.trained_parameters import TrainedParameters
+from compiled_ddp.ranks.recorder import Recorder
 from compiled_ddp.step.beginning import Beginning
 from compiled_ddp.step.channel import ForwardNumbers, LatestForward
 from compiled_ddp.step.conductor import conductor
@@ -364,6 +365,7 @@ class Runtime:
         self._steady_graph = SteadyGraph(self.reduction, self.under_way)
         self._finish = Finish(self.reduction, self.forward.count, self.under_way)
         self.local = False  # whether backwards that begin now stay local, wherever their forward was called
+        self.recorded: Recorder | None = None  # what was last asked for
         self._closed_because = ""
         self._rest_was_launched = False  # whether something was left to launch when an exception had ended a backward
         self.own_gradients: OwnGradients | None = None  # what this rank had accumulated itself, while it shadows others
@@ -400,6 +402,11 @@ class Runtime:
         """The number of the step that is under way: of synchronised forwards begun, or, in a local one, to be begun."""
         begun = self.forward.count.value
         return begun if self.forward.synchronises and begun else begun + 1
+
+    def record(self, backwards: int) -> Recorder:
+        """Record so many synchronised backwards, in place of what was recorded before."""
+        self.recorded = self.communicator.record(backwards)
+        return self.recorded
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -472,6 +479,8 @@ class Runtime:
                     torch_private.autograd.register_own_prehook(
                         node, functools.partial(UntilBackward(self).tell, Runtime.output_reached)
                     )
+        elif self.communicator.recorder is not None:
+            self.communicator.recorder.watch_local(outputs)
 
     @property
     def awaits_backward(self) -> bool:
@@ -504,6 +513,8 @@ class Runtime:
             self.reduction.hooks.install()
             self.reduction.hooks.defer_users()
             return
+        if self.communicator.recorder is not None:
+            self.communicator.recorder.backward_began(self.number + 1)
         accumulates = self._accumulates(current_graph_task())
         steady = self._steady_graph if self.reduction.agreed.expects_graphs else self._steady_hooks
         number = self.number
@@ -840,6 +851,13 @@ class Runtime:
             except BaseException:
                 self.under_way.leave_skipping()
                 raise
+            if self.communicator.recorder is not None:
+                self._note_recorded(self.communicator.recorder)
+
+    def _note_recorded(self, recorder: Recorder) -> None:
+        recorder.backward_ended(self.number, self.reduction.agreed.sequence)
+        if not recorder.remaining:
+            self.communicator.stop_recording()
 
     def _end_steady(self, steady: SteadyStep) -> None:
         """[Note: steady step] Changes nothing where more is to be done than usually."""

@@ -74,6 +74,7 @@ class SteadyStep(abc.ABC):
         return (
             self._is_plain
             and not self._is_set_apart()
+            and reduction.communicator.recorder is None
             and not torch_private.autograd.profiler_is_on()
             and not any_has_gradient(reduction.parameters.tensors)
             and not any(map(reduction.will_accumulate, agreed.unused))

@@ -1,0 +1,288 @@
+"""A backward's buckets in time: as the cost model predicts them, and as `ddp.profile` has measured them.
+
+All times are in seconds from the beginning of the backward.
+"""
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
+from compiled_ddp.planning.calibration import Calibration
+from compiled_ddp.planning.cost_model import BackwardWork, Link, Prediction, Readiness, predict
+from compiled_ddp.ranks.recorder import BucketTimes, Recorder
+
+Interval = tuple[float, float]  # begin, end
+
+# ---- predicted -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PredictedBackward:
+    """What the cost model says of a sequence on a link that was measured."""
+
+    prediction: Prediction
+    local_seconds: float  # of a backward that reduces nothing
+    assumed: tuple[int, ...] = ()  # positions of buckets of which it is assumed, by sizes, when they are ready
+
+    @property
+    def waits(self) -> list["Wait"]:
+        """The waits that are left when all has been computed, one after the other."""
+        waits, free = list[Wait](), 0.0
+        computed = self.prediction.backward_seconds
+        for position, transfer in enumerate(self.prediction.transfers):
+            begin, free = max(computed, free), transfer.end
+            if transfer.end > begin:
+                waits.append(Wait(position, transfer.nbytes, transfer.ready, transfer.start, (begin, transfer.end)))
+        return waits
+
+
+def predict_sequence(
+    sequence: ReductionSequence, calibration: Calibration, work_of: Callable[[BucketPlan], BackwardWork | None]
+) -> PredictedBackward:
+    """The backward that launches this sequence, section after section, on the link and device that were measured.
+
+    `work_of` a graph's plan is what backward computes until each of its gradients is ready, in the plan's order; None
+    where that is not known. There, and for hooks, it is assumed by sizes.
+    """
+    nbytes, ready, assumed, begin, local = list[int](), list[float](), list[int](), 0.0, 0.0
+    link = calibration.link
+    for section in sequence.launched:
+        work = work_of(section.plan) if section.origin == "graph" else None
+        if work is None:
+            assumed += range(len(nbytes), len(nbytes) + len(section.plan.buckets))
+        alone = _by_sizes(section, link) if work is None else work.readiness(calibration.compute)
+        local += alone.backward_seconds
+        readiness, last = alone.beside(link, section.plan.nbytes), 0
+        for bucket in section.plan.buckets:
+            last += len(bucket.gradients)
+            nbytes.append(bucket.nbytes)
+            ready.append(begin + (readiness.seconds[last - 1] if last else 0.0))
+        begin += readiness.backward_seconds
+    return PredictedBackward(predict(nbytes, ready, begin, link), local, tuple(assumed))
+
+
+def _by_sizes(section: Section, link: Link) -> Readiness:
+    return Readiness.by_sizes([g.numel * bucket.dtype.itemsize for bucket, g in section.plan.gradients], link)
+
+
+# ---- measured --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeasuredBucket:
+    """None for what was not seen."""
+
+    launch: float
+    wait: Interval | None = None
+    end: float | None = None  # of its transfer
+    end_is: Literal["completion", "wait"] = "wait"  # what `end` is: what the backend tells, or the end of the wait
+
+
+@dataclass(frozen=True)
+class MeasuredBackward:
+    """The one of median length, of so many that were recorded of one sequence, by this rank's clock."""
+
+    buckets: tuple[MeasuredBucket | None, ...]  # None for one of which nothing was seen
+    backwards: int
+    seconds: float
+    waiting_seconds: float  # in which the host waited for some bucket: of the union of the waits
+    local_seconds: float | None = None  # of a backward under `no_sync`, the median
+
+    def exposed_seconds(self, predicted: PredictedBackward | None) -> float | None:
+        """How much longer than without communication: than local ones, or than the computation that was counted.
+
+        None where neither is known.
+        """
+        if self.local_seconds is not None:
+            return self.seconds - self.local_seconds
+        if predicted is None or predicted.assumed:
+            return None
+        return self.seconds - predicted.local_seconds
+
+    def transfers(self) -> Iterator[tuple[int, Interval]]:
+        """From launch to end, by position. Several may be under way at once."""
+        for position, bucket in enumerate(self.buckets):
+            if bucket is not None and bucket.end is not None:
+                yield position, (bucket.launch, bucket.end)
+
+    def waits(self, nbytes: Sequence[int]) -> list["Wait"]:
+        """Those of all buckets, which have so many bytes."""
+        waits, transfers = list[Wait](), dict(self.transfers())
+        for position, (launch, end) in transfers.items():
+            bucket = self.buckets[position]
+            if bucket is not None and bucket.wait is not None:
+                before = (transfers[other][1] for other in transfers if other < position)
+                start = max([launch, *(free for free in before if free <= end)])
+                waits.append(Wait(position, nbytes[position], launch, start, bucket.wait))
+        return waits
+
+
+def measured_backward(recorder: Recorder, sequence: ReductionSequence) -> MeasuredBackward | None:
+    """What was recorded of this sequence; None for nothing. The first backward of each kind is left out as warm-up.
+
+    The times are those of one backward, as medians of each would not fit together.
+    """
+    recorded = [backward for backward in recorder.recorded[1:] if backward.sequence == sequence]
+    if not recorded:
+        return None
+    typical = sorted(recorded, key=lambda backward: backward.seconds)[(len(recorded) - 1) // 2]
+    positions = range(len(sequence.buckets))
+    buckets = tuple(_measured_bucket(typical.buckets.get(position), typical.began) for position in positions)
+    local = recorder.local_seconds[1:]
+    return MeasuredBackward(
+        buckets,
+        len(recorded),
+        typical.seconds,
+        union_seconds(bucket.wait for bucket in buckets if bucket is not None and bucket.wait is not None),
+        statistics.median(local) if local else None,
+    )
+
+
+def _measured_bucket(times: BucketTimes | None, began: float) -> MeasuredBucket | None:
+    if times is None or times.launched is None:
+        return None
+    wait = None
+    if times.wait_began is not None and times.wait_ended is not None:
+        wait = times.wait_began - began, times.wait_ended - began
+    if times.arrived is not None:
+        return MeasuredBucket(times.launched - began, wait, times.arrived - began, "completion")
+    return MeasuredBucket(times.launched - began, wait, None if wait is None else wait[1])
+
+
+def union_seconds(intervals: Iterable[Interval]) -> float:
+    """How long at least one of these lasts."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+# ---- why a bucket is waited for, and what would shorten that ---------------------------------------------------------
+
+_MOST_WAITS = 3
+_LONG_SHARE, _LONG_SECONDS = 0.01, 1e-4  # of the backward; shorter ones are not worth a line
+_LATE = 0.9  # of the time until it is awaited
+
+Cause = Literal["the link was busy", "ready late", "peers or link"]
+
+
+@dataclass(frozen=True)
+class Wait:
+    """For one bucket."""
+
+    position: int
+    nbytes: int
+    launch: float
+    start: float  # the link is free for it
+    interval: Interval
+
+    @property
+    def seconds(self) -> float:
+        return self.interval[1] - self.interval[0]
+
+    def cause(self, link: Link | None) -> Cause:
+        """What most of the wait is: others' transfers, its own, or what no model of the link explains.
+
+        Where no link was measured, its own transfer is thought to explain it if it was launched just before the wait.
+        """
+        end = float("inf")
+        own_end = self.start + link.seconds(self.nbytes) + link.latency_seconds if link is not None else self.start
+        if link is None and self.launch >= _LATE * self.interval[0]:
+            own_end = end
+        parts: dict[Cause, Interval] = {
+            "the link was busy": (self.launch, self.start),
+            "ready late": (self.start, own_end),
+            "peers or link": (own_end, end),
+        }
+        return max(parts, key=lambda cause: _overlap(parts[cause], self.interval))
+
+
+def _overlap(one: Interval, other: Interval) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def format_waits(
+    waits: Sequence[Wait], backward_seconds: float, link: Link | None, *, are_sized: bool, are_compressed: bool
+) -> tuple[str, ...]:
+    """A line for each of the longest waits: why, and what would shorten it.
+
+    `are_sized` tells whether the buckets close at sizes that were given, `are_compressed` whether a communication hook
+    reduces them.
+    """
+    long = [wait for wait in waits if wait.seconds > max(_LONG_SHARE * backward_seconds, _LONG_SECONDS)]
+    fewer = "a faster link" if are_compressed else "fewer bytes (comm_hook=bf16_compress) or a faster link"
+    smaller = "smaller buckets at the end (without bucket_cap_mb they are planned)" if are_sized else fewer
+    lines = []
+    for wait in sorted(long, key=lambda wait: wait.seconds, reverse=True)[:_MOST_WAITS]:
+        match wait.cause(link):
+            case "the link was busy":
+                why = f"the link is busy with earlier buckets until {format_ms(wait.start)} ms. Shorter by: {fewer}"
+            case "ready late":
+                why = f"its last gradient is ready as late as {format_ms(wait.launch)} ms. Shorter by: {smaller}"
+            case "peers or link":
+                own = "" if link is None else f" and its bytes take {format_ms(link.seconds(wait.nbytes))} ms"
+                why = (
+                    f"it was launched at {format_ms(wait.launch)} ms{own}: peers or link. See the launches of all ranks"
+                )
+        lines.append(f"Bucket {wait.position} is awaited for {format_ms(wait.seconds)} ms: {why}.")
+    return tuple(lines)
+
+
+def format_ms(seconds: float) -> str:
+    """In milliseconds."""
+    return f"{seconds * 1e3:.4g}" if abs(seconds) >= 1e-3 else f"{seconds * 1e3:.3f}"
+
+
+# ---- two lanes -------------------------------------------------------------------------------------------------------
+
+Doing = Literal["computes", "waits", "sends"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """What is done from `begin` to `end`; `bucket` is the position of the one that it is for, None for none.
+
+    What is on the link at once has different rows.
+    """
+
+    doing: Doing
+    begin: float
+    end: float
+    bucket: int | None = None
+    row: int = 0
+
+
+def spans_of_prediction(predicted: PredictedBackward) -> list[Span]:
+    """The computation that makes each bucket ready, the waits, and the link's transfers."""
+    transfers, computed = predicted.prediction.transfers, predicted.prediction.backward_seconds
+    spans, begin = list[Span](), 0.0
+    for position, transfer in enumerate(transfers):
+        spans.append(Span("computes", begin, transfer.ready, position))
+        begin = max(begin, transfer.ready)
+    spans.append(Span("computes", begin, computed))
+    spans += [Span("waits", *wait.interval, wait.position) for wait in predicted.waits]
+    spans += [Span("sends", transfer.start, transfer.end, n) for n, transfer in enumerate(transfers)]
+    return [span for span in spans if span.end > span.begin]
+
+
+def spans_of_measurement(measured: MeasuredBackward) -> list[Span]:
+    """As of a prediction: what the host does in between its waits counts for the bucket that it launches next."""
+    seen = [(position, bucket) for position, bucket in enumerate(measured.buckets) if bucket is not None]
+    waits = [(position, bucket.wait) for position, bucket in seen if bucket.wait is not None]
+    launches = sorted((bucket.launch, position) for position, bucket in seen)
+    cuts = {0.0, measured.seconds, *(at for at, _ in launches), *(at for _, wait in waits for at in wait)}
+    spans = list[Span]()
+    for begin, end in itertools.pairwise(sorted(cuts)):
+        if not any(wait[0] < end and begin < wait[1] for _, wait in waits):
+            spans.append(Span("computes", begin, end, next((n for at, n in launches if at >= end), None)))
+    spans += [Span("waits", *wait, position) for position, wait in waits]
+    rows = list[float]()  # until when each is taken
+    for position, (begin, end) in measured.transfers():
+        row = next((row for row, until in enumerate(rows) if until <= begin), len(rows))
+        rows[row : row + 1] = [end]
+        spans.append(Span("sends", begin, end, position, row))
+    return [span for span in spans if span.end > span.begin]

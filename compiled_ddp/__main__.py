@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import compiled_ddp
+from compiled_ddp.calibration import arguments as calibration
 from compiled_ddp.comparison import arguments as comparison
 from compiled_ddp.keywords import suggestion
 from compiled_ddp.parity import arguments as parity
@@ -28,6 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from compiled_ddp.precompile.command import run as precompile
 
         return precompile(options)
+    if options.command == "calibrate":
+        from compiled_ddp.calibration.command import run as calibrate
+
+        return calibrate(options)
     if options.command == "simulate":
         from compiled_ddp.simulation.command import run as simulate
 
@@ -47,6 +52,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     comparison.add_to(commands)
     parity.add_to(commands)
     precompile.add_to(commands)
+    calibration.add_to(commands)
     simulation.add_to(commands)
     told = "print what a bug report needs: versions, hardware, the environment"
     commands.add_parser("env", help=told, description=f"{told[0].upper()}{told[1:]}.")
@@ -63,6 +69,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def _problem(options: argparse.Namespace) -> str | None:
     if options.command == "simulate":
         return simulation.problem(options)
+    if options.command == "calibrate":
+        return calibration.problem(options)
     if ":" not in options.target:
         return f"{options.target!r} has no colon: write SCRIPT:FUNCTION, for example train.py:make"
     if options.command == "precompile":

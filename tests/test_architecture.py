@@ -48,7 +48,7 @@ LAYERS = (
     ("wrapping",),
     ("functional", "wrapper"),
     ("compiled", "eager"),
-    ("comparison", "compat", "integrations", "parity"),
+    ("calibration", "comparison", "compat", "integrations", "parity"),
     ("precompile", "simulation"),
     ("public",),
     ("__init__", "__main__"),

@@ -117,7 +117,7 @@ def _without_infinity(value: Any) -> Any:
 # ---- the model of what was measured ----------------------------------------------------------------------------------
 
 
-def fit_link(samples: Sequence[Sample], *, host_seconds: float) -> tuple[Link, float]:
+def fit_link(samples: Sequence[Sample]) -> tuple[Link, float]:
     """The link that explains these best, and the root mean square of its relative errors.
 
     Latency and start-up, and for them a bandwidth too, by least squares on the relative errors of `predicted_seconds`,
@@ -128,7 +128,8 @@ def fit_link(samples: Sequence[Sample], *, host_seconds: float) -> tuple[Link, f
     limit = _BURST * largest.bytes_per_second
     _, startup, latency = _least_squares([_row(sample) for sample in samples if sample.bytes_per_second <= limit])
     left = largest.seconds - latency - largest.in_flight * startup
-    link = Link(startup, largest.in_flight * largest.nbytes / left if left > 0 else math.inf, host_seconds, latency)
+    bandwidth = largest.in_flight * largest.nbytes / left if left > 0 else math.inf
+    link = Link(startup, bandwidth, latency_seconds=latency)
     errors = [predicted_seconds(link, each.nbytes, each.in_flight) / each.seconds - 1 for each in samples]
     return link, math.sqrt(sum(error * error for error in errors) / len(errors))
 
@@ -193,6 +194,7 @@ def fields_of(calibration: Calibration) -> dict[str, Any]:
         "latency us": link.latency_seconds * 1e6,
         "MB/s": link.bytes_per_second / 1e6,
         "host us": link.host_seconds * 1e6,
+        "host us/MB": link.host_seconds_per_byte * 1e12,
         "Gflop/s": compute.flops_per_second / 1e9,
         "GB/s": compute.bytes_per_second / 1e9,
         "residual": calibration.residual,

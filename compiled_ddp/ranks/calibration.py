@@ -12,6 +12,7 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import torch
@@ -30,6 +31,7 @@ _log = logging.getLogger(__name__)
 _SIZES = tuple(4096 * 4**step for step in range(7))  # 4 KiB to 16 MiB
 _FEWEST_SIZES, _FEWEST_ROUNDS = 4, 2  # however slow the link is: up to 256 KiB
 _IN_FLIGHT = 4
+_LARGER_BYTES = 2**20
 _SHARE_OF_COMPUTE = 0.2  # of the time there is; the link has the rest
 _SHARE_OF_SIZE = 0.2  # of the link's time: the most that one round of the largest size may take
 _SHARE_OF_REPEATS = 0.2  # of a round: a small size is repeated in it, until it takes so much
@@ -41,7 +43,7 @@ def measure(communicator: Communicator, device: torch.device, *, seconds: float 
     """A calibration of the communicator's ranks, with tensors of `device`: the same on every rank. A collective.
 
     It takes about `seconds`. On a slow link large all-reduces are left out, and even those that are left may take
-    longer: at 100 Mbit/s, the quick one took 0.8 s. Draws no random numbers.
+    longer: at 100 Mbit/s, the quick one took about a second. Draws no random numbers.
     """
     if (world := pretended.current()) is not None:
         return world.calibration()
@@ -81,7 +83,9 @@ def _measure(agreement: _Agreement, seconds: float) -> Calibration:
         rounds = _Rounds(agreement)
         rounds.run(seconds * (1 - _SHARE_OF_COMPUTE))
         samples = rounds.samples()
-        link, residual = fit_link(samples, host_seconds=rounds.host_seconds())
+        link, residual = fit_link(samples)
+        of_each, of_byte = rounds.host_seconds()
+        link = replace(link, host_seconds=of_each, host_seconds_per_byte=of_byte)
     computing.run(seconds * _SHARE_OF_COMPUTE / 2)  # again: what disturbed the first time may have gone
     return Calibration(
         backend=backend_of(communicator.group, device),
@@ -141,7 +145,7 @@ class _Rounds:
         self._agreement = agreement
         self._pieces = dict[int, list[torch.Tensor]]()  # of each size, so many as there are under way at once
         self._times = defaultdict[tuple[int, int], list[float]](list)  # by size and number at once
-        self._host_times = list[float]()
+        self._host_times = list[float](), list[float]()  # of the smallest, and of a larger one
 
     def run(self, seconds: float) -> None:
         """As many sizes, and as many rounds of them, as there is time for."""
@@ -182,21 +186,30 @@ class _Rounds:
             for at_once in (_IN_FLIGHT, 1) * times:
                 keys.append((nbytes, at_once))
                 own.append(self._seconds(self._pieces[nbytes][:at_once]))
-        host = min(self._host_seconds(self._pieces[_SIZES[0]]) for _ in range(_FEWEST_REPEATS))
+        own.append(min(self._host_seconds(self._pieces[_SIZES[0]]) for _ in range(_FEWEST_REPEATS)))
+        own.append(self._host_seconds(self._pieces[self._larger][:1]))
         end = time.perf_counter()
-        *slowest, host, elapsed, last = self._agreement.largest([*own, host, end - self._began, end - begin])
+        *slowest, small, large, elapsed, last = self._agreement.largest([*own, end - self._began, end - begin])
         for key, seconds in zip(keys, slowest, strict=True):
             self._times[key].append(seconds)
-        self._host_times.append(host)
+        self._host_times[0].append(small)
+        self._host_times[1].append(large)
         return elapsed, last
 
     def samples(self) -> tuple[Sample, ...]:
         """The best of each."""
         return tuple(Sample(*key, min(times)) for key, times in sorted(self._times.items()))
 
-    def host_seconds(self) -> float:
-        """What the smallest all-reduce takes of the processors."""
-        return min(self._host_times)
+    @property
+    def _larger(self) -> int:
+        """The size at which it is measured what bytes take of the processors."""
+        return min(max(self._pieces), _LARGER_BYTES)
+
+    def host_seconds(self) -> tuple[float, float]:
+        """What an all-reduce takes of the processors, however small it is, and for each byte."""
+        small, large = (min(times) for times in self._host_times)
+        of_byte = (large - small) / (self._larger - _SIZES[0]) if self._agreement.device.type == "cpu" else 0.0
+        return small, max(0.0, of_byte)
 
     def _seconds(self, pieces: Sequence[torch.Tensor]) -> float:
         """From the first launch until all have arrived."""

@@ -431,6 +431,15 @@ def caller_of_this_thread() -> Caller:
     return caller
 
 
+def _with_gradient(inputs: Sequence[Any], reached: Mapping[int, frozenset[int]] | None) -> list[int]:
+    """Where the inputs are that get a gradient, as far as is known."""
+    return [
+        place
+        for place, value in enumerate(inputs)
+        if isinstance(value, torch.Tensor) and value.requires_grad and (reached is None or reached[place])
+    ]
+
+
 class Segment:
     """[Note: whose segment]"""
 
@@ -445,13 +454,9 @@ class Segment:
         """`graph_module` is consumed. Raises CompilerFailed."""
         self.backend, self.compiler_options = backend, compiler_options
         reached = outputs_reached(graph_module.graph)
-        with_gradient = [
-            position
-            for position, value in enumerate(example_inputs)
-            if isinstance(value, torch.Tensor) and value.requires_grad and (reached is None or reached[position])
-        ]
+        with_gradient = _with_gradient(example_inputs, reached) if torch.is_grad_enabled() else []
         # The inputs that may get a gradient, in the order in which backward completes them.
-        self.gradient_order = gradient_order(graph_module.graph, with_gradient) if torch.is_grad_enabled() else []
+        self.gradient_order = gradient_order(graph_module.graph, with_gradient)
         self._counted = {place: number for number, place in enumerate(self.gradient_order)}
         self._work = count_backward(graph_module.graph, self.gradient_order)
         # [Note: undefined gradients]

@@ -157,8 +157,8 @@ def warm_up(
             raise
     ranks.publish(here, json.dumps({"measured": measured}))
     of_ranks: list[PassTimes | None] = []
-    for writer, rank in enumerate(ranks.ranks):
-        found = json.loads(ranks.read(f"{occasion}/{writer}", writer=writer, purpose="to end its warm-up"))
+    for rank, text in zip(ranks.ranks, ranks.read_each(occasion, first=0, purpose="to end its warm-up"), strict=True):
+        found = json.loads(text)
         if "failure" in found:
             ranks.outlast(occasion)
             raise RuntimeError(

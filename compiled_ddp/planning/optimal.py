@@ -43,7 +43,8 @@ def optimal_buckets(
     good_enough = (1 + tolerance) * lower_bound(nbytes, readiness, link)
     ends = list[float]()
     for buckets in range(1, len(nbytes) + 1):
-        if not table.add_bucket():
+        table.add_bucket()
+        if not table.last_bucket_helps:
             break
         ends.append(table.backward_end(buckets))
         if ends[-1] <= good_enough or readiness.backward_seconds + buckets * link.host_seconds > min(ends):
@@ -83,11 +84,11 @@ class _Table:
         self._ends = [0.0] + [math.inf] * len(nbytes)  # with no bucket
         self._from: list[list[int]] = []  # of each k: the i of each j; -1 where fewer buckets do as well
 
-    def add_bucket(self) -> bool:
-        """Admit one bucket more; returns False if that ends nothing earlier."""
+    def add_bucket(self) -> None:
+        """Admit one bucket more."""
         before, sent, startup = self._ends, self._sent, self._link.startup_seconds
         behind = len(self._from) * self._link.host_seconds
-        ends, origins, is_better = [*before], [-1] * len(before), False
+        ends, origins = [*before], [-1] * len(before)
         free, busy = 0, deque[int]()  # the last i with a link that is free in time; later ones, least of all first
         for j in range(1, len(before)):
             i = j - 1
@@ -106,10 +107,14 @@ class _Table:
             if busy and (other := before[busy[0]] + startup + sent[j] - sent[busy[0]]) < end:
                 origin, end = busy[0], other
             if end < ends[j]:
-                ends[j], origins[j], is_better = end, origin, True
+                ends[j], origins[j] = end, origin
         self._ends = ends
         self._from.append(origins)
-        return is_better
+
+    @property
+    def last_bucket_helps(self) -> bool:
+        """Whether anything ends earlier since it was admitted."""
+        return any(origin >= 0 for origin in self._from[-1])
 
     def backward_end(self, buckets: int) -> float:
         """The earliest end of a backward with so many buckets, of which fewer may be used."""

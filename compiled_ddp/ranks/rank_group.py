@@ -149,16 +149,20 @@ class RankGroup:
         return value
 
     def read_all(self, key: str, *, purpose: str) -> list[str]:
-        """As `read`, what each of the group's ranks but the first publishes under `key`/rank, in their order.
+        """What `read_each` finds of all ranks but the first."""
+        return [*self.read_each(key, first=1, purpose=purpose)]
+
+    def read_each(self, key: str, *, first: int, purpose: str) -> Iterator[str]:
+        """As `read`, what each of the group's ranks from `first` on publishes under `key`/rank, in their order.
 
         Those that are there come in one request for a thousand: each by itself would take ten thousand ranks a minute.
         """
-        values: list[str] = []
-        while len(values) < self.world_size - 1:
-            missing = range(1 + len(values), self.world_size)[:_MOST_KEYS]
+        while first < self.world_size:
+            missing = range(first, self.world_size)[:_MOST_KEYS]
             there = self._if_all_are_there([f"{key}/{writer}" for writer in missing])
-            values += there or [self.read(f"{key}/{missing[0]}", writer=missing[0], purpose=purpose)]
-        return values
+            there = there or [self.read(f"{key}/{first}", writer=first, purpose=purpose)]
+            yield from there
+            first += len(there)
 
     def _if_all_are_there(self, keys: list[str]) -> list[str] | None:
         def ask(store: dist.Store) -> list[str] | None:

@@ -7,10 +7,10 @@ Inductor's cache folder, beside what was compiled for it, and taken again as lon
 Rank 0's knowledge counts, and goes to all ranks as numbers.
 """
 
-import dataclasses
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from compiled_ddp.ranks.communicator import Communicator
 
 _log = logging.getLogger(__name__)
 
+_NOTED_BYTES = 64 * 1024, 4 * 2**20  # all-reduces by which links are compared
 _NEAR = 2.0  # so much larger or smaller is the same machine on another day
 _MOST_KEPT = 32  # links and devices in one folder
 
@@ -57,7 +58,7 @@ def pin(calibration: Calibration, folder: Path) -> None:
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class _Entry:
     calibration: Calibration
     pinned: bool
@@ -119,31 +120,34 @@ def _is_of(one: Calibration, other: Calibration) -> bool:
 
 
 def _is_near(one: Calibration, other: Calibration) -> bool:
-    pairs = zip(_numbers(one), _numbers(other), strict=True)
-    return all(a == b or (min(a, b) > 0 and max(a, b) <= _NEAR * min(a, b)) for a, b in pairs)
+    """By what small and large all-reduces take, and by how fast ranks compute.
+
+    Not by the start-up alone: on a slow link it is measured as anything between nothing and a tenth of a small one.
+    """
+
+    def times(each: Calibration) -> list[float]:
+        return [*map(each.link.seconds, _NOTED_BYTES), each.compute.flops_per_second, each.compute.bytes_per_second]
+
+    return all(max(a, b) <= _NEAR * min(a, b) for a, b in zip(times(one), times(other), strict=True))
 
 
 # ---- from rank 0 to all ----------------------------------------------------------------------------------------------
 
 
-def _numbers(calibration: Calibration) -> tuple[float, float, float, float, float]:
-    """What plans are made from; a latency only shifts their end."""
-    link, compute = calibration.link, calibration.compute
-    rates = compute.flops_per_second, compute.bytes_per_second
-    return link.startup_seconds, link.bytes_per_second, link.host_seconds, *rates
+_OF_LINK = len(fields(Link))
+_SENT = 2 + _OF_LINK + len(fields(Compute))
 
 
 def _of_first(communicator: Communicator, device: torch.device, known: Calibration | None) -> Calibration | None:
     """Rank 0's; None if it has none. Everybody else's is ignored."""
-    numbers = [0.0] * 9
+    numbers = [0.0] * _SENT
     if known is not None:
-        link = known.link
-        numbers = [1.0, *_numbers(known), link.latency_seconds, link.host_seconds_per_byte, float(known.hosts)]
+        numbers = [1.0, float(known.hosts), *astuple(known.link), *astuple(known.compute)]
     shared = torch.tensor(numbers, dtype=torch.float64, device=device)
     communicator.broadcast([shared])
-    is_known, startup, bandwidth, host, flops, memory, latency, host_per_byte, hosts = shared.tolist()
+    is_known, hosts, *numbers = shared.tolist()
     if not is_known:
         return None
-    link, compute = Link(startup, bandwidth, host, latency, host_per_byte), Compute(flops, memory)
+    link, compute = Link(*numbers[:_OF_LINK]), Compute(*numbers[_OF_LINK:])
     backend = backend_of(communicator.group, device)
     return Calibration(backend, communicator.world_size, int(hosts), device.type, link, compute)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cpu_rounds, plan_sizes, real_model_rank, steps_by_size, timeline
+from benchmarks import cpu_rounds, expected_steps, real_model_rank, steps_by_size, timeline
 from benchmarks.gpu import alone, deadline, watched_steps
 from benchmarks.gpu.workloads import ALL
 from benchmarks.train import train
@@ -35,6 +35,9 @@ def _scaling(arguments: dict[str, Any], rank: Rank) -> Any:
 
 def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
     workload = ALL[arguments["workload"]]
+    if kind == "expect":
+        sizes_mb, warmup, steps = arguments["sizes_mb"], arguments["warmup"], arguments["steps"]
+        return expected_steps.expect(workload, sizes_mb, warmup=warmup, steps=steps, rank=rank)
     backend = {"backend": arguments["backend"]} if "backend" in arguments else {}
     known = make_variants(arguments["bucket_cap_mb"], find_unused_parameters=workload.find_unused_parameters, **backend)
     variants = [known[name] for name in arguments["variants"]]
@@ -42,9 +45,6 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
         case "compare":
             link, warmup, rounds = arguments["link"], arguments["warmup"], arguments["rounds"]
             return compare(workload, variants, warmup=warmup, rounds=rounds, link=link, rank=rank).to_json()
-        case "expect":
-            sizes_mb, warmup, steps = arguments["sizes_mb"], arguments["warmup"], arguments["steps"]
-            return plan_sizes.expect(workload, sizes_mb, warmup=warmup, steps=steps, rank=rank)
         case "alone":
             return alone.measure(workload, variants, arguments["warmup"], arguments["rounds"], rank)
         case "probe":

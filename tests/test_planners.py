@@ -148,6 +148,30 @@ def test_a_captured_graphs_work_tells_when_gradients_are_ready() -> None:
     assert len(planner.fill(gradients, (), late)) < len(planner.fill(gradients, (), even))
 
 
+def test_a_plan_hides_the_link_behind_a_longer_backward_than_was_counted() -> None:
+    """What was counted may be short of what is; some buckets more cost next to nothing."""
+    gradients = specs(*[300_000] * 40)
+    nbytes = [gradient.nbytes for gradient in gradients]
+    communication = sum(nbytes) / GIGABIT.bytes_per_second
+    work = BackwardWork(
+        tuple(Work((n + 1) / 40 * communication / 1.8 * 5e10) for n in range(40)), Work(communication / 1.8 * 5e10)
+    )
+    lengths = [len(bucket) for bucket in OptimalBuckets(GIGABIT, COMPUTE).fill(gradients, (), work)]
+    naively = optimal_buckets(nbytes, work.readiness(COMPUTE), GIGABIT)
+    for longer, allowed in ((1.0, 1.02), (1.5, 1.02), (1.9, 1.06)):
+        actual = evenly(40, communication / 1.8 * longer)
+        bound = lower_bound(nbytes, actual, GIGABIT)
+        assert predict_plan(lengths, nbytes, actual, GIGABIT).seconds <= allowed * bound
+    assert predict_plan(naively, nbytes, actual, GIGABIT).seconds > 1.06 * bound
+
+
+def test_the_hardest_backward_is_as_long_as_its_communication_as_far_as_the_count_may_be_wrong() -> None:
+    link = Link(0.0, 10.0)
+    assert evenly(4, 3.0).hardest(link, 40).seconds == (1.0, 2.0, 3.0, 4.0)
+    assert evenly(4, 1.0).hardest(link, 40).backward_seconds == 2.0
+    assert evenly(4, 16.0).hardest(link, 40).backward_seconds == 8.0
+
+
 def test_noise_in_what_was_measured_leaves_the_plan_as_it_is() -> None:
     def plan(startup: float, bandwidth: float) -> str:
         link = Link(startup, bandwidth).rounded()

@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 
+_UNCERTAIN = 2.0  # so much longer or shorter than counted a backward may be
+
+
 @dataclass(frozen=True)
 class Link:
     """What an all-reduce of one group takes, in seconds and bytes of the tensor that is reduced.
@@ -117,6 +120,20 @@ class Readiness:
             tuple(end / link.bytes_per_second for end in itertools.accumulate(nbytes)),
             total,
             "by the sizes of gradients, for a backward as long as its communication",
+        )
+
+    def hardest(self, link: Link, nbytes: float) -> "Readiness":
+        """The backward that is hardest to plan for, among those that take half to twice as long.
+
+        That is the one as long as its communication, or the nearest to it. Counted times are no nearer than that: what
+        else runs on the cores, the caches, the compiler. A plan that hides the link behind a backward of exactly one
+        length lets it idle behind a longer one.
+        """
+        if not (self.backward_seconds and nbytes):
+            return self
+        factor = min(max(nbytes / link.bytes_per_second / self.backward_seconds, 1 / _UNCERTAIN), _UNCERTAIN)
+        return replace(
+            self, seconds=tuple(at * factor for at in self.seconds), backward_seconds=self.backward_seconds * factor
         )
 
     def beside(self, link: Link, nbytes: float) -> "Readiness":

@@ -143,8 +143,8 @@ class OptimalBuckets:
         of_kind: dict[Kind, list[int]] = {}
         for place, gradient in enumerate(gradients):
             of_kind.setdefault((gradient.dtype, gradient.device), []).append(place)
-        readiness = self.readiness(gradients, work)
         nbytes = sum(gradient.nbytes for gradient in gradients)
+        readiness = self.readiness(gradients, work).hardest(self.link, nbytes)
         filled: list[_OpenBucket] = []
         for places in of_kind.values():
             own = [gradients[place].nbytes for place in places]

@@ -73,7 +73,7 @@ class _Counter:
     def _flops_of(self, node: Node) -> float:
         if not _may_multiply(node):
             return 0.0
-        args, kwargs = map_aggregate((node.args, node.kwargs), _described)  # type: ignore[misc, arg-type]
+        args, kwargs = _each_argument(node, _described)
         kind = repr((node.target, args, kwargs))
         if kind not in self._flops:
             self._flops[kind] = _run_counted(node)
@@ -82,7 +82,7 @@ class _Counter:
 
 def _run_counted(node: Node) -> float:
     """The floating-point operations of a node, run on tensors without memory."""
-    args, kwargs = map_aggregate((node.args, node.kwargs), _without_memory)  # type: ignore[misc, arg-type]
+    args, kwargs = _each_argument(node, _without_memory)
     function: Callable[..., Any] = node.target  # type: ignore[assignment]
     if node.op == "call_method":
         function = getattr(type(args[0]), str(node.target))
@@ -94,6 +94,12 @@ def _run_counted(node: Node) -> float:
         _log.debug("the operations of %s are not counted: %s: %s", node.format_node(), type(error).__name__, error)
         return 0.0
     return float(counter.get_total_flops())
+
+
+def _each_argument(node: Node, function: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with what `function` makes of each, also of those in lists and dicts."""
+    changed: Any = map_aggregate((node.args, node.kwargs), function)
+    return changed[0], changed[1]
 
 
 def _may_multiply(node: Node) -> bool:

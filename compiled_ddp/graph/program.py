@@ -585,7 +585,7 @@ class Segment:
 _Parameters = tuple[int | None, ...]
 
 # The dtypes of their gradients, and which they are where buckets go by names.
-_Pattern = tuple[torch.dtype | None, ...] | tuple[tuple[torch.dtype | None, ...], _Parameters]
+_Pattern = tuple[tuple[torch.dtype | None, ...], _Parameters | None]
 
 
 class Bindings:
@@ -689,9 +689,8 @@ class Bindings:
         index_of = {position: index for position, index in pairs if index is not None}
         planned = self._runtime.parameters.gradients
         # One graph may run for parameters that tell autograd to cast their gradients to different dtypes.
-        pattern: _Pattern = tuple(None if index is None else planned[index].dtype for index in parameters)
-        if self._policy.planner.goes_by_names:
-            pattern = (pattern, parameters)
+        dtypes = tuple(None if index is None else planned[index].dtype for index in parameters)
+        pattern = (dtypes, parameters) if self._policy.planner.goes_by_names else (dtypes, None)
         programs = known.programs
         if pattern not in programs:
             gradients = [replace(planned[index], index=position) for position, index in index_of.items()]

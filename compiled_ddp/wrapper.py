@@ -621,8 +621,8 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         name or empty, `unused_parameters` are those that no rank has used.
 
         Left out: all times, CUDA's and the host's; environment variables and gloo's and NCCL's settings; DDP's own
-        arguments (`find_unused_parameters`, `static_graph`, `device_ids`). `torch.profiler` shows when each bucket is
-        launched and awaited, `explain()` why hooks reduce what they do.
+        arguments (`find_unused_parameters`, `static_graph`, `device_ids`). `profile()` measures when each bucket is
+        launched and awaited, and `torch.profiler` shows it; `explain()` says why hooks reduce what they do.
         """
         self._check_in_use()
         return training_stats(self.module, self._runtime, self._settings.options)

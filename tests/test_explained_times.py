@@ -114,6 +114,7 @@ def test_what_the_reduction_takes_of_the_device_delays_the_backward_and_counts_a
     assert predicted.prediction.transfers[0].ready == pytest.approx(1.0 + 1e-4 * sequence.nbytes)
     measured = MeasuredBackward((None,), 3, 1.5, 0.0)
     assert measured.exposed_seconds(predicted) == pytest.approx(0.5)
+    assert predicted.exposed_seconds == pytest.approx(predicted.prediction.exposed_seconds + 1e-4 * sequence.nbytes)
 
 
 def test_riders_in_a_bucket_of_their_own_are_ready_with_the_last_gradient() -> None:
@@ -204,31 +205,47 @@ def test_a_recorder_keeps_no_backward_that_was_broken_off() -> None:
 @pytest.mark.parametrize(
     ("wait", "cause"),
     [
-        (Wait(0, 100, launch=0.2, start=0.9, interval=(0.5, 1.0)), "the link was busy"),
-        (Wait(0, 400, launch=0.5, start=0.5, interval=(0.5, 0.9)), "ready late"),
-        (Wait(0, 100, launch=0.2, start=0.2, interval=(0.5, 0.9)), "peers or link"),
+        (Wait(0, 100, launch=0.2, end=1.0, others_seconds=0.6, interval=(0.5, 1.0)), "the link was busy"),
+        (Wait(0, 400, launch=0.5, end=0.95, others_seconds=0.0, interval=(0.5, 0.95)), "ready late"),
+        (Wait(0, 100, launch=0.2, end=0.9, others_seconds=0.1, interval=(0.5, 0.9)), "peers or link"),
     ],
 )
-def test_a_wait_has_the_cause_that_takes_most_of_it(wait: Wait, cause: str) -> None:
+def test_a_wait_has_the_cause_that_takes_most_of_its_transfer(wait: Wait, cause: str) -> None:
     assert wait.cause(LINK) == cause
 
 
 def test_without_a_known_link_a_bucket_launched_just_before_its_wait_was_late() -> None:
-    assert Wait(0, 400, launch=0.49, start=0.49, interval=(0.5, 0.9)).cause(None) == "ready late"
-    assert Wait(0, 400, launch=0.2, start=0.2, interval=(0.5, 0.9)).cause(None) == "peers or link"
+    late, early = (Wait(0, 400, launch, 0.9, others_seconds=0.0, interval=(0.5, 0.9)) for launch in (0.49, 0.2))
+    assert (late.cause(None), early.cause(None)) == ("ready late", "peers or link")
+
+
+def test_what_others_take_of_the_link_is_what_they_send_while_a_bucket_is_under_way() -> None:
+    buckets = (
+        MeasuredBucket(0.0, end=0.4),
+        MeasuredBucket(0.2, wait=(0.5, 1.0), end=1.0),
+        MeasuredBucket(0.8, end=1.2),
+    )
+    measured = MeasuredBackward(buckets, 1, 1.2, 0.5)
+    (shared,) = measured.waits([100, 200, 300], LINK)
+    assert shared.others_seconds == pytest.approx(0.1 / 2 + 0.3 / 2)
+    (unknown,) = measured.waits([100, 200, 300], None)
+    assert unknown.others_seconds == pytest.approx(0.2), "of those before it"
 
 
 def test_a_line_for_each_of_the_three_longest_waits_says_what_would_shorten_it() -> None:
-    busy = [Wait(n, 100, launch=0.0, start=n + 1.0, interval=(n, n + 1.0 + n / 10)) for n in range(5)]
-    short = Wait(9, 100, launch=0.0, start=0.0, interval=(0.0, 0.001))
+    busy = [Wait(n, 100, 0.0, n + 1.0, others_seconds=n + 0.8, interval=(n, n + 1.0 + n / 10)) for n in range(5)]
+    short = Wait(9, 100, launch=0.0, end=0.001, others_seconds=0.0, interval=(0.0, 0.001))
     lines = format_waits([*busy, short], 5.0, LINK, are_sized=True, are_compressed=False)
     assert [line.partition(" is awaited")[0] for line in lines] == ["Bucket 4", "Bucket 3", "Bucket 2"]
-    assert all("busy with earlier buckets until" in line and "bf16_compress" in line for line in lines)
-    late = [Wait(0, 400, launch=0.5, start=0.5, interval=(0.5, 0.9))]
+    assert all("ms of the link meanwhile" in line and "bf16_compress" in line for line in lines)
+    late = [Wait(0, 400, launch=0.5, end=0.9, others_seconds=0.0, interval=(0.5, 0.9))]
     (sized,) = format_waits(late, 1.0, LINK, are_sized=True, are_compressed=False)
     (planned,) = format_waits(late, 1.0, LINK, are_sized=False, are_compressed=True)
     assert "ready as late as 500 ms" in sized and "smaller buckets at the end" in sized
     assert "smaller" not in planned and "bf16_compress" not in planned and "a faster link" in planned
+    slow = [Wait(0, 100, launch=0.5, end=0.9, others_seconds=0.0, interval=(0.5, 0.9))]
+    (peers,) = format_waits(slow, 1.0, LINK, are_sized=True, are_compressed=False)
+    assert "its bytes take 100 ms: peers or link" in peers
     assert format_waits([short], 5.0, LINK, are_sized=True, are_compressed=False) == ()
 
 
@@ -305,8 +322,8 @@ def test_json_has_the_same_keys_whatever_is_known(explanation: Explanation) -> N
 
 def test_json_has_all_times_in_milliseconds() -> None:
     read = measured_example().as_dict()
-    assert read["predicted"]["computation_ms"] == pytest.approx(400.0)
-    assert read["predicted"].keys() == {"backward_ms", "computation_ms", "local_backward_ms", "exposed_ms"}
+    assert read["predicted"]["local_backward_ms"] == pytest.approx(400.0)
+    assert read["predicted"]["exposed_by_waits_ms"] == read["predicted"]["exposed_by_difference_ms"] > 0
     assert read["measured"] == pytest.approx(
         {
             "backwards": 1,

@@ -102,10 +102,10 @@ class Explanation:
             yield self.not_predicted
         if self.predicted is not None:
             prediction, assumed = self.predicted.prediction, self.predicted.assumed
-            share = prediction.exposed_seconds / prediction.seconds if prediction.seconds else 0.0
             yield (
                 f"Predicted: a backward of {format_ms(prediction.seconds)} ms, with exposed communication of "
-                f"{format_ms(prediction.exposed_seconds)} ms ({share:.1%})."
+                f"{format_ms(self.predicted.exposed_seconds)} ms by difference to a local one, "
+                f"{format_ms(prediction.exposed_seconds)} ms by the waits."
             )
             if assumed:
                 are_all = len(assumed) == len(self.rows)
@@ -187,12 +187,11 @@ class Explanation:
 
 
 def _predicted_totals(predicted: PredictedBackward) -> dict[str, float]:
-    prediction = predicted.prediction
     return {
-        "backward_ms": prediction.seconds * 1e3,
-        "computation_ms": prediction.backward_seconds * 1e3,
+        "backward_ms": predicted.prediction.seconds * 1e3,
         "local_backward_ms": predicted.local_seconds * 1e3,
-        "exposed_ms": prediction.exposed_seconds * 1e3,
+        "exposed_by_difference_ms": predicted.exposed_seconds * 1e3,
+        "exposed_by_waits_ms": predicted.prediction.exposed_seconds * 1e3,
     }
 
 
@@ -271,11 +270,11 @@ class Times:
             predicted = predict_sequence(sequence, calibration, self.work_of)
         measured = None if self.recorder is None else measured_backward(self.recorder, sequence)
         waits, total = list[Wait](), 0.0
+        link = None if calibration is None or hooked else calibration.link
         if measured is not None:
-            waits, total = measured.waits([bucket.nbytes for bucket in sequence.buckets]), measured.seconds
+            waits, total = measured.waits([bucket.nbytes for bucket in sequence.buckets], link), measured.seconds
         elif predicted is not None:
             waits, total = predicted.waits, predicted.prediction.seconds
-        link = None if calibration is None or hooked else calibration.link
         are_sized = isinstance(options.planner, SizedBuckets)
         lines = format_waits(waits, total, link, are_sized=are_sized, are_compressed=hooked)
         return {"predicted": predicted, "not_predicted": not_predicted, "measured": measured, "waits": lines}

@@ -1,6 +1,7 @@
 """The picture of a backward, and its trace: what computes and what is on the link, as predicted and as measured."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +89,9 @@ def _words(explanation: Explanation, span: Span) -> str:
 
 # ---- a picture -------------------------------------------------------------------------------------------------------
 
-_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#d4a72c", "#9d755d", "#ff9da6", "#79706e")
+_COLORS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#d4a72c", "#9d755d", "#d37295", "#79706e")
 _OTHER, _WORDS = "#c9ced6", "#333333"
-_MOST_KEYS, _MOST_NAMED, _LONGEST_NAME = 15, 6, 30  # buckets in the legend, those with a name there, its characters
+_MOST_KEYS, _MOST_NAMED, _LONGEST_NAME = 21, 10, 30  # buckets in the legend, those with a name there, its characters
 _HEIGHT, _BETWEEN = 0.74, 2.4  # of a lane, and from one source to the next, in lanes
 _NARROW = 0.02  # of the axis: a narrower span has no number in it
 
@@ -101,7 +102,9 @@ def _draw(explanation: Explanation, lanes: Lanes, path: Path) -> None:
         from matplotlib.figure import Figure  # not pyplot, which would choose a backend for the user's own pictures
     except ImportError as error:
         raise ImportError(_NO_PICTURE) from error
-    figure = Figure(figsize=(11, 1.3 + 1.4 * len(lanes)), layout="constrained")
+    keys, columns = _keys(explanation)
+    rows_of_keys = math.ceil(len(keys) / columns)
+    figure = Figure(figsize=(11, 0.85 + 1.4 * len(lanes) + 0.22 * rows_of_keys), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     end_ms = 1e3 * max(span.end for spans in lanes.values() for span in spans)
@@ -121,7 +124,7 @@ def _draw(explanation: Explanation, lanes: Lanes, path: Path) -> None:
     axes.tick_params(axis="y", length=0)
     axes.grid(axis="x", color="#e6e8eb", linewidth=0.8)
     axes.set_axisbelow(True)
-    _draw_legend(figure, explanation)
+    figure.legend(handles=keys, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.savefig(path, dpi=130, format="png")
 
 
@@ -152,33 +155,31 @@ def _color(bucket: int) -> str:
 def _totals(explanation: Explanation, source: str) -> str:
     """What is said beside the lanes."""
     predicted, measured = explanation.predicted, explanation.measured
-    if source == "predicted":
+    if source == "measured" and measured is not None:
+        total, waiting, difference = measured.seconds, measured.waiting_seconds, measured.exposed_seconds(predicted)
+        assumed = ""
+    else:
         assert predicted is not None
-        total, exposed = predicted.prediction.seconds, predicted.prediction.exposed_seconds
-        by = "\n(ready by sizes)" if predicted.assumed else ""
-        return f"{total * 1e3:.4g} ms,\nof which exposed:\n{exposed * 1e3:.3g} ms{by}"
-    assert measured is not None
-    words = f"{measured.seconds * 1e3:.4g} ms,\nof which exposed:\n"
-    difference = measured.exposed_seconds(predicted)
-    if difference is not None:
-        words += f"{difference * 1e3:.3g} ms by difference\n"
-    return f"{words}{measured.waiting_seconds * 1e3:.3g} ms by the waits"
+        total, waiting = predicted.prediction.seconds, predicted.prediction.exposed_seconds
+        difference, assumed = predicted.exposed_seconds, "\n(ready by sizes)" if predicted.assumed else ""
+    by_difference = "" if difference is None else f"{difference * 1e3:.3g} ms by difference\n"
+    return f"{total * 1e3:.4g} ms,\nof which exposed:\n{by_difference}{waiting * 1e3:.3g} ms by the waits{assumed}"
 
 
-def _draw_legend(figure: Any, explanation: Explanation) -> None:
+def _keys(explanation: Explanation) -> tuple[list[Any], int]:
+    """The legend, and in how many columns."""
     from matplotlib.patches import Patch
 
     rows = explanation.rows
+    are_named = len(rows) <= _MOST_NAMED
     keys: list[Any] = [
-        Patch(facecolor=_color(row[0]), label=_key(explanation, row[0], named=len(rows) <= _MOST_NAMED))
-        for row in rows[:_MOST_KEYS]
+        Patch(facecolor=_color(row[0]), label=_key(explanation, row[0], named=are_named)) for row in rows[:_MOST_KEYS]
     ]
     if len(rows) > _MOST_KEYS:
         keys.append(Patch(facecolor="none", label=f"and {len(rows) - _MOST_KEYS} more buckets"))
     keys.append(Patch(facecolor=_OTHER, label="the rest of the backward"))
     keys.append(Patch(facecolor="white", edgecolor="#555555", hatch="/////", label="waits for a bucket"))
-    columns = 3 if len(rows) <= _MOST_NAMED else 6
-    figure.legend(handles=keys, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    return keys, 3 if are_named else 6
 
 
 def _key(explanation: Explanation, order: int, *, named: bool) -> str:

@@ -28,14 +28,20 @@ class PredictedBackward:
     assumed: tuple[int, ...] = ()  # positions of buckets of which it is assumed, by sizes, when they are ready
 
     @property
+    def exposed_seconds(self) -> float:
+        """How much longer it is than a local one."""
+        return self.prediction.seconds - self.local_seconds
+
+    @property
     def waits(self) -> list["Wait"]:
         """The waits that are left when all has been computed, one after the other."""
         waits, free = list[Wait](), 0.0
         computed = self.prediction.backward_seconds
         for position, transfer in enumerate(self.prediction.transfers):
             begin, free = max(computed, free), transfer.end
-            if transfer.end > begin:
-                waits.append(Wait(position, transfer.nbytes, transfer.ready, transfer.start, (begin, transfer.end)))
+            if free > begin:
+                queued = transfer.start - transfer.ready
+                waits.append(Wait(position, transfer.nbytes, transfer.ready, free, queued, (begin, free)))
         return waits
 
 
@@ -108,15 +114,23 @@ class MeasuredBackward:
             if bucket is not None and bucket.end is not None:
                 yield position, (bucket.launch, bucket.end)
 
-    def waits(self, nbytes: Sequence[int]) -> list["Wait"]:
+    def waits(self, nbytes: Sequence[int], link: Link | None) -> list["Wait"]:
         """Those of all buckets, which have so many bytes."""
         waits, transfers = list[Wait](), dict(self.transfers())
         for position, (launch, end) in transfers.items():
             bucket = self.buckets[position]
             if bucket is not None and bucket.wait is not None:
-                before = (transfers[other][1] for other in transfers if other < position)
-                start = max([launch, *(free for free in before if free <= end)])
-                waits.append(Wait(position, nbytes[position], launch, start, bucket.wait))
+                others = {other: interval for other, interval in transfers.items() if other != position}
+                if link is None:
+                    earlier = (end_ for other, (_, end_) in others.items() if other < position and end_ <= end)
+                    taken = max([launch, *earlier]) - launch
+                else:
+                    taken = sum(
+                        link.seconds(nbytes[other]) * _overlap(interval, (launch, end)) / (interval[1] - interval[0])
+                        for other, interval in others.items()
+                        if interval[1] > interval[0]
+                    )
+                waits.append(Wait(position, nbytes[position], launch, end, taken, bucket.wait))
         return waits
 
 
@@ -177,7 +191,8 @@ class Wait:
     position: int
     nbytes: int
     launch: float
-    start: float  # the link is free for it
+    end: float  # of its transfer
+    others_seconds: float  # that other buckets have taken of the link between the two
     interval: Interval
 
     @property
@@ -185,20 +200,21 @@ class Wait:
         return self.interval[1] - self.interval[0]
 
     def cause(self, link: Link | None) -> Cause:
-        """What most of the wait is: others' transfers, its own, or what no model of the link explains.
+        """What most of its transfer is: others' bytes, its own, or what the link does not explain.
 
-        Where no link was measured, its own transfer is thought to explain it if it was launched just before the wait.
+        Where no link was measured, its own bytes are thought to explain it if it was launched just before the wait.
         """
-        end = float("inf")
-        own_end = self.start + link.seconds(self.nbytes) + link.latency_seconds if link is not None else self.start
-        if link is None and self.launch >= _LATE * self.interval[0]:
-            own_end = end
-        parts: dict[Cause, Interval] = {
-            "the link was busy": (self.launch, self.start),
-            "ready late": (self.start, own_end),
-            "peers or link": (own_end, end),
+        left = self.end - self.launch - self.others_seconds
+        if link is not None:
+            own = link.seconds(self.nbytes) + link.latency_seconds
+        else:
+            own = left if self.launch >= _LATE * self.interval[0] else 0.0
+        parts: dict[Cause, float] = {
+            "the link was busy": self.others_seconds,
+            "ready late": own,
+            "peers or link": left - own,
         }
-        return max(parts, key=lambda cause: _overlap(parts[cause], self.interval))
+        return max(parts, key=parts.__getitem__)
 
 
 def _overlap(one: Interval, other: Interval) -> float:
@@ -220,7 +236,7 @@ def format_waits(
     for wait in sorted(long, key=lambda wait: wait.seconds, reverse=True)[:_MOST_WAITS]:
         match wait.cause(link):
             case "the link was busy":
-                why = f"the link is busy with earlier buckets until {format_ms(wait.start)} ms. Shorter by: {fewer}"
+                why = f"others take {format_ms(wait.others_seconds)} ms of the link meanwhile. Shorter by: {fewer}"
             case "ready late":
                 why = f"its last gradient is ready as late as {format_ms(wait.launch)} ms. Shorter by: {smaller}"
             case "peers or link":

@@ -91,7 +91,7 @@ def test_every_option_is_one_that_steady_steps_look_at_or_acts_elsewhere() -> No
         "comm_hook",
         "reduction",
     }
-    in_plans = {"bucket_cap_mb", "first_bucket_mb", "bucket_cap_mb_list", "smallest_graph_mb"}
+    in_plans = {"bucket_cap_mb", "first_bucket_mb", "bucket_cap_mb_list", "smallest_graph_mb", "calibration", "plan"}
     in_compilers = {"backend", "fullgraph", "dynamic", "mode", "options", "strict", "warmup_chooses", "compile_once"}
     in_forwards = {"broadcast_buffers", "forward_sync_buffers", "init_sync", "keep_buffers", "follows_model"}
     at_the_end = {"check_steps", "verify"}

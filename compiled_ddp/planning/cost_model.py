@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-
 _UNCERTAIN = 2.0  # so much longer or shorter than counted a backward may be
 
 

@@ -43,20 +43,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _measure(options: argparse.Namespace, workload: str, rate: str) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, workload: str, rate: str, before: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was said and what came; `before` are the results there are."""
     extent = EXTENTS[workload]
     with link_or_loopback(rate) as link:
         rounds = options.steps or extent.quick
         what = {"workload": workload, "bucket_cap_mb": None, "device": "cpu", "warmup": extent.warmup}
         expected = run_job("expect", {**what, "sizes_mb": options.sizes, "steps": rounds}, ranks=2, link=link)
-        _write(options, {"model": workload, "link": rate, "expected": expected})
+        _write(options, [*before, {"model": workload, "link": rate, "expected": expected}])
         variants = [_FLOOR, "torch DDP", "torch.compile(DDP)", PLANNED, *map(name_of, options.sizes)]
         job = {**what, "variants": variants, "rounds": rounds, "link": rate}
         comparison = Comparison.from_json(run_job("compare", job, ranks=2, link=link))
     return {"model": workload, "link": rate, "expected": expected, "measured": comparison.to_json()}
 
 
-def _write(options: argparse.Namespace, *results: dict[str, Any]) -> None:
+def _write(options: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps({"recipe": recipe(REPOSITORY), "results": results}))
 
@@ -84,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = []
     for workload in options.model:
         for rate in options.link:
-            results.append(_measure(options, workload, rate))
-            _write(options, *results)
+            results.append(_measure(options, workload, rate, results))
+            _write(options, results)
             print(table(results[-1]), flush=True)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import compiled_ddp
 from compiled_ddp.calibration import arguments as calibration
 from compiled_ddp.comparison import arguments as comparison
+from compiled_ddp.explanation import arguments as explanation
 from compiled_ddp.keywords import suggestion
 from compiled_ddp.parity import arguments as parity
 from compiled_ddp.precompile import arguments as precompile
@@ -29,6 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from compiled_ddp.precompile.command import run as precompile
 
         return precompile(options)
+    if options.command == "explain":
+        from compiled_ddp.explanation.command import run as explain
+
+        return explain(options)
     if options.command == "calibrate":
         from compiled_ddp.calibration.command import run as calibrate
 
@@ -53,6 +58,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parity.add_to(commands)
     precompile.add_to(commands)
     calibration.add_to(commands)
+    explanation.add_to(commands)
     simulation.add_to(commands)
     told = "print what a bug report needs: versions, hardware, the environment"
     commands.add_parser("env", help=told, description=f"{told[0].upper()}{told[1:]}.")
@@ -75,6 +81,8 @@ def _problem(options: argparse.Namespace) -> str | None:
         return f"{options.target!r} has no colon: write SCRIPT:FUNCTION, for example train.py:make"
     if options.command == "precompile":
         return precompile.problem(options)
+    if options.command == "explain":
+        return explanation.problem(options)
     return comparison.problem(options) if options.command == "compare" else parity.problem(options)
 
 

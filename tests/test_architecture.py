@@ -49,7 +49,7 @@ LAYERS = (
     ("functional", "wrapper"),
     ("compiled", "eager"),
     ("calibration", "comparison", "compat", "integrations", "parity"),
-    ("precompile", "simulation"),
+    ("explanation", "precompile", "simulation"),
     ("public",),
     ("__init__", "__main__"),
 )

@@ -16,7 +16,7 @@ from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.passes.ops import all_reduce_in_place, wait_tensor
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import find_sums
-from compiled_ddp.plan import BucketPlan, GradientSpec
+from compiled_ddp.plan import BucketPlan, GradientSpec, contiguous_stride
 from compiled_ddp.planning.assignment import place_buckets
 from compiled_ddp.ranks.launch_observer import profiled
 
@@ -42,8 +42,7 @@ def plan_of(
 
 def spec_of(index: int, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> GradientSpec:
     """A gradient as it lies in its bucket: contiguous, whatever strides this rank's has."""
-    stride = torch.empty(size, dtype=torch.float32, device="meta").stride()
-    return GradientSpec(index, size, stride, dtype, device)
+    return GradientSpec(index, size, contiguous_stride(size), dtype, device)
 
 
 _bucket_name: contextvars.ContextVar[Callable[[int], str]] = contextvars.ContextVar(

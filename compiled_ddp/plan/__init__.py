@@ -20,7 +20,15 @@ sequence
 Sizes are in elements where a name ends in `_elements`, in bytes where it ends in `_bytes`.
 """
 
-from compiled_ddp.plan.buckets import Bucket, BucketPlan, Gradient, GradientSpec, ReductionKind, gradient_dtype
+from compiled_ddp.plan.buckets import (
+    Bucket,
+    BucketPlan,
+    Gradient,
+    GradientSpec,
+    ReductionKind,
+    contiguous_stride,
+    gradient_dtype,
+)
 from compiled_ddp.plan.riders import (
     ABORTED,
     COUNT_MODULUS,
@@ -52,7 +60,7 @@ from compiled_ddp.plan.sequence import (
     Section,
 )
 
-__all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders", "gradient_dtype"]
+__all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders", "contiguous_stride", "gradient_dtype"]
 __all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED", "TOO_SMALL"]
 __all__ += ["BESIDE_TENSOR_HOOK", "TENSOR_HOOK"]
 __all__ += ["Origin", "ReductionSequence", "Section"]

@@ -2,9 +2,11 @@
 
 import functools
 import hashlib
+import itertools
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -50,9 +52,13 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 @functools.lru_cache(maxsize=1024)  # a model has many parameters of few shapes
 def _dense_stride(size: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     """`stride` where it is dense, a contiguous tensor's otherwise."""
-    if _is_dense(size, stride):
-        return stride
-    return torch.empty(size, dtype=torch.float32, device="meta").stride()
+    return stride if _is_dense(size, stride) else contiguous_stride(size)
+
+
+def contiguous_stride(size: Sequence[int]) -> tuple[int, ...]:
+    """As torch has it. No tensor is made for it, which a trace around would record."""
+    steps = itertools.accumulate((max(length, 1) for length in reversed(size[1:])), operator.mul, initial=1)
+    return tuple(reversed([*steps])) if size else ()
 
 
 def _is_dense(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:

@@ -60,7 +60,16 @@ from compiled_ddp.plan.sequence import (
     Section,
 )
 
-__all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders", "contiguous_stride", "gradient_dtype"]
+__all__ = [
+    "Bucket",
+    "BucketPlan",
+    "Gradient",
+    "GradientSpec",
+    "ReductionKind",
+    "Riders",
+    "contiguous_stride",
+    "gradient_dtype",
+]
 __all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED", "TOO_SMALL"]
 __all__ += ["BESIDE_TENSOR_HOOK", "TENSOR_HOOK"]
 __all__ += ["Origin", "ReductionSequence", "Section"]

@@ -60,7 +60,8 @@ from compiled_ddp.plan.sequence import (
     Section,
 )
 
-__all__ = [
+__all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders"]
+__all__ += ["contiguous_stride", "gradient_dtype"]
     "Bucket",
     "BucketPlan",
     "Gradient",

@@ -62,15 +62,6 @@ from compiled_ddp.plan.sequence import (
 
 __all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders"]
 __all__ += ["contiguous_stride", "gradient_dtype"]
-    "Bucket",
-    "BucketPlan",
-    "Gradient",
-    "GradientSpec",
-    "ReductionKind",
-    "Riders",
-    "contiguous_stride",
-    "gradient_dtype",
-]
 __all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED", "TOO_SMALL"]
 __all__ += ["BESIDE_TENSOR_HOOK", "TENSOR_HOOK"]
 __all__ += ["Origin", "ReductionSequence", "Section"]

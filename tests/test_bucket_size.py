@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,19 @@ def test_a_given_size_and_a_given_calibration_need_no_measurement(ranks2: RankPo
     for given, known in ranks2.run(_measured_without_need):
         assert "closes at 3 MiB; " in given
         assert "takes 122 us + bytes / 1,074 MB/s" in known
+
+
+def _of_other_ranks(rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        EagerDDP(nn.Linear(2, 2), calibration=calibration(world_size=64))
+    return [str(each.message) for each in caught]
+
+
+def test_a_calibration_of_another_number_of_ranks_is_warned_of_once(ranks2: RankPool) -> None:
+    told, others = ranks2.run(_of_other_ranks)
+    assert len(told) == 1 and "measured with 64 ranks, and there are 2" in told[0]
+    assert not others
 
 
 def _alone(rank: int) -> str:

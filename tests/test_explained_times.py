@@ -323,6 +323,7 @@ def test_json_has_the_same_keys_whatever_is_known(explanation: Explanation) -> N
 def test_json_has_all_times_in_milliseconds() -> None:
     read = measured_example().as_dict()
     assert read["predicted"]["local_backward_ms"] == pytest.approx(400.0)
+    assert read["predicted"]["bound_ms"] <= read["predicted"]["backward_ms"]
     assert read["predicted"]["exposed_by_waits_ms"] == read["predicted"]["exposed_by_difference_ms"] > 0
     assert read["measured"] == pytest.approx(
         {

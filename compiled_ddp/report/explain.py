@@ -26,6 +26,7 @@ from compiled_ddp.report.times import (
 
 Row = tuple[int, str, int, int, str, str]  # order, launched by, gradients, bytes, parameters, why hooks
 
+_TOLD_GAP = 0.01  # of a plan to the bound: less is not worth a line
 _NOT_PREDICTED = "Not predicted, as no link was measured: pass calibration=, from compiled_ddp.calibrate()."
 
 
@@ -107,6 +108,9 @@ class Explanation:
                 f"{format_ms(self.predicted.exposed_seconds)} ms by difference to a local one, "
                 f"{format_ms(prediction.exposed_seconds)} ms by the waits."
             )
+            gap = prediction.seconds / self.predicted.bound_seconds - 1 if self.predicted.bound_seconds else 0.0
+            if gap > _TOLD_GAP:
+                yield f"That is {gap:.1%} above {format_ms(self.predicted.bound_seconds)} ms, which no plan can pass."
             if assumed:
                 are_all = len(assumed) == len(self.rows)
                 which = "all buckets" if are_all else f"bucket {format_names([*map(str, assumed)])}"
@@ -190,6 +194,7 @@ def _predicted_totals(predicted: PredictedBackward) -> dict[str, float]:
     return {
         "backward_ms": predicted.prediction.seconds * 1e3,
         "local_backward_ms": predicted.local_seconds * 1e3,
+        "bound_ms": predicted.bound_seconds * 1e3,
         "exposed_by_difference_ms": predicted.exposed_seconds * 1e3,
         "exposed_by_waits_ms": predicted.prediction.exposed_seconds * 1e3,
     }

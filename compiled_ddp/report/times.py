@@ -12,6 +12,7 @@ from typing import Literal
 from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
 from compiled_ddp.planning.calibration import Calibration
 from compiled_ddp.planning.cost_model import BackwardWork, Link, Prediction, Readiness, predict
+from compiled_ddp.planning.optimal import lower_bound
 from compiled_ddp.ranks.recorder import BucketTimes, Recorder
 
 Interval = tuple[float, float]  # begin, end
@@ -25,6 +26,7 @@ class PredictedBackward:
 
     prediction: Prediction
     local_seconds: float  # of a backward that reduces nothing
+    bound_seconds: float  # before which no plan of these gradients ends, see `optimal.lower_bound`
     assumed: tuple[int, ...] = ()  # positions of buckets of which it is assumed, by sizes, when they are ready
 
     @property
@@ -54,7 +56,7 @@ def predict_sequence(
     where that is not known. There, and for hooks, it is assumed by sizes.
     """
     nbytes, ready, assumed, begin, local = list[int](), list[float](), list[int](), 0.0, 0.0
-    link = calibration.link
+    link, sizes, at = calibration.link, list[int](), list[float]()  # of each gradient
     for section in sequence.launched:
         work = work_of(section.plan) if section.origin == "graph" else None
         if work is None:
@@ -62,12 +64,15 @@ def predict_sequence(
         alone = _by_sizes(section, link) if work is None else work.readiness(calibration.compute)
         local += alone.backward_seconds
         readiness, last = alone.beside(link, section.plan.nbytes), 0
+        sizes += (gradient.numel * bucket.dtype.itemsize for bucket, gradient in section.plan.gradients)
+        at += (begin + seconds for seconds in readiness.seconds)
         for bucket in section.plan.buckets:
             last += len(bucket.gradients)
             nbytes.append(bucket.nbytes)
             ready.append(begin + (readiness.seconds[last - 1] if last else 0.0))
         begin += readiness.backward_seconds
-    return PredictedBackward(predict(nbytes, ready, begin, link), local, tuple(assumed))
+    bound = lower_bound(sizes, Readiness(tuple(at), begin), link)
+    return PredictedBackward(predict(nbytes, ready, begin, link), local, bound, tuple(assumed))
 
 
 def _by_sizes(section: Section, link: Link) -> Readiness:

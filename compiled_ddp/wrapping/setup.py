@@ -27,6 +27,7 @@ from compiled_ddp.ranks.kept_calibration import calibration_for
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.reducers.traced_hook import check_hook
 from compiled_ddp.step.runtime import Runtime
+from compiled_ddp.users_code import warn_user
 from compiled_ddp.wrapping.ddp_arguments import check_ddp_arguments, input_device
 from compiled_ddp.wrapping.parts import Settings
 
@@ -147,6 +148,12 @@ class Setup:
 
     def calibrate(self, communicator: Communicator) -> None:
         """Measure the link and the device where the user gives no size of a bucket, to plan for them. A collective."""
+        given = self._settings.options.calibration
+        if given is not None and given.world_size != communicator.world_size and communicator.rank == 0:
+            warn_user(
+                f"calibration= was measured with {given.world_size} ranks, and there are {communicator.world_size}: "
+                "buckets are planned for the link that it describes. Run `compiled-ddp calibrate` with these ranks."
+            )
         if self._settings.options.needs_calibration:
             with communicator.explaining("the link could not be measured"):
                 device = next(iter(self.dense().values())).device

@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from calibrations import calibration
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
+from compiled_ddp import compile_ddp
+from compiled_ddp.graph import program
 from compiled_ddp.graph.backward_work import count_backward
 from compiled_ddp.graph.capture import gradient_order
 from compiled_ddp.planning.cost_model import BackwardWork, Compute
+from compiled_ddp.ranks import pretended
 
 
 def counted(model: nn.Module, *inputs: Any, dynamic: bool | None = None) -> tuple[list[str], BackwardWork]:
@@ -108,6 +112,34 @@ def test_a_checkpoint_computes_its_forward_once_more() -> None:
 def test_symbolic_sizes_count_as_they_were_captured() -> None:
     model = nn.Linear(3, 5)
     assert counted(model, torch.ones(4, 3), dynamic=True)[1].total == counted(model, torch.ones(4, 3))[1].total
+
+
+def test_ragged_sizes_are_no_error() -> None:
+    class OfRows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 5)
+
+        def forward(self, rows: Tensor) -> Tensor:
+            return self.layer(rows).values().sum()
+
+    rows = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    names, work = counted(OfRows(), rows)
+    assert sorted(names) == ["layer.bias", "layer.weight"]
+    assert work.total.nbytes > 0
+
+
+def test_what_cannot_be_counted_is_warned_of_and_stops_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AttributeError("of a new kind of tensor")
+
+    monkeypatch.setattr(program, "count_backward", fail)
+    model = nn.Linear(3, 5)
+    with (
+        pretended.world(2, backend="gloo", calibration=calibration()),
+        pytest.warns(UserWarning, match="could not be counted, and is taken by sizes: .*of a new kind of tensor"),
+    ):
+        compile_ddp(model, backend="aot_eager").warmup(torch.ones(4, 3))
 
 
 def test_counting_leaves_the_random_state_and_the_modes_as_they_were() -> None:

@@ -139,8 +139,9 @@ def _nbytes(value: Any) -> float:
 
 
 def _sizes(numbers: Sequence[Any]) -> tuple[int, ...]:
-    """What has none at capture, as it depends on values, counts as 1."""
-    return tuple(torch_private.dynamo.size_hint(number) or 1 for number in numbers)
+    """What has none at capture counts as 1: it depends on values, or is ragged, as in nested tensors."""
+    hints = map(torch_private.dynamo.size_hint, numbers)
+    return tuple(hint if isinstance(hint, int) else 1 for hint in hints)
 
 
 def _described(argument: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.checks.values import Expected, Reference
@@ -440,6 +440,17 @@ def _with_gradient(inputs: Sequence[Any], reached: Mapping[int, frozenset[int]] 
     ]
 
 
+def _counted(graph: Graph, gradient_order: Sequence[int]) -> BackwardWork | None:
+    """None, with a warning, where counting fails: for an estimate no training is to stop."""
+    try:
+        return count_backward(graph, gradient_order)
+    except Exception as error:
+        warn_user(
+            f"when a graph's gradients will be ready could not be counted, and is taken by sizes: {quoted(error)}"
+        )
+        return None
+
+
 class Segment:
     """[Note: whose segment]"""
 
@@ -458,7 +469,7 @@ class Segment:
         # The inputs that may get a gradient, in the order in which backward completes them.
         self.gradient_order = gradient_order(graph_module.graph, with_gradient)
         self._counted = {place: number for number, place in enumerate(self.gradient_order)}
-        self._work = count_backward(graph_module.graph, self.gradient_order)
+        self._work = _counted(graph_module.graph, self.gradient_order)
         # [Note: undefined gradients]
         self._outputs_of = {} if reached is None else with_own_outputs(reached, self.gradient_order)
         self.may_leave_out = bool(self._outputs_of)  # whether there are inputs that some backwards bring no gradient
@@ -510,9 +521,9 @@ class Segment:
         self._outputs_of = {place: outputs for place, outputs in self._outputs_of.items() if is_meant(place)}
         self.may_leave_out = bool(self._outputs_of)
 
-    def work_until(self, places: Iterable[int]) -> BackwardWork:
-        """What the backward computes until the gradients of these inputs are ready."""
-        return self._work.only([self._counted[place] for place in places])
+    def work_until(self, places: Iterable[int]) -> BackwardWork | None:
+        """What the backward computes until the gradients of these inputs are ready; None if that is not known."""
+        return self._work and self._work.only([self._counted[place] for place in places])
 
     def __call__(self, *inputs: Any) -> Any:
         first_node = torch_private.aot.next_node()

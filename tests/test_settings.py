@@ -1,23 +1,24 @@
 """What a wrapper was asked for, and what its users switch, without a wrapper."""
 
 import torch
+from calibrations import calibration
 
 from compiled_ddp.options import Options
 from compiled_ddp.wrapping.parts import Settings, Switches
 
 
-def test_a_size_that_was_chosen_is_not_among_what_was_given() -> None:
+def test_what_was_measured_is_not_among_what_was_given() -> None:
     settings = Settings(Options(), {}, on_default_group=True)
-    settings.choose_bucket_cap(8.0)
+    settings.plan_for(calibration())
     settings.change(static_graph=True)
-    assert settings.options == Options(bucket_cap_mb=8.0, static_graph=True)
+    assert settings.options == Options(calibration=calibration(), static_graph=True)
     assert settings.given == Options(static_graph=True)
 
 
 def test_a_copys_settings_change_by_themselves_and_name_no_ranks() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     settings = Settings(Options(), {"dim": 1, "param_to_hook_all_reduce": parameter}, on_default_group=False)
-    settings.choose_bucket_cap(8.0)
+    settings.plan_for(calibration())
     settings.move_inputs_to(torch.device("meta"))
     copied = settings.of_a_copy()
     assert (copied.options, copied.given, copied.input_device) == (settings.options, Options(), torch.device("meta"))

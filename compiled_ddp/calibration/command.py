@@ -12,7 +12,7 @@ from tabulate import tabulate
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from compiled_ddp.calibration.calibrate import calibrate
-from compiled_ddp.command_line.own_ranks import run_on_own_ranks
+from compiled_ddp.command_line.own_ranks import run_on_own_ranks, threads_for
 from compiled_ddp.planning.calibration import Calibration, fields_of, predicted_seconds
 
 
@@ -44,9 +44,8 @@ def _is_first() -> bool:
 
 
 def _calibrate_on_own_ranks(options: argparse.Namespace) -> Calibration | str:
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.ranks)))
-    settings = {"OMP_NUM_THREADS": threads}
-    found = run_on_own_ranks(options.ranks, _calibrate_on_this_rank, options, environment=settings)[0]
+    threads = threads_for(options.ranks)
+    found = run_on_own_ranks(options.ranks, _calibrate_on_this_rank, options, environment=threads)[0]
     assert isinstance(found, Calibration | str)
     return found
 

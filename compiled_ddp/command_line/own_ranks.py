@@ -36,6 +36,11 @@ def run_on_own_ranks(
     return returned
 
 
+def threads_for(ranks: int) -> dict[str, str]:
+    """The environment of so many processes that share this machine's cores; OMP_NUM_THREADS holds as it is."""
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))}
+
+
 @contextmanager
 def environment_with(settings: Mapping[str, str]) -> Iterator[None]:
     """This process has `settings` in its environment, and hands them to those that it starts."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from compiled_ddp.command_line.own_ranks import run_on_own_ranks
+from compiled_ddp.command_line.own_ranks import run_on_own_ranks, threads_for
 from compiled_ddp.command_line.target import NoSuchTarget, check_target, find_function
 from compiled_ddp.comparison.users_task import RETURNS, UsersWorkload
 from compiled_ddp.comparison.workload import on_device
@@ -30,9 +30,8 @@ def run(options: argparse.Namespace) -> int:
             problem, explained = _explain_on_this_rank(options)
         else:
             check_target(options.target)
-            threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.ranks)))
-            settings = {"OMP_NUM_THREADS": threads}
-            found = run_on_own_ranks(options.ranks, _explain_on_this_rank, options, environment=settings)
+            threads = threads_for(options.ranks)
+            found = run_on_own_ranks(options.ranks, _explain_on_this_rank, options, environment=threads)
             problem, explained = found[0]
     except NoSuchTarget as error:
         sys.stderr.write(f"explain: {error}\n")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from compiled_ddp.command_line.own_ranks import run_on_own_ranks
+from compiled_ddp.command_line.own_ranks import run_on_own_ranks, threads_for
 from compiled_ddp.command_line.seeds import seed_all
 from compiled_ddp.command_line.target import NoSuchTarget, check_target, find_function
 from compiled_ddp.compiled import compile_ddp
@@ -47,9 +47,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _verify_on_own_ranks(options: argparse.Namespace) -> ParityReport | str:
     check_target(options.target)
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // options.ranks)))
-    settings = {"OMP_NUM_THREADS": threads}
-    found = run_on_own_ranks(options.ranks, _verify_on_this_rank, options, "gloo", environment=settings)[0]
+    threads = threads_for(options.ranks)
+    found = run_on_own_ranks(options.ranks, _verify_on_this_rank, options, "gloo", environment=threads)[0]
     assert isinstance(found, ParityReport | str)
     return found
 

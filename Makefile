@@ -68,7 +68,7 @@ test: check-compiler $(STAMP) ## Run the tests, two at a time, but for what `mak
 	@echo "==> make test: python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(ARGS)"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ARGS)
 
-long: check-compiler $(STAMP) ## Run the tests that `make test` leaves out: what takes above ten seconds, and more combinations of parameters
+long: check-compiler $(STAMP) ## Run the tests that `make test` leaves out: what takes long and has a shorter relative, and more combinations of parameters
 	@echo "==> make long: python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)"
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(ARGS)
 

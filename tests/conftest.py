@@ -1,7 +1,9 @@
 """Fixtures that every test may use: the pools of rank processes and the session's own compile cache."""
 
+import contextlib
 import gc
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +11,13 @@ import pytest
 import second_device
 import torch
 from covering import mark_the_rest_of_products
+from spared import spare_work
 
 from ranks import RankPool
 
+# Ranks have the other processors. Threads that wait for theirs turn in circles, in the processes of tests too.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 # An operator that returns its argument is an error where torch finds the variable CI, and only a warning elsewhere.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
 # Else Inductor compiles and loads a library, to see that the compiler has this CPU's vectors: 5 s in each empty folder
@@ -29,7 +35,19 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
+        _link_by_gold(directory.parent / "linker", patch)
+        spare_work()
         yield directory
+
+
+def _link_by_gold(directory: Path, patch: pytest.MonkeyPatch) -> None:
+    """Kernels are linked to all of libtorch: its symbols take ld a third of a second, and gold a tenth."""
+    gold = shutil.which("ld.gold")
+    if gold is not None:
+        directory.mkdir(exist_ok=True)
+        with contextlib.suppress(FileExistsError):  # of another worker
+            (directory / "ld").symlink_to(gold)
+        patch.setenv("COMPILER_PATH", str(directory), prepend=os.pathsep)
 
 
 @pytest.fixture(scope="session")

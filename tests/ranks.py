@@ -34,6 +34,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from spared import spare_random_numbers, spare_work
 
 RANK_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -153,8 +154,8 @@ class RankPool:
     def _start(self) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context(START_METHOD)
-        with _environment(RANK_ENVIRONMENT):
-            _import_before_fork(self.world_size)
+        with environment_of_new_processes(RANK_ENVIRONMENT):
+            import_before_fork(self.world_size)
             for rank in range(self.world_size):
                 ours, theirs = context.Pipe()
                 stacks_path = Path(self._stacks_directory.name) / f"run{self._runs}-rank{rank}"
@@ -165,7 +166,7 @@ class RankPool:
                     name=f"rank {rank} of {self.world_size}",
                     daemon=True,
                 )
-                with _started_by_server_of(rank):
+                with started_by_server_of(rank):
                     process.start()
                 theirs.close()
                 self._ranks.append(_Rank(process, ours, stacks_path))
@@ -215,13 +216,13 @@ class RankPool:
 _servers: dict[int, forkserver.ForkServer] = {}  # by rank; this process's, whatever pools it has
 
 
-def _import_before_fork(ranks: int) -> None:
+def import_before_fork(ranks: int) -> None:
     """Have the processes that the ranks of these numbers are forked from.
 
     They look for modules where PYTHONPATH says, not where this process does, and say nothing of one that is not found.
     """
     path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]))
-    with _environment({"PYTHONPATH": path}):
+    with environment_of_new_processes({"PYTHONPATH": path}):
         for rank in range(ranks) if START_METHOD == "forkserver" else ():
             if rank not in _servers:
                 _servers[rank] = forkserver.ForkServer()
@@ -229,7 +230,7 @@ def _import_before_fork(ranks: int) -> None:
             _servers[rank].ensure_running()  # does not wait for the imports
 
 
-def _started_by_server_of(rank: int) -> contextlib.AbstractContextManager[object]:
+def started_by_server_of(rank: int) -> contextlib.AbstractContextManager[object]:
     """Let a process be forked from the one for `rank`; multiprocessing itself has one for all."""
     if START_METHOD != "forkserver":
         return contextlib.nullcontext()
@@ -237,7 +238,7 @@ def _started_by_server_of(rank: int) -> contextlib.AbstractContextManager[object
 
 
 @contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Any:
+def environment_of_new_processes(variables: dict[str, str]) -> Any:
     """The environment that new processes inherit; it must be there before they import torch."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -269,6 +270,8 @@ def _serve(
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         torch.set_num_threads(1)
         _look_often()
+        spare_work()
+        spare_random_numbers()
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         connection.send_bytes(pickle.dumps(_Reply(failed=False, content=b"")))
         while True:

@@ -2,12 +2,11 @@
 
 import contextlib
 import errno
+import importlib.util
 import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 import unittest.mock
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import forked
 import pytest
 import torch
 from calibrations import calibration
@@ -64,14 +64,10 @@ class Waits:
 
 
 @contextlib.contextmanager
-def owner_elsewhere(work: str = "a graph") -> Iterator["subprocess.Popen[str]"]:
-    with subprocess.Popen([sys.executable, "-c", OWNER, work], stdout=subprocess.PIPE, text=True) as owner:
-        try:
-            assert owner.stdout is not None
-            assert owner.stdout.readline() == "compiling\n"
-            yield owner
-        finally:
-            owner.kill()
+def owner_elsewhere(work: str = "a graph") -> Iterator[forked.Script]:
+    with forked.script(OWNER, work) as owner:
+        owner.wait_until_it_says("compiling\n")
+        yield owner
 
 
 def _each_compiles(rank: int, folder: str) -> tuple[float, float, bool, int]:
@@ -153,7 +149,7 @@ def test_a_failure_of_an_earlier_job_lets_nobody_go_on(folder: Path) -> None:
     with owner_elsewhere() as owner:
         threading.Thread(target=lambda: (waits.has_begun.wait(), time.sleep(1.0), owner.kill()), daemon=True).start()
         with compile_once.in_turn(A_GRAPH, waits):
-            assert owner.poll() is not None or owner.wait(10.0) is not None
+            owner.wait(10.0)
     assert len(waits.owners) == 1
     assert [*folder.glob("*.done")], "this process has done it, in its turn"
 
@@ -215,11 +211,13 @@ def test_on_a_full_disk_nothing_counts_as_done(folder: Path, monkeypatch: pytest
 
 
 def test_processes_of_equal_number_in_pods_of_equal_name_are_told_apart() -> None:
-    """And write no file of each other's on a file system that they share."""
-    ask = "from compiled_ddp.graph.other_hosts import this_process; print(this_process().unique)"
-    elsewhere = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.strip()
+    """And write no file of each other's on a file system that they share. The module made anew is what they have."""
+    specification = importlib.util.find_spec(other_hosts.__name__)
+    assert specification is not None and specification.loader is not None
+    elsewhere = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(elsewhere)
     here = other_hosts.this_process()
-    assert here == other_hosts.this_process() and here != here._replace(unique=elsewhere)
+    assert here == other_hosts.this_process() and here != here._replace(unique=elsewhere.this_process().unique)
 
 
 def test_two_that_write_the_same_file_write_two_new_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,7 @@ def work_of_passes(pipeline: Pipeline, graph: Graph, count: int) -> dict[str, in
     )
 
 
+@pytest.mark.product
 @both
 @pytest.mark.parametrize("fold", [False, True], ids=["", "fold"])
 @pytest.mark.parametrize("in_place", [False, True], ids=["compiled", "in place"])

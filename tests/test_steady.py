@@ -241,6 +241,7 @@ def _bits(gradient: Tensor | None) -> Any:
     return None if gradient is None else gradient.tolist()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("seldom", [False, True], ids=["", "p2 is used seldom"])
 @pytest.mark.parametrize("most_together", [None, 2, 3])
 @pytest.mark.parametrize("seed", range(6))
@@ -266,6 +267,7 @@ def test_random_steps_leave_the_same_bits_as_in_the_general_way(
     assert not begun
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("seldom", [False, True], ids=["", "p2 is used seldom"])
 @pytest.mark.parametrize("small_buckets", [False, True])
 @pytest.mark.parametrize("seed", range(8))

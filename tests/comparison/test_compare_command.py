@@ -135,10 +135,14 @@ def test_variants_that_fail_have_their_errors_and_the_others_go_on(script: Path)
 
 # What is wrong, and what every rank says.
 WRONG = {
-    "missing.py:small": ": there is no file missing.py",  # on the rank that looks first
-    "script.py:returns_nothing": "TypeError: the function returned None: return (model, batches), (model",
+    "script.py:missing": "script.py has no function 'missing'",  # on the rank that looks first
     "script.py:breaks_on_one_rank": "rank 1: RuntimeError: no data here",
     "script.py:differs": "the models of the ranks differ: rank 0 has ('weight', (4, 16)",
+}
+# What else is wrong with a function, test_users_task.py and test_target.py see without a process for each rank.
+ALSO_WRONG = {
+    "missing.py:small": ": there is no file missing.py",
+    "script.py:returns_nothing": "TypeError: the function returned None: return (model, batches), (model",
 }
 
 
@@ -149,7 +153,7 @@ def _compare_wrongly(rank: int, folder: str, target: str, port: int) -> tuple[in
         return main(["compare", target, *QUICK]), errors.getvalue()
 
 
-@pytest.mark.parametrize("target", WRONG)
+@pytest.mark.parametrize("target", [*WRONG, *(pytest.param(one, marks=pytest.mark.slow) for one in ALSO_WRONG)])
 def test_what_cannot_be_compared_is_said_on_every_rank(ranks2: RankPool, script: Path, target: str) -> None:
     answers = ranks2.run(
         _compare_wrongly, str(script.parent), target, torchrun.free_port(), process_group=False, timeout_seconds=100
@@ -157,7 +161,7 @@ def test_what_cannot_be_compared_is_said_on_every_rank(ranks2: RankPool, script:
     for rank, (status, message) in enumerate(answers):
         assert status == 2
         assert f"compare, rank {rank}: {target} cannot be compared. rank " in message
-        assert WRONG[target] in message
+        assert (WRONG | ALSO_WRONG)[target] in message
     assert len({message.partition("cannot be compared. ")[2] for _, message in answers}) == 1
 
 
@@ -180,6 +184,7 @@ def test_a_file_that_is_not_there_is_one_line_of_words_before_any_rank_is_starte
     assert re.match(words, told)
 
 
+@pytest.mark.slow
 def test_a_function_that_is_not_there_is_one_line_of_words(script: Path) -> None:
     done = compare(script, "missing")
     told = [line for line in done.stderr.splitlines() if "socket.cpp" not in line]

@@ -9,6 +9,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from drawn_functions import DrawnLoss, tree_of
 from torch import Tensor
@@ -17,7 +18,7 @@ from compiled_ddp import functional as ddp
 from compiled_ddp import torch_private
 from ranks import RankPool
 
-FUNCTIONS = int(os.environ.get("COMPILED_DDP_RANDOM_FUNCTIONS", "24"))
+FUNCTIONS = int(os.environ.get("COMPILED_DDP_RANDOM_FUNCTIONS", "16"))
 FIRST = int(os.environ.get("COMPILED_DDP_FIRST_FUNCTION", "0"))
 A_RUN = 20  # as many functions, each with a communicator of its own, as are made in one process group
 WORLD = 2
@@ -160,9 +161,15 @@ def _differ(rank: int, seeds: list[int]) -> list[str]:
     return failures
 
 
-def test_random_functions_of_random_trees(ranks2: RankPool) -> None:
-    seeds = range(FIRST, FIRST + FUNCTIONS)
+@pytest.mark.parametrize(
+    "seeds",
+    [
+        range(FIRST, FIRST + FUNCTIONS),
+        pytest.param(range(FIRST + FUNCTIONS, FIRST + 4 * FUNCTIONS), marks=pytest.mark.slow),
+    ],
+)
+def test_random_functions_of_random_trees(ranks2: RankPool, seeds: range) -> None:
     for first in seeds[::A_RUN]:
-        few = list(seeds[first - FIRST : first - FIRST + A_RUN])
+        few = [seed for seed in seeds if first <= seed < first + A_RUN]
         for failures in ranks2.run(_differ, few, timeout_seconds=200.0):
             assert not failures, "\n".join(failures)

@@ -1,6 +1,6 @@
 """Random programs under both wrappers, on two and three ranks, against autograd averaged by hand.
 
-The short run: the same programs every time. `make fuzz` runs as many others as one likes.
+The short run: the same programs every time, in `make long` more of them. `make fuzz` runs as many others as one likes.
 """
 
 import pytest
@@ -26,19 +26,39 @@ SHORT = settings(
 )
 
 
-@settings(SHORT, max_examples=12)
+@settings(SHORT, max_examples=8)
 @given(programs())
 def test_random_programs_are_averaged_right_on_two_ranks(ranks2: RankPool, program: Program) -> None:
     compare(ranks2, program, BOTH)
 
 
-@settings(SHORT, max_examples=6)
+@settings(SHORT, max_examples=3)
 @given(programs())
 def test_random_programs_are_averaged_right_on_three_ranks(ranks3: RankPool, program: Program) -> None:
     compare(ranks3, program, BOTH)
 
 
-@pytest.mark.parametrize("label", [f"0.{number}" for number in range(8)])
+@pytest.mark.slow
+@settings(SHORT, max_examples=40)
+@given(programs())
+def test_more_random_programs_are_averaged_right_on_two_ranks(ranks2: RankPool, program: Program) -> None:
+    compare(ranks2, program, BOTH)
+
+
+@pytest.mark.slow
+@settings(SHORT, max_examples=20)
+@given(programs())
+def test_more_random_programs_are_averaged_right_on_three_ranks(ranks3: RankPool, program: Program) -> None:
+    compare(ranks3, program, BOTH)
+
+
+def _labels(numbers: range) -> list[str]:
+    return [f"0.{number}" for number in numbers]
+
+
+@pytest.mark.parametrize(
+    "label", [*_labels(range(6)), *(pytest.param(label, marks=pytest.mark.slow) for label in _labels(range(6, 24)))]
+)
 def test_random_programs_that_users_disturb_are_averaged_right(ranks2: RankPool, label: str) -> None:
     compare(ranks2, drawn_with(disturbed_programs(), label), BOTH)
 

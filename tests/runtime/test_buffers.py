@@ -300,13 +300,17 @@ def _with_views(rank: int, wrapper: str, options: dict[str, Any]) -> None:
     ddp.unwrap()
 
 
-@pytest.mark.parametrize("wrapper", BOTH)
-def test_hooks_reduce_a_graph_that_writes_a_buffer_with_views(ranks2: RankPool, wrapper: str) -> None:
-    ranks2.run(_with_views, wrapper, {})
+@pytest.mark.parametrize(
+    ("wrapper", "options"), [("compile_ddp", {}), ("compile_ddp", {"dynamic": True}), ("EagerDDP", {})]
+)
+def test_hooks_reduce_a_graph_that_writes_a_buffer_with_views(
+    ranks2: RankPool, wrapper: str, options: dict[str, Any]
+) -> None:
+    ranks2.run(_with_views, wrapper, options)
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_so_they_do_with_inductor(ranks2: RankPool, dynamic: bool | None) -> None:
     for _ in range(2):  # the second time from the caches
         ranks2.run(_with_views, "compile_ddp", {"backend": "inductor", "dynamic": dynamic}, timeout_seconds=400)

@@ -39,8 +39,7 @@ def code_of_zoo(name: str, dtype: str, **how: Any) -> CudaCode:
 @pytest.mark.parametrize(
     ("name", "dtype", "how"),
     [
-        ("norms", "float32", {}),
-        ("pre-norm, untied", "bfloat16", {**TEMPLATES, "dynamic": True}),
+        ("norms", "bfloat16", {**TEMPLATES, "dynamic": True}),
         ("post-norm, tied", "autocast", REPLAYED),
         ("convolutions", "float32", {}),
         ("experts", "float32", {"dynamic": True}),

@@ -25,7 +25,7 @@ from compiled_ddp import compile_ddp, torch_private
 from ranks import RankError, RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
-TIMEOUT_SECONDS = 4.0  # of the collectives that are to fail
+TIMEOUT_SECONDS = 3.0  # of the collectives that are to fail
 LAUNCHES_OF_A_STEP = 6  # the buckets of TokenModel
 
 
@@ -271,7 +271,7 @@ def _late_for_the_first_backward(rank: int) -> str:
 
 def test_a_wait_for_the_first_sequence_is_explained(ranks2: RankPool) -> None:
     _, message = ranks2.run(_late_for_the_first_backward)
-    assert "waited 4 s for rank 0 (for the sequence of the first backward)" in message
+    assert "waited 3 s for rank 0 (for the sequence of the first backward)" in message
     assert "\nrank 0 is behind (at an earlier point).\n" in message
     assert "first awaited: rank 0, through the store, for the sequence of the first backward" in message
     assert re.search(rf"  rank 0: step 1, .*\n    Python: .* < {__file__}:\d+ in _late_for_the_first_backward", message)
@@ -290,7 +290,7 @@ def _late_for_a_refresh(rank: int) -> str:
 
 def test_a_wait_for_the_changed_model_of_a_rank_is_explained(ranks2: RankPool) -> None:
     _, message = ranks2.run(_late_for_a_refresh)
-    assert "waited 4 s for rank 0 (to compare the models of all ranks, as this rank's has changed" in message
+    assert "waited 3 s for rank 0 (to compare the models of all ranks, as this rank's has changed" in message
     assert re.search(r"  rank 1: step 1, .*first awaited: rank 0, through the store, to compare the models", message)
     assert re.search(rf"  rank 0: step 1, .*\n    Python: .* < {__file__}:\d+ in _late_for_a_refresh", message)
 

@@ -11,6 +11,7 @@ from ranks import RankPool
 LIMITS = {"timeout_seconds": 400, "collective_timeout_seconds": 120}  # ranks wait for each other's compiler
 
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)]
+LONG = ["aot_eager", pytest.param("inductor", marks=[pytest.mark.inductor, pytest.mark.slow])]
 
 
 def loss_of(module: nn.Module, x: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ def _graph_without_parameters(rank: int, backend: str) -> list[int]:
     return compilations
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LONG)
 def test_a_graph_without_parameters_is_compiled_again_too(ranks2: RankPool, backend: str) -> None:
     for first, second in ranks2.run(_graph_without_parameters, backend, **LIMITS):
         assert first == second

@@ -129,8 +129,16 @@ def test_parameters_beside_a_subclass_with_gradient_are_reduced(
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("uses", ["in turn", "twice, in turn"])
-@pytest.mark.parametrize("model", [BehindABreak, Jagged])
+@pytest.mark.parametrize(
+    ("model", "uses"),
+    [
+        (Jagged, "in turn"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(Jagged, "twice, in turn"), (BehindABreak, "in turn"), (BehindABreak, "twice, in turn")]
+        ),
+    ],
+)
 def test_so_they_are_with_inductor(ranks2: RankPool, model: type[nn.Module], uses: str) -> None:
     for _ in range(2):  # the second time from the caches
         ranks2.run(_train, "compile_ddp", model, uses, {"backend": "inductor"}, **LIMITS)

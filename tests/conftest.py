@@ -11,7 +11,6 @@ import pytest
 import second_device
 import torch
 from covering import mark_the_rest_of_products
-from spared import spare_work
 
 from ranks import RankPool
 
@@ -36,7 +35,6 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
         _link_by_gold(directory.parent / "linker", patch)
-        spare_work()
         yield directory
 
 

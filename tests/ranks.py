@@ -34,7 +34,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from spared import spare_random_numbers, spare_work
 
 RANK_ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
@@ -270,8 +269,6 @@ def _serve(
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
         torch.set_num_threads(1)
         _look_often()
-        spare_work()
-        spare_random_numbers()
         store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
         connection.send_bytes(pickle.dumps(_Reply(failed=False, content=b"")))
         while True:

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,9 +168,21 @@ def test_a_plan_hides_the_link_behind_a_longer_backward_than_was_counted() -> No
 
 def test_the_hardest_backward_is_as_long_as_its_communication_as_far_as_the_count_may_be_wrong() -> None:
     link = Link(0.0, 10.0)
-    assert evenly(4, 3.0).hardest(link, 40).seconds == (1.0, 2.0, 3.0, 4.0)
-    assert evenly(4, 1.0).hardest(link, 40).backward_seconds == 2.0
-    assert evenly(4, 16.0).hardest(link, 40).backward_seconds == 8.0
+    assert evenly(4, 3.0).hardest(link, 40, within=2.0).seconds == (1.0, 2.0, 3.0, 4.0)
+    assert evenly(4, 1.0).hardest(link, 40, within=2.0).backward_seconds == 2.0
+    assert evenly(4, 16.0).hardest(link, 40, within=2.0).backward_seconds == 8.0
+    assert evenly(4, 16.0).hardest(link, 40, within=math.inf).backward_seconds == 4.0
+
+
+def test_on_a_gpu_only_the_proportions_of_the_count_matter() -> None:
+    """How fast it multiplies in 16 bits, under autocast, was not measured."""
+    on_gpu = [replace(gradient, device=torch.device("cuda")) for gradient in specs(*[250_000] * 16)]
+
+    def planned(flops: float) -> list[tuple[int, ...]]:
+        work = BackwardWork(tuple(Work(flops * (n + 1)) for n in range(16)), Work(flops * 16))
+        return indices(OptimalBuckets(GIGABIT, COMPUTE).fill(on_gpu, (), work))
+
+    assert planned(1e6) == planned(1e12)
 
 
 def test_noise_in_what_was_measured_leaves_the_plan_as_it_is() -> None:

@@ -10,8 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-_UNCERTAIN = 2.0  # so much longer or shorter than counted a backward may be
-
 
 @dataclass(frozen=True)
 class Link:
@@ -121,8 +119,8 @@ class Readiness:
             "by the sizes of gradients, for a backward as long as its communication",
         )
 
-    def hardest(self, link: Link, nbytes: float) -> "Readiness":
-        """The backward that is hardest to plan for, among those that take half to twice as long.
+    def hardest(self, link: Link, nbytes: float, *, within: float) -> "Readiness":
+        """The backward that is hardest to plan for, among those up to `within` times as long or as short.
 
         That is the one as long as its communication, or the nearest to it. Counted times are no nearer than that: what
         else runs on the cores, the caches, the compiler. A plan that hides the link behind a backward of exactly one
@@ -130,7 +128,7 @@ class Readiness:
         """
         if not (self.backward_seconds and nbytes):
             return self
-        factor = min(max(nbytes / link.bytes_per_second / self.backward_seconds, 1 / _UNCERTAIN), _UNCERTAIN)
+        factor = min(max(nbytes / link.bytes_per_second / self.backward_seconds, 1 / within), within)
         return replace(
             self, seconds=tuple(at * factor for at in self.seconds), backward_seconds=self.backward_seconds * factor
         )

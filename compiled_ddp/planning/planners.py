@@ -112,6 +112,10 @@ def _in_launch_order(buckets: Sequence[_OpenBucket]) -> list[list[GradientSpec]]
 # raises the peak. From so many buckets on, their number costs next to nothing.
 _LARGEST_BYTES, _MOST_OF_ALL = 64 * MEBIBYTE, 1 / 16
 
+# So many times longer or shorter than counted a backward may be. On a GPU the rate that was measured, in float32, says
+# too little of products in 16 bits: there only the proportions count.
+_UNCERTAIN = 2.0
+
 
 @dataclass(frozen=True)
 class OptimalBuckets:
@@ -144,7 +148,8 @@ class OptimalBuckets:
         for place, gradient in enumerate(gradients):
             of_kind.setdefault((gradient.dtype, gradient.device), []).append(place)
         nbytes = sum(gradient.nbytes for gradient in gradients)
-        readiness = self.readiness(gradients, work).hardest(self.link, nbytes)
+        within = _UNCERTAIN if all(gradient.device.type == "cpu" for gradient in gradients) else math.inf
+        readiness = self.readiness(gradients, work).hardest(self.link, nbytes, within=within)
         filled: list[_OpenBucket] = []
         for places in of_kind.values():
             own = [gradients[place].nbytes for place in places]

@@ -188,6 +188,7 @@ def _libraries(folder: Path) -> dict[str, bytes]:
 def test_one_host_compiles_and_the_other_loads(ranks2: RankPool, tmp_path: Path) -> None:
     folders = [tmp_path / "0", tmp_path / "1"]
     width = 7  # its own: of kernels that ranks have in memory no library is written
+    run(ranks2, [tmp_path / "before"] * 2)  # in their first compilation of all, ranks are seconds apart
     found = run(ranks2, folders, accumulated=True, width=width)
     assert sum(rank.here for rank in found) == 3
     assert sum(rank.loaded for rank in found) == 3

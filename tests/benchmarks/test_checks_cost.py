@@ -1,9 +1,8 @@
 """The script that measures what checks cost runs in small, once as a process of its own."""
 
 import re
-import subprocess
-import sys
 
+import forked
 import pytest
 import torch
 
@@ -11,9 +10,8 @@ from benchmarks import checks_cost
 
 
 def test_a_process_prints_one_line() -> None:
-    arguments = "first --blocks 1 --backend aot_eager"
-    command = [sys.executable, "-m", "benchmarks.checks_cost", *arguments.split()]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    source = "import runpy; runpy.run_module('benchmarks.checks_cost', run_name='__main__')"
+    ran = forked.run(source, *["first", "--blocks", "1", "--backend", "aot_eager"])
     printed = r'verify="first", aot_eager: \d+\.\d\d s, peak grew by \d+ MiB\n'
     assert re.fullmatch(printed, ran.stdout), ran.stderr
 

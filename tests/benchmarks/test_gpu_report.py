@@ -207,6 +207,17 @@ NEEDS_MAKE = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 @NEEDS_MAKE
+def test_make_runs_the_command_by_the_python_that_is_named(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nif [ "$1" = -m ]; then echo by me: "$@"; fi\n')
+    python.chmod(0o755)
+    ended = make_gpu(f"GPU_PYTHON={python}", "ARGS=--device cpu --sections environment")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.splitlines()[-1] == "by me: -m benchmarks.gpu --device cpu --sections environment"
+
+
+@NEEDS_MAKE
+@pytest.mark.slow
 def test_make_uses_the_python_that_is_named(tmp_path: Path) -> None:
     where = f"--json {tmp_path / 'gpu.json'} --markdown {tmp_path / 'gpu.md'}"
     ended = make_gpu(f"GPU_PYTHON={sys.executable}", f"ARGS=--device cpu --sections environment {where}")

@@ -151,6 +151,7 @@ def test_the_sanitizer_finds_the_planted_race(one_rank: RankPool) -> None:
         one_rank.run(_sanitized, watched_steps.PLANTED)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the sanitizer works there")
 def test_ranks_of_the_sanitizer_are_launched_and_what_they_write_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
     row = sanitizer.watched(watched_steps.PLANTED, sanitizer.alone("cpu"))

@@ -129,7 +129,7 @@ def test_sparse_gradients_are_no_part_of_the_share(ranks2: RankPool) -> None:
     assert first["reduced"]["sparse"] == [f"tables.{number}.weight" for number in range(4)]
 
 
-@pytest.mark.parametrize("name", ["DLRM, sparse embeddings", "GAN", "LSTM"])
+@pytest.mark.parametrize("name", ["DLRM, sparse embeddings", pytest.param("GAN", marks=pytest.mark.slow), "LSTM"])
 def test_a_warm_up_is_called_as_a_step_calls_the_model(ranks2: RankPool, name: str) -> None:
     for found in ranks2.run(_measure, name, ["compile_ddp"], True):
         assert found["failed"] == {}

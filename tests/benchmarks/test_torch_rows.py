@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from generated_code import read_statements
-from models import Mlp, TokenModel, expected_mean, token_batch
+from models import Mlp, TokenModel, expected_mean, row_batch, token_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,18 +22,18 @@ NAMES = [variant.name for variant in torch_rows.make_rows(WrapperOptions())]
 
 
 class InBlocks(nn.Module):
-    """As little as has blocks, and something before and behind them."""
+    """As little as has blocks, and something before and behind them: products, for which no kernel is compiled."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.token, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.into, self.head = (nn.Linear(*sizes, bias=False) for sizes in ((5, 16), (16, 4)))
+        self.blocks = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.token(x)
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.into(x)
         for block in self.blocks:
-            hidden = torch.tanh(block(hidden))
-        return (self.head(hidden) * y.unsqueeze(-1)).square().mean()
+            hidden = block(hidden)
+        return self.head(hidden)
 
 
 PARAMETERS = len(list(InBlocks().parameters()))
@@ -70,10 +70,10 @@ def test_gradients_are_those_of_autograd_averaged_by_hand(ranks2: RankPool, name
 
 def _launches_and_waits(rank: int, name: str) -> list[str]:
     """Those of the backward that Inductor writes, in order; its gradients are those of autograd averaged by hand."""
-    model, batch = InBlocks(), token_batch(rank)
-    expected = expected_mean(copy.deepcopy(model), lambda bare: bare(*batch))
+    model, batch = InBlocks(), row_batch(rank)
+    expected = expected_mean(copy.deepcopy(model), lambda bare: bare(batch).square().sum())
     module = make_variants(bucket_cap_mb=0.002)[name].wrap(model)
-    sources = torch_private.for_tests.generated_code(lambda: module(*batch).backward())
+    sources = torch_private.for_tests.generated_code(lambda: module(batch).square().sum().backward())
     _assert_gradients(model, expected)
     (backward,) = [source for source in sources if "all_reduce" in source]
     return [statement.kind for statement in read_statements(backward)[0] if statement.kind in ("launch", "wait")]
@@ -86,7 +86,7 @@ def _launches_and_waits(rank: int, name: str) -> list[str]:
         (torch_rows.FUNCTIONAL, PARAMETERS, PARAMETERS),
         (f"{torch_rows.FUNCTIONAL}, bucketed", 1, 1),
         (f"{torch_rows.FUNCTIONAL}, buckets of 25 MiB", 2, PARAMETERS - 1),  # of bucket_cap_mb here
-        (torch_rows.PER_BLOCK, 4, 4),  # the embedding, two blocks, and the head
+        (torch_rows.PER_BLOCK, 4, 4),  # what stands before, two blocks, and the head
         (torch_rows.SCHEDULED, 1, PARAMETERS),
     ],
 )

@@ -135,13 +135,13 @@ def test_variants_that_fail_have_their_errors_and_the_others_go_on(script: Path)
 
 # What is wrong, and what every rank says.
 WRONG = {
-    "script.py:missing": "script.py has no function 'missing'",  # on the rank that looks first
     "script.py:breaks_on_one_rank": "rank 1: RuntimeError: no data here",
     "script.py:differs": "the models of the ranks differ: rank 0 has ('weight', (4, 16)",
 }
 # What else is wrong with a function, test_users_task.py and test_target.py see without a process for each rank.
 ALSO_WRONG = {
-    "missing.py:small": ": there is no file missing.py",
+    "missing.py:small": ": there is no file missing.py",  # on the rank that looks first
+    "script.py:missing": "script.py has no function 'missing'",
     "script.py:returns_nothing": "TypeError: the function returned None: return (model, batches), (model",
 }
 

@@ -114,7 +114,7 @@ def test_after_an_exception_inside_a_backward_the_next_step_is_right(
     ranks2.run(_breaks, wrapper, place, ERRORS[place % 3], first, {})
 
 
-@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("error", [ERRORS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in ERRORS[1:])])
 def test_any_exception_inside_a_backward_leaves_the_next_step_right(
     ranks2: RankPool, error: type[BaseException]
 ) -> None:

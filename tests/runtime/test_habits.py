@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import pickle
 import warnings
 from collections import OrderedDict
@@ -739,9 +740,17 @@ def _weighted_scalars(rank: int, backend: str, model: type[Gated], dtype: torch.
     assert {row[1] for row in ddp.explain().rows} == {"graph"}
 
 
-@pytest.mark.parametrize("model", [Gated, Scalar])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "model", "dtype"),
+    [
+        *itertools.product(["aot_eager"], [Gated, Scalar], [torch.float16, torch.bfloat16, torch.float32]),
+        pytest.param("inductor", Scalar, torch.float16, marks=pytest.mark.inductor),
+        *(
+            pytest.param("inductor", *case, marks=[pytest.mark.inductor, pytest.mark.slow])
+            for case in [(Gated, torch.bfloat16), (Gated, torch.float32)]
+        ),
+    ],
+)
 def test_a_weighted_mean_of_a_gradient_without_dimension_keeps_its_dtype(
     ranks2: RankPool, backend: str, dtype: torch.dtype, model: type[Gated]
 ) -> None:

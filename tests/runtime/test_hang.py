@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import torch.distributed as dist
@@ -427,24 +428,14 @@ print("threads", sum(thread.name == "compiled_ddp hang report" for thread in thr
 
 
 def test_a_process_ends_and_forks_while_threads_answer(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT]
+    """Rank 0 is an interpreter of its own, with an end."""
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=-2,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0, 0], outputs
+    store = str(tmp_path / "store")
+    with forked.script(SCRIPT, "1", store, environment=environment) as other:
+        command = [sys.executable, "-c", SCRIPT, "0", store]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        assert (ran.returncode, other.wait(60.0)) == (0, 0), (ran.stderr, other.stderr)
+        outputs = [ran.stdout + ran.stderr, other.stdout + other.stderr]
     for output in outputs:
         assert "threads 4" in output
         assert "Traceback" not in output

@@ -71,7 +71,10 @@ def test_mean_is_right_whether_backward_is_linear_or_not_on_two_ranks(
     ranks2.run(_gradients, model_class, dtype, "aot_eager")
 
 
-@pytest.mark.parametrize(("model_class", "dtype"), [*NON_LINEAR, (Plain, torch.float32)])
+@pytest.mark.parametrize(
+    ("model_class", "dtype"),
+    [NON_LINEAR[0], (Plain, torch.float32), *(pytest.param(*case, marks=pytest.mark.slow) for case in NON_LINEAR[1:])],
+)
 def test_mean_is_right_whether_backward_is_linear_or_not_on_three_ranks(
     ranks3: RankPool, model_class: type[nn.Module], dtype: torch.dtype
 ) -> None:

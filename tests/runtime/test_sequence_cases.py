@@ -169,7 +169,10 @@ def test_ranks_may_choose_other_parts_of_the_model_in_every_step_on_two_ranks(
     ranks2.run(_train_with_choices, wrapper, model_class, choose)
 
 
-@pytest.mark.parametrize(("model_class", "choose"), CHOICES)
+@pytest.mark.parametrize(
+    ("model_class", "choose"),
+    [*CHOICES[2:4], *(pytest.param(*choice, marks=pytest.mark.slow) for choice in (*CHOICES[:2], CHOICES[4]))],
+)
 def test_ranks_may_choose_other_parts_of_the_model_in_every_step_on_three_ranks(
     ranks3: RankPool, model_class: type[nn.Module], choose: Callable[[nn.Module, int, int], None]
 ) -> None:

@@ -233,7 +233,7 @@ def test_sparse_gradients_are_averaged_and_stay_sparse(ranks2: RankPool, wrapper
 
 
 @pytest.mark.filterwarnings("ignore:gradients of")
-@pytest.mark.parametrize("wrapper", BOTH)
+@pytest.mark.parametrize("wrapper", [pytest.param("compile_ddp", marks=pytest.mark.slow), "EagerDDP"])
 def test_sparse_gradients_are_averaged_on_three_ranks(ranks3: RankPool, wrapper: str) -> None:
     ranks3.run(_steps, wrapper)
 

@@ -238,7 +238,7 @@ def _of_graph(number: int, step: int, why: str, *, together: bool = False) -> li
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_inductors_forwards_and_backwards_are_told_apart_with_the_guard_that_failed(
     ranks2: RankPool, dynamic: bool
 ) -> None:

@@ -48,6 +48,9 @@ EXTENTS = {
     "linears": Extent(warmup=30, quick=400, full=1000),
     "many_parameters": Extent(warmup=10, quick=60, full=200),
     "switch": Extent(warmup=40, quick=100, full=300),
+    "llama": Extent(warmup=3, quick=12, full=30),
+    "bert": Extent(warmup=3, quick=12, full=30),
+    "mixer": Extent(warmup=3, quick=12, full=30),
 }
 
 

@@ -34,6 +34,16 @@ def byte_batches(
         yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
+def masked_batches(
+    rank: int, world_size: int, *, batch: int, context: int, seed: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """As `byte_batches`, each seventh byte of x masked (256): y is that byte, and -100 everywhere else."""
+    for x, _ in byte_batches(rank, world_size, batch=batch, context=context, seed=seed):
+        y = torch.full_like(x, -100)
+        y[:, ::7], x[:, ::7] = x[:, ::7].clone(), 256
+        yield x, y
+
+
 def digit_batches(rank: int, world_size: int, *, batch: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless (images in [0, 1] of shape (batch, 1, 8, 8), labels of shape (batch,)) from every world_size-th digit."""
     from sklearn.datasets import load_digits

@@ -26,6 +26,7 @@ from compiled_ddp.planning.planners import MEBIBYTE, OptimalBuckets, Planner, Si
 
 PLANNED = "compile_ddp"
 _CALIBRATION_SECONDS, _FIRST_BUCKET_MB = 3.0, 1.0
+_CACHES_BYTES = 64 * MEBIBYTE  # more than a core's caches hold
 
 
 def name_of(size_mb: float) -> str:
@@ -95,11 +96,17 @@ def _captured(workload: Workload, model: torch.nn.Module, rank: Rank) -> tuple[l
 
 
 def _phases(workload: Workload, model: torch.nn.Module, rank: Rank, warmup: int, steps: int) -> list[float]:
-    """Forward, backward and optimizer without communication: each the mean over ranks of a rank's median."""
+    """Forward, backward and optimizer without communication: medians over steps, of the rank that is last in each.
+
+    Ranks that reduce wait for the last one. Before each step the caches are emptied, as by the steps of the other
+    plans between which it will be taken.
+    """
     compiled, optimizer = torch.compile(model), workload.optimizer(model.parameters())
     batches, taken = workload.batches(rank.index, rank.world_size), list[tuple[float, float, float]]()
+    others = torch.zeros(_CACHES_BYTES, dtype=torch.uint8)
     for _ in range(warmup + steps):
         batch = next(batches)
+        others.add_(1)
         rank.barrier()
         times = [time.perf_counter()]
         loss = workload.loss(compiled, batch)
@@ -110,7 +117,8 @@ def _phases(workload: Workload, model: torch.nn.Module, rank: Rank, warmup: int,
         optimizer.zero_grad()
         times.append(time.perf_counter())
         taken.append((times[1] - times[0], times[2] - times[1], times[3] - times[2]))
-    medians = torch.tensor([statistics.median(each) for each in zip(*taken[warmup:], strict=True)])
-    gathered: list[float] = (torch.stack(rank.gather(medians)).mean(0)).tolist()
+    by_rank = torch.stack(rank.gather(torch.tensor(taken[warmup:], dtype=torch.float64)))  # (ranks, steps, phases)
+    last = by_rank[:, :, :2].sum(2).argmax(0)
+    of_last = by_rank[last, torch.arange(len(last))]
     torch.compiler.reset()
-    return gathered
+    return [statistics.median(phase) for phase in of_last.T.tolist()]

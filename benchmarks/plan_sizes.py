@@ -18,7 +18,7 @@ from benchmarks.compare import EXTENTS
 from benchmarks.expected_steps import PLANNED, name_of
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, link_or_loopback
-from benchmarks.tasks import WORKLOADS
+from benchmarks.tasks import FORESEEN
 from benchmarks.variants import SIZES_MB
 from compiled_ddp import Calibration
 from compiled_ddp.comparison.derived import derive
@@ -35,7 +35,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", nargs="+", choices=WORKLOADS, default=["gpt"])
+    parser.add_argument("--model", nargs="+", choices=FORESEEN, default=["gpt"])
     parser.add_argument("--link", nargs="+", default=[LOOPBACK], help="loopback, or rates like 1gbit 300mbit (root)")
     parser.add_argument("--sizes", nargs="+", type=float, default=[*SIZES_MB], choices=SIZES_MB, metavar="MIB")
     parser.add_argument("--steps", type=int, help="rounds, each one timed step of every plan")

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.data import byte_batches, digit_batches
+from benchmarks.data import byte_batches, digit_batches, masked_batches
 from benchmarks.workload import Workload
 
 GPT = Workload(
@@ -43,4 +43,26 @@ SWITCH = Workload(
     optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True),
     find_unused_parameters=True,
 )
+LLAMA = Workload(
+    name="llama",
+    model_module="benchmarks.models",
+    model_factory="Llama",
+    batches=partial(byte_batches, batch=4, context=128),
+    optimizer=partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.1, fused=True),
+)
+BERT = Workload(
+    name="bert",
+    model_module="benchmarks.models",
+    model_factory="Bert",
+    batches=partial(masked_batches, batch=4, context=128),
+    optimizer=partial(torch.optim.AdamW, lr=3e-4, weight_decay=0.01, fused=True),
+)
+MIXER = Workload(  # the planner was not developed on it
+    name="mixer",
+    model_module="benchmarks.models",
+    model_factory="Mixer",
+    batches=partial(digit_batches, batch=32),
+    optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True),
+)
 WORKLOADS = {workload.name: workload for workload in (GPT, CONV, LINEARS, MANY_PARAMETERS, SWITCH)}
+FORESEEN = {workload.name: workload for workload in (GPT, CONV, LLAMA, BERT, MIXER)}  # by `benchmarks.plan_sizes`

@@ -4,6 +4,7 @@ Fitted are the numbers of the link and the device (calibration) and the three ph
 Nothing is taken from the steps that are predicted.
 """
 
+import copy
 import json
 import statistics
 import time
@@ -26,7 +27,8 @@ from compiled_ddp.planning.planners import MEBIBYTE, OptimalBuckets, Planner, Si
 
 PLANNED = "compile_ddp"
 _CALIBRATION_SECONDS, _FIRST_BUCKET_MB = 3.0, 1.0
-_CACHES_BYTES = 64 * MEBIBYTE  # more than a core's caches hold
+_ROUNDS = 5  # of steps without communication, in each of which every model takes one
+_OTHERS = 3  # what is measured beside the plans
 
 
 def name_of(size_mb: float) -> str:
@@ -34,12 +36,13 @@ def name_of(size_mb: float) -> str:
     return f"{PLANNED}, {size_mb:g} MiB"
 
 
-def expect(workload: Workload, sizes_mb: Sequence[float], *, warmup: int, steps: int, rank: Rank) -> dict[str, Any]:
+def expect(workload: Workload, sizes_mb: Sequence[float], *, warmup: int, rank: Rank) -> dict[str, Any]:
     """What each plan will make of a step, in milliseconds, and what that comes from."""
     calibration = calibrate(seconds=_CALIBRATION_SECONDS)
     model = workload.build_model("expected", rank.device)
     gradients, work = _captured(workload, model, rank)
-    forward, backward, optimizer = _phases(workload, model, rank, warmup, steps)
+    models = [model, *(copy.deepcopy(model) for _ in range(len(sizes_mb) + _OTHERS))]
+    forward, backward, optimizer = _phases(workload, models, rank, warmup)
     planners: dict[str, Planner] = {PLANNED: OptimalBuckets.of(calibration)}
     for size in sizes_mb:
         capacities = min(_FIRST_BUCKET_MB, size) * MEBIBYTE, size * MEBIBYTE
@@ -95,18 +98,17 @@ def _captured(workload: Workload, model: torch.nn.Module, rank: Rank) -> tuple[l
     return found[0]
 
 
-def _phases(workload: Workload, model: torch.nn.Module, rank: Rank, warmup: int, steps: int) -> list[float]:
+def _phases(workload: Workload, models: Sequence[torch.nn.Module], rank: Rank, warmup: int) -> list[float]:
     """Forward, backward and optimizer without communication: medians over steps, of the rank that is last in each.
 
-    Ranks that reduce wait for the last one. Before each step the caches are emptied, as by the steps of the other
-    plans between which it will be taken.
+    Ranks that reduce wait for the last one. The models, all alike, take their steps in turn, as the plans will: what a
+    step finds in caches and in the allocator is what the others have left there.
     """
-    compiled, optimizer = torch.compile(model), workload.optimizer(model.parameters())
+    parts = [(torch.compile(model), workload.optimizer(model.parameters())) for model in models]
     batches, taken = workload.batches(rank.index, rank.world_size), list[tuple[float, float, float]]()
-    others = torch.zeros(_CACHES_BYTES, dtype=torch.uint8)
-    for _ in range(warmup + steps):
+    for number in range((warmup + _ROUNDS) * len(parts)):
+        compiled, optimizer = parts[number % len(parts)]
         batch = next(batches)
-        others.add_(1)
         rank.barrier()
         times = [time.perf_counter()]
         loss = workload.loss(compiled, batch)
@@ -117,7 +119,8 @@ def _phases(workload: Workload, model: torch.nn.Module, rank: Rank, warmup: int,
         optimizer.zero_grad()
         times.append(time.perf_counter())
         taken.append((times[1] - times[0], times[2] - times[1], times[3] - times[2]))
-    by_rank = torch.stack(rank.gather(torch.tensor(taken[warmup:], dtype=torch.float64)))  # (ranks, steps, phases)
+    kept = torch.tensor(taken[warmup * len(parts) :], dtype=torch.float64)
+    by_rank = torch.stack(rank.gather(kept))  # (ranks, steps, phases)
     last = by_rank[:, :, :2].sum(2).argmax(0)
     of_last = by_rank[last, torch.arange(len(last))]
     torch.compiler.reset()

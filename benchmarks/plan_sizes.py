@@ -49,7 +49,7 @@ def _measure(options: argparse.Namespace, workload: str, rate: str, before: list
     with link_or_loopback(rate) as link:
         rounds = options.steps or extent.quick
         what = {"workload": workload, "bucket_cap_mb": None, "device": "cpu", "warmup": extent.warmup}
-        expected = run_job("expect", {**what, "sizes_mb": options.sizes, "steps": rounds}, ranks=2, link=link)
+        expected = run_job("expect", {**what, "sizes_mb": options.sizes}, ranks=2, link=link)
         _write(options, [*before, {"model": workload, "link": rate, "expected": expected}])
         variants = [_FLOOR, "torch DDP", "torch.compile(DDP)", PLANNED, *map(name_of, options.sizes)]
         job = {**what, "variants": variants, "rounds": rounds, "link": rate}

@@ -36,8 +36,7 @@ def _scaling(arguments: dict[str, Any], rank: Rank) -> Any:
 def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
     workload = ALL[arguments["workload"]]
     if kind == "expect":
-        sizes_mb, warmup, steps = arguments["sizes_mb"], arguments["warmup"], arguments["steps"]
-        return expected_steps.expect(workload, sizes_mb, warmup=warmup, steps=steps, rank=rank)
+        return expected_steps.expect(workload, arguments["sizes_mb"], warmup=arguments["warmup"], rank=rank)
     backend = {"backend": arguments["backend"]} if "backend" in arguments else {}
     known = make_variants(arguments["bucket_cap_mb"], find_unused_parameters=workload.find_unused_parameters, **backend)
     variants = [known[name] for name in arguments["variants"]]

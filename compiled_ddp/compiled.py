@@ -64,6 +64,9 @@ def compile_ddp(
             link and the device here, where no size is given. The same on every rank.
         plan: the buckets of an earlier run, from `SavedPlan.load(path)`, in place of planning and of the sizes above;
             `ddp.plan.save(path)` writes them. Refused where it is not of this model. The same on every rank.
+        embedding_rows: whether the gradient of an embedding is sent as those of its rows that are not zero, where that
+            is fewer bytes, on CPUs with gloo; the sum is the same. None lets the measured link decide, where buckets
+            are planned for it.
         broadcast_buffers: overwrite buffers with rank 0's at construction and at the start of a forward, by DDP's rule;
             None means True.
         forward_sync_buffers: DDP's newer name for the same, for forwards only: at construction buffers always become

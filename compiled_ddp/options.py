@@ -19,6 +19,7 @@ from compiled_ddp.plan import ReductionKind
 from compiled_ddp.planning.assignment import BucketPolicy
 from compiled_ddp.planning.bucket_rule import BucketRule
 from compiled_ddp.planning.calibration import Calibration
+from compiled_ddp.planning.cost_model import rows_may_pay
 from compiled_ddp.planning.planners import MEBIBYTE, OptimalBuckets, Planner, SizedBuckets
 from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.reducers.averaging import Scaling
@@ -39,6 +40,7 @@ class OptionKeywords(TypedDict, total=False):
     bucket_cap_mb_list: Sequence[float] | None
     calibration: Calibration | None
     plan: SavedPlan | None
+    embedding_rows: bool | None
     broadcast_buffers: bool | None  # None is the default, as in DDP
     forward_sync_buffers: bool | None
     init_sync: bool
@@ -105,6 +107,7 @@ class BucketOptions:
     bucket_cap_mb_list: Sequence[float] | None = None
     calibration: Calibration | None = None  # measured before anything is planned, where it is needed
     plan: SavedPlan | None = None
+    embedding_rows: bool | None = None  # None: where a calibration says that it may pay
     bucket_rule: BucketRule | None = None  # in place of sizes in bytes: of the adapters in compiled_ddp.compat alone
 
     def _check_buckets(self) -> None:
@@ -202,6 +205,10 @@ class Options(CompilerOptions, BucketOptions):
             raise ValueError(f"reduction must be 'mean', 'sum' or 'weighted', found {self.reduction!r}.")
         if self.comm_hook is not None and self.reduction != "mean":
             raise ValueError(f'a comm_hook returns the mean over ranks; leave out reduction="{self.reduction}".')
+        if not isinstance(self.embedding_rows, bool | None):
+            raise ValueError(f"embedding_rows must be True, False or None, found {self.embedding_rows!r}.")
+        if self.embedding_rows and (self.comm_hook is not None or self.naive):
+            raise ValueError("a comm_hook reduces whole gradients: leave out embedding_rows=True.")
         if self.comm_hook is not None and not callable(self.comm_hook):
             raise TypeError(f"comm_hook must be a function (gradients, ranks), found {self.comm_hook!r}.")
         names = self.piggyback
@@ -248,6 +255,14 @@ class Options(CompilerOptions, BucketOptions):
         assert self.calibration is not None, "the link has not been measured"
         first = None if self.first_bucket_mb is None else self.first_bucket_mb * MEBIBYTE
         return OptimalBuckets.of(self.calibration, first)
+
+    def sends_rows(self, rows: int, nbytes: int) -> bool:
+        """Whether an embedding's gradient, of so many rows and bytes, is summed by those rows that are not zero."""
+        if self.planned_reduction == "hook" or self.naive or self.scaling is not None or self.bucket_rule is not None:
+            return False
+        if self.embedding_rows is None and isinstance(self.planner, OptimalBuckets):
+            return rows_may_pay(rows, nbytes, self.planner.link, self.planner.compute)
+        return bool(self.embedding_rows)
 
     def bucket_policy(self, world_size: int) -> BucketPolicy:
         """What all plans of a wrapper with these options have in common."""

@@ -144,7 +144,7 @@ def _merge(
         riders_launch = riders_wait.args[0]
         assert isinstance(riders_launch, Node)
         parts.append(riders_launch.args[0])  # type: ignore[arg-type]
-    launch = emit(graph, all_reduce, emit_flat(graph, parts), "sum", group_name)
+    launch = emit(graph, all_reduce, emit_flat(graph, parts), "sum", bucket.group_name(group_name))
     return emit(graph, wait_tensor, launch), []
 
 

@@ -24,6 +24,8 @@ from collections.abc import Sequence
 import torch
 from torch._ops import OpOverload
 
+from compiled_ddp.plan import is_called
+
 torch.library.define("compiled_ddp::pack", "(Tensor[] parts) -> Tensor")
 torch.library.define("compiled_ddp::pack_into", "(Tensor[] parts, Tensor(a!) into) -> Tensor(a!)")
 
@@ -99,7 +101,7 @@ if hasattr(
 
 def is_launch(node: torch.fx.Node, group_name: str) -> bool:
     """Whether `node` launches a collective on this group; its name is the last argument of each."""
-    return node.target in LAUNCHES and node.args[-1] == group_name
+    return node.target in LAUNCHES and is_called(str(node.args[-1]), group_name)
 
 
 def is_wait(node: torch.fx.Node) -> bool:

@@ -36,7 +36,7 @@ def verify_collectives(
     for bucket, hook in zip(plan.buckets, hooks, strict=True):
         if hook is None:
             launch = next(remaining)
-            _verify_bucket(bucket, launch)
+            _verify_bucket(bucket, launch, group_name)
             (wait,) = launch.users
         else:
             for _ in _launches_of(hook):
@@ -65,7 +65,8 @@ def _hooked(view: Node | None) -> Node:
     return reduced
 
 
-def _verify_bucket(bucket: Bucket, launch: Node) -> None:
+def _verify_bucket(bucket: Bucket, launch: Node, group_name: str) -> None:
+    assert launch.args[2] == bucket.group_name(group_name), f"{launch.name} is sent by {launch.args[2]}"
     assert launch.args[1] == "sum", f"{launch.name} reduces by {launch.args[1]}"
     waits = list(launch.users)
     assert len(waits) == 1 and waits[0].target is wait_tensor, f"{launch.name} is read before its wait: {waits}"

@@ -74,7 +74,7 @@ def recorder_of(*backwards: RecordedBackward, local: Sequence[float] = ()) -> Re
 def explanation_of(
     sequence: ReductionSequence | None, options: Options = SIZED, times: Times | None = None
 ) -> Explanation:
-    return explain_sequence(sequence, (), options, "Proven.", (), (), "", "", times or Times(2))
+    return explain_sequence(sequence, (), options, "Proven.", (), (), "", "", times or Times(2), {})
 
 
 # ---- predicted -------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_under_a_communication_hook_nothing_is_predicted() -> None:
 # ---- as JSON ---------------------------------------------------------------------------------------------------------
 
 TOTALS = {
-    *("buckets", "predicted", "measured", "fallback_reasons", "unused", "sparse", "left_alone", "waits"),
+    *("buckets", "predicted", "measured", "fallback_reasons", "unused", "sparse", "left_alone", "waits", "by_rows"),
     *("bucket_size", "reduction", "chosen", "compiled", "proof", "not_predicted"),
 }
 OF_A_BUCKET = {

@@ -92,6 +92,7 @@ def test_every_option_is_one_that_steady_steps_look_at_or_acts_elsewhere() -> No
         "reduction",
     }
     in_plans = {"bucket_cap_mb", "first_bucket_mb", "bucket_cap_mb_list", "smallest_graph_mb", "calibration", "plan"}
+    in_plans |= {"embedding_rows"}
     in_compilers = {"backend", "fullgraph", "dynamic", "mode", "options", "strict", "warmup_chooses", "compile_once"}
     in_forwards = {"broadcast_buffers", "forward_sync_buffers", "init_sync", "keep_buffers", "follows_model"}
     at_the_end = {"check_steps", "verify"}
@@ -401,7 +402,7 @@ def test_an_exception_on_one_rank_is_an_error_on_the_other(two: Two, breaks: str
 def test_a_launch_that_fails_says_of_which_bucket(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     (rank, _) = steady(two)
 
-    def refuse(_: Tensor) -> Any:
+    def refuse(*_: Any) -> Any:
         raise ValueError("no memory for it")
 
     monkeypatch.setattr(rank.communicator, "all_reduce", refuse)

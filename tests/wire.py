@@ -148,7 +148,8 @@ class WiredCommunicator(Communicator):
     def for_hooks(self) -> Ranks:
         return Ranks(self.world_size, self.group_name, self.rank)
 
-    def all_reduce(self, flat_buffer: Tensor) -> Any:
+    def all_reduce(self, flat_buffer: Tensor, row: int | None = None) -> Any:
+        assert row is None, "nothing here has rows"
         return self.port.launch("sum", flat_buffer)
 
     def maximum(self, values: Tensor) -> None:

@@ -27,7 +27,14 @@ import torch
 from torch import Tensor
 
 from compiled_ddp import torch_private
-from compiled_ddp.checks.sums import as_row, batched, batched_in_place, rounding, smallest
+from compiled_ddp.checks.sums import (
+    as_row,
+    batched,
+    batched_in_place,
+    rounding,
+    rounding_of_signed_sums,
+    smallest,
+)
 from compiled_ddp.checks.values import INFINITE, ZERO, Reference, compare, explained, fill_with_pattern
 from compiled_ddp.formatting import format_names
 from compiled_ddp.plan import Bucket, BucketPlan, GradientSpec
@@ -333,7 +340,9 @@ def _are_off(account: Account, expected: Tensor, world_size: int) -> tuple[Tenso
         by_rounding[of_dtype] = rounding(dtype, world_size, own_squares[of_dtype], squares[of_dtype])
     absolute = [smallest(dtype) * max(numel, 1) ** 0.5 for dtype, numel in account.kinds]
     denormals = world_size * torch.tensor(absolute, dtype=torch.float64, device=results.device)
-    allowed = by_rounding + 4.0 * slack.sqrt() + denormals
+    numbers = torch.tensor([numel for _, numel in account.kinds], dtype=torch.float64, device=results.device)
+    by_signs = rounding_of_signed_sums(numbers, world_size, signed, own_squares + squares)
+    allowed = by_rounding + by_signs + 4.0 * slack.sqrt() + denormals
     is_lost = results.isfinite() & ~signed.isfinite()  # a sum of what is not finite is not finite either
     are_vague = (allowed > _VAGUE_FROM * squares.sqrt()) | (allowed > _OF_A_FAULT * signed.abs())
     return ((results - signed).abs() > allowed) | is_lost, are_vague

@@ -75,6 +75,16 @@ def rounding(dtype: torch.dtype, world_size: int, own_squares: Tensor, result_sq
     return SIGMAS * torch.finfo(dtype).eps / 2 * errors.sqrt()
 
 
+def rounding_of_signed_sums(numbers: Tensor, world_size: int, signed: Tensor, squares: Tensor) -> Tensor:
+    """What signed sums of so many elements are off by themselves: with gradients in float64, no less than these.
+
+    Of n elements whose squares add up to s, the k-th partial sum has a square of some s k/n, and is rounded. `squares`
+    are those of all ranks' parts and of the result, `signed` is what the ranks' sums add up to.
+    """
+    eps = torch.finfo(torch.float64).eps / 2
+    return SIGMAS * eps * (numbers / 2 * squares).sqrt() + world_size * eps * signed.abs()
+
+
 def smallest(dtype: torch.dtype) -> float:
     """What may become of a number that is denormal in this dtype: products in float16 keep it, others may drop it."""
     kind = torch.finfo(dtype)

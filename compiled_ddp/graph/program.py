@@ -118,7 +118,9 @@ class Program:
         """Within this context the communicator has the name that is returned: [Note: one name in all graphs]"""
         communicator = self._communicator()
         assert communicator is not None, "the program of a wrapper that is gone"
-        return NameInGraphs(communicator.group, communicator.group_name, shared=self._shares_name)
+        return NameInGraphs(
+            communicator.group, communicator.group_name, shared=self._shares_name, by_rows=communicator.by_rows
+        )
 
     def compile(self, variant: Variant) -> str | None:
         """Compile a backward, unless it is; returns how the compiler has failed, if it has, now or before."""

@@ -99,6 +99,7 @@ class Contents:
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     sparse: frozenset[str]  # the trained parameters with a sparse gradient
+    embeddings: frozenset[str] = frozenset()  # those with another one that embeddings alone use: most rows may be zero
 
     @functools.cached_property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -132,8 +133,10 @@ class ManagedState:
     def contents(self) -> Contents:
         """All of it, as it is now."""
         parameters = self.parameters()
-        sparse = self._sparse_of(_trained(parameters))
-        return Contents(parameters, self.buffers(), frozenset(sparse))
+        trained = _trained(parameters)
+        sparse = self._sparse_of(trained)
+        embeddings = self._embeddings_of(trained).difference(sparse)
+        return Contents(parameters, self.buffers(), frozenset(sparse), frozenset(embeddings))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, each once: those registered, in that order, then those that modules' own methods give besides."""
@@ -198,6 +201,15 @@ class ManagedState:
         """The outermost wrappers inside the model, by name, in registration order."""
         return {name: part for name, part in self._outermost() if self._is_inside(part)}
 
+    def _embeddings_of(self, trained: Mapping[str, nn.Parameter]) -> set[str]:
+        """The weights of embeddings that no other kind of module has too, as one that is tied to the last layer's."""
+        parts = [part for _, part in self.modules()]
+        weights = {id(part._parameters.get("weight")) for part in parts if isinstance(part, _EMBEDDINGS)}
+        if not weights:
+            return set()
+        others = {id(p) for part in parts if not isinstance(part, _EMBEDDINGS) for p in part._parameters.values()}
+        return {name for name, parameter in trained.items() if id(parameter) in weights.difference(others)}
+
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules outside of such wrappers, by name."""
         return ((name, part) for name, part in self._outermost() if not self._is_inside(part))
@@ -221,9 +233,12 @@ def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
 
 
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
 def produces_sparse_gradient(module: nn.Module) -> bool:
     """Whether the gradient of `module.weight` is sparse."""
-    return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    return isinstance(module, _EMBEDDINGS) and module.sparse
 
 
 def is_wrapper(module: nn.Module) -> bool:

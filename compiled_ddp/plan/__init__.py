@@ -28,6 +28,8 @@ from compiled_ddp.plan.buckets import (
     ReductionKind,
     contiguous_stride,
     gradient_dtype,
+    is_called,
+    name_for_rows,
 )
 from compiled_ddp.plan.riders import (
     ABORTED,
@@ -61,7 +63,7 @@ from compiled_ddp.plan.sequence import (
 )
 
 __all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders"]
-__all__ += ["contiguous_stride", "gradient_dtype"]
+__all__ += ["contiguous_stride", "gradient_dtype", "is_called", "name_for_rows"]
 __all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED", "TOO_SMALL"]
 __all__ += ["BESIDE_TENSOR_HOOK", "TENSOR_HOOK"]
 __all__ += ["Origin", "ReductionSequence", "Section"]

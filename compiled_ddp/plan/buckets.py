@@ -28,6 +28,7 @@ class GradientSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    row: int | None = None  # where most rows are zero, of so many elements each, and those are not to be sent
 
     @classmethod
     def of(cls, index: int, parameter: torch.Tensor) -> "GradientSpec":
@@ -92,13 +93,17 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that one all-reduce carries, and the flat buffer they share."""
+    """Gradients that one all-reduce carries, and the flat buffer they share.
+
+    With `row` it is summed by rows of so many elements, of which zeros are not sent: `compiled_ddp.ranks.row_sums`.
+    """
 
     gradients: tuple[Gradient, ...]
     dtype: torch.dtype
     device: torch.device
     numel: int  # of the flat buffer, riders included
     riders: Riders | None = None
+    row: int | None = None
 
     def __hash__(self) -> int:
         return self._hash
@@ -107,6 +112,10 @@ class Bucket:
     def _hash(self) -> int:
         """Hash what tells buckets apart: those of one wrapper have no gradient in common."""
         return hash((self.indices, self.numel, self.dtype, self.device))
+
+    def group_name(self, name: str) -> str:
+        """What a graph calls to sum the bucket, where the wrapper's process group is called `name`."""
+        return name_for_rows(name, self.row)
 
     @functools.cached_property
     def indices(self) -> tuple[int, ...]:
@@ -125,6 +134,18 @@ class Bucket:
         """
         return self.device.type == "cpu"
 
+
+def name_for_rows(name: str, row: int | None) -> str:
+    """What sums by rows of so many elements for the process group called `name`; without a row that group itself."""
+    return name if row is None else f"{name}{_ROWS}{row}"
+
+
+def is_called(group_name: str, name: str) -> bool:
+    """Whether a graph that calls `group_name` calls the process group `name`, or what sums by rows for it."""
+    return group_name == name or group_name.startswith(f"{name}{_ROWS}")
+
+
+_ROWS = " rows of "
 
 # What a reduction makes of the ranks' gradients: their mean, their sum, the mean weighted by what each rank says, or
 # what a communication hook makes of undivided gradients, which is a mean too.

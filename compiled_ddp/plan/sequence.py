@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -64,6 +65,19 @@ def described(size: tuple[int, ...], dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(size)}"
 
 
+def write_plan(
+    path: str | Path, parameters: Mapping[str, str], buckets: Sequence[Sequence[str]], world_size: int
+) -> None:
+    """Write what `SavedPlan.load` reads: `parameters` as they are `described`, and their names by bucket."""
+    document = {
+        "plan": SAVED_VERSION,
+        "world_size": world_size,
+        "buckets": [[*bucket] for bucket in buckets if bucket],
+        "parameters": dict(parameters),
+    }
+    Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
 def _specs_of(plan: BucketPlan) -> dict[int, str]:
     return {gradient.index: described(gradient.size, bucket.dtype) for bucket, gradient in plan.gradients}
 
@@ -123,13 +137,8 @@ class ReductionSequence:
         specs = {i: spec for section in sections for i, spec in _specs_of(section.plan).items()}
         name = self.parameter_names.__getitem__
         buckets = [[*map(name, bucket.indices)] for section in sections for bucket in section.plan.buckets]
-        document = {
-            "plan": SAVED_VERSION,
-            "world_size": self.sections[0].plan.world_size if self.sections else 1,
-            "buckets": [bucket for bucket in buckets if bucket],
-            "parameters": {name(index): specs[index] for index in sorted(specs)},
-        }
-        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        world_size = self.sections[0].plan.world_size if self.sections else 1
+        write_plan(path, {name(index): specs[index] for index in sorted(specs)}, buckets, world_size)
 
     @functools.cached_property
     def fingerprint(self) -> str:

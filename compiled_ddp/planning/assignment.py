@@ -66,8 +66,8 @@ def place_buckets(
 ) -> BucketPlan:
     """The plan that has these buckets in this order: gradients back to back, riders at the end.
 
-    The riders follow the last bucket, in a bucket of their own where that one is not float32. `riders_apart` gives them
-    one also where it is, and so does a communication hook, which must not see them.
+    The riders follow the last bucket, in a bucket of their own where that one is not float32, or is summed by rows.
+    `riders_apart` gives them one everywhere, and so does a communication hook, which must not see them.
     """
     placed = [_place(gradients) for gradients in buckets]
     apart = riders_apart or reduction == "hook"
@@ -80,7 +80,9 @@ def _place(gradients: Sequence[GradientSpec]) -> Bucket:
         numel = gradient.numel
         placed.append(Gradient(gradient.index, gradient.size, gradient.stride, offset, numel))
         offset += numel
-    return Bucket(tuple(placed), gradients[0].dtype, gradients[0].device, offset)
+    rows = {gradient.row for gradient in gradients}
+    row = rows.pop() if len(rows) == 1 else None  # a plan that was given may have put anything together
+    return Bucket(tuple(placed), gradients[0].dtype, gradients[0].device, offset, row=row)
 
 
 def _with_riders(buckets: Sequence[Bucket], passengers: int, *, apart: bool) -> Sequence[Bucket]:
@@ -88,7 +90,7 @@ def _with_riders(buckets: Sequence[Bucket], passengers: int, *, apart: bool) -> 
         return buckets
     indices = tuple(index for bucket in buckets for index in bucket.indices)
     *earlier, last = buckets
-    if apart or last.dtype != torch.float32:
+    if apart or last.dtype != torch.float32 or last.row is not None:
         earlier, last = [*buckets], Bucket((), torch.float32, last.device, 0)
     riders = Riders(last.numel, indices, passengers)
     return [*earlier, replace(last, numel=last.numel + riders.numel, riders=riders)]

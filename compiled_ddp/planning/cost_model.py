@@ -64,6 +64,20 @@ class Compute:
         return Compute(_power_of_two(self.flops_per_second), _power_of_two(self.bytes_per_second))
 
 
+# In a smaller vocabulary most tokens are in a batch. And so many times longer than looking for rows the all-reduce of
+# all of them has to take, as in the worst case looking is all that is gained.
+_FEWEST_ROWS, _WORTH = 4096, 8.0
+
+
+def rows_may_pay(rows: int, nbytes: int, link: Link, compute: Compute) -> bool:
+    """Whether to look, in each step, which of an embedding's `rows` are to be sent: see `compiled_ddp.ranks.row_sums`.
+
+    What a step sends it decides by what it finds. To look takes a pass over the gradient and one collective more.
+    """
+    looking = link.startup_seconds + nbytes / compute.bytes_per_second
+    return rows >= _FEWEST_ROWS and link.seconds(nbytes) >= _WORTH * looking
+
+
 @dataclass(frozen=True)
 class Work:
     """Floating-point operations, and bytes of memory that elementwise work reads and writes."""

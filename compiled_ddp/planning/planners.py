@@ -16,7 +16,11 @@ from compiled_ddp.planning.optimal import optimal_buckets
 MEBIBYTE = 2**20  # what sizes of buckets are given in
 
 Names = Mapping[int, str] | Sequence[str]  # of parameters, by the numbers of their gradients
-Kind = tuple[torch.dtype, torch.device]  # a bucket holds gradients of one
+Kind = tuple[torch.dtype, torch.device, int | None]  # a bucket holds gradients of one; see `GradientSpec`
+
+
+def _kind(gradient: GradientSpec) -> Kind:
+    return gradient.dtype, gradient.device, gradient.row
 
 
 class Planner(Protocol):
@@ -51,7 +55,7 @@ class SizedBuckets:
     """A bucket closes with the gradient that brings it to its capacity or beyond.
 
     As c10d's `compute_bucket_assignment_by_size` has it (torch/csrc/distributed/c10d/reducer.cpp): the buckets of each
-    (dtype, device) have the capacities given, in order, and the last of them from then on. Buckets launch in the order
+    `Kind` have the capacities given, in order, and the last of them from then on. Buckets launch in the order
     in which their last gradients are ready. With the capacity 0 it is the naive plan.
     """
 
@@ -72,7 +76,7 @@ class SizedBuckets:
         closed: Counter[Kind] = Counter()
         filled: list[_OpenBucket] = []
         for position, gradient in enumerate(gradients):
-            kind = (gradient.dtype, gradient.device)
+            kind = _kind(gradient)
             bucket = open_buckets.get(kind) or open_buckets.setdefault(kind, _OpenBucket())
             bucket.append(gradient, position)
             if bucket.nbytes >= self.capacities_bytes[min(closed[kind], len(self.capacities_bytes) - 1)]:
@@ -121,7 +125,7 @@ _UNCERTAIN = 2.0
 class OptimalBuckets:
     """The partition with which the backward ends earliest in the model of `cost_model`: see `optimal`.
 
-    Exact for each (dtype, device) by itself, which has the share of the link that it has of the bytes.
+    Exact for each `Kind` by itself, which has the share of the link that it has of the bytes.
     """
 
     link: Link
@@ -144,12 +148,16 @@ class OptimalBuckets:
     def fill(
         self, gradients: Sequence[GradientSpec], names: Names = (), work: BackwardWork | None = None
     ) -> list[list[GradientSpec]]:
-        of_kind: dict[Kind, list[int]] = {}
-        for place, gradient in enumerate(gradients):
-            of_kind.setdefault((gradient.dtype, gradient.device), []).append(place)
         nbytes = sum(gradient.nbytes for gradient in gradients)
         within = _UNCERTAIN if all(gradient.device.type == "cpu" for gradient in gradients) else math.inf
-        readiness = self.readiness(gradients, work).hardest(self.link, nbytes, within=within)
+        return self.fill_for(gradients, self.readiness(gradients, work).hardest(self.link, nbytes, within=within))
+
+    def fill_for(self, gradients: Sequence[GradientSpec], readiness: Readiness) -> list[list[GradientSpec]]:
+        """Buckets as `fill` has them, where it is known when the gradients are ready."""
+        of_kind: dict[Kind, list[int]] = {}
+        for place, gradient in enumerate(gradients):
+            of_kind.setdefault(_kind(gradient), []).append(place)
+        nbytes = sum(gradient.nbytes for gradient in gradients)
         filled: list[_OpenBucket] = []
         for places in of_kind.values():
             own = [gradients[place].nbytes for place in places]

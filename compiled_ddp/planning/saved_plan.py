@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 
 from compiled_ddp.plan import GradientSpec, gradient_dtype
-from compiled_ddp.plan.sequence import SAVED_VERSION, described
+from compiled_ddp.plan.sequence import SAVED_VERSION, described, write_plan
 from compiled_ddp.planning.cost_model import BackwardWork
 from compiled_ddp.planning.planners import Names
 
 
 @dataclass(frozen=True, repr=False)
 class SavedPlan:
-    """What `ddp.plan.save()` has written: the buckets in launch order, by the names of their parameters.
+    """What `ddp.plan.save()` has written, or `ddp.measured_plan()` made: the buckets in launch order, by names.
 
     `parameters` has the shape and dtype of each gradient, by which a plan of another model is known.
     """
@@ -49,6 +49,10 @@ class SavedPlan:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} holds no plan: {error}") from error
         return saved
+
+    def save(self, path: str | Path) -> None:
+        """Write it as `ddp.plan.save` writes the plan of a wrapper."""
+        write_plan(path, dict(self.parameters), self.buckets, self.world_size)
 
     def _check_names(self) -> None:
         placed = [name for bucket in self.buckets for name in bucket]

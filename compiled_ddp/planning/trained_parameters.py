@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,15 +16,27 @@ class TrainedParameters:
 
     names: tuple[str, ...]
     tensors: tuple[torch.nn.Parameter, ...]
+    by_rows: frozenset[str] = frozenset()  # the names of matrices whose gradients are sent by rows, without zeros
 
     @staticmethod
-    def of(named: Mapping[str, torch.nn.Parameter]) -> "TrainedParameters":
-        return TrainedParameters(tuple(named), tuple(named.values()))
+    def of(named: Mapping[str, torch.nn.Parameter], by_rows: frozenset[str] = frozenset()) -> "TrainedParameters":
+        return TrainedParameters(tuple(named), tuple(named.values()), by_rows)
 
     @functools.cached_property
     def gradients(self) -> tuple[GradientSpec, ...]:
         """What the gradient of each looks like; a model that changes gets another object of this class."""
-        return tuple(GradientSpec.of(index, tensor) for index, tensor in enumerate(self.tensors))
+        specs = [GradientSpec.of(index, tensor) for index, tensor in enumerate(self.tensors)]
+        if self.by_rows:
+            rows = [
+                spec.size[1] if name in self.by_rows else None for name, spec in zip(self.names, specs, strict=True)
+            ]
+            specs = [replace(spec, row=row) for spec, row in zip(specs, rows, strict=True)]
+        return tuple(specs)
+
+    @property
+    def rows(self) -> set[int]:
+        """How many elements the rows have by which some are sent."""
+        return {spec.row for spec in self.gradients if spec.row is not None}
 
     @functools.cached_property
     def on_cpu(self) -> bool:

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import math
 import socket
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -31,7 +32,7 @@ _log = logging.getLogger(__name__)
 _SIZES = tuple(4096 * 4**step for step in range(7))  # 4 KiB to 16 MiB
 _FEWEST_SIZES, _FEWEST_ROUNDS = 4, 2  # however slow the link is: up to 256 KiB
 _IN_FLIGHT = 4
-_LARGER_BYTES = 2**20
+_LARGER_BYTES = 4 * 2**20
 _SHARE_OF_COMPUTE = 0.2  # of the time there is; the link has the rest
 _SHARE_OF_SIZE = 0.2  # of the link's time: the most that one round of the largest size may take
 _SHARE_OF_REPEATS = 0.2  # of a round: a small size is repeated in it, until it takes so much
@@ -145,7 +146,7 @@ class _Rounds:
         self._agreement = agreement
         self._pieces = dict[int, list[torch.Tensor]]()  # of each size, so many as there are under way at once
         self._times = defaultdict[tuple[int, int], list[float]](list)  # by size and number at once
-        self._host_times = list[float](), list[float]()  # of the smallest, and of a larger one
+        self._host_times = list[float](), list[float]()  # of one of the smallest, and of some larger ones at once
 
     def run(self, seconds: float) -> None:
         """As many sizes, and as many rounds of them, as there is time for."""
@@ -187,7 +188,7 @@ class _Rounds:
                 keys.append((nbytes, at_once))
                 own.append(self._seconds(self._pieces[nbytes][:at_once]))
         own.append(min(self._host_seconds(self._pieces[_SIZES[0]]) for _ in range(_FEWEST_REPEATS)))
-        own.append(self._host_seconds(self._pieces[self._larger][:1]))
+        own.append(self._processor_seconds(self._pieces[self._larger]))
         end = time.perf_counter()
         *slowest, small, large, elapsed, last = self._agreement.largest([*own, end - self._began, end - begin])
         for key, seconds in zip(keys, slowest, strict=True):
@@ -206,9 +207,13 @@ class _Rounds:
         return min(max(self._pieces), _LARGER_BYTES)
 
     def host_seconds(self) -> tuple[float, float]:
-        """What an all-reduce takes of the processors, however small it is, and for each byte."""
-        small, large = (min(times) for times in self._host_times)
-        of_byte = (large - small) / (self._larger - _SIZES[0]) if self._agreement.device.type == "cpu" else 0.0
+        """What an all-reduce takes of the processors, however small it is, and for each byte.
+
+        Of the latter the median: how often threads that share a processor change places is no disturbance.
+        """
+        small, large = min(self._host_times[0]), statistics.median(self._host_times[1])
+        nbytes = _IN_FLIGHT * (self._larger - _SIZES[0])
+        of_byte = (large - _IN_FLIGHT * small) / nbytes if self._agreement.device.type == "cpu" else 0.0
         return small, max(0.0, of_byte)
 
     def _seconds(self, pieces: Sequence[torch.Tensor]) -> float:
@@ -234,6 +239,12 @@ class _Rounds:
         for work in launched:
             work.wait()
         return seconds / len(pieces)
+
+    def _processor_seconds(self, pieces: Sequence[torch.Tensor]) -> float:
+        """What all of them at once take of the processors, by all threads: to send the bytes, and to add them."""
+        begin = time.process_time()
+        self._reduce(pieces)
+        return time.process_time() - begin
 
     def _reduce(self, pieces: Sequence[torch.Tensor]) -> None:
         for work in self._launch(pieces):

@@ -10,7 +10,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +18,12 @@ import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import Ranks
+from compiled_ddp.plan import name_for_rows
 from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, profiled
 from compiled_ddp.ranks.progress import RankProgress, failed_in_collective, frames_of_error
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.ranks.recorder import Act, Recorder
+from compiled_ddp.ranks.row_sums import RowSums
 
 # ---- the name in graphs ----------------------------------------------------------------------------------------------
 
@@ -41,7 +43,10 @@ _holder = _Holder()
 
 
 def _forget_name(group: dist.ProcessGroup) -> None:
-    """No graph will call `group` any more: torch.distributed would hold it under the name."""
+    """No graph will call `group` any more: torch.distributed would hold it under the name.
+
+    What sums by rows has no name there but torch's, by which it is not kept.
+    """
     with _holder.lock:
         if _holder.group is not None and _holder.group() is group:
             torch_private.groups.forget_group_name(SHARED_NAME)
@@ -51,9 +56,14 @@ def _forget_name(group: dist.ProcessGroup) -> None:
 class NameInGraphs(contextlib.AbstractContextManager[str]):
     """Entered, the name of `group` in a graph that runs in this context."""
 
-    def __init__(self, group: dist.ProcessGroup, own_name: str, *, shared: bool) -> None:
-        """It is the one of all graphs if it is to be `shared`, and no graph of another group has it now."""
-        self._group, self._own_name, self._shared = group, own_name, shared
+    def __init__(
+        self, group: dist.ProcessGroup, own_name: str, *, shared: bool, by_rows: Mapping[int, dist.ProcessGroup]
+    ) -> None:
+        """It is the one of all graphs if it is to be `shared`, and no graph of another group has it now.
+
+        So it is for `by_rows`, what sums by rows for the group, by the width of these.
+        """
+        self._group, self._own_name, self._shared, self._by_rows = group, own_name, shared, by_rows
         self._holds = False
 
     def __enter__(self) -> str:
@@ -64,6 +74,8 @@ class NameInGraphs(contextlib.AbstractContextManager[str]):
                 if _holder.running:
                     return self._own_name
                 torch_private.groups.name_group(self._group, SHARED_NAME)
+                for row, by_rows in self._by_rows.items():
+                    torch_private.groups.name_group(by_rows, name_for_rows(SHARED_NAME, row))
                 _holder.group = weakref.ref(self._group)
             _holder.running += 1
         self._holds = True
@@ -134,6 +146,8 @@ class Communicator:
         self._group = weakref.ref(group)
         self._at_end = weakref.finalize(self, _abandoned.append, self._group)
         self._at_end.atexit = False
+        self._row_sums: RowSums | None = None
+        self.by_rows: dict[int, dist.ProcessGroup] = {}  # what sums by rows of so many elements
         self.progress = RankProgress(group)
         self._hangs = ranks.hang_reporter(group, self.progress, occasion)
         self.explain_waits_of(ranks)
@@ -170,9 +184,35 @@ class Communicator:
         """The ranks as a communication hook sees them."""
         return Ranks(self.world_size, self.group_name, self.rank if torch_private.groups.is_gloo(self.group) else None)
 
-    def all_reduce(self, flat_buffer: torch.Tensor) -> dist.Work:
-        """Launch the sum over ranks of `flat_buffer`, in place."""
-        return torch_private.groups.start_sum(self.group, flat_buffer)
+    def all_reduce(self, flat_buffer: torch.Tensor, row: int | None = None) -> dist.Work:
+        """Launch the sum over ranks of `flat_buffer`, in place; with `row` by rows of so many elements, see `RowSums`.
+
+        These are to be known by `sum_rows`.
+        """
+        return torch_private.groups.start_sum(self.group if row is None else self._summing(row), flat_buffer)
+
+    def sum_rows(self, rows: Collection[int]) -> None:
+        """Be able to sum by rows of so many elements. A collective, the first time that there are any."""
+        if rows and self._row_sums is None:
+            moving, _ = self.ranks.new_process_group("", is_models=False, purpose="/rows")
+            self._row_sums = RowSums(self.group, moving)
+            self._end_of_rows = weakref.finalize(self, _abandoned.append, weakref.ref(moving))
+            self._end_of_rows.atexit = False
+        for row in {*rows}.difference(self.by_rows):
+            assert self._row_sums is not None
+            self.by_rows[row] = self._row_sums.group_of(row)
+            torch_private.groups.name_group(self.by_rows[row], name_for_rows(self.group_name, row))
+            _forget_name(self.group)  # graphs are to find this one too
+
+    @property
+    def counted_rows(self) -> Mapping[tuple[int, int], Sequence[int]]:
+        """How many rows each rank had in the latest sums, see `RowSums`."""
+        return {} if self._row_sums is None else self._row_sums.counted
+
+    def _summing(self, row: int) -> dist.ProcessGroup:
+        if self._is_inherited:
+            raise self._of_parent()
+        return self.by_rows[row]
 
     def run_graph(
         self, graph: Callable[[], T], group_name: str, watching: contextlib.AbstractContextManager[object] | None
@@ -209,7 +249,10 @@ class Communicator:
         if self.recorder is None or not self.recorder.follows_collectives:
             result: torch.Tensor = operator(*args)
             return result
-        reduced, work = torch_private.groups.start_sum_in_graph(self.group, operator, args)
+        group = next(
+            (self.by_rows[row] for row in self.by_rows if args[2].endswith(name_for_rows("", row))), self.group
+        )
+        reduced, work = torch_private.groups.start_sum_in_graph(group, operator, args)
         if work is not None:
             self.recorder.follow(bucket, work)
         return reduced  # type: ignore[no-any-return]
@@ -314,12 +357,19 @@ class Communicator:
         """Destroy the communicator; a no-op the second time, and once torch.distributed has been shut down."""
         self._hangs.close()
         self._at_end.detach()
+        if self._row_sums is not None:
+            self._end_of_rows.detach()
+            self._row_sums.close()
+            _end(self._row_sums.moving)
         _end(self._group())
         self.closed = True
 
     def abandon(self) -> None:
         """Leave the communicator to be destroyed when the next one is made: other ranks need not end it at once."""
         self._hangs.close()
+        if self._row_sums is not None:
+            self._row_sums.close()
+            self._end_of_rows()
         self._at_end()
         self.closed = True
 

@@ -9,6 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from compiled_ddp import torch_private
+from compiled_ddp.plan import is_called
 
 _LAUNCHES = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -57,7 +58,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         # AOTAutograd may compile a backward when it first runs, on fake tensors.
         if type(next(iter(args), None)) is not torch.Tensor:
             return func(*args, **kwargs)
-        if func in _LAUNCHES and args[2] == self._group_name:
+        if func in _LAUNCHES and is_called(args[2], self._group_name):
             bucket = self._first_bucket + self.launched
             self.launched += 1
             with self._around_launch(bucket, args[0]):

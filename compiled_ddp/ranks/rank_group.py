@@ -274,14 +274,14 @@ class RankGroup:
                 time.sleep(_POLL_SECONDS)
         return left
 
-    def new_process_group(self, occasion: str, *, is_models: bool) -> tuple[dist.ProcessGroup, str]:
-        """A further process group of the same ranks, under `name`, and the name that graphs call it by.
+    def new_process_group(self, occasion: str, *, is_models: bool, purpose: str = "") -> tuple[dist.ProcessGroup, str]:
+        """A further process group of the same ranks, under `name` and `purpose`, and the name that graphs call it by.
 
         One that is made again needs an `occasion` of its own; for `is_models` see `Communicator`.
         """
         make = functools.partial(
             torch_private.groups.new_group_named,
-            self.name,
+            f"{self.name}{purpose}",
             self.ranks,
             self.process_group,
             timeout=self.timeout,

@@ -47,12 +47,13 @@ class Reducer:
 
     counts_collectives = True  # whether nothing else is launched on the communicator
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, communicator: Communicator, rows: Sequence[int | None] = ()) -> None:
+        """`rows` has each bucket's `Bucket.row`, by position."""
+        self._communicator, self._rows = communicator, rows
 
     def start(self, position: int, flat_buffer: torch.Tensor, unused: Callable[[], Set[int]]) -> Work:
         """Launch what reduces a bucket, without waiting. `unused` tells which of its parameters this rank left so."""
-        work = self._communicator.all_reduce(flat_buffer)
+        work = self._communicator.all_reduce(flat_buffer, self._rows[position] if self._rows else None)
         if self._communicator.recorder is not None:
             self._communicator.recorder.follow(position, work)
         return AllReduceWork(work)

@@ -1,7 +1,7 @@
 """Tables for people: what is reduced in which bucket, by whom, why, and when."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from compiled_ddp.plan import BucketPlan, ReductionSequence
 from compiled_ddp.planning.cost_model import BackwardWork
 from compiled_ddp.planning.planners import SizedBuckets
 from compiled_ddp.ranks.recorder import Recorder
+from compiled_ddp.ranks.row_sums import sends_rows
 from compiled_ddp.report.times import (
     MeasuredBackward,
     PredictedBackward,
@@ -52,6 +53,7 @@ class Explanation:
     not_predicted: str = ""  # why there is no prediction, and how to get one; empty on one rank
     measured: MeasuredBackward | None = None  # by `profile`, on this rank
     waits: tuple[str, ...] = ()  # the longest ones, measured or else predicted: why, and what would shorten them
+    by_rows: tuple[str, ...] = ()  # embeddings of whose gradients zeros are not sent, and what was
 
     def __str__(self) -> str:
         chosen = f"\n{self.chosen}" if self.chosen else ""
@@ -66,6 +68,8 @@ class Explanation:
                 f"\nSparse gradients, which have no place in a bucket and in a graph, are averaged at the end of each "
                 f"backward: {', '.join(self.sparse)}."
             )
+        if self.by_rows:
+            notes += "".join(f"\nSummed by rows, of which zeros are not sent: {line}." for line in self.by_rows)
         if self.left_alone:
             notes += f"\nLeft alone, to be ignored or of a wrapper inside: {format_names(self.left_alone, 5)}."
         proof = f"\n{self.proof}" if self.proof else ""
@@ -140,7 +144,7 @@ class Explanation:
     def as_dict(self) -> dict[str, Any]:
         """What `to_json` writes. The keys are always the same; null (None) is for what is not known."""
         texts = ("bucket_size", "reduction", "chosen", "compiled", "proof", "not_predicted")
-        lists = ("fallback_reasons", "unused", "sparse", "left_alone", "waits")
+        lists = ("fallback_reasons", "unused", "sparse", "left_alone", "waits", "by_rows")
         return {
             "buckets": [self._bucket(row) for row in self.rows],
             "predicted": None if self.predicted is None else _predicted_totals(self.predicted),
@@ -217,10 +221,12 @@ def explain_sequence(
     chosen: str,
     compiled: str,
     times: "Times",
+    counted_rows: Mapping[tuple[int, int], Sequence[int]],
 ) -> Explanation:
     """Describe a sequence, bucket by bucket in launch order.
 
-    `chosen` is what a warm-up has chosen, `compiled` what was compiled here and what was not.
+    `chosen` is what a warm-up has chosen, `compiled` what was compiled here and what was not; `counted_rows` is as in
+    `RowSums`.
     """
     bucket_size = str(options.planner)
     reduction = _format_reduction(options)
@@ -250,7 +256,21 @@ def explain_sequence(
         proof,
         tuple(parameters),
         **times.of(sequence, options),
+        by_rows=tuple(_format_rows(sequence, counted_rows)),
     )
+
+
+def _format_rows(sequence: ReductionSequence, counted_rows: Mapping[tuple[int, int], Sequence[int]]) -> Iterator[str]:
+    for bucket in sequence.buckets:
+        if bucket.row is None:
+            continue
+        names = format_names([sequence.parameter_names[index] for index in bucket.indices], 3)
+        rows, counts = bucket.numel // bucket.row, counted_rows.get((bucket.numel, bucket.row), ())
+        if not counts:
+            yield f"{names}, {rows:,} rows"
+            continue
+        how = "these were gathered" if sends_rows(counts, rows, bucket.row * bucket.dtype.itemsize) else "all were sent"
+        yield f"{names}; in the latest step a rank had up to {max(counts):,} of {rows:,} rows, and {how}"
 
 
 @dataclass(frozen=True)

@@ -221,6 +221,7 @@ class SequenceBuffers(dict[int, FlatBuffer]):
         # The positions of buckets whose gradients are reduced in part elsewhere: see `Section.reduces_again`.
         self.reduced_again = frozenset(p for p, (n, _) in enumerate(self.buckets) if sections[n].reduces_again)
         self.with_riders = [position for position, (_, bucket) in enumerate(self.buckets) if bucket.riders is not None]
+        self.rows = [bucket.row for _, bucket in self.buckets]
         self.indices_in = [frozenset(bucket.indices) for _, bucket in self.buckets]
         self.positions_of: dict[int, tuple[int, ...]] = {}  # gradient -> positions in the launch order
         self.positions_in: dict[int, range] = {}  # section -> positions of its buckets

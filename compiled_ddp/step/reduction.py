@@ -302,7 +302,7 @@ class Reduction:
             return DDPHook(self.communicator, self.ddp_hook, buckets, self.parameters.tensors)
         if self.traced_hook is not None:
             return TracedHook(self.communicator, self.traced_hook, sections)
-        return Reducer(self.communicator)
+        return Reducer(self.communicator, buffers.rows)
 
     @property
     def _correction(self) -> float:

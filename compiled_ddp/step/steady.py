@@ -320,7 +320,7 @@ class SteadyHooks(SteadyStep):
             if buffer.riders is not None and buffer.bucket.riders is not None:
                 write_riders(buffer.riders, buffer.bucket.riders, self._message, frozenset())
             try:
-                self._buckets[position].work = communicator.all_reduce(buffer.flat)
+                self._buckets[position].work = communicator.all_reduce(buffer.flat, buffer.bucket.row)
             except BaseException as error:
                 self._general().launch_failed(error, position)
                 raise

@@ -200,6 +200,12 @@ def start_sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
     return work
 
 
+def start_gather(group: dist.ProcessGroup, gathered: torch.Tensor, own: torch.Tensor) -> dist.Work:
+    """Launch `gathered` becoming every rank's `own`, one after the other in rank order; both have one dimension."""
+    work: dist.Work = group._allgather_base(gathered, own)
+    return work
+
+
 def start_sum_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...]) -> tuple[Any, dist.Work | None]:
     """What a functional all-reduce of `group` returns, and its Work: what the operator keeps to itself.
 

@@ -20,6 +20,7 @@ from compiled_ddp.model.managed import Contents, ManagedState
 from compiled_ddp.model.owners import mark_parts, owner_of
 from compiled_ddp.model.watch import ModelWatch
 from compiled_ddp.options import Mode, mode_from_environment
+from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.planning.trained_parameters import TrainedParameters
 from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.communicator import Communicator
@@ -127,6 +128,22 @@ class Setup:
         """The trained parameters with dense gradients, by name."""
         sparse = self.contents.sparse
         return {name: parameter for name, parameter in self.contents.trained.items() if name not in sparse}
+
+    def by_rows(self) -> frozenset[str]:
+        """The names of embeddings' weights whose gradients are summed by rows, when it is known what is planned for.
+
+        On the CPU, where the host knows which rows these are without making a device wait, and on gloo.
+        """
+        options, ranks = self._settings.options, self._ranks
+        if not self.contents.embeddings or ranks.world_size == 1 or not ranks.is_gloo:
+            return frozenset()
+        weights = {name: self.contents.trained[name] for name in self.contents.embeddings}
+        return frozenset(
+            name
+            for name, weight in weights.items()
+            if weight.is_cpu and weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
+            if options.sends_rows(len(weight), weight.numel() * gradient_dtype(weight).itemsize)
+        )
 
     def sparse(self) -> dict[str, nn.Parameter]:
         """The trained parameters with sparse gradients, by name."""
@@ -253,7 +270,10 @@ class WatchedModel:
         mark_parts(self._setup.managed_state)
         self._runtime.reduction.agreed.leave_to_hooks(self._why_not_graph())
         trained = [*kept, *added]
-        self._runtime.reduction.retrain(TrainedParameters(tuple(n for n, _ in trained), tuple(p for _, p in trained)))
+        names, tensors = tuple(name for name, _ in trained), tuple(parameter for _, parameter in trained)
+        parameters = TrainedParameters(names, tensors, self._setup.by_rows())
+        communicator.sum_rows(parameters.rows)
+        self._runtime.reduction.retrain(parameters)
         self._take_as_it_is()
         self._refreshed()
 

@@ -79,8 +79,11 @@ class _SlowRank:
     def now(self) -> float:
         return self._now
 
+    def nbytes(self, pieces: Sequence[torch.Tensor]) -> int:
+        return sum(piece.nbytes for piece in pieces)
+
     def send(self, pieces: Sequence[torch.Tensor]) -> float:
-        seconds = sum(piece.nbytes for piece in pieces) * self._seconds_per_byte
+        seconds = self.nbytes(pieces) * self._seconds_per_byte
         self._now += seconds
         return seconds
 
@@ -92,6 +95,7 @@ def _on_a_slow_link(rank: int, *seconds: float) -> list[Calibration]:
         patch.setattr(calibration._Computing, "best", lambda _: (1.0 + rank, 1.0))
         patch.setattr(calibration._Rounds, "_seconds", lambda _, pieces: this.send(pieces))
         patch.setattr(calibration._Rounds, "_host_seconds", lambda _, pieces: pieces[0].nbytes * 1e-9 * (1 + rank))
+        patch.setattr(calibration._Rounds, "_processor_seconds", lambda _, each: this.nbytes(each) * 1e-9 * (1 + rank))
         patch.setattr(calibration.time, "perf_counter", this.now)
         return [calibration.measure(communicator, torch.device("cpu"), seconds=each) for each in seconds]
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from models import wrappers
 from torch import nn
 
-from compiled_ddp import EagerDDP, SavedPlan, compile_ddp
+from compiled_ddp import Calibration, EagerDDP, SavedPlan, comm_hooks, compile_ddp
+from compiled_ddp.planning.cost_model import Compute, Link
 from ranks import RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -180,3 +182,74 @@ def test_a_file_without_a_plan_is_refused_by_name(tmp_path: Path, text: str, tol
     path.write_text(text)
     with pytest.raises(ValueError, match=f"plan.json .*{told}"):
         SavedPlan.load(path)
+
+
+# ---- for what was measured -------------------------------------------------------------------------------------------
+
+
+class Pause(torch.autograd.Function):
+    """Lets the backward wait here for 20 ms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return gradient
+
+
+class Slow(nn.Sequential):
+    """Layers whose gradients are ready one after the other, as nothing but a measurement can tell."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = Pause.apply(layer(x)) if not torch.compiler.is_compiling() else layer(x)
+        return x
+
+
+def _measured(rank: int, kind: str) -> list[list[str]]:
+    wrap = wrappers([kind])[kind]
+    link = Calibration("gloo", 2, 1, "cpu", Link(1e-4, 1e4), Compute(1e9, 1e9))  # 30 ms for each layer
+    ddp = wrap(Slow(*model()), bucket_cap_mb=25, calibration=link)
+    with pytest.raises(RuntimeError, match="a rank has not measured the buckets that are launched now"):
+        ddp.measured_plan()
+    trained(ddp, rank)
+    if rank == 0:
+        ddp.profile(3)
+    trained(ddp, rank)
+    trained(ddp, rank)
+    with pytest.raises(RuntimeError, match="a rank has not measured"):  # on rank 0, which has, too
+        ddp.measured_plan()
+    ddp.profile(3)
+    trained(ddp, rank)
+    expected = trained(ddp, rank)
+    plan = ddp.measured_plan()
+    again = wrap(ddp.unwrap(), plan=plan)
+    again.zero_grad()
+    for _ in range(2):  # gradients add up from call to call, as they did before
+        found = trained(again, rank)
+    assert launched(again) == [[*bucket] for bucket in plan.buckets]
+    assert found.keys() == expected.keys()
+    return [[*bucket] for bucket in plan.buckets]
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_measured_plan_is_the_same_on_all_ranks_and_can_be_pinned(ranks2: RankPool, kind: str) -> None:
+    first, second = ranks2.run(_measured, kind)
+    assert first == second
+    assert kind == "compile_ddp" or len(first) > 1  # hooks know no more than sizes without it
+
+
+def _not_measurable(rank: int) -> None:
+    with pytest.raises(RuntimeError, match="needs to know the link: pass calibration="):
+        EagerDDP(model(), bucket_cap_mb=25).measured_plan()
+    hooked = EagerDDP(model(), comm_hook=comm_hooks.bf16_compress)
+    trained(hooked, rank)
+    with pytest.raises(RuntimeError, match="a communication hook reduces"):
+        hooked.measured_plan()
+
+
+def test_what_cannot_be_measured_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_not_measurable)

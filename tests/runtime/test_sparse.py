@@ -54,9 +54,9 @@ class _Awaited:
 def _order_of_sums(rank: int) -> list[str]:
     noted, launch = list[str](), Communicator.all_reduce
 
-    def noting(communicator: Communicator, tensor: Tensor) -> Any:
+    def noting(communicator: Communicator, tensor: Tensor, row: int | None = None) -> Any:
         if not tensor.is_sparse:
-            return launch(communicator, tensor)
+            return launch(communicator, tensor, row)
         noted.append("launched")
         return _Awaited(launch(communicator, tensor), noted.append)
 

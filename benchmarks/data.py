@@ -1,6 +1,9 @@
 """Real data that every Python installation with scikit-learn has: no download, the same bytes on every rank."""
 
+import functools
+import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +45,35 @@ def masked_batches(
         y = torch.full_like(x, -100)
         y[:, ::7], x[:, ::7] = x[:, ::7].clone(), 256
         yield x, y
+
+
+@functools.cache
+def _words(max_bytes: int) -> Tensor:
+    """The standard library's sources as numbers of words, the most frequent ones first; blanks are words too."""
+    text = bytes(stdlib_source(max_bytes).numpy()).decode("utf-8", "replace")
+    found = re.findall(r"\w+|\s+|[^\w\s]", text)
+    number = {word: place for place, (word, _) in enumerate(Counter(found).most_common())}
+    return torch.tensor([number[word] for word in found])
+
+
+def word_batches(
+    rank: int,
+    world_size: int,
+    *,
+    batch: int,
+    context: int,
+    vocabulary: int,
+    seed: int = 0,
+    max_bytes: int = 8_000_000,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """As `byte_batches`, of words: those beyond the `vocabulary` are its last one."""
+    words = _words(max_bytes)
+    share = words.clamp(max=vocabulary - 1).chunk(world_size)[rank]
+    generator = torch.Generator().manual_seed(seed * world_size + rank)
+    while True:
+        starts = torch.randint(len(share) - context - 1, (batch, 1), generator=generator)
+        window = share[starts + torch.arange(context + 1)]
+        yield window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def digit_batches(rank: int, world_size: int, *, batch: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:

@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.data import byte_batches, digit_batches, masked_batches
+from benchmarks.data import byte_batches, digit_batches, masked_batches, word_batches
 from benchmarks.workload import Workload
 
 GPT = Workload(
@@ -63,6 +63,13 @@ MIXER = Workload(  # the planner was not developed on it
     model_factory="Mixer",
     batches=partial(digit_batches, batch=32),
     optimizer=partial(torch.optim.AdamW, lr=1e-3, fused=True),
+)
+WORDS = Workload(
+    name="words",
+    model_module="benchmarks.models",
+    model_factory="word_llama",
+    batches=partial(word_batches, batch=4, context=128, vocabulary=50_000),
+    optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9, foreach=True),
 )
 WORKLOADS = {workload.name: workload for workload in (GPT, CONV, LINEARS, MANY_PARAMETERS, SWITCH)}
 FORESEEN = {workload.name: workload for workload in (GPT, CONV, LLAMA, BERT, MIXER)}  # by `benchmarks.plan_sizes`

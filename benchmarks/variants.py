@@ -40,6 +40,14 @@ def make_variants(
             further(f"compile_ddp, {size:g} MiB", "compiled", options.compile_ddp, bucket_cap_mb=size)
             for size in SIZES_MB
         ),
+        *(
+            further(f"{name}, {what}", kind, wrap, embedding_rows=by_rows)
+            for name, kind, wrap in (
+                ("EagerDDP", "eager", options.eager_ddp),
+                ("compile_ddp", "compiled", options.compile_ddp),
+            )
+            for what, by_rows in (("whole embeddings", False), ("embeddings by rows", True))
+        ),
         Variant("torch DDP, float16", "eager", partial(_torch_ddp_in_float16, options), by_default=False),
         further("compile_ddp, float16", "compiled", options.compile_ddp, comm_hook=comm_hooks.fp16_compress),
     )

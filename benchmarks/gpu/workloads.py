@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from benchmarks.data import byte_batches, digit_batches
-from benchmarks.tasks import FORESEEN, WORKLOADS
+from benchmarks.tasks import FORESEEN, WORDS, WORKLOADS
 from benchmarks.workload import Workload
 
 
@@ -31,7 +31,7 @@ def _gpt(size: str, batch: int, context: int) -> Workload:
 
 SIZES = ("large", "tiny")
 SIZED = (_mlp("large", 8192), _gpt("large", 16, 512), _mlp("tiny", 8), _gpt("tiny", 2, 16))
-ALL = {**WORKLOADS, **FORESEEN, **{workload.name: workload for workload in SIZED}}
+ALL = {**WORKLOADS, **FORESEEN, WORDS.name: WORDS, **{workload.name: workload for workload in SIZED}}
 
 
 def of_size(size: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 From the inside out:
 
-compiled_ddp/comparison/   what measures, derives, draws and records, on any model (`compiled-ddp compare`)
+compiled_ddp/tools/comparison/   what measures, derives, draws and records, on any model (`compiled-ddp compare`)
 workload.py   what is trained: a model from a module that is loaded anew per variant, its data, its optimizer
 variants.py   rows of this project's own, beside those that anybody can compare
 torch_rows.py, functional_all_reduces.py   rows of what torch itself offers beside DDP

@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.launch import REPOSITORY
 from benchmarks.tasks import GPT
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.table import tabulate_rows
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.table import tabulate_rows
 
 RANKS = 2
 OURS = ("torch DDP", "compile_ddp", "functional, compiled")

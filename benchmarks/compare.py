@@ -23,11 +23,11 @@ from benchmarks.tasks import WORKLOADS
 from benchmarks.torch_rows import NEEDS_TORCH_ON_CPU, why_not
 from benchmarks.variants import make_variants
 from benchmarks.worker import run
-from compiled_ddp.comparison import chart, table
-from compiled_ddp.comparison.probe import MALLOC_ENVIRONMENT
-from compiled_ddp.comparison.ranks import joined_rank
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.result import Comparison, FirstStep
+from compiled_ddp.tools.comparison import chart, table
+from compiled_ddp.tools.comparison.probe import MALLOC_ENVIRONMENT
+from compiled_ddp.tools.comparison.ranks import joined_rank
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.result import Comparison, FirstStep
 
 OUTPUT = Path("benchmarks/out")
 QUICK = ("gpt", "linears")

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from benchmarks.launch import REPOSITORY
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.table import tabulate_rows
 from compiled_ddp.passes.pipeline import Pipeline
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.table import tabulate_rows
 from compiled_ddp.torch_private import groups, inductor, packing, pretended_cuda
 from compiled_ddp.torch_private.inductor import Rewriting
 

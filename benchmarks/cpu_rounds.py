@@ -11,9 +11,9 @@ from typing import Any
 from benchmarks.perf_samples import SAMPLES_PER_SECOND, Sample, consumer, sampled
 from benchmarks.threads import OTHER, ThreadTime, read_threads, time_between
 from benchmarks.workload import Workload
-from compiled_ddp.comparison.measure import Contender, warm_up
-from compiled_ddp.comparison.ranks import Rank
-from compiled_ddp.comparison.variants import Variant
+from compiled_ddp.tools.comparison.measure import Contender, warm_up
+from compiled_ddp.tools.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.variants import Variant
 
 TOP_SYMBOLS = 200
 

@@ -21,8 +21,8 @@ from benchmarks.perf_samples import CONSUMERS, SAMPLES_PER_SECOND, why_no_perf
 from benchmarks.tasks import WORKLOADS
 from benchmarks.threads import MAIN, THREAD_GROUPS, ThreadTime
 from benchmarks.variants import make_variants
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.table import tabulate_rows
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.table import tabulate_rows
 
 VARIANTS = ("no communication, eager", "no communication, compiled", "torch DDP", "torch.compile(DDP)", "compile_ddp")
 

@@ -18,10 +18,10 @@ from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, link_or_loopback
 from benchmarks.tasks import WORDS
 from benchmarks.workload import Workload
-from compiled_ddp.comparison.measure import warm_up
-from compiled_ddp.comparison.ranks import Rank
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.variants import Variant
+from compiled_ddp.tools.comparison.measure import warm_up
+from compiled_ddp.tools.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.variants import Variant
 
 OUTPUT = Path("benchmarks/out/embedding-rows.json")
 WHOLE = "whole embeddings"  # what variants are called that send them as they are

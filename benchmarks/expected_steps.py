@@ -17,13 +17,13 @@ from torch.fx import GraphModule
 
 from benchmarks.workload import Workload
 from compiled_ddp import calibrate
-from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.graph.backward_work import count_backward
 from compiled_ddp.graph.capture import gradient_order
 from compiled_ddp.plan import GradientSpec
 from compiled_ddp.planning.cost_model import BackwardWork, Link, Readiness
 from compiled_ddp.planning.optimal import lower_bound, predict_plan
 from compiled_ddp.planning.planners import MEBIBYTE, OptimalBuckets, Planner, SizedBuckets
+from compiled_ddp.tools.comparison.ranks import Rank
 
 PLANNED = "compile_ddp"
 _CALIBRATION_SECONDS, _FIRST_BUCKET_MB = 3.0, 1.0

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from benchmarks.launch import REPOSITORY
 from benchmarks.models import GPT, DigitsNet
 from compiled_ddp import compile_ddp
-from compiled_ddp.command_line.own_ranks import run_on_own_ranks
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.table import tabulate_rows
+from compiled_ddp.tools.command_line.own_ranks import run_on_own_ranks
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.table import tabulate_rows
 
 Batch = tuple[Tensor, ...]
 

@@ -22,9 +22,9 @@ import torch
 import compiled_ddp
 from benchmarks.tasks import WORKLOADS
 from benchmarks.variants import make_variants
-from compiled_ddp.comparison.measure import Contender
-from compiled_ddp.comparison.ranks import Rank, joined_rank
-from compiled_ddp.comparison.table import tabulate_rows
+from compiled_ddp.tools.comparison.measure import Contender
+from compiled_ddp.tools.comparison.ranks import Rank, joined_rank
+from compiled_ddp.tools.comparison.table import tabulate_rows
 
 PACKAGE = Path(compiled_ddp.__file__).parent
 OURS = ("EagerDDP", "compile_ddp")

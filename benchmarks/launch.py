@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.link import ShapedLink
-from compiled_ddp.command_line.own_ranks import run_on_own_ranks
+from compiled_ddp.tools.command_line.own_ranks import run_on_own_ranks
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

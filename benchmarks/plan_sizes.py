@@ -21,9 +21,9 @@ from benchmarks.link import LOOPBACK, link_or_loopback
 from benchmarks.tasks import FORESEEN
 from benchmarks.variants import SIZES_MB
 from compiled_ddp import Calibration
-from compiled_ddp.comparison.derived import derive
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.result import Comparison
+from compiled_ddp.tools.comparison.derived import derive
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.result import Comparison
 
 OUTPUT = Path("benchmarks/out")
 _FLOOR = "no communication, compiled"

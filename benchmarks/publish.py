@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from compiled_ddp.comparison import chart
-from compiled_ddp.comparison.advice import advise
-from compiled_ddp.comparison.command import table_of
-from compiled_ddp.comparison.derived import derive
-from compiled_ddp.comparison.record import machine, ran_on
-from compiled_ddp.comparison.result import Comparison
-from compiled_ddp.comparison.table import fields_without_values, overview, render, tabulate_rows
+from compiled_ddp.tools.comparison import chart
+from compiled_ddp.tools.comparison.advice import advise
+from compiled_ddp.tools.comparison.command import table_of
+from compiled_ddp.tools.comparison.derived import derive
+from compiled_ddp.tools.comparison.record import machine, ran_on
+from compiled_ddp.tools.comparison.result import Comparison
+from compiled_ddp.tools.comparison.table import fields_without_values, overview, render, tabulate_rows
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

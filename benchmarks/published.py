@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 
-from compiled_ddp.comparison.table import tabulate_rows
 from compiled_ddp.planning.cost_model import Link, Readiness
-from compiled_ddp.simulation.algorithms import Hop, Network
-from compiled_ddp.simulation.jobs import Job, ready_by_sizes, transformer
-from compiled_ddp.simulation.simulate import Step, simulate
+from compiled_ddp.tools.comparison.table import tabulate_rows
+from compiled_ddp.tools.simulation.algorithms import Hop, Network
+from compiled_ddp.tools.simulation.jobs import Job, ready_by_sizes, transformer
+from compiled_ddp.tools.simulation.simulate import Step, simulate
 
 MISS = 0.1  # of what was measured
 BACKWARDS_SHARE = 2 / 3  # of a step alone, assumed: it matters only where communication overlaps

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.zoo import SIZES, ZOO, RealModel, Size
 from benchmarks.zoo.by_hand import optimizer_of, seed_of
 from compiled_ddp import EagerDDP, compile_ddp, torch_private
-from compiled_ddp.comparison.measure import take_turns, untimed_steps
-from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.graph.program import Program
+from compiled_ddp.tools.comparison.measure import take_turns, untimed_steps
+from compiled_ddp.tools.comparison.ranks import Rank
 
 OURS, PLAIN_EAGER, PLAIN_COMPILED = "compile_ddp", "plain eager", "plain compiled"
 COUNTED_STEPS = 10
@@ -215,7 +215,7 @@ def captured_by_torch_compile(model: RealModel, size: Size, backend: str, rank: 
 
 
 def _side_by_side(trainers: Mapping[str, Trainer], rounds: int, rank: Rank) -> dict[str, list[float]]:
-    """A turn of each in every round, as `compiled_ddp.comparison.measure` has them."""
+    """A turn of each in every round, as `compiled_ddp.tools.comparison.measure` has them."""
     numbers = {name: itertools.count(COUNTED_STEPS) for name in trainers}
     step_s = max((trainer.step(next(numbers[name])) for name, trainer in trainers.items()), default=0.0)
     untimed = untimed_steps(rank.gather(step_s))

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.zoo import SIZES, ZOO
-from compiled_ddp.comparison.record import PACKAGES, recipe
-from compiled_ddp.comparison.table import tabulate_rows
+from compiled_ddp.tools.comparison.record import PACKAGES, recipe
+from compiled_ddp.tools.comparison.table import tabulate_rows
 
 RANKS = 2
 LIBRARIES = (*PACKAGES, "transformers", "diffusers", "peft", "torch-geometric")

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.link import LOOPBACK, unavailable_reason
 from benchmarks.publish import PICTURES, RESULTS, ROOT, SECTIONS, publish
-from compiled_ddp.comparison.record import commit_of
+from compiled_ddp.tools.comparison.record import commit_of
 
 MEASURED = ROOT / "benchmarks" / "out" / "results"
 _PLAIN = ("no communication, eager", "no communication, compiled", "torch DDP", "torch.compile(DDP)")

@@ -23,8 +23,8 @@ from benchmarks import growth_chart, passes_by_size
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.passes_by_size import SizedPasses
 from benchmarks.steps_by_size import SizedSteps, median_of
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.table import tabulate_rows
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.table import tabulate_rows
 
 RANKS = 2
 EAGER = ("torch DDP", "EagerDDP")

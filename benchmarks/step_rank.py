@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.tasks import GPT
 from benchmarks.variants import make_variants
 from compiled_ddp import functional as ddp
-from compiled_ddp.comparison.ranks import joined_rank
+from compiled_ddp.tools.comparison.ranks import joined_rank
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from benchmarks.workload import load_fresh
-from compiled_ddp.comparison.ranks import Rank
-from compiled_ddp.comparison.variants import Variant
+from compiled_ddp.tools.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.variants import Variant
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.launch import run_job
 from benchmarks.link import link_or_loopback
 from compiled_ddp import EagerDDP, compile_ddp
-from compiled_ddp.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.ranks import Rank
 
 RANKS, WARMUP_STEPS, STEPS, LOCAL_STEPS = 2, 5, 12, 5
 

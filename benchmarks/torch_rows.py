@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from benchmarks.functional_all_reduces import FunctionalAllReduces
 from compiled_ddp import torch_private
-from compiled_ddp.comparison.variants import Variant, WrapperOptions
+from compiled_ddp.tools.comparison.variants import Variant, WrapperOptions
 
 FUNCTIONAL = "functional all-reduces"
 PER_BLOCK = f"{FUNCTIONAL}, buckets per block"

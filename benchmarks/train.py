@@ -9,9 +9,9 @@ from typing import Any
 from tqdm import trange
 
 from benchmarks.workload import Workload
-from compiled_ddp.comparison.measure import Contender
-from compiled_ddp.comparison.ranks import Rank
-from compiled_ddp.comparison.variants import Variant
+from compiled_ddp.tools.comparison.measure import Contender
+from compiled_ddp.tools.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.variants import Variant
 
 
 def train(workload: Workload, variants: Sequence[Variant], *, steps: int, rank: Rank) -> dict[str, list[float]]:
@@ -86,7 +86,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     from benchmarks.launch import REPOSITORY, run_job
-    from compiled_ddp.comparison.record import recipe
+    from compiled_ddp.tools.comparison.record import recipe
 
     options = _parse(arguments)
     job: dict[str, Any] = {

@@ -8,8 +8,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from benchmarks import torch_rows
 from benchmarks.functional_module import FunctionalModule
 from compiled_ddp import comm_hooks
-from compiled_ddp.comparison import variants
-from compiled_ddp.comparison.variants import Variant, WrapperOptions, of_this_package
+from compiled_ddp.tools.comparison import variants
+from compiled_ddp.tools.comparison.variants import Variant, WrapperOptions, of_this_package
 
 SIZES_MB = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0)  # that planned buckets are held against
 CUDA_GRAPHS = "reduce-overhead"  # torch.compile's mode

@@ -10,9 +10,9 @@ from benchmarks.gpu import alone, deadline, watched_steps
 from benchmarks.gpu.workloads import ALL
 from benchmarks.train import train
 from benchmarks.variants import make_variants
-from compiled_ddp.comparison.measure import compare
-from compiled_ddp.comparison.probe import probe
-from compiled_ddp.comparison.ranks import Rank, joined_rank
+from compiled_ddp.tools.comparison.measure import compare
+from compiled_ddp.tools.comparison.probe import probe
+from compiled_ddp.tools.comparison.ranks import Rank, joined_rank
 
 
 def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:

@@ -27,10 +27,10 @@ from torch import nn
 
 from benchmarks.launch import REPOSITORY
 from compiled_ddp import compile_ddp
-from compiled_ddp.command_line.own_ranks import environment_with
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.table import tabulate_rows
 from compiled_ddp.ranks import pretended
+from compiled_ddp.tools.command_line.own_ranks import environment_with
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.table import tabulate_rows
 
 LAYERS, WIDTH, BATCH = 12, 64, 8
 COLUMNS = {

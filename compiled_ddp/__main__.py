@@ -6,43 +6,43 @@ import sys
 from collections.abc import Sequence
 
 import compiled_ddp
-from compiled_ddp.calibration import arguments as calibration
-from compiled_ddp.comparison import arguments as comparison
-from compiled_ddp.explanation import arguments as explanation
 from compiled_ddp.keywords import suggestion
-from compiled_ddp.parity import arguments as parity
-from compiled_ddp.precompile import arguments as precompile
-from compiled_ddp.simulation import arguments as simulation
+from compiled_ddp.tools.calibration import arguments as calibration
+from compiled_ddp.tools.comparison import arguments as comparison
+from compiled_ddp.tools.explanation import arguments as explanation
+from compiled_ddp.tools.parity import arguments as parity
+from compiled_ddp.tools.precompile import arguments as precompile
+from compiled_ddp.tools.simulation import arguments as simulation
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     options = parse(arguments)
     if options.command == "env":
-        from compiled_ddp.comparison.env_command import run as tell
+        from compiled_ddp.tools.comparison.env_command import run as tell
 
         return tell()
     if options.command == "compare":
-        from compiled_ddp.comparison.command import run as compare
+        from compiled_ddp.tools.comparison.command import run as compare
 
         return compare(options)
     if options.command == "precompile":
-        from compiled_ddp.precompile.command import run as precompile
+        from compiled_ddp.tools.precompile.command import run as precompile
 
         return precompile(options)
     if options.command == "explain":
-        from compiled_ddp.explanation.command import run as explain
+        from compiled_ddp.tools.explanation.command import run as explain
 
         return explain(options)
     if options.command == "calibrate":
-        from compiled_ddp.calibration.command import run as calibrate
+        from compiled_ddp.tools.calibration.command import run as calibrate
 
         return calibrate(options)
     if options.command == "simulate":
-        from compiled_ddp.simulation.command import run as simulate
+        from compiled_ddp.tools.simulation.command import run as simulate
 
         return simulate(options)
-    from compiled_ddp.parity.command_line import run as verify
+    from compiled_ddp.tools.parity.command_line import run as verify
 
     return verify(options)
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from compiled_ddp import EagerDDP, ParityReport, compile_ddp, verify_parity
 from compiled_ddp.__main__ import main
-from compiled_ddp.command_line.target import find_function
-from compiled_ddp.parity.verify import ParameterDifference
 from compiled_ddp.step.synchronised import SynchronisedBackward
+from compiled_ddp.tools.command_line.target import find_function
+from compiled_ddp.tools.parity.verify import ParameterDifference
 from compiled_ddp.wrapper import DataParallelWrapper
 from ranks import RankPool
 

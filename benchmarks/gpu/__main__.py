@@ -14,7 +14,7 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.workloads import ALL, SIZES
 from benchmarks.launch import REPOSITORY
 from benchmarks.variants import make_variants
-from compiled_ddp.comparison.record import recipe
+from compiled_ddp.tools.comparison.record import recipe
 
 OUTPUT = Path("benchmarks/out")
 

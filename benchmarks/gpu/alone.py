@@ -16,10 +16,10 @@ import torch
 
 from benchmarks.workload import Workload
 from compiled_ddp import torch_private
-from compiled_ddp.comparison.measure import Contender, take_turns, untimed_steps
-from compiled_ddp.comparison.ranks import Rank
-from compiled_ddp.comparison.reference import Reference, trainable
-from compiled_ddp.comparison.variants import Variant
+from compiled_ddp.tools.comparison.measure import Contender, take_turns, untimed_steps
+from compiled_ddp.tools.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.reference import Reference, trainable
+from compiled_ddp.tools.comparison.variants import Variant
 
 LAUNCHES = {
     "cudaGraphLaunch": "graph launches",

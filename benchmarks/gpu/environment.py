@@ -12,7 +12,7 @@ from benchmarks.gpu.page import markdown_table
 from benchmarks.gpu.placement import CPU, alone, together
 from benchmarks.gpu.settings import Settings
 from benchmarks.launch import REPOSITORY
-from compiled_ddp.comparison.record import PACKAGES, recipe
+from compiled_ddp.tools.comparison.record import PACKAGES, recipe
 
 
 def measure(settings: Settings) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from benchmarks.gpu.placement import CPU, alone
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.workloads import of_size
 from benchmarks.launch import run_job
-from compiled_ddp.comparison.probe import MALLOC_ENVIRONMENT
+from compiled_ddp.tools.comparison.probe import MALLOC_ENVIRONMENT
 
 BASELINE = "torch DDP"
 VARIANTS = (

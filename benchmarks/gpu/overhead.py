@@ -10,7 +10,7 @@ from benchmarks.gpu.placement import alone
 from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.workloads import of_size
 from benchmarks.launch import run_job
-from compiled_ddp.comparison.derived import ratios
+from compiled_ddp.tools.comparison.derived import ratios
 
 EAGER, COMPILED = "no communication, eager", "no communication, compiled"
 VARIANTS = (EAGER, COMPILED, "torch DDP", "torch.compile(DDP)", "EagerDDP", "compile_ddp")

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.gpu.placement import CPU
 from benchmarks.gpu.sections import Outcome, Section
 from benchmarks.gpu.settings import Settings
-from compiled_ddp.comparison.table import tabulate_rows
+from compiled_ddp.tools.comparison.table import tabulate_rows
 
 CELL_CHARACTERS = 200
 

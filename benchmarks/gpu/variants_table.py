@@ -8,8 +8,8 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.workloads import of_size, of_table
 from benchmarks.launch import run_job
 from benchmarks.variants import make_variants
-from compiled_ddp.comparison import table
-from compiled_ddp.comparison.result import Comparison
+from compiled_ddp.tools.comparison import table
+from compiled_ddp.tools.comparison.result import Comparison
 
 
 def measure(settings: Settings) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import nn
 
 from benchmarks.gpu.workloads import ALL
 from compiled_ddp import EagerDDP, compile_ddp, torch_private
-from compiled_ddp.comparison.ranks import Rank
-from compiled_ddp.comparison.workload import on_device
+from compiled_ddp.tools.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.workload import on_device
 
 PLANTED = "a planted race"
 UNWATCHED_STEPS = 3  # in which Dynamo and AOTAutograd compile, which they do not under a dispatch mode

@@ -66,6 +66,12 @@ class Turn:
         return cls(int(sums[_DEPARTED]), sums[_REMAINING] == 0, same_call, sums[_WISHES] > 0, same_groups)
 
 
+def are_sound(sums: Tensor, world_size: int) -> Tensor:
+    """Whether one reduction has summed what ranks were to send, in the same call: in a graph, by its summed riders."""
+    call, squared = sums[_CALL], sums[_CALL_SQUARED]
+    return (sums[_DEPARTED] == 0) & (world_size * squared == call * call)
+
+
 class Departures:
     """The launches since the first one in which a rank has departed, as far as this rank has read of them."""
 

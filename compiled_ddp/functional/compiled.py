@@ -18,7 +18,7 @@ from compiled_ddp.environment import check_environment
 from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.closed_over import OwnContainers, closed_over, generators_shared, reached
 from compiled_ddp.functional.communicator import Communicator
-from compiled_ddp.functional.donations import donations
+from compiled_ddp.functional.donations import Donations, donations
 from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
 from compiled_ddp.functional.reduction import current_world, last_first
 from compiled_ddp.functional.reference import ReferenceStep
@@ -155,8 +155,10 @@ class _Runnable:
         flat_buffers: FlatBuffers,
         in_cuda_graphs: Callable[[torch.device], bool],
         reference: ReferenceStep | None,
+        donations: Donations | None,
     ) -> None:
-        self._name = name
+        """`donations` are told of what it writes its results into; None where that stays its owner's."""
+        self._name, self._donations = name, donations
         self._traced, self._run, self._runs, self._unit = traced, run, session.runs, unit
         self._loss_launches = LossLaunches([each for each in launches if isinstance(each, LossLaunch)])
         self._flat_buffers, self._in_cuda_graphs = flat_buffers, in_cuda_graphs
@@ -202,7 +204,8 @@ class _Runnable:
             with torch_private.tensors.without_autocast():  # whose casts have been traced
                 return list(self._run(*inputs))
         finally:
-            donations.note(self._name, donated)
+            if self._donations is not None:
+                self._donations.note(self._name, donated)
 
     def _communicated(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
         with self._loss_launches.launching_alone():
@@ -239,8 +242,15 @@ class CompiledStep:
         backend: Backend,
         options: Mapping[str, Any],
         donated: Sequence[str | int],
+        *,
+        keeps_donated: bool = False,
     ) -> None:
+        """`keeps_donated` is for a caller whose own tensors are donated in each call, and have the results then.
+
+        Where a rank has failed, and sent zeros, they have what they had.
+        """
         self._step, self._backend, self._options, self._donated = step, backend, options, donated
+        self._donations = None if keeps_donated else donations
         self._compiled: dict[tuple[Any, ...], list[_Runnable]] = {}
         self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
@@ -258,7 +268,8 @@ class CompiledStep:
         self._notice_another_world()
         with self._telling():
             leaves, structure = torch_private.trees.flatten((args, kwargs))
-            donations.refuse(_name_of(self._step), leaves, functools.partial(self._named, args, kwargs))
+            if self._donations is not None:
+                self._donations.refuse(_name_of(self._step), leaves, functools.partial(self._named, args, kwargs))
             kinds = self._kinds(leaves, args, kwargs)
             key = self._key(leaves, structure, kinds)
             runnable = next((each for each in self._compiled.get(key, ()) if each.fits(leaves)), None)
@@ -322,7 +333,8 @@ class CompiledStep:
         work = functools.partial(SlowWork, _log, what=f"step {_name_of(self._step)}", why=lambda: why)
         work = functools.partial(work, is_told=lambda: self._is_on_rank_zero(session))
         with self._telling(session), tracing(session), work(("tracing", "traced")):
-            traced = trace(self._step, args, kwargs, self._donated, session)
+            keeps = self._donations is None
+            traced = trace(self._step, args, kwargs, self._donated, session, writes_if_sound=keeps)
             graph = traced.graph_module.graph
             first = session.first_parameters(traced.values_by_node())
             reference = ReferenceStep(traced.graph_module) if session.runs else None
@@ -354,7 +366,8 @@ class CompiledStep:
         in_cuda_graphs = functools.partial(torch_private.compiler_options.uses_cuda_graphs, self._options)
         name = _name_of(self._step)
         traced = dataclasses.replace(traced, inputs=())  # of the first call: they would live as long as the step
-        return _Runnable(name, traced, run, session, unit, launches, flat_buffers, in_cuda_graphs, reference)
+        what = name, traced, run, session, unit, launches
+        return _Runnable(*what, flat_buffers, in_cuda_graphs, reference, self._donations)
 
     def _in_turn(
         self, traced: TracedStep, identity: str, slow_work: Callable[..., SlowWork]

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.communicator import Communicator
+from compiled_ddp.functional.communicator import Communicator, are_sound
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch
 from compiled_ddp.functional.random_state import TracedGenerators
@@ -92,6 +92,14 @@ class Session:
         self.runs.append(run)
         self.sums.append(sums)
         self.parameters.append({name: torch_private.tracing.origin_of(each) for name, each in parameters.items()})
+
+    def are_sound(self) -> Tensor | None:
+        """Whether all runs have summed what ranks were to send; None where there are none."""
+        if not self.runs:
+            return None
+        pairs = zip(self.runs, self.sums, strict=True)
+        sound = [are_sound(sums, run.communicator.world_size) for run, sums in pairs]
+        return torch.stack([each.to(sound[0].device) for each in sound]).all()
 
     def first_parameters(self, values: Mapping[str, Tensor]) -> FirstParameters:
         """What ranks compare of the runs; `values` are those of the step's inputs, by the names of their nodes."""

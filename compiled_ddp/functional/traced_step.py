@@ -145,10 +145,13 @@ def trace(
     kwargs: dict[str, Any],
     donated: Sequence[str | int],
     session: Session,
+    *,
+    writes_if_sound: bool = False,
 ) -> TracedStep:
     """Trace `step` with these arguments.
 
-    Its last results are the sums of its reductions' leading riders, and then the states of its generators.
+    Its last results are the sums of its reductions' leading riders, and then the states of its generators. With
+    `writes_if_sound`, what is donated keeps its values where a rank has sent zeros in place of its gradients.
     """
     given, structure = torch_private.trees.flatten((args, kwargs))
     to_reuse = _donated_leaves(step, args, kwargs, donated)
@@ -168,10 +171,11 @@ def trace(
             (n, _Argument.of(result, given)) for n, result in enumerate(results) if not isinstance(result, Tensor)
         ]
         memory = {place: leaves[place] for place in places if id(given[place]) in to_reuse}
-        tensors_of_results = [result for result in results if isinstance(result, Tensor)]
-        targets = _targets(memory, tensors_of_results)
+        kept = [result for result in results if isinstance(result, Tensor)]
+        targets = _targets(memory, kept)
         found["written"] = [place for place in targets if place is not None]
-        return [*_copied(memory, targets, tensors_of_results), *session.sums, *session.generators.states()]
+        copied = _copied(memory, targets, kept, session.are_sound() if writes_if_sound else None)
+        return [*copied, *session.sums, *session.generators.states()]
 
     inputs = [given[place].detach() for place in places]
     graph_module, constants, surroundings = _graph_of(step, flat, inputs, given)
@@ -301,11 +305,17 @@ def _targets(memory: Mapping[int, Tensor], results: Sequence[Tensor]) -> list[in
     return targets
 
 
-def _copied(memory: Mapping[int, Tensor], targets: Sequence[int | None], results: Sequence[Tensor]) -> list[Tensor]:
-    """The results, each in the memory of its target where it has one."""
+def _copied(
+    memory: Mapping[int, Tensor], targets: Sequence[int | None], results: Sequence[Tensor], is_sound: Tensor | None
+) -> list[Tensor]:
+    """The results, each in the memory of its target where it has one; there only if the step `is_sound`."""
+
+    def written(result: Tensor, target: Tensor) -> Tensor:
+        return target.copy_(result if is_sound is None else torch.where(is_sound.to(target.device), result, target))
+
     with torch.no_grad():
         return [
-            result if place is None else memory[place].copy_(result)
+            result if place is None else written(result, memory[place])
             for result, place in zip(results, targets, strict=True)
         ]
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -239,6 +239,14 @@ profiler_is_on: Callable[[], bool] = functools.partial(getattr, torch.autograd.p
 
 # Whether this thread is inside of a transform of torch.func: grad, vmap, jvp or another.
 transforms_are_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def not_reached(result: torch.Tensor, named: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of those leaves that the derivative of `result` does not come to, within torch.func's grad too."""
+    if result.grad_fn is None:
+        return [*named]
+    leaves = [getattr(node, "variable", None) for node in _nodes_from([result.grad_fn])]
+    return [name for name, tensor in named.items() if not any(leaf is tensor for leaf in leaves)]
 
 
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:

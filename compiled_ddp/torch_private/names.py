@@ -167,6 +167,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch._C.DispatchKeySet",
         "torch._C._dispatch_keyset_full_after",
     ),
+    "counting a step of an optimizer": ("torch._foreach_add_",),
     "filling what generated code allocates": ("torch._inductor.codecache.PyCodeCache",),
 }
 

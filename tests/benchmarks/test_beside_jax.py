@@ -13,7 +13,7 @@ from benchmarks import beside_jax
 from benchmarks.beside_jax import COLUMNS, JAX, OPTIMIZER, Group, Turns
 from benchmarks.step_rank import adamw
 from benchmarks.tasks import GPT
-from compiled_ddp.comparison.table import tabulate_rows
+from compiled_ddp.tools.comparison.table import tabulate_rows
 
 BATCHES = 2
 

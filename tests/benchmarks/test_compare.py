@@ -8,8 +8,8 @@ from benchmarks import compare
 from benchmarks.tasks import FORESEEN, LINEARS, SWITCH, WORKLOADS
 from benchmarks.variants import make_variants
 from benchmarks.workload import Workload
-from compiled_ddp.comparison.measure import Contender
-from compiled_ddp.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.measure import Contender
+from compiled_ddp.tools.comparison.ranks import Rank
 from ranks import RankPool
 
 

@@ -18,8 +18,8 @@ from benchmarks.gpu import page, placement, sections
 from benchmarks.gpu.sections import BROKEN, FAILED, NOT_RUN, PASSED, SECTIONS, TIMED_OUT, Outcome, Section, run_all
 from benchmarks.gpu.settings import Settings
 from benchmarks.launch import REPOSITORY
-from compiled_ddp.comparison.ranks import joined_rank
-from compiled_ddp.comparison.result import Comparison
+from compiled_ddp.tools.comparison.ranks import joined_rank
+from compiled_ddp.tools.comparison.result import Comparison
 
 SETTINGS = Settings("cpu", "tiny", ("tiny gpt",), ("EagerDDP",), "aot_eager", 1, 2, ("tests",))
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.gpu import sanitizer, watched_steps
 from benchmarks.gpu.settings import Settings
 from compiled_ddp import torch_private
-from compiled_ddp.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.ranks import Rank
 from ranks import RankError, RankPool
 
 SETTINGS = Settings("cpu", "tiny", (), (), "aot_eager", 1, 2, ("tests",))

@@ -26,9 +26,9 @@ from benchmarks.gpu.settings import Settings
 from benchmarks.gpu.workloads import ALL, SIZES, of_size, of_table
 from benchmarks.variants import make_variants
 from compiled_ddp import torch_private
-from compiled_ddp.comparison.ranks import Rank
-from compiled_ddp.comparison.result import Comparison, VariantResult
-from compiled_ddp.comparison.variants import Variant
+from compiled_ddp.tools.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.result import Comparison, VariantResult
+from compiled_ddp.tools.comparison.variants import Variant
 from ranks import RankPool
 
 SETTINGS = Settings("cpu", "tiny", (), (), "aot_eager", 1, 2, ("tests",))

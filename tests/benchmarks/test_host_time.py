@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from benchmarks import host_time, kept
 from benchmarks.host_time import PACKAGE, by_room
-from compiled_ddp.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.ranks import Rank
 from ranks import RankPool
 
 

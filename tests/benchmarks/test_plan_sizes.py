@@ -8,7 +8,7 @@ from calibrations import calibration
 
 from benchmarks import plan_sizes
 from benchmarks.expected_steps import PLANNED, name_of
-from compiled_ddp.comparison.result import Comparison, VariantResult
+from compiled_ddp.tools.comparison.result import Comparison, VariantResult
 
 
 def variant(name: str, milliseconds: float) -> VariantResult:

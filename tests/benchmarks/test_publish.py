@@ -19,7 +19,7 @@ from benchmarks.publish import (
     read_runs,
     shown,
 )
-from compiled_ddp.comparison.record import machine, ran_on
+from compiled_ddp.tools.comparison.record import machine, ran_on
 
 MEASURED = read_runs()
 FILLED = [section for section in SECTIONS if all(name in MEASURED for name in section.of)]

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import compare, remeasure
 from benchmarks.publish import ROOT, SECTIONS
 from benchmarks.remeasure import RUNS, parse
-from compiled_ddp.comparison.record import recipe
+from compiled_ddp.tools.comparison.record import recipe
 
 
 def _options(folder: Path, *further: str) -> Namespace:

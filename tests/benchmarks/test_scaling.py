@@ -9,9 +9,9 @@ from benchmarks import growth_chart, passes_by_size, scaling, steps_by_size
 from benchmarks.passes_by_size import SizedPasses, backward_of_chain
 from benchmarks.steps_by_size import SizedSteps
 from benchmarks.variants import make_variants
-from compiled_ddp.comparison.ranks import Rank
 from compiled_ddp.passes.pipeline import PASSES
 from compiled_ddp.passes.prove_linearity import prove_linearity
+from compiled_ddp.tools.comparison.ranks import Rank
 from ranks import RankPool
 
 DDP = SizedSteps("torch DDP", 100, None, 0.1, [0.2, 0.3, 0.4, 0.5, 0.9], [1.0, 2.0, 0.003, 0.004, 0.005], 0.5)

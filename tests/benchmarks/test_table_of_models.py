@@ -14,7 +14,7 @@ from torch import nn
 from benchmarks import real_model_rank, real_models
 from benchmarks.zoo import SMALL, TINY, ZOO
 from benchmarks.zoo.by_hand import Difference, Loop, difference, train_beside
-from compiled_ddp.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.ranks import Rank
 from ranks import RankError, RankPool
 
 FOUND: dict[str, Any] = {

@@ -14,7 +14,7 @@ from benchmarks.models import GPT, Switch
 from benchmarks.torch_rows import Here
 from benchmarks.variants import make_variants
 from compiled_ddp import torch_private
-from compiled_ddp.comparison.variants import WrapperOptions
+from compiled_ddp.tools.comparison.variants import WrapperOptions
 from ranks import RankPool
 
 VERSION = torch_private.versions.minor_version()

@@ -12,8 +12,8 @@ from torchrun import environment, free_port
 
 from compiled_ddp import Calibration, Compute, Link
 from compiled_ddp.__main__ import main
-from compiled_ddp.calibration import command
 from compiled_ddp.planning.calibration import Sample
+from compiled_ddp.tools.calibration import command
 from ranks import RankPool
 
 FOUND = Calibration(

@@ -68,7 +68,7 @@ def test_what_cannot_be_trained_is_told_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In this process, as the only rank or as one of two whose other one has a problem."""
-    from compiled_ddp.explanation import command
+    from compiled_ddp.tools.explanation import command
 
     class Alone:
         """A world of one rank, of the number that the problem has."""

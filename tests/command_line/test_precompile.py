@@ -18,8 +18,8 @@ from torch import nn
 from compiled_ddp import compile_ddp, torch_private
 from compiled_ddp.__main__ import main
 from compiled_ddp.graph import precompiled
-from compiled_ddp.precompile import command
 from compiled_ddp.ranks import pretended
+from compiled_ddp.tools.precompile import command
 from ranks import RankPool
 
 SCRIPT = """

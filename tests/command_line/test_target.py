@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_ddp.command_line.target import find_function
+from compiled_ddp.tools.command_line.target import find_function
 
 RETURNS = "a model"
 

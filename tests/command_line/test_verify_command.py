@@ -13,9 +13,9 @@ from torchrun import environment, free_port
 
 from compiled_ddp import ParityReport
 from compiled_ddp.__main__ import main, parse
-from compiled_ddp.command_line import own_ranks
-from compiled_ddp.parity import command_line
-from compiled_ddp.parity.verify import ParameterDifference
+from compiled_ddp.tools.command_line import own_ranks
+from compiled_ddp.tools.parity import command_line
+from compiled_ddp.tools.parity.verify import ParameterDifference
 from ranks import RankPool
 
 SCRIPT = """

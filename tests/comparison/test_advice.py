@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from compiled_ddp.comparison import chart, table
-from compiled_ddp.comparison.advice import SIMPLEST_FIRST, advise, is_faster
-from compiled_ddp.comparison.arguments import DEFAULT, FLOORS, VARIANTS
-from compiled_ddp.comparison.derived import derive
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.result import Comparison, VariantResult
-from compiled_ddp.comparison.variants import WrapperOptions, make_variants
+from compiled_ddp.tools.comparison import chart, table
+from compiled_ddp.tools.comparison.advice import SIMPLEST_FIRST, advise, is_faster
+from compiled_ddp.tools.comparison.arguments import DEFAULT, FLOORS, VARIANTS
+from compiled_ddp.tools.comparison.derived import derive
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.result import Comparison, VariantResult
+from compiled_ddp.tools.comparison.variants import WrapperOptions, make_variants
 
 
 def variant(name: str, *steps_ms: float, floor: str = "eager", **fields: object) -> VariantResult:

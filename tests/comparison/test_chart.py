@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from compiled_ddp.comparison import chart
-from compiled_ddp.comparison.derived import derive
-from compiled_ddp.comparison.record import machine, ran_on
-from compiled_ddp.comparison.result import Comparison, VariantResult
+from compiled_ddp.tools.comparison import chart
+from compiled_ddp.tools.comparison.derived import derive
+from compiled_ddp.tools.comparison.record import machine, ran_on
+from compiled_ddp.tools.comparison.result import Comparison, VariantResult
 
 ALONE = VariantResult("torch DDP", "eager", True, [[[0.001, 0.002, 0.001]]] * 3)
 FOUND = Comparison("toy", "cpu", "gloo within one machine", 2, 3_000_000, [40], [[0.01]] * 3, [ALONE], batch_size=4096)

@@ -16,8 +16,8 @@ import torchrun
 
 from benchmarks.link import LinkUnavailable, ShapedLink
 from compiled_ddp.__main__ import main, parse
-from compiled_ddp.comparison.arguments import DEFAULT
-from compiled_ddp.comparison.result import Comparison, VariantResult
+from compiled_ddp.tools.comparison.arguments import DEFAULT
+from compiled_ddp.tools.comparison.result import Comparison, VariantResult
 from ranks import RankPool
 
 # What its process is for stands in the name of the file that it is started with.
@@ -178,7 +178,7 @@ def test_a_file_that_is_not_there_is_one_line_of_words_before_any_rank_is_starte
 ) -> None:
     monkeypatch.chdir(script.parent)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr("compiled_ddp.comparison.command.run_on_own_ranks", None)
+    monkeypatch.setattr("compiled_ddp.tools.comparison.command.run_on_own_ranks", None)
     assert main(["compare", target, *QUICK]) == 2
     (told,) = capfd.readouterr().err.splitlines()
     assert re.match(words, told)
@@ -245,7 +245,7 @@ def _failed(rank: int, folder: str, port: int, errors: tuple[str | None, ...]) -
     ]
     found = Comparison("small", "cpu", "gloo", 2, 1, [4], [[0.1, 0.1]], variants)
     with torchrun.environment(rank, 2, port), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compiled_ddp.comparison.contest.compare", lambda _: found)
+        patch.setattr("compiled_ddp.tools.comparison.contest.compare", lambda _: found)
         return main(["compare", "script.py:small", *QUICK])
 
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compiled_ddp.comparison import table
-from compiled_ddp.comparison.first_step import why_slow
-from compiled_ddp.comparison.probe import of_all_ranks
-from compiled_ddp.comparison.result import Comparison, FirstStep, VariantResult
+from compiled_ddp.tools.comparison import table
+from compiled_ddp.tools.comparison.first_step import why_slow
+from compiled_ddp.tools.comparison.probe import of_all_ranks
+from compiled_ddp.tools.comparison.result import Comparison, FirstStep, VariantResult
 from compiled_ddp.torch_private.compile_times import compile_times
 
 PARTS = FirstStep(

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compiled_ddp.comparison.command import _picture
-from compiled_ddp.comparison.record import recipe
-from compiled_ddp.comparison.result import Comparison, VariantResult
+from compiled_ddp.tools.comparison.command import _picture
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.result import Comparison, VariantResult
 
 ALONE = VariantResult("torch DDP", "eager", True, [[[1, 1, 1]]])
 FOUND = Comparison("toy", "cpu", "loopback", 1, 10, [40], [[0.01]], [ALONE])
@@ -35,7 +35,7 @@ def test_the_command_needs_torch_and_tabulate_alone() -> None:
     code = """
 import sys
 sys.modules.update(dict.fromkeys(("matplotlib", "tqdm", "psutil", "sklearn", "transformers")))
-import compiled_ddp.comparison.command, compiled_ddp.comparison.contestant
+import compiled_ddp.tools.comparison.command, compiled_ddp.tools.comparison.contestant
 print(any(name.partition('.')[0] == 'benchmarks' for name in sys.modules))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "False"

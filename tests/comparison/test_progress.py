@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
-from compiled_ddp.comparison import progress
-from compiled_ddp.comparison.expectation import COMPILING_S, Expectation
-from compiled_ddp.comparison.progress import Progress, in_words
+from compiled_ddp.tools.comparison import progress
+from compiled_ddp.tools.comparison.expectation import COMPILING_S, Expectation
+from compiled_ddp.tools.comparison.progress import Progress, in_words
 
 START_OF_LINE = "\r\x1b[K"
 

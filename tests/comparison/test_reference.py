@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compiled_ddp.comparison import contestant
-from compiled_ddp.comparison.measure import Contender
-from compiled_ddp.comparison.ranks import Rank, gloo_group
-from compiled_ddp.comparison.reference import Reference
-from compiled_ddp.comparison.users_task import UsersWorkload
-from compiled_ddp.comparison.variants import WrapperOptions, make_variants
+from compiled_ddp.tools.comparison import contestant
+from compiled_ddp.tools.comparison.measure import Contender
+from compiled_ddp.tools.comparison.ranks import Rank, gloo_group
+from compiled_ddp.tools.comparison.reference import Reference
+from compiled_ddp.tools.comparison.users_task import UsersWorkload
+from compiled_ddp.tools.comparison.variants import WrapperOptions, make_variants
 from ranks import RankPool
 
 SCRIPT = """

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from compiled_ddp.comparison import chart, table
-from compiled_ddp.comparison.derived import Row, derive
-from compiled_ddp.comparison.result import Comparison, VariantResult
+from compiled_ddp.tools.comparison import chart, table
+from compiled_ddp.tools.comparison.derived import Row, derive
+from compiled_ddp.tools.comparison.result import Comparison, VariantResult
 
 
 def result(name: str, floor: str, rounds: list[list[list[float]]], communicates: bool = True) -> VariantResult:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from compiled_ddp.comparison.measure import Contender, untimed_steps
+from compiled_ddp.tools.comparison.measure import Contender, untimed_steps
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from compiled_ddp import EagerDDP
-from compiled_ddp.comparison.users_task import UsersWorkload, call_function, training_of
-from compiled_ddp.comparison.workload import on_device, samples_in, total_samples
+from compiled_ddp.tools.comparison.users_task import UsersWorkload, call_function, training_of
+from compiled_ddp.tools.comparison.workload import on_device, samples_in, total_samples
 
 BATCH = (torch.ones(2, 3), torch.tensor([0, 1]))
 PLACE = {"rank": 1, "world_size": 2, "device": torch.device("cpu")}

@@ -25,7 +25,7 @@ from benchmarks.real_model_rank import (
 from benchmarks.zoo import TINY, ZOO
 from benchmarks.zoo.by_hand import Difference, Loop, train_beside
 from compiled_ddp import EagerDDP, compile_ddp
-from compiled_ddp.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.ranks import Rank
 from ranks import RankPool
 
 # Of the largest element of a gradient: sums are taken in another order by decomposed and by generated operators.

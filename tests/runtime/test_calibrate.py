@@ -119,7 +119,7 @@ def _fails_half_way(rank: int) -> tuple[str, bool]:
         raise RuntimeError("no more")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("compiled_ddp.calibration.calibrate.measure", fail)
+        patch.setattr("compiled_ddp.tools.calibration.calibrate.measure", fail)
         with pytest.raises(RuntimeError) as raised:
             calibrate()
     return str(raised.value), made[0].closed

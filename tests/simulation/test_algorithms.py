@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 
 from compiled_ddp.planning.cost_model import Link
-from compiled_ddp.simulation.algorithms import ALGORITHMS, Hop, Network, Steps, halving, ring, tree
-from compiled_ddp.simulation.simulate import RANKS
+from compiled_ddp.tools.simulation.algorithms import ALGORITHMS, Hop, Network, Steps, halving, ring, tree
+from compiled_ddp.tools.simulation.simulate import RANKS
 
 HOP = Hop(10e-6, 1e9)
 

@@ -3,9 +3,9 @@
 import pytest
 
 from compiled_ddp.planning.cost_model import Readiness
-from compiled_ddp.simulation.algorithms import Hop, Network
-from compiled_ddp.simulation.jobs import Job, ready_by_sizes, transformer
-from compiled_ddp.simulation.simulate import RANKS, ddps_buckets, simulate, told_of_overlap
+from compiled_ddp.tools.simulation.algorithms import Hop, Network
+from compiled_ddp.tools.simulation.jobs import Job, ready_by_sizes, transformer
+from compiled_ddp.tools.simulation.simulate import RANKS, ddps_buckets, simulate, told_of_overlap
 
 NBYTES = transformer(124e6, 12, 4, 38e6)
 JOB = Job(NBYTES, ready_by_sizes(NBYTES, 0.033), 0.016, 0.002)

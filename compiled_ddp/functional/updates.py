@@ -1,0 +1,189 @@
+"""What torch.optim's SGD, Adam and AdamW make of a gradient, as functions of tensors: for a graph that has the update.
+
+Numbers of a parameter group (the learning rate, betas, weight decay) are inputs of the graph, a float64 vector for each
+group, so that a scheduler, or an assignment, changes them without a compilation. What is a switch there, or turns a
+part of the formula on (`weight_decay` other than 0), is part of the graph, and another graph when it changes.
+
+State is torch's own: `optimizer.state[parameter]` has what `optimizer.step()` would have put there, under its names.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Group = Mapping[str, Any]
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The part of a group that a graph has fixed: which numbers it takes, and which switches are on."""
+
+    numbers: tuple[str, ...]
+    switches: tuple[str, ...]
+
+    def has(self, switch: str) -> bool:
+        return switch in self.switches
+
+
+class Numbers(Protocol):
+    """The numbers of a group in a graph, by their names: float64 tensors of no dimension."""
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+class Rule(Protocol):
+    """How one class of optimizers updates a parameter."""
+
+    def kind(self, group: Group) -> Kind:
+        """Raises ValueError for what is not supported."""
+
+    def numbers(self, group: Group) -> list[float]:
+        """In the order of `kind(group).numbers`."""
+
+    def needed(self, kind: Kind) -> tuple[str, ...]:
+        """What a step finds in the state of a parameter, by torch's names: of `state`, and "step"."""
+
+    def begin(self, name: str, parameter: nn.Parameter) -> Tensor:
+        """What that is in a first step."""
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: State, numbers: Numbers, kind: Kind, steps: Tensor
+    ) -> tuple[Tensor, State]:
+        """The parameter and its state behind the step; `steps` is the number of that, 1 for the first."""
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
+    """Raises TypeError for an optimizer of another class: a subclass may compute anything."""
+    rule = _RULES.get(type(optimizer))
+    if rule is None:
+        known = ", ".join(kind.__name__ for kind in _RULES)
+        raise TypeError(
+            f"compile_step updates by torch.optim's {known}, found {type(optimizer).__name__}: train with "
+            "compile_ddp(model), whose loop calls any optimizer's step()."
+        )
+    return rule
+
+
+def _switched_on(group: Group, *names: str) -> tuple[str, ...]:
+    return tuple(name for name in names if group.get(name))
+
+
+def _refuse(group: Group, *names: str) -> None:
+    for name in names:
+        if group.get(name):
+            raise ValueError(
+                f"compile_step does not take {name}={group[name]!r} of the optimizer: leave it out, or train with "
+                "compile_ddp(model), whose loop calls any optimizer's step()."
+            )
+
+
+def _to(number: Tensor, like: Tensor) -> Tensor:
+    """Rounded as torch rounds a Python number that meets this tensor."""
+    kind = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
+    return number.to(device=like.device, dtype=kind)
+
+
+class _SGD:
+    def kind(self, group: Group) -> Kind:
+        _refuse(group, "differentiable")
+        if group["momentum"] and group["dampening"]:  # whose first step is another one than all later ones
+            _refuse(group, "dampening")
+        switches = _switched_on(group, "momentum", "weight_decay", "nesterov", "maximize")
+        return Kind(("lr", "momentum", "weight_decay"), switches)
+
+    def numbers(self, group: Group) -> list[float]:
+        return [float(group[name]) for name in ("lr", "momentum", "weight_decay")]
+
+    def needed(self, kind: Kind) -> tuple[str, ...]:
+        return ("momentum_buffer",) if kind.has("momentum") else ()
+
+    def begin(self, name: str, parameter: nn.Parameter) -> Tensor:
+        # torch's first step makes it the gradient, which is what zeros become.
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: State, numbers: Numbers, kind: Kind, steps: Tensor
+    ) -> tuple[Tensor, State]:
+        if kind.has("maximize"):
+            gradient = -gradient
+        if kind.has("weight_decay"):
+            gradient = gradient + _to(numbers["weight_decay"], parameter) * parameter
+        if kind.has("momentum"):
+            momentum = _to(numbers["momentum"], parameter)
+            buffer = state["momentum_buffer"] * momentum + gradient
+            state = {"momentum_buffer": buffer}
+            gradient = gradient + momentum * buffer if kind.has("nesterov") else buffer
+        return parameter - _to(numbers["lr"], parameter) * gradient, state
+
+
+class _Adam:
+    def __init__(self, *, decoupled: bool) -> None:
+        """AdamW's weight decay is `decoupled`; Adam's may be, by an option of the group."""
+        self._decoupled = decoupled
+
+    def kind(self, group: Group) -> Kind:
+        _refuse(group, "differentiable")
+        switches = _switched_on(group, "weight_decay", "amsgrad", "maximize")
+        decoupled = group.get("decoupled_weight_decay", self._decoupled)
+        return Kind(
+            ("lr", "beta1", "beta2", "weight_decay", "eps"), (*switches, *(("decoupled",) if decoupled else ()))
+        )
+
+    def numbers(self, group: Group) -> list[float]:
+        beta1, beta2 = group["betas"]
+        return [float(each) for each in (group["lr"], beta1, beta2, group["weight_decay"], group["eps"])]
+
+    def needed(self, kind: Kind) -> tuple[str, ...]:
+        return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if kind.has("amsgrad") else ()))
+
+    def begin(self, name: str, parameter: nn.Parameter) -> Tensor:
+        if name == "step":
+            return torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        return torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+    def update(
+        self, parameter: Tensor, gradient: Tensor, state: State, numbers: Numbers, kind: Kind, steps: Tensor
+    ) -> tuple[Tensor, State]:
+        if kind.has("maximize"):
+            gradient = -gradient
+        if kind.has("weight_decay") and kind.has("decoupled"):
+            parameter = parameter * _to(1 - numbers["lr"] * numbers["weight_decay"], parameter)
+        elif kind.has("weight_decay"):
+            gradient = gradient + _to(numbers["weight_decay"], parameter) * parameter
+        beta1, beta2 = numbers["beta1"], numbers["beta2"]
+        first = state["exp_avg"] + _to(1 - beta1, parameter) * (gradient - state["exp_avg"])
+        second = state["exp_avg_sq"] * _to(beta2, parameter) + _to(1 - beta2, parameter) * gradient * gradient
+        new = {"exp_avg": first, "exp_avg_sq": second}
+        largest = second
+        if kind.has("amsgrad"):
+            new["max_exp_avg_sq"] = largest = torch.maximum(state["max_exp_avg_sq"], second)
+        rate = numbers["lr"] / (1 - beta1**steps)
+        scale = (1 - beta2**steps).sqrt()
+        spread = largest.sqrt() / _to(scale, parameter) + _to(numbers["eps"], parameter)
+        return parameter - _to(rate, parameter) * (first / spread), new
+
+
+_RULES: dict[type[torch.optim.Optimizer], Rule] = {
+    torch.optim.SGD: _SGD(),
+    torch.optim.Adam: _Adam(decoupled=False),
+    torch.optim.AdamW: _Adam(decoupled=True),
+}
+
+
+class Vector:
+    """Numbers of a group in a graph, out of the vector that it is given."""
+
+    def __init__(self, kind: Kind, values: Tensor) -> None:
+        self._places, self._values = {name: place for place, name in enumerate(kind.numbers)}, values
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._values[self._places[name]]
+
+
+def as_vectors(rule: Rule, groups: Sequence[Group]) -> list[Tensor]:
+    """A graph's inputs: the numbers of each group, float64, on the CPU."""
+    return [torch.tensor(rule.numbers(group), dtype=torch.float64, device="cpu") for group in groups]

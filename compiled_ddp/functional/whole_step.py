@@ -1,0 +1,343 @@
+"""`compile_step(model, optimizer)`: forward, backward, all-reduces and the optimizer's update as one compiled graph.
+
+The model and the optimizer stay their owner's. Each call hands their tensors, as they are then, to a functional step,
+which writes what becomes of them back into the same memory: so a state dict, a scheduler, an average of weights, an
+evaluation, `load_state_dict` and an ordinary loop in between mean what they always mean.
+
+What a graph has fixed is `_Layout`: which parameters are trained, their groups and the groups' switches. Another layout
+is another graph, which is kept beside the first.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from compiled_ddp import torch_private
+from compiled_ddp.environment import check_environment
+from compiled_ddp.functional.compiled import Backend, CompiledStep
+from compiled_ddp.functional.transforms import grad_and_value
+from compiled_ddp.functional.updates import Kind, Rule, Vector, as_vectors, rule_of
+from compiled_ddp.keywords import check_switches, suggests_keywords
+from compiled_ddp.model.checks import check_model
+from compiled_ddp.model.managed import is_wrapper
+from compiled_ddp.options import check_compiler, is_number
+from compiled_ddp.ranks.agreement import Description, agree_on_description
+from compiled_ddp.ranks.alone import begin_alone
+from compiled_ddp.ranks.rank_group import RankGroup
+from compiled_ddp.torch_private.dynamo import untraced
+
+Loss = Callable[..., Any]
+
+
+@suggests_keywords
+def compile_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: Loss | None = None,
+    *,
+    has_aux: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+    clip_grad_norm: float | None = None,
+    bucket_cap_mb: float | None = None,
+    backend: Backend = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> "TrainingStep":
+    """Make a function that takes a whole training step as one graph: see `TrainingStep`. A collective.
+
+        step = compile_step(model, torch.optim.AdamW(model.parameters(), lr=3e-4))
+        for x, y in batches:
+            loss = step(x, y)
+
+    Args:
+        model: a bare module. Its parameters and buffers are overwritten with those of the group's rank 0.
+        optimizer: torch.optim's SGD, Adam or AdamW. Parameters of the model that it does not have are not trained.
+        loss_fn: called as `loss_fn(model, *batch)`, returns this rank's loss; None calls `model(*batch)`.
+        has_aux: whether that returns a pair of the loss and anything else, which the step then returns too, detached.
+        process_group: the ranks to average over; None is all of them.
+        clip_grad_norm: the largest norm of all reduced gradients together, as of `torch.nn.utils.clip_grad_norm_`.
+        bucket_cap_mb: size of a bucket in MiB; None plans them (docs/planner.md).
+        backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
+        mode: as in torch.compile; for Inductor.
+        options: as in torch.compile; for Inductor.
+
+    Raises TypeError or ValueError for arguments that are not as described, and RuntimeError on every rank where ranks
+    have different models or optimizers.
+    """
+    begin_alone()
+    check_environment()
+    check_compiler(backend, mode, None)
+    check_switches(has_aux=has_aux)
+    _check(model, optimizer, loss_fn, clip_grad_norm)
+    compiler = functools.partial(
+        CompiledStep,
+        backend=backend,
+        options=torch_private.compiler_options.inductor_options(mode, options, None),
+        donated=("params", "buffers", "state"),
+        keeps_donated=True,
+    )
+    rule = _begun(model, optimizer, RankGroup(process_group))
+    whole = _WithLoss(model, loss_fn or _call, has_aux=has_aux)
+    return TrainingStep(model, optimizer, _Graph(whole, rule, process_group, clip_grad_norm, bucket_cap_mb), compiler)
+
+
+def _check(model: object, optimizer: object, loss_fn: object, clip_grad_norm: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compile_step takes a model, an nn.Module, found {type(model).__name__}.")
+    if is_wrapper(model):
+        raise TypeError(
+            f"compile_step reduces gradients itself: give it the bare model, `{type(model).__name__}(...).module`."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"compile_step takes an optimizer of torch.optim's, found {type(optimizer).__name__}.")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"loss_fn must be a function (model, *batch), found {type(loss_fn).__name__}.")
+    if clip_grad_norm is not None and not (is_number(clip_grad_norm) and clip_grad_norm > 0):
+        raise ValueError(f"clip_grad_norm must be a positive number, found {clip_grad_norm!r}.")
+
+
+@torch.no_grad()
+def _begun(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup) -> Rule:
+    """The optimizer's rule, when ranks have compared what they have, and have the values of the group's first one."""
+    rule = rule_of(optimizer)
+
+    def describe() -> Description:
+        check_model(model, "compile_step")
+        layout = _Layout.of(model, optimizer, rule)
+        description: Description = {"optimizer": [type(optimizer).__name__]}
+        description |= {
+            f"group {number} of the optimizer": [*kind.switches] for number, kind in enumerate(layout.kinds)
+        }
+        trained = layout.trained(model)
+        return description | {f"parameter {name}": [f"group {group}", *_looks(each)] for name, group, each in trained}
+
+    agree_on_description(ranks, describe, failure="no step was made")
+    tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
+    if ranks.world_size > 1 and tensors:
+        torch_private.groups.broadcast_coalesced(ranks.process_group, tensors, source=0)
+    return rule
+
+
+def _looks(parameter: Tensor) -> list[object]:
+    return [f"shape {tuple(parameter.shape)}", f"stride {parameter.stride()}", f"dtype {parameter.dtype}"]
+
+
+# ---- what a graph has fixed ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The names of the trained parameters, each with its group, and the kinds of the groups."""
+
+    names: tuple[str, ...]
+    groups: tuple[int, ...]
+    kinds: tuple[Kind, ...]
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule) -> "_Layout":
+        """As both are now. Raises ValueError where the optimizer has what is not the model's."""
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+        names, groups = list[str](), list[int]()
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if not parameter.requires_grad:
+                    continue
+                if id(parameter) not in name_of:
+                    raise ValueError(
+                        f"parameter {place} of group {number} of the optimizer, of shape {tuple(parameter.shape)}, is "
+                        "none of the model's: make the module that it belongs to a part of the model."
+                    )
+                names.append(name_of[id(parameter)])
+                groups.append(number)
+        if not names:
+            raise ValueError("the optimizer has no parameter that is trained: check requires_grad.")
+        return cls(tuple(names), tuple(groups), tuple(map(rule.kind, optimizer.param_groups)))
+
+    def trained(self, model: nn.Module) -> list[tuple[str, int, nn.Parameter]]:
+        """Name, group and parameter of each."""
+        parameters = dict(model.named_parameters())
+        return [(name, group, parameters[name]) for name, group in zip(self.names, self.groups, strict=True)]
+
+
+# ---- the step as a function of tensors -------------------------------------------------------------------------------
+
+Tensors = dict[str, Tensor]
+
+
+class _WithLoss(nn.Module):
+    """The model and its loss as one module, whose tensors `functional_call` replaces."""
+
+    def __init__(self, model: nn.Module, loss_fn: Loss, *, has_aux: bool) -> None:
+        super().__init__()
+        self.model, self.loss_fn, self.has_aux = model, loss_fn, has_aux
+
+    def forward(self, *batch: Any, **named: Any) -> Any:
+        return self.loss_fn(self.model, *batch, **named)
+
+
+def _call(model: nn.Module, *batch: Any, **named: Any) -> Any:
+    return model(*batch, **named)
+
+
+class _Graph:
+    """What is compiled, for a layout."""
+
+    def __init__(
+        self,
+        whole: _WithLoss,
+        rule: Rule,
+        process_group: dist.ProcessGroup | None,
+        clip_grad_norm: float | None,
+        bucket_cap_mb: float | None,
+    ) -> None:
+        self.rule, self.has_aux, self._clip_grad_norm = rule, whole.has_aux, clip_grad_norm
+
+        def loss(params: Tensors, others: Tensors, buffers: Tensors, batch: Any, named: Any) -> Any:
+            # A gradient function may not write into what it is given.
+            copies = {name: buffer.clone() for name, buffer in buffers.items()}
+            tensors = {f"model.{name}": each for name, each in {**params, **others, **copies}.items()}
+            result = torch.func.functional_call(whole, tensors, batch, named)
+            value, aux = result if whole.has_aux else (result, None)
+            _refuse_unused(value, params)
+            return value, (aux, copies)
+
+        loss.__qualname__ = f"loss of {type(whole.model).__name__}"
+        self._gradient = grad_and_value(loss, has_aux=True, process_group=process_group, bucket_cap_mb=bucket_cap_mb)
+
+    def step_of(self, layout: _Layout) -> Callable[..., Any]:
+        """A function of tensors, which returns what becomes of those that it is given, in their order."""
+        rule, gradient, most = self.rule, self._gradient, self._clip_grad_norm
+
+        def step(
+            params: Tensors,
+            buffers: Tensors,
+            state: dict[str, Tensors],
+            others: Tensors,
+            steps: Tensor,
+            numbers: Sequence[Tensor],
+            batch: Any,
+            named: Any,
+        ) -> Any:
+            gradients, (value, (aux, buffers)) = gradient(params, others, buffers, batch, named)
+            if most is not None:
+                gradients = _clipped(gradients, most)
+            new, new_state = dict[str, Tensor](), dict[str, Tensors]()
+            for place, (name, group) in enumerate(zip(layout.names, layout.groups, strict=True)):
+                kind = layout.kinds[group]
+                of_group = Vector(kind, numbers[group])
+                new[name], new_state[name] = rule.update(
+                    params[name], gradients[name], state[name], of_group, kind, steps[place]
+                )
+            return new, buffers, new_state, value, aux
+
+        return step
+
+
+def _clipped(gradients: Tensors, most: float) -> Tensors:
+    """As torch.nn.utils.clip_grad_norm_ leaves them."""
+    norm = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()])
+    )
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    return {name: each * factor.to(each.dtype) for name, each in gradients.items()}
+
+
+def _refuse_unused(loss: object, params: Tensors) -> None:
+    """Raise RuntimeError for parameters without a way to the loss, whose update would be another one than torch's."""
+    if not isinstance(loss, Tensor):
+        return
+    unused = torch_private.autograd.not_reached(loss, params)
+    if unused:
+        raise RuntimeError(
+            f"the loss does not use {', '.join(unused[:5])}: torch.optim leaves such a parameter as it is, where a "
+            "graph would apply weight decay and momentum. Freeze it with requires_grad_(False), or train with "
+            "compile_ddp(model)."
+        )
+
+
+# ---- what users call -------------------------------------------------------------------------------------------------
+
+
+class TrainingStep:
+    """Made by `compile_step`: `loss = step(x, y)` does what this loop does under DDP, in one graph.
+
+        loss = loss_fn(model, x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Parameters, buffers and the optimizer's state are updated in place, in the user's own objects, which mean before,
+    between and after steps what they always mean; `.grad` stays None. Learning rate, betas, momentum and weight decay
+    may change between any two calls. Every rank calls it equally often.
+
+    Where a rank raises, all do, and nothing has been updated on any. Raises RuntimeError, too, for a model that no
+    single graph can hold, with the place, and for parameters that the loss does not use.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        graph: _Graph,
+        compiler: Callable[..., CompiledStep],
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._graph, self._compiler = graph, compiler
+        self._compiled: dict[_Layout, CompiledStep] = {}
+
+    @untraced
+    def __call__(self, *batch: Any, **named: Any) -> Any:
+        """Take a step with this batch; returns this rank's loss, detached, and with `has_aux` a pair."""
+        layout = _Layout.of(self.model, self.optimizer, self._graph.rule)
+        step = self._compiled.get(layout)
+        if step is None:
+            step = self._compiled[layout] = self._compiler(self._graph.step_of(layout))
+        trained = layout.trained(self.model)
+        params: Tensors = {name: parameter for name, _, parameter in trained}
+        others: Tensors = {name: each for name, each in self.model.named_parameters() if name not in params}
+        buffers = dict(self.model.named_buffers())
+        state, steps = self._state(trained, layout)
+        counts = (
+            torch.stack([*steps]).double() + 1 if steps else torch.ones(len(trained), dtype=torch.float64, device="cpu")
+        )
+        numbers = as_vectors(self._graph.rule, self.optimizer.param_groups)
+        new, new_buffers, new_state, value, aux = step(params, buffers, state, others, counts, numbers, batch, named)
+        with torch.no_grad():
+            _put([*params.values(), *buffers.values()], [*new.values(), *new_buffers.values()])
+            _put(_flat(state), _flat(new_state))
+            torch_private.optimizers.note_step(self.optimizer, steps)
+        return (value, aux) if self._graph.has_aux else value
+
+    def _state(
+        self, trained: Sequence[tuple[str, int, nn.Parameter]], layout: _Layout
+    ) -> tuple[dict[str, Tensors], list[Tensor]]:
+        """The optimizer's state of each parameter, and their counts of steps, where it has these."""
+        rule, states, steps = self._graph.rule, dict[str, Tensors](), list[Tensor]()
+        for name, group, parameter in trained:
+            needed = rule.needed(layout.kinds[group])
+            own: dict[str, Any] = self.optimizer.state.get(parameter, {})  # which makes no entry, as torch makes none
+            missing = [each for each in needed if own.get(each) is None]
+            if missing:
+                own = self.optimizer.state[parameter]
+                own.update((each, rule.begin(each, parameter)) for each in missing)
+            states[name] = {each: own[each] for each in needed if each != "step"}
+            if "step" in needed:
+                steps.append(own["step"])
+        return states, steps
+
+
+def _flat(state: dict[str, Tensors]) -> list[Tensor]:
+    return [each for own in state.values() for each in own.values()]
+
+
+def _put(targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """Write what the graph has not left in its place, as where strides differ."""
+    for target, result in zip(targets, results, strict=True):
+        if result.data_ptr() != target.data_ptr() or result.stride() != target.stride():
+            target.copy_(result)

@@ -1,0 +1,365 @@
+"""compile_step: a whole step as one graph, held against a loop of plain autograd, means by hand and torch.optim."""
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from compiled_ddp import EagerDDP, compile_step
+from ranks import RankError, RankPool
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.95), foreach=True),
+}
+
+
+class Net(nn.Module):
+    """A norm with buffers, a tied weight, a frozen layer, and a scalar."""
+
+    def __init__(self, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.same = nn.Linear(8, 8, bias=False)
+        self.again = nn.Linear(8, 8, bias=False)
+        self.again.weight = self.same.weight
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x, y = (each.to(self.scale.dtype) for each in (x, y))
+        hidden = self.dropout(self.norm(torch.tanh(self.first(x))))
+        hidden = self.frozen(self.again(torch.tanh(self.same(hidden))))
+        return F.mse_loss(hidden.mean(1) * self.scale, y)
+
+
+def batch(rank: int, step: int, rows: int = 5) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(rows, 6, generator=generator), torch.randn(rows, generator=generator)
+
+
+class Loop:
+    """The loop that a step stands for, by hand."""
+
+    def __init__(self, model: nn.Module, make: Callable[..., torch.optim.Optimizer], clip: float | None = None) -> None:
+        self.model, self.clip = copy.deepcopy(model), clip
+        self.optimizer = make(self.model.parameters())
+
+    def step(self, *given: Any) -> Tensor:
+        loss: Tensor = self.model(*given)
+        loss.backward()
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        for parameter in parameters:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(parameters, self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def assert_same(step: Any, loop: Loop) -> None:
+    """Weights, buffers and the optimizer's state."""
+    found, expected = step.model.state_dict(), loop.model.state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    of_step, of_loop = step.optimizer.state_dict()["state"], loop.optimizer.state_dict()["state"]
+    assert of_step.keys() == of_loop.keys()
+    for number, own in of_loop.items():
+        of_torch = {name: value for name, value in own.items() if value is not None}
+        assert {name for name, value in of_step[number].items() if value is not None} == of_torch.keys()
+        for name, value in of_torch.items():
+            torch.testing.assert_close(of_step[number][name], value, rtol=1e-5, atol=1e-6, msg=f"{number} {name}")
+    assert all(parameter.grad is None for parameter in step.model.parameters())
+
+
+def graphs(step: Any) -> int:
+    return sum(len(each) for compiled in step._compiled.values() for each in compiled._compiled.values())
+
+
+def both(kind: str, make: Callable[[], nn.Module] = Net, **options: Any) -> tuple[Any, Loop]:
+    torch.manual_seed(0)  # as the loop's model is copied before rank 0's values are sent
+    model = make()
+    loop = Loop(model, OPTIMIZERS[kind], options.get("clip_grad_norm"))
+    return compile_step(model, OPTIMIZERS[kind](model.parameters()), **{"backend": "aot_eager", **options}), loop
+
+
+# ---- the same as the loop --------------------------------------------------------------------------------------------
+
+
+def _trains(rank: int, kind: str, backend: str) -> None:
+    step, loop = both(kind, backend=backend)
+    schedulers = [torch.optim.lr_scheduler.StepLR(each.optimizer, 2, gamma=0.5) for each in (step, loop)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler")  # of one before the first step
+        for n in range(5):
+            torch.testing.assert_close(step(*batch(rank, n)), loop.step(*batch(rank, n)))
+            assert_same(step, loop)
+            for scheduler in schedulers:
+                scheduler.step()
+    assert graphs(step) == 1
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_step_is_what_the_loop_does(ranks2: RankPool, kind: str) -> None:
+    ranks2.run(_trains, kind, "aot_eager")
+
+
+def test_inductors_code_is_what_the_loop_does(ranks2: RankPool) -> None:
+    ranks2.run(_trains, "AdamW", "inductor")
+
+
+def _clips(rank: int) -> None:
+    for most in (0.01, 100.0):
+        step, loop = both("momentum", clip_grad_norm=most)
+        for n in range(3):
+            step(*batch(rank, n))
+            loop.step(*batch(rank, n))
+            assert_same(step, loop)
+
+
+def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks2: RankPool) -> None:
+    ranks2.run(_clips)
+
+
+def _between_steps(rank: int) -> None:
+    """Whatever users do to a model and an optimizer between two steps, to both."""
+    step, loop = both("AdamW", lambda: Net().double())  # Adam's first steps make a rounding error large
+    step(*batch(rank, 0))
+    loop.step(*batch(rank, 0))
+
+    def change(how: Callable[[nn.Module, torch.optim.Optimizer], None], *, rows: int = 5) -> None:
+        for each in (step, loop):
+            how(each.model, each.optimizer)
+        for n in (1, 2):
+            step(*batch(rank, n, rows))
+            loop.step(*batch(rank, n, rows))
+            assert_same(step, loop)
+
+    def set_group(**numbers: Any) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
+        return lambda _, optimizer: optimizer.param_groups[0].update(numbers)
+
+    change(set_group(lr=0.3))
+    change(set_group(lr=0.05, betas=(0.5, 0.6), eps=1e-3))
+    change(set_group(weight_decay=0.5))
+    assert graphs(step) == 1
+    change(set_group(weight_decay=0.0))
+    assert graphs(step) == 2
+    change(lambda *_: None, rows=3)  # a last batch that is smaller
+    change(lambda model, _: model.eval())
+    change(lambda model, _: model.train())
+    change(lambda model, _: model.first.weight.data.mul_(0.5))
+    change(lambda model, _: setattr(model.first.weight, "data", torch.ones(8, 6).double()))
+    change(lambda model, _: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=False))
+    change(lambda _, optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())))
+    change(lambda model, _: model.scale.requires_grad_(False))
+    change(lambda model, _: model.scale.requires_grad_(True))
+
+    def grow(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        model.frozen.requires_grad_(True)
+        optimizer.param_groups[0]["params"] = [p for p in optimizer.param_groups[0]["params"] if p.dim() != 0]
+        optimizer.add_param_group({"params": [model.scale], "lr": 0.2})
+
+    change(grow)
+    # An ordinary loop in between, an average of weights, an evaluation and a copy.
+    average = torch.optim.swa_utils.AveragedModel(step.model)
+    average.update_parameters(step.model)
+    before = {name: value.clone() for name, value in average.module.state_dict().items()}
+    other = Loop.__new__(Loop)
+    other.model, other.optimizer, other.clip = step.model, step.optimizer, None
+    for n in (7, 8):
+        torch.testing.assert_close(other.step(*batch(rank, n)), loop.step(*batch(rank, n)))
+    assert_same(step, loop)
+    step.model.eval()
+    with torch.no_grad():
+        step.model(*batch(rank, 9))
+    step.model.train()
+    copied = copy.deepcopy(step.model)
+    change(lambda *_: None)
+    assert all(torch.equal(value, average.module.state_dict()[name]) for name, value in before.items())
+    assert not torch.equal(copied.first.weight, step.model.first.weight)
+
+
+def test_changes_between_steps_are_followed(ranks2: RankPool) -> None:
+    ranks2.run(_between_steps)
+
+
+def _learn(optimizers: list[torch.optim.SGD], which: int, loss: Tensor) -> None:
+    for each in optimizers:
+        each.zero_grad()
+    loss.backward()
+    for group in optimizers[which].param_groups:
+        for parameter in group["params"]:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= 2
+    optimizers[which].step()
+
+
+def _two_steps(rank: int) -> None:
+    """Two models with a step each, one of which reads the other, as a GAN's do."""
+    torch.manual_seed(0)
+    makes, judges = nn.Linear(4, 4), nn.Linear(4, 1)
+    loops = [copy.deepcopy(each) for each in (makes, judges)]
+
+    def loss_of_judge(judge: nn.Module, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            made = makes(x)
+        return F.softplus(judge(made)).mean() + F.softplus(-judge(x)).mean()
+
+    def loss_of_maker(maker: nn.Module, x: Tensor) -> Tensor:
+        return F.softplus(-F.linear(maker(x), judges.weight.detach(), judges.bias.detach())).mean()
+
+    options = {"backend": "aot_eager"}
+    first = compile_step(judges, torch.optim.SGD(judges.parameters(), lr=0.1), loss_of_judge, **options)
+    second = compile_step(makes, torch.optim.SGD(makes.parameters(), lr=0.1), loss_of_maker, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in loops]
+    for n in range(3):
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * n + rank))
+        first(x)
+        second(x)
+        maker, judge = loops
+        _learn(optimizers, 1, F.softplus(judge(maker(x).detach())).mean() + F.softplus(-judge(x)).mean())
+        _learn(optimizers, 0, F.softplus(-judge(maker(x))).mean())
+    for found, expected in zip((makes, judges), loops, strict=True):
+        for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_two_models_take_turns(ranks2: RankPool) -> None:
+    ranks2.run(_two_steps)
+
+
+class Images(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def _others(rank: int) -> None:
+    # Ranks that begin apart, dropout that is drawn anew, what comes with a loss, arguments by name.
+    torch.manual_seed(rank)
+    model = Net(dropout=0.5)
+    step = compile_step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.0),
+        lambda net, x, y, scale: ((loss := net(x, y)) * scale, {"loss": loss, "rows": len(x)}),
+        has_aux=True,
+        backend="aot_eager",
+    )
+    weights: list[Any] = [None, None]
+    dist.all_gather_object(weights, model.first.weight.tolist())
+    assert weights[0] == weights[1]
+    x, y = batch(rank, 0)
+    losses = [step(x, y=y, scale=2.0) for _ in range(3)]
+    assert len({value.item() for value, _ in losses}) == 3
+    for value, aux in losses:
+        assert not value.requires_grad and aux["rows"] == 5
+        torch.testing.assert_close(value, 2 * aux["loss"])
+    assert graphs(step) == 1
+
+    # channels_last, whose gradients are contiguous
+    def of_images() -> nn.Module:
+        return Images(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2)).to(memory_format=torch.channels_last)
+
+    step, loop = both("Adam", of_images)
+    for n in range(3):
+        x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(n + rank))
+        step(x)
+        loop.step(x)
+        assert_same(step, loop)
+    assert step.model[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_other_things_that_steps_do(ranks2: RankPool) -> None:
+    ranks2.run(_others)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    yield
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def _refused(rank: int) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Own(torch.optim.SGD): ...
+
+    def refuses(error: type[Exception], match: str, *args: Any, **options: Any) -> None:
+        with pytest.raises(error, match=match), _unchanged(model):
+            compile_step(*args, **options)
+
+    refuses(TypeError, "takes a model", optimizer, model)
+    refuses(TypeError, "an optimizer of torch.optim's, found Net", model, model)
+    refuses(TypeError, "SGD, Adam, AdamW, found Own: train with", model, Own(model.parameters(), lr=0.1))
+    refuses(TypeError, "the bare model", EagerDDP(copy.deepcopy(model)), optimizer)
+    refuses(ValueError, "clip_grad_norm must be a positive number", model, optimizer, clip_grad_norm=-1.0)
+    refuses(TypeError, "did you mean|unexpected", model, optimizer, process_grup=None)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
+    refuses(ValueError, "is none of the model's", model, other)
+    damped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    refuses(ValueError, "does not take dampening=0.5", model, damped)
+    step = compile_step(model, optimizer, lambda net, x: net.first(x).sum(), backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"the loss does not use (scale, )?norm\.weight, norm\.bias, same\.weight"):
+        step(batch(rank, 0)[0])
+
+
+def test_what_no_graph_can_do_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_refused)
+
+
+def _differ(rank: int) -> None:
+    model = nn.Linear(3, 2 + rank)
+    compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_ranks_with_other_models_are_told(ranks2: RankPool) -> None:
+    with pytest.raises(RankError, match="no step was made, on any rank"):
+        ranks2.run(_differ)
+
+
+def _raises(rank: int) -> str:
+    model = Net()
+    fails = {"now": False}
+
+    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if fails["now"]:
+            raise ValueError("no labels")
+        result: Tensor = net(x, y)
+        return result
+
+    step = compile_step(model, torch.optim.AdamW(model.parameters()), loss, backend="aot_eager")
+    step(*batch(rank, 0))
+    before = step.optimizer.state_dict()["state"][0]["step"].item()
+    fails["now"] = rank == 1
+    message = ""
+    with _unchanged(model):
+        try:
+            step(*batch(rank, 1, rows=4 if rank else 5))
+        except (RuntimeError, ValueError) as error:
+            message = str(error)
+    assert step.optimizer.state_dict()["state"][0]["step"].item() == before
+    fails["now"] = False
+    step(*batch(rank, 2))
+    return message
+
+
+def test_a_step_that_raises_changes_nothing_on_any_rank(ranks2: RankPool) -> None:
+    first, second = ranks2.run(_raises)
+    assert "no labels" in first and "no labels" in second

@@ -43,8 +43,8 @@ class Row:
 
 def measure(
     workload: Workload, variants: Sequence[Variant], *, warmup: int, rounds: int, rank: Rank
-) -> list[dict[str, Any]]:
-    """Each variant's seconds and sent bytes of each round on this rank."""
+) -> list[list[dict[str, Any]]]:
+    """Each variant's seconds and sent bytes of each round, by rank."""
     contenders, differences = warm_up(variants, workload, warmup, rank)
     found: list[dict[str, Any]] = [
         {"name": each.variant.name, "difference": difference, "seconds": [], "sent": []}
@@ -58,7 +58,7 @@ def measure(
             row["seconds"].append(sum(contender.step(batch)))
             rank.barrier()
             row["sent"].append(_sent_bytes() - before)
-    return found
+    return rank.gather(found)
 
 
 def _sent_bytes() -> int:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cpu_rounds, embedding_rows, expected_steps, real_model_rank, steps_by_size, timeline
+from benchmarks import cpu_rounds, embedding_rows, expected_steps, real_model_rank, steps_by_size, timeline, whole_step
 from benchmarks.gpu import alone, deadline, watched_steps
 from benchmarks.gpu.workloads import ALL
 from benchmarks.train import train
@@ -50,9 +50,10 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
             return probe(workload, variants[0], warmup=arguments["warmup"], steps=arguments["steps"], rank=rank)
         case "train":
             return train(workload, variants, steps=arguments["steps"], rank=rank)
-        case "embedding_rows":
+        case "embedding_rows" | "whole_step":
+            measure = embedding_rows.measure if kind == "embedding_rows" else whole_step.measure
             times = {name: arguments[name] for name in ("warmup", "rounds")}
-            return embedding_rows.measure(workload, variants, **times, rank=rank)
+            return measure(workload, variants, **times, rank=rank)
         case "cpu_time":
             return cpu_rounds.measure(
                 workload,
@@ -64,7 +65,7 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
             )
     raise ValueError(
         f"Unknown kind of job '{kind}'; expected compare, expect, alone, probe, train, cpu_time, "
-        "embedding_rows, scaling, real_model, watched_steps or timeline"
+        "embedding_rows, whole_step, scaling, real_model, watched_steps or timeline"
     )
 
 

@@ -108,12 +108,13 @@ def _begun(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup)
 
     def describe() -> Description:
         check_model(model, "compile_step")
-        layout = _Layout.of(model, optimizer, rule)
+        parameters = dict(model.named_parameters())
+        layout = _Layout.of(parameters, optimizer, rule)
         description: Description = {"optimizer": [type(optimizer).__name__]}
         description |= {
             f"group {number} of the optimizer": [*kind.switches] for number, kind in enumerate(layout.kinds)
         }
-        trained = layout.trained(model)
+        trained = layout.trained(parameters)
         return description | {f"parameter {name}": [f"group {group}", *_looks(each)] for name, group, each in trained}
 
     agree_on_description(ranks, describe, failure="no step was made")
@@ -139,9 +140,9 @@ class _Layout:
     kinds: tuple[Kind, ...]
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule) -> "_Layout":
-        """As both are now. Raises ValueError where the optimizer has what is not the model's."""
-        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    def of(cls, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, rule: Rule) -> "_Layout":
+        """Of the model's `parameters` as they are now. Raises ValueError where the optimizer has others."""
+        name_of = {id(parameter): name for name, parameter in parameters.items()}
         names, groups = list[str](), list[int]()
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -158,9 +159,8 @@ class _Layout:
             raise ValueError("the optimizer has no parameter that is trained: check requires_grad.")
         return cls(tuple(names), tuple(groups), tuple(map(rule.kind, optimizer.param_groups)))
 
-    def trained(self, model: nn.Module) -> list[tuple[str, int, nn.Parameter]]:
+    def trained(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[str, int, nn.Parameter]]:
         """Name, group and parameter of each."""
-        parameters = dict(model.named_parameters())
         return [(name, group, parameters[name]) for name, group in zip(self.names, self.groups, strict=True)]
 
 
@@ -294,13 +294,14 @@ class TrainingStep:
     @untraced
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take a step with this batch; returns this rank's loss, detached, and with `has_aux` a pair."""
-        layout = _Layout.of(self.model, self.optimizer, self._graph.rule)
+        parameters = dict(self.model.named_parameters())
+        layout = _Layout.of(parameters, self.optimizer, self._graph.rule)
         step = self._compiled.get(layout)
         if step is None:
             step = self._compiled[layout] = self._compiler(self._graph.step_of(layout))
-        trained = layout.trained(self.model)
+        trained = layout.trained(parameters)
         params: Tensors = {name: parameter for name, _, parameter in trained}
-        others: Tensors = {name: each for name, each in self.model.named_parameters() if name not in params}
+        others: Tensors = {name: each for name, each in parameters.items() if name not in params}
         buffers = dict(self.model.named_buffers())
         state, steps = self._state(trained, layout)
         counts = (

@@ -1,0 +1,103 @@
+"""A whole step in one graph beside the loops that it stands for: `python -m benchmarks.whole_step --model linears`.
+
+Each variant takes a step in turn, behind a barrier. A step is everything: forward, backward, the optimizer's update and
+clearing of gradients. `compile_step` has the workload's optimizer in its graph; the loops call it as it is (fused or
+foreach).
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from benchmarks.compare import EXTENTS
+from benchmarks.launch import REPOSITORY, run_job
+from benchmarks.link import LOOPBACK, link_or_loopback
+from benchmarks.tasks import WORKLOADS
+from benchmarks.workload import Workload
+from compiled_ddp import compile_step
+from compiled_ddp.tools.comparison.measure import warm_up
+from compiled_ddp.tools.comparison.ranks import Rank
+from compiled_ddp.tools.comparison.record import recipe
+from compiled_ddp.tools.comparison.variants import Variant
+
+OUTPUT = Path("benchmarks/out/whole-step.json")
+VARIANTS = ("torch DDP", "torch.compile(DDP)", "EagerDDP", "compile_ddp")
+WHOLE = "compile_step"
+
+
+class _Whole:
+    """`compile_step` in training: its own model, optimizer and pass through the data."""
+
+    def __init__(self, workload: Workload, rank: Rank) -> None:
+        model = workload.build_model("whole_step", rank.device)
+        optimizer = workload.optimizer(model.parameters())
+        self._step = compile_step(model, optimizer, lambda model, *batch: workload.loss(model, batch))
+        self._batches = workload.batches(rank.index, rank.world_size)
+
+    def next_batch(self) -> Any:
+        return next(self._batches)
+
+    def step(self, batch: Any) -> list[float]:
+        """Its seconds, as one number."""
+        begin = time.perf_counter()
+        self._step(*batch)
+        return [time.perf_counter() - begin]
+
+
+def measure(
+    workload: Workload, variants: Sequence[Variant], *, warmup: int, rounds: int, rank: Rank
+) -> list[dict[str, list[float]]]:
+    """The seconds of each variant's steps, by rank."""
+    contenders, _ = warm_up(variants, workload, warmup, rank)
+    whole = _Whole(workload, rank)
+    for _ in range(max(warmup, 3)):
+        whole.step(whole.next_batch())
+    taken: dict[str, list[float]] = {variant.name: [] for variant in variants} | {WHOLE: []}
+    for _ in range(rounds):
+        for name, each in zip(taken, (*contenders, whole), strict=True):
+            batch = each.next_batch()
+            rank.barrier()
+            taken[name].append(sum(each.step(batch)))
+    return rank.gather(taken)
+
+
+def table(by_rank: Sequence[dict[str, list[float]]]) -> str:
+    medians = {name: statistics.mean(statistics.median(of_rank[name]) for of_rank in by_rank) for name in by_rank[0]}
+    rows = [(name, 1e3 * seconds, seconds / medians["torch DDP"]) for name, seconds in medians.items()]
+    return str(tabulate(rows, headers=("", "step ms", "x torch DDP"), floatfmt=("s", ".3f", ".3f"), tablefmt="simple"))
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.whole_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", nargs="+", choices=[*WORKLOADS], default=["linears"])
+    parser.add_argument("--link", default=LOOPBACK, help="loopback, or a rate like 1gbit (root)")
+    parser.add_argument("--steps", type=int, help="rounds, each one timed step of every variant")
+    parser.add_argument("--json", type=Path, default=OUTPUT)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options, results = parse(arguments), dict[str, Any]()
+    for workload in options.model:
+        extent = EXTENTS[workload]
+        what = {"workload": workload, "variants": list(VARIANTS), "bucket_cap_mb": None, "device": "cpu"}
+        with link_or_loopback(options.link) as link:
+            job = {**what, "warmup": extent.warmup, "rounds": options.steps or extent.quick}
+            results[workload] = run_job("whole_step", job, ranks=2, link=link)
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"recipe": recipe(REPOSITORY), "results": results}))
+        print(f"{workload} on {options.link}\n\n{table(results[workload])}\n", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -132,6 +132,7 @@ class Setting(Readable):
     hook: str = ""  # a key of reducing_hooks.TRACED or reducing_hooks.TORCH
     bucket_cap_mb: float = 1e-4
     bucket_view: bool = True  # gradient_as_bucket_view
+    by_rows: bool = False  # matrices are summed as large embeddings are; nothing of it shows in what comes out
     verify: str = "first"
     smallest_graph_mb: float = 0.5  # that of compile_ddp: of several graphs here, each is smaller
     default_dtype: str = "float32"

@@ -1,14 +1,18 @@
 """The wrapped models of a program beside their twins: forwards in an order of the rank's own, one loss of all."""
 
+import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from models import wrappers
 from torch import Tensor, nn
 
+from compiled_ddp.wrapping.setup import Setup
 from fuzz.by_hand import ByHand
 from fuzz.description import OTHER_WRAPPER, Program, Reads, Setting
 from fuzz.kept import Kept
@@ -126,6 +130,12 @@ def _chains(program: Program) -> list[list[int]]:
     return chains
 
 
+def _all_matrices(setup: Setup) -> frozenset[str]:
+    """What sums by rows asks for no embedding: any matrix will do, and most of these have no row of zeros."""
+    matrices = {name: p for name, p in setup.dense().items() if p.is_cpu and p.dim() == 2 and p.numel()}
+    return frozenset(name for name, matrix in matrices.items() if matrix.is_contiguous())
+
+
 def wrap(name: str, module: nn.Module, setting: Setting) -> Any:
     kind = "EagerDDP" if name == "EagerDDP" else "compile_ddp"
     options: dict[str, Any] = {
@@ -141,7 +151,11 @@ def wrap(name: str, module: nn.Module, setting: Setting) -> Any:
         options["backend"] = "inductor"
     if setting.hook in TRACED:
         options["comm_hook"] = TRACED[setting.hook]
-    ddp: Any = wrappers([kind])[kind](module, **options)
+    by_rows = mock.patch.object(Setup, "by_rows", _all_matrices) if setting.by_rows else contextlib.nullcontext()
+    with by_rows:
+        ddp: Any = wrappers([kind])[kind](module, **options)
+    if setting.by_rows:
+        ddp._setup.by_rows = functools.partial(_all_matrices, ddp._setup)  # when its model has changed
     if setting.hook in TORCH:
         # Hooks of two wrappers on one group would pair up in the order of each rank's forwards, as under torch's DDP.
         ddp.register_comm_hook(dist.new_group(), TORCH[setting.hook])

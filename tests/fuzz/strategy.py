@@ -209,6 +209,7 @@ def _has_options(program: Program, draw: st.DrawFn) -> Program:
         program.setting,
         bucket_cap_mb=draw(st.sampled_from([1.0, 5e-5])),
         bucket_view=draw(st.booleans()),
+        by_rows=draw(st.booleans()) and not program.setting.hook,
         verify=draw(st.sampled_from(["always", "first", "off"])),
     )
     return replace(program, setting=setting)
@@ -267,7 +268,7 @@ def kinds_of(program: Program) -> list[str]:
         "hooks": bool(setting.hook),
         "unused outputs": any({*step.reads} != {"all"} for step in steps) and "aside" in repr(program.models),
         "compiled around": any(step.compiled_around for step in steps),
-        "options": (setting.bucket_cap_mb, setting.bucket_view, setting.verify)
-        != (Setting.bucket_cap_mb, Setting.bucket_view, Setting.verify),
+        "options": (setting.bucket_cap_mb, setting.bucket_view, setting.verify, setting.by_rows)
+        != (Setting.bucket_cap_mb, Setting.bucket_view, Setting.verify, Setting.by_rows),
     }
     return [kind for kind, is_there in there.items() if is_there]

@@ -548,6 +548,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         are planned by default, or a `calibration`. What `profile()` has measured on this rank stands beside it, with
         the exposed communication and the reasons of the longest waits. `to_json()` of the result has everything.
         """
+        communicator = self._runtime.communicator
         return explain_sequence(
             self._runtime.reduction.agreed.sequence,
             [*self._runtime.reduction.fallback.reasons, *self._why_without_graphs()],
@@ -557,8 +558,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
             tuple(self._managed.left_alone()),
             self._chosen(),
             self._compiled_from(),
-            Times(self._runtime.communicator.world_size, self._work_of, self._runtime.recorded),
-            self._runtime.communicator.counted_rows,
+            Times(communicator.world_size, self._work_of, self._runtime.recorded, communicator.counted_rows),
         )
 
     def _work_of(self, plan: BucketPlan) -> BackwardWork | None:

@@ -74,7 +74,7 @@ def recorder_of(*backwards: RecordedBackward, local: Sequence[float] = ()) -> Re
 def explanation_of(
     sequence: ReductionSequence | None, options: Options = SIZED, times: Times | None = None
 ) -> Explanation:
-    return explain_sequence(sequence, (), options, "Proven.", (), (), "", "", times or Times(2), {})
+    return explain_sequence(sequence, (), options, "Proven.", (), (), "", "", times or Times(2))
 
 
 # ---- predicted -------------------------------------------------------------------------------------------------------
@@ -287,6 +287,26 @@ def test_the_table_shows_what_was_measured_beside_what_was_predicted() -> None:
     assert text.splitlines()[3].split()[7:10] == ["200", "300", "900"]
     assert "exposed communication of 300 ms by difference to local ones (no_sync), 300 ms by the union of waits" in text
     assert "Bucket 1 is awaited for 300 ms: " in text
+
+
+def test_a_bucket_of_rows_is_predicted_by_what_the_latest_step_has_sent() -> None:
+    """100 rows of 4 elements: with two ranks, 24 bytes for each of ten rows of the one that has most."""
+    spec = replace(GradientSpec.of(0, torch.empty(100, 4)), row=4)
+    of_rows = assign_buckets([spec], capacities_bytes=(1e6,), world_size=2)
+    sequence = ReductionSequence((Section(of_rows, "graph"),), ("a",))
+    assert [bucket.row for bucket in of_rows.buckets] == [4, None]  # riders are apart
+    options = replace(SIZED, calibration=CALIBRATION)
+
+    def told(counts: dict[tuple[int, int], list[int]]) -> tuple[int, str]:
+        explanation = explanation_of(sequence, options, Times(2, lambda _: work(1.0, total=1.0), None, counts))
+        assert explanation.predicted is not None
+        return explanation.predicted.prediction.transfers[0].nbytes, "".join(explanation.by_rows)
+
+    assert told({}) == (1600, "a, 100 rows")
+    nbytes, text = told({(400, 4): [10, 3]})
+    assert nbytes == 10 * 24 and "up to 10 of 100 rows, and these were gathered" in text
+    nbytes, text = told({(400, 4): [90, 3]})
+    assert nbytes == 1600 and "and all were sent" in text
 
 
 def test_under_a_communication_hook_nothing_is_predicted() -> None:

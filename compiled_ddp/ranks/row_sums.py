@@ -39,6 +39,13 @@ def sends_rows(counts: Sequence[int], rows: int, row_bytes: int) -> bool:
     return max(counts) * len(counts) * (row_bytes + _INDEX_BYTES) < _MOVED_BY_ALL_REDUCE * rows * row_bytes
 
 
+def sent_bytes(counts: Sequence[int], rows: int, row_bytes: int) -> int:
+    """How large a buffer is whose all-reduce moves as many bytes."""
+    if not sends_rows(counts, rows, row_bytes):
+        return rows * row_bytes
+    return max(counts) * len(counts) * (row_bytes + _INDEX_BYTES) // _MOVED_BY_ALL_REDUCE
+
+
 # ---- what is launched ------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tabulate import tabulate
@@ -10,11 +10,11 @@ from tabulate import tabulate
 from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.formatting import format_names
 from compiled_ddp.options import Options
-from compiled_ddp.plan import BucketPlan, ReductionSequence
+from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence
 from compiled_ddp.planning.cost_model import BackwardWork
 from compiled_ddp.planning.planners import SizedBuckets
 from compiled_ddp.ranks.recorder import Recorder
-from compiled_ddp.ranks.row_sums import sends_rows
+from compiled_ddp.ranks.row_sums import sends_rows, sent_bytes
 from compiled_ddp.report.times import (
     MeasuredBackward,
     PredictedBackward,
@@ -221,12 +221,10 @@ def explain_sequence(
     chosen: str,
     compiled: str,
     times: "Times",
-    counted_rows: Mapping[tuple[int, int], Sequence[int]],
 ) -> Explanation:
     """Describe a sequence, bucket by bucket in launch order.
 
-    `chosen` is what a warm-up has chosen, `compiled` what was compiled here and what was not; `counted_rows` is as in
-    `RowSums`.
+    `chosen` is what a warm-up has chosen, `compiled` what was compiled here and what was not.
     """
     bucket_size = str(options.planner)
     reduction = _format_reduction(options)
@@ -256,7 +254,7 @@ def explain_sequence(
         proof,
         tuple(parameters),
         **times.of(sequence, options),
-        by_rows=tuple(_format_rows(sequence, counted_rows)),
+        by_rows=tuple(_format_rows(sequence, times.counted_rows)),
     )
 
 
@@ -280,6 +278,14 @@ class Times:
     world_size: int
     work_of: Callable[[BucketPlan], BackwardWork | None] = lambda plan: None  # see `predict_sequence`
     recorder: Recorder | None = None
+    counted_rows: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)  # as in `RowSums`
+
+    def _sent_bytes(self, bucket: Bucket) -> int:
+        """What the latest step has sent of it, or the bucket's size."""
+        counts = () if bucket.row is None else self.counted_rows.get((bucket.numel, bucket.row), ())
+        if bucket.row is None or not counts:
+            return bucket.nbytes
+        return sent_bytes(counts, bucket.numel // bucket.row, bucket.row * bucket.dtype.itemsize)
 
     def of(self, sequence: ReductionSequence, options: Options) -> dict[str, Any]:
         """Fields of an `Explanation`."""
@@ -292,7 +298,7 @@ class Times:
         elif calibration is None:
             not_predicted = _NOT_PREDICTED
         else:
-            predicted = predict_sequence(sequence, calibration, self.work_of)
+            predicted = predict_sequence(sequence, calibration, self.work_of, self._sent_bytes)
         measured = None if self.recorder is None else measured_backward(self.recorder, sequence)
         waits, total = list[Wait](), 0.0
         link = None if calibration is None or hooked else calibration.link

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from compiled_ddp.plan import BucketPlan, ReductionSequence, Section
+from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence, Section
 from compiled_ddp.planning.calibration import Calibration
 from compiled_ddp.planning.cost_model import BackwardWork, Link, Prediction, Readiness, predict
 from compiled_ddp.planning.optimal import lower_bound
@@ -48,12 +48,15 @@ class PredictedBackward:
 
 
 def predict_sequence(
-    sequence: ReductionSequence, calibration: Calibration, work_of: Callable[[BucketPlan], BackwardWork | None]
+    sequence: ReductionSequence,
+    calibration: Calibration,
+    work_of: Callable[[BucketPlan], BackwardWork | None],
+    sent_bytes: Callable[[Bucket], int] = lambda bucket: bucket.nbytes,
 ) -> PredictedBackward:
     """The backward that launches this sequence, section after section, on the link and device that were measured.
 
     `work_of` a graph's plan is what backward computes until each of its gradients is ready, in the plan's order; None
-    where that is not known. There, and for hooks, it is assumed by sizes.
+    where that is not known. There, and for hooks, it is assumed by sizes. `sent_bytes` may be fewer than a bucket has.
     """
     nbytes, ready, assumed, begin, local = list[int](), list[float](), list[int](), 0.0, 0.0
     link, sizes, at = calibration.link, list[int](), list[float]()  # of each gradient
@@ -68,7 +71,7 @@ def predict_sequence(
         at += (begin + seconds for seconds in readiness.seconds)
         for bucket in section.plan.buckets:
             last += len(bucket.gradients)
-            nbytes.append(bucket.nbytes)
+            nbytes.append(sent_bytes(bucket))
             ready.append(begin + (readiness.seconds[last - 1] if last else 0.0))
         begin += readiness.backward_seconds
     bound = lower_bound(sizes, Readiness(tuple(at), begin), link)

@@ -256,13 +256,21 @@ class Options(CompilerOptions, BucketOptions):
         first = None if self.first_bucket_mb is None else self.first_bucket_mb * MEBIBYTE
         return OptimalBuckets.of(self.calibration, first)
 
-    def sends_rows(self, rows: int, nbytes: int) -> bool:
-        """Whether an embedding's gradient, of so many rows and bytes, is summed by those rows that are not zero."""
-        if self.planned_reduction == "hook" or self.naive or self.scaling is not None or self.bucket_rule is not None:
-            return False
-        if self.embedding_rows is None and isinstance(self.planner, OptimalBuckets):
+    @property
+    def may_send_rows(self) -> bool:
+        """Whether any embedding's gradient may be summed by those rows that are not zero."""
+        takes_whole = self.planned_reduction == "hook" or self.scaling is not None or self.bucket_rule is not None
+        return self.embedding_rows is not False and not self.naive and not takes_whole
+
+    def sends_rows(self, name: str, rows: int, nbytes: int) -> bool:
+        """Whether the gradient of the embedding with this name, of so many rows and bytes, is."""
+        if not self.may_send_rows or self.embedding_rows is not None:
+            return bool(self.may_send_rows)
+        if isinstance(self.planner, SavedPlan):
+            return name in self.planner.by_rows
+        if isinstance(self.planner, OptimalBuckets):
             return rows_may_pay(rows, nbytes, self.planner.link, self.planner.compute)
-        return bool(self.embedding_rows)
+        return False
 
     def bucket_policy(self, world_size: int) -> BucketPolicy:
         """What all plans of a wrapper with these options have in common."""

@@ -549,6 +549,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         the exposed communication and the reasons of the longest waits. `to_json()` of the result has everything.
         """
         communicator = self._runtime.communicator
+        counted_rows = communicator.counted_rows if self._runtime.reduction.ddp_hook is None else None
         return explain_sequence(
             self._runtime.reduction.agreed.sequence,
             [*self._runtime.reduction.fallback.reasons, *self._why_without_graphs()],
@@ -558,7 +559,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
             tuple(self._managed.left_alone()),
             self._chosen(),
             self._compiled_from(),
-            Times(communicator.world_size, self._work_of, self._runtime.recorded, communicator.counted_rows),
+            Times(communicator.world_size, self._work_of, self._runtime.recorded, counted_rows),
         )
 
     def _work_of(self, plan: BucketPlan) -> BackwardWork | None:

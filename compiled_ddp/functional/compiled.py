@@ -284,6 +284,15 @@ class CompiledStep:
         self._latest, self._latest_of_losses = runnable.communicators, runnable.agreements_of_losses
         return runnable(leaves)
 
+    @property
+    def graphs(self) -> int:
+        """How many have been traced."""
+        return sum(map(len, self._compiled.values()))
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """Tell the other ranks of what is raised in here, as of what a call raises."""
+        return self._telling()
+
     def _notice_another_world(self) -> None:
         """Behind destroy_process_group nobody hears of errors on what the latest graph launched on."""
         world = current_world()
@@ -313,7 +322,7 @@ class CompiledStep:
         ]
 
     def _tell_of_many(self, why: str) -> None:
-        if sum(map(len, self._compiled.values())) == _MANY:
+        if self.graphs == _MANY:
             warn_user(
                 f"{_name_of(self._step)} has been compiled {_MANY} times, the last time {why}. Each takes its time and "
                 "is kept: pass numbers that change from call to call as tensors."

@@ -151,7 +151,8 @@ def trace(
     """Trace `step` with these arguments.
 
     Its last results are the sums of its reductions' leading riders, and then the states of its generators. With
-    `writes_if_sound`, what is donated keeps its values where a rank has sent zeros in place of its gradients.
+    `writes_if_sound` its first results are what becomes of what is donated, in its order; that keeps its values where a
+    rank has sent zeros in place of its gradients.
     """
     given, structure = torch_private.trees.flatten((args, kwargs))
     to_reuse = _donated_leaves(step, args, kwargs, donated)
@@ -172,7 +173,7 @@ def trace(
         ]
         memory = {place: leaves[place] for place in places if id(given[place]) in to_reuse}
         kept = [result for result in results if isinstance(result, Tensor)]
-        targets = _targets(memory, kept)
+        targets = [*memory, *[None] * (len(kept) - len(memory))] if writes_if_sound else _targets(memory, kept)
         found["written"] = [place for place in targets if place is not None]
         copied = _copied(memory, targets, kept, session.are_sound() if writes_if_sound else None)
         return [*copied, *session.sums, *session.generators.states()]

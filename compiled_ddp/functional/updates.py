@@ -47,8 +47,8 @@ class Rule(Protocol):
     def needed(self, kind: Kind) -> tuple[str, ...]:
         """What a step finds in the state of a parameter, by torch's names: of `state`, and "step"."""
 
-    def begin(self, name: str, parameter: nn.Parameter) -> Tensor:
-        """What that is in a first step."""
+    def begin(self, name: str, parameter: nn.Parameter, group: Group) -> Tensor:
+        """What that is in a first step, where torch makes it."""
 
     def update(
         self, parameter: Tensor, gradient: Tensor, state: State, numbers: Numbers, kind: Kind, steps: Tensor
@@ -82,9 +82,8 @@ def _refuse(group: Group, *names: str) -> None:
 
 
 def _to(number: Tensor, like: Tensor) -> Tensor:
-    """Rounded as torch rounds a Python number that meets this tensor."""
-    kind = torch.float32 if like.dtype in (torch.float16, torch.bfloat16) else like.dtype
-    return number.to(device=like.device, dtype=kind)
+    """Rounded as torch rounds a Python number that meets this tensor, of 32 or 64 bits."""
+    return number.to(device=like.device, dtype=like.dtype)
 
 
 class _SGD:
@@ -101,7 +100,7 @@ class _SGD:
     def needed(self, kind: Kind) -> tuple[str, ...]:
         return ("momentum_buffer",) if kind.has("momentum") else ()
 
-    def begin(self, name: str, parameter: nn.Parameter) -> Tensor:
+    def begin(self, name: str, parameter: nn.Parameter, group: Group) -> Tensor:
         # torch's first step makes it the gradient, which is what zeros become.
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
@@ -126,7 +125,7 @@ class _Adam:
         self._decoupled = decoupled
 
     def kind(self, group: Group) -> Kind:
-        _refuse(group, "differentiable")
+        _refuse(group, "differentiable", "capturable")
         switches = _switched_on(group, "weight_decay", "amsgrad", "maximize")
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
         return Kind(
@@ -140,9 +139,9 @@ class _Adam:
     def needed(self, kind: Kind) -> tuple[str, ...]:
         return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if kind.has("amsgrad") else ()))
 
-    def begin(self, name: str, parameter: nn.Parameter) -> Tensor:
+    def begin(self, name: str, parameter: nn.Parameter, group: Group) -> Tensor:
         if name == "step":
-            return torch.tensor(0.0, dtype=torch.float32, device="cpu")
+            return torch.tensor(0.0, dtype=torch.float32, device=parameter.device if group.get("fused") else "cpu")
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def update(

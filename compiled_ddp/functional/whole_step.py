@@ -8,8 +8,9 @@ What a graph has fixed is `_Layout`: which parameters are trained, their groups 
 is another graph, which is kept beside the first.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from compiled_ddp.functional.compiled import Backend, CompiledStep
 from compiled_ddp.functional.transforms import grad_and_value
 from compiled_ddp.functional.updates import Kind, Rule, Vector, as_vectors, rule_of
 from compiled_ddp.keywords import check_switches, suggests_keywords
-from compiled_ddp.model.checks import check_model
+from compiled_ddp.model.checks import check_model, check_writable
 from compiled_ddp.model.managed import is_wrapper
 from compiled_ddp.options import check_compiler, is_number
 from compiled_ddp.ranks.agreement import Description, agree_on_description
@@ -78,7 +79,7 @@ def compile_step(
         CompiledStep,
         backend=backend,
         options=torch_private.compiler_options.inductor_options(mode, options, None),
-        donated=("params", "buffers", "state"),
+        donated=("params", "buffers", "state", "steps"),
         keeps_donated=True,
     )
     rule = _begun(model, optimizer, RankGroup(process_group))
@@ -107,7 +108,9 @@ def _begun(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup)
     rule = rule_of(optimizer)
 
     def describe() -> Description:
-        check_model(model, "compile_step")
+        _, contents = check_model(model, "compile_step")
+        check_writable(contents)
+        _refuse_hooks(model, optimizer)
         parameters = dict(model.named_parameters())
         layout = _Layout.of(parameters, optimizer, rule)
         description: Description = {"optimizer": [type(optimizer).__name__]}
@@ -122,6 +125,21 @@ def _begun(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup)
     if ranks.world_size > 1 and tensors:
         torch_private.groups.broadcast_coalesced(ranks.process_group, tensors, source=0)
     return rule
+
+
+def _refuse_hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for code of the user's that a graph would not run."""
+    for name, parameter in model.named_parameters():
+        if torch_private.tensors.any_has_hooks([parameter]) or torch_private.tensors.post_accumulate_hooks(parameter):
+            raise ValueError(
+                f"parameter {name} has hooks on its gradient, which compile_step does not run: put what they do into "
+                "the loss, or train with compile_ddp(model)."
+            )
+    if torch_private.optimizers.has_hooks(optimizer):
+        raise ValueError(
+            f"the {type(optimizer).__name__} has hooks on its step(), or another step(), which compile_step does not "
+            "run: call what they do behind each step, or train with compile_ddp(model)."
+        )
 
 
 def _looks(parameter: Tensor) -> list[object]:
@@ -148,6 +166,11 @@ class _Layout:
             for place, parameter in enumerate(group["params"]):
                 if not parameter.requires_grad:
                     continue
+                if parameter.is_complex():
+                    raise ValueError(
+                        f"parameter {place} of group {number} of the optimizer is complex, whose update compile_step "
+                        "does not have: train with compile_ddp(model)."
+                    )
                 if id(parameter) not in name_of:
                     raise ValueError(
                         f"parameter {place} of group {number} of the optimizer, of shape {tuple(parameter.shape)}, is "
@@ -196,6 +219,7 @@ class _Graph:
         bucket_cap_mb: float | None,
     ) -> None:
         self.rule, self.has_aux, self._clip_grad_norm = rule, whole.has_aux, clip_grad_norm
+        users_loss = whole.loss_fn  # so that what it closes over is followed, as of any function of a compiled step
 
         def loss(params: Tensors, others: Tensors, buffers: Tensors, batch: Any, named: Any) -> Any:
             # A gradient function may not write into what it is given.
@@ -204,7 +228,9 @@ class _Graph:
             result = torch.func.functional_call(whole, tensors, batch, named)
             value, aux = result if whole.has_aux else (result, None)
             _refuse_unused(value, params)
-            return value, (aux, copies)
+            assert users_loss is whole.loss_fn
+            # Those that forward has written into, or replaced by others: `functional_call` puts these into `tensors`.
+            return value, (aux, {name: tensors[f"model.{name}"].detach() for name in buffers})
 
         loss.__qualname__ = f"loss of {type(whole.model).__name__}"
         self._gradient = grad_and_value(loss, has_aux=True, process_group=process_group, bucket_cap_mb=bucket_cap_mb)
@@ -226,25 +252,30 @@ class _Graph:
             gradients, (value, (aux, buffers)) = gradient(params, others, buffers, batch, named)
             if most is not None:
                 gradients = _clipped(gradients, most)
+            counts = steps + 1
             new, new_state = dict[str, Tensor](), dict[str, Tensors]()
             for place, (name, group) in enumerate(zip(layout.names, layout.groups, strict=True)):
                 kind = layout.kinds[group]
                 of_group = Vector(kind, numbers[group])
-                new[name], new_state[name] = rule.update(
-                    params[name], gradients[name], state[name], of_group, kind, steps[place]
-                )
-            return new, buffers, new_state, value, aux
+                # In 16 bits a learning rate or a beta would be another number.
+                own = {each: _widened(value) for each, value in state[name].items()}
+                given = _widened(params[name]), _widened(gradients[name]), own
+                new[name], new_state[name] = rule.update(*given, of_group, kind, counts[place])
+            return new, buffers, new_state, counts, value, aux
 
         return step
 
 
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def _clipped(gradients: Tensors, most: float) -> Tensors:
     """As torch.nn.utils.clip_grad_norm_ leaves them."""
-    norm = torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()])
-    )
+    norms = [torch.linalg.vector_norm(_widened(each)) for each in gradients.values()]
+    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device, torch.float64) for each in norms]))
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
-    return {name: each * factor.to(each.dtype) for name, each in gradients.items()}
+    return {name: each * factor.to(each.device, each.dtype) for name, each in gradients.items()}
 
 
 def _refuse_unused(loss: object, params: Tensors) -> None:
@@ -289,31 +320,41 @@ class TrainingStep:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._graph, self._compiler = graph, compiler
-        self._compiled: dict[_Layout, CompiledStep] = {}
+        self._known: dict[_Layout, list[_Known]] = {}
+        self._latest: CompiledStep | None = None
 
     @untraced
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take a step with this batch; returns this rank's loss, detached, and with `has_aux` a pair."""
-        parameters = dict(self.model.named_parameters())
-        layout = _Layout.of(parameters, self.optimizer, self._graph.rule)
-        step = self._compiled.get(layout)
-        if step is None:
-            step = self._compiled[layout] = self._compiler(self._graph.step_of(layout))
-        trained = layout.trained(parameters)
-        params: Tensors = {name: parameter for name, _, parameter in trained}
-        others: Tensors = {name: each for name, each in parameters.items() if name not in params}
-        buffers = dict(self.model.named_buffers())
-        state, steps = self._state(trained, layout)
-        counts = (
-            torch.stack([*steps]).double() + 1 if steps else torch.ones(len(trained), dtype=torch.float64, device="cpu")
-        )
-        numbers = as_vectors(self._graph.rule, self.optimizer.param_groups)
-        new, new_buffers, new_state, value, aux = step(params, buffers, state, others, counts, numbers, batch, named)
-        with torch.no_grad():
-            _put([*params.values(), *buffers.values()], [*new.values(), *new_buffers.values()])
-            _put(_flat(state), _flat(new_state))
-            torch_private.optimizers.note_step(self.optimizer, steps)
+        with contextlib.nullcontext() if self._latest is None else self._latest.telling():
+            parameters = dict(self.model.named_parameters())
+            layout = _Layout.of(parameters, self.optimizer, self._graph.rule)
+            known = self._known_of(layout)
+            trained = layout.trained(parameters)
+            params: Tensors = {name: parameter for name, _, parameter in trained}
+            others: Tensors = {name: each for name, each in parameters.items() if name not in params}
+            buffers = dict(self.model.named_buffers())
+            state, steps = self._state(trained, layout)
+            counts = _as_vector(steps) if steps else torch.zeros(len(trained), dtype=torch.float64, device="cpu")
+            numbers = as_vectors(self._graph.rule, self.optimizer.param_groups)
+        self._latest = known.compiled
+        *_, value, aux = known.compiled(params, buffers, state, others, counts, numbers, batch, named)
+        known.note_traced(self.model)
+        torch_private.optimizers.note_step(self.optimizer, steps, counts)
         return (value, aux) if self._graph.has_aux else value
+
+    def _known_of(self, layout: _Layout) -> "_Known":
+        """What is compiled for this layout, and for the numbers and texts that the model's modules have."""
+        plain = _plain(self.model)
+        every = self._known.setdefault(layout, [])
+        known = next((each for each in every if each.plain == plain), None)
+        if known is None:
+            _refuse_hooks(self.model, self.optimizer)
+            known = _Known(self._compiler(self._graph.step_of(layout)), plain)
+            every.append(known)
+        elif torch_private.optimizers.has_hooks(self.optimizer):
+            _refuse_hooks(self.model, self.optimizer)
+        return known
 
     def _state(
         self, trained: Sequence[tuple[str, int, nn.Parameter]], layout: _Layout
@@ -325,20 +366,36 @@ class TrainingStep:
             own: dict[str, Any] = self.optimizer.state.get(parameter, {})  # which makes no entry, as torch makes none
             missing = [each for each in needed if own.get(each) is None]
             if missing:
-                own = self.optimizer.state[parameter]
-                own.update((each, rule.begin(each, parameter)) for each in missing)
+                own, options = self.optimizer.state[parameter], self.optimizer.param_groups[group]
+                own.update((each, rule.begin(each, parameter, options)) for each in missing)
             states[name] = {each: own[each] for each in needed if each != "step"}
             if "step" in needed:
+                own["step"] = torch.as_tensor(own["step"], dtype=torch.float32)  # a number in old checkpoints
                 steps.append(own["step"])
         return states, steps
 
 
-def _flat(state: dict[str, Tensors]) -> list[Tensor]:
-    return [each for own in state.values() for each in own.values()]
+class _Known:
+    """A step that was compiled, while the model's modules had these numbers and texts."""
+
+    def __init__(self, compiled: CompiledStep, plain: tuple[Hashable, ...]) -> None:
+        self.compiled, self.plain = compiled, plain
+        self._graphs = 0
+
+    def note_traced(self, model: nn.Module) -> None:
+        """A forward may count its own calls: what it does in Python happens while it is traced, and not again."""
+        if self.compiled.graphs != self._graphs:
+            self._graphs, self.plain = self.compiled.graphs, _plain(model)
 
 
-def _put(targets: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Write what the graph has not left in its place, as where strides differ."""
-    for target, result in zip(targets, results, strict=True):
-        if result.data_ptr() != target.data_ptr() or result.stride() != target.stride():
-            target.copy_(result)
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
+
+def _plain(model: nn.Module) -> tuple[Hashable, ...]:
+    """What a graph has fixed of the attributes that a forward may read: numbers and texts of all modules."""
+    return tuple(value for module in model.modules() for value in vars(module).values() if type(value) in _PLAIN)
+
+
+def _as_vector(steps: Sequence[Tensor]) -> Tensor:
+    """Counts of steps, float64, on the device of the first one."""
+    return torch.stack([each.to(steps[0].device) for each in steps]).double()

@@ -597,8 +597,8 @@ class Segment:
 # Which parameter each input that may get a gradient is, in the segment's gradient order; None for any other tensor.
 _Parameters = tuple[int | None, ...]
 
-# The dtypes of their gradients, and which they are where buckets go by names.
-_Pattern = tuple[tuple[torch.dtype | None, ...], _Parameters | None]
+# The dtypes and rows of their gradients, and which they are where buckets go by names.
+_Pattern = tuple[tuple[tuple[torch.dtype, int | None] | None, ...], _Parameters | None]
 
 
 class Bindings:
@@ -702,7 +702,8 @@ class Bindings:
         index_of = {position: index for position, index in pairs if index is not None}
         planned = self._runtime.parameters.gradients
         # One graph may run for parameters that tell autograd to cast their gradients to different dtypes.
-        dtypes = tuple(None if index is None else planned[index].dtype for index in parameters)
+        # Or of which one is an embedding's alone, and sent by rows, and the other is not.
+        dtypes = tuple(None if i is None else (planned[i].dtype, planned[i].row) for i in parameters)
         pattern = (dtypes, parameters) if self._policy.planner.goes_by_names else (dtypes, None)
         programs = known.programs
         if pattern not in programs:

@@ -161,7 +161,7 @@ def describe_model(contents: Contents, options: Options, mode: str, *, at_init: 
     for name, parameter in contents.parameters.items():
         kind = "sparse gradient" if name in contents.sparse else "trained" if parameter.requires_grad else "frozen"
         description[f"parameter {name}"] = [*_properties(parameter), places[parameter.device], kind]
-        if name in contents.embeddings:  # some may be reduced by rows
+        if name in contents.embeddings and parameter.is_cpu and options.may_send_rows:
             description[f"parameter {name}"].append("of an embedding")
         if parameter.requires_grad and gradient_dtype(parameter) != parameter.dtype:
             description[f"parameter {name}"].append(f"grad_dtype {parameter.grad_dtype}")

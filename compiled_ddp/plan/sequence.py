@@ -66,13 +66,21 @@ def described(size: tuple[int, ...], dtype: torch.dtype) -> str:
 
 
 def write_plan(
-    path: str | Path, parameters: Mapping[str, str], buckets: Sequence[Sequence[str]], world_size: int
+    path: str | Path,
+    parameters: Mapping[str, str],
+    buckets: Sequence[Sequence[str]],
+    world_size: int,
+    by_rows: Sequence[str],
 ) -> None:
-    """Write what `SavedPlan.load` reads: `parameters` as they are `described`, and their names by bucket."""
+    """Write what `SavedPlan.load` reads: `parameters` as they are `described`, and their names by bucket.
+
+    Those `by_rows` are sent without zeros.
+    """
     document = {
         "plan": SAVED_VERSION,
         "world_size": world_size,
         "buckets": [[*bucket] for bucket in buckets if bucket],
+        **({"by_rows": [*by_rows]} if by_rows else {}),
         "parameters": dict(parameters),
     }
     Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -138,7 +146,8 @@ class ReductionSequence:
         name = self.parameter_names.__getitem__
         buckets = [[*map(name, bucket.indices)] for section in sections for bucket in section.plan.buckets]
         world_size = self.sections[0].plan.world_size if self.sections else 1
-        write_plan(path, {name(index): specs[index] for index in sorted(specs)}, buckets, world_size)
+        by_rows = [name(index) for bucket in self.buckets if bucket.row is not None for index in bucket.indices]
+        write_plan(path, {name(index): specs[index] for index in sorted(specs)}, buckets, world_size, by_rows)
 
     @functools.cached_property
     def fingerprint(self) -> str:

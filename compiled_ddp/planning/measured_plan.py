@@ -54,6 +54,7 @@ def plan_from_launches(
         tuple((name(spec.index), described(spec.size, spec.dtype)) for spec in every),
         tuple(tuple(name(spec.index) for spec in bucket) for bucket in (*best, *never) if bucket),
         sequence.launched[0].plan.world_size,
+        tuple(name(spec.index) for spec in every if spec.row is not None),
     )
 
 

@@ -19,6 +19,12 @@ Names = Mapping[int, str] | Sequence[str]  # of parameters, by the numbers of th
 Kind = tuple[torch.dtype, torch.device, int | None]  # a bucket holds gradients of one; see `GradientSpec`
 
 
+def _sent(gradients: Sequence[GradientSpec]) -> int:
+    """The bytes of all that are sent whole; of all, where none is."""
+    whole = [gradient.nbytes for gradient in gradients if gradient.row is None]
+    return sum(whole) or sum(gradient.nbytes for gradient in gradients)
+
+
 def _kind(gradient: GradientSpec) -> Kind:
     return gradient.dtype, gradient.device, gradient.row
 
@@ -148,7 +154,7 @@ class OptimalBuckets:
     def fill(
         self, gradients: Sequence[GradientSpec], names: Names = (), work: BackwardWork | None = None
     ) -> list[list[GradientSpec]]:
-        nbytes = sum(gradient.nbytes for gradient in gradients)
+        nbytes = _sent(gradients)
         within = _UNCERTAIN if all(gradient.device.type == "cpu" for gradient in gradients) else math.inf
         return self.fill_for(gradients, self.readiness(gradients, work).hardest(self.link, nbytes, within=within))
 
@@ -157,11 +163,11 @@ class OptimalBuckets:
         of_kind: dict[Kind, list[int]] = {}
         for place, gradient in enumerate(gradients):
             of_kind.setdefault(_kind(gradient), []).append(place)
-        nbytes = sum(gradient.nbytes for gradient in gradients)
+        nbytes = _sent(gradients)
         filled: list[_OpenBucket] = []
         for places in of_kind.values():
             own = [gradients[place].nbytes for place in places]
-            share = sum(own) / nbytes if sum(own) else 1.0  # a dtype may have empty gradients alone
+            share = min(1.0, sum(own) / nbytes) if sum(own) else 1.0  # a dtype may have empty gradients alone
             link = replace(self.link, bytes_per_second=self.link.bytes_per_second * share)
             first = self._first(own)
             largest = max(_LARGEST_BYTES, sum(own) * _MOST_OF_ALL)

@@ -29,10 +29,11 @@ class SavedPlan:
     parameters: tuple[tuple[str, str], ...]
     buckets: tuple[tuple[str, ...], ...]
     world_size: int  # that it was made at, and made for
+    by_rows: tuple[str, ...] = ()  # embeddings that send the rows that are not zero alone
 
     def __repr__(self) -> str:
         """Short, and another one for each plan: ranks compare it."""
-        digest = hashlib.sha256(repr((self.parameters, self.buckets)).encode()).hexdigest()[:8]
+        digest = hashlib.sha256(repr((self.parameters, self.buckets, self.by_rows)).encode()).hexdigest()[:8]
         return f"SavedPlan({len(self.parameters)} parameters in {len(self.buckets)} buckets, {digest})"
 
     @classmethod
@@ -44,7 +45,8 @@ class SavedPlan:
                 raise ValueError(f"expected a JSON object with plan: {SAVED_VERSION}, as `ddp.plan.save()` writes")
             parameters = tuple((str(name), str(told)) for name, told in found["parameters"].items())
             buckets = tuple(tuple(map(str, names)) for names in found["buckets"])
-            saved = cls(parameters, buckets, int(found["world_size"]))
+            by_rows = tuple(map(str, found.get("by_rows", ())))
+            saved = cls(parameters, buckets, int(found["world_size"]), by_rows)
             saved._check_names()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} holds no plan: {error}") from error
@@ -52,7 +54,7 @@ class SavedPlan:
 
     def save(self, path: str | Path) -> None:
         """Write it as `ddp.plan.save` writes the plan of a wrapper."""
-        write_plan(path, dict(self.parameters), self.buckets, self.world_size)
+        write_plan(path, dict(self.parameters), self.buckets, self.world_size, self.by_rows)
 
     def _check_names(self) -> None:
         placed = [name for bucket in self.buckets for name in bucket]

@@ -57,7 +57,7 @@ class NameInGraphs(contextlib.AbstractContextManager[str]):
     """Entered, the name of `group` in a graph that runs in this context."""
 
     def __init__(
-        self, group: dist.ProcessGroup, own_name: str, *, shared: bool, by_rows: Mapping[int, dist.ProcessGroup]
+        self, group: dist.ProcessGroup, own_name: str, *, shared: bool, by_rows: Mapping[int | None, dist.ProcessGroup]
     ) -> None:
         """It is the one of all graphs if it is to be `shared`, and no graph of another group has it now.
 
@@ -147,7 +147,7 @@ class Communicator:
         self._at_end = weakref.finalize(self, _abandoned.append, self._group)
         self._at_end.atexit = False
         self._row_sums: RowSums | None = None
-        self.by_rows: dict[int, dist.ProcessGroup] = {}  # what sums by rows of so many elements
+        self.by_rows: dict[int | None, dist.ProcessGroup] = {}  # what sums by rows of so many elements
         self.progress = RankProgress(group)
         self._hangs = ranks.hang_reporter(group, self.progress, occasion)
         self.explain_waits_of(ranks)
@@ -189,7 +189,7 @@ class Communicator:
 
         These are to be known by `sum_rows`.
         """
-        return torch_private.groups.start_sum(self.group if row is None else self._summing(row), flat_buffer)
+        return torch_private.groups.start_sum(self.by_rows.get(row, self.group), flat_buffer)
 
     def sum_rows(self, rows: Collection[int]) -> None:
         """Be able to sum by rows of so many elements. A collective, the first time that there are any."""
@@ -208,11 +208,6 @@ class Communicator:
     def counted_rows(self) -> Mapping[tuple[int, int], Sequence[int]]:
         """How many rows each rank had in the latest sums, see `RowSums`."""
         return {} if self._row_sums is None else self._row_sums.counted
-
-    def _summing(self, row: int) -> dist.ProcessGroup:
-        if self._is_inherited:
-            raise self._of_parent()
-        return self.by_rows[row]
 
     def run_graph(
         self, graph: Callable[[], T], group_name: str, watching: contextlib.AbstractContextManager[object] | None
@@ -359,16 +354,21 @@ class Communicator:
         self._at_end.detach()
         if self._row_sums is not None:
             self._end_of_rows.detach()
-            self._row_sums.close()
+            self._forget_rows(self._row_sums)
             _end(self._row_sums.moving)
         _end(self._group())
         self.closed = True
+
+    def _forget_rows(self, row_sums: RowSums) -> None:
+        row_sums.close()
+        for row in self.by_rows:
+            torch_private.groups.forget_group_name(name_for_rows(self.group_name, row))
 
     def abandon(self) -> None:
         """Leave the communicator to be destroyed when the next one is made: other ranks need not end it at once."""
         self._hangs.close()
         if self._row_sums is not None:
-            self._row_sums.close()
+            self._forget_rows(self._row_sums)
             self._end_of_rows()
         self._at_end()
         self.closed = True

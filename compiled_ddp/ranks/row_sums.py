@@ -5,7 +5,7 @@ buffer, not at the batch, so that a sum of several backwards, or of several uses
 ranks tell each other how many rows they have, in one small collective, and then gather these rows and their numbers,
 or, where that would be no less, all-reduce the whole buffer.
 
-The sum is exact: what the ranks have in one row is added in the order of ranks, so it has the same bits on all of them.
+What the ranks have in one row is added in the order of ranks, so the sum has the same bits on all of them.
 
 [Note: two groups and a thread] The small collective is launched on the communicator's group, in the order of all
 buckets, and counts as that bucket's one. What follows depends on its result. So that nothing waits for it, a thread
@@ -27,6 +27,7 @@ from torch import Tensor
 from compiled_ddp import torch_private
 
 _INDEX_BYTES = 8
+_AS_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 # A ring moves almost two times the bytes of a buffer for an all-reduce, and what the others have for an all-gather.
 _MOVED_BY_ALL_REDUCE = 2
 
@@ -61,15 +62,15 @@ class _SumOfRows(dist.Work):
     def end(self, error: BaseException | None) -> None:
         """The sum is there, or `error` has ended it."""
         self._error = error
-        self._over.set()
         self._future.set_result(None)
+        self._over.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Raises what has ended it. Each collective in it has the group's timeout; this has none of its own."""
         self._over.wait()
         self._forget(self)
         if self._error is not None:
-            raise self._error
+            raise _of_collective(self._error) from self._error
         return True
 
     def is_completed(self) -> bool:
@@ -78,6 +79,12 @@ class _SumOfRows(dist.Work):
     def get_future(self) -> Any:
         """For a recorder, which notes the end."""
         return self._future
+
+
+def _of_collective(error: BaseException) -> BaseException:
+    """`error` as one that is known to come of a collective, wherever it is caught; an interrupt as it is."""
+    is_other = isinstance(error, RuntimeError) and not isinstance(error, dist.DistError)
+    return dist.DistBackendError(str(error)) if is_other else error
 
 
 class _RowGroup(dist.ProcessGroup):
@@ -90,7 +97,10 @@ class _RowGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, options: Any = None) -> dist.Work:  # type: ignore[override]
         """Launch the sum, in place, of one contiguous buffer of whole rows."""
         (buffer,) = tensors
-        return self._start(buffer, self._row)
+        try:
+            return self._start(buffer, self._row)
+        except RuntimeError as error:
+            raise _of_collective(error) from error
 
 
 class RowSums:
@@ -106,10 +116,11 @@ class RowSums:
         # How many rows each rank had, in the latest sum of so many elements by rows of this width.
         self.counted: dict[tuple[int, int], Sequence[int]] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        thread = threading.Thread(
-            target=_run_all, args=(self._tasks, torch.get_num_threads()), name="compiled_ddp rows", daemon=True
-        )
-        thread.start()
+        self._failed: list[BaseException] = []  # what has ended a sum here, the first one
+        has_begun = threading.Event()
+        what = self._tasks, torch.get_num_threads(), has_begun
+        threading.Thread(target=_run_all, args=what, name="compiled_ddp rows", daemon=True).start()
+        has_begun.wait()
         self._at_end = weakref.finalize(self, self._tasks.put, None)
         self._at_end.atexit = False
 
@@ -141,21 +152,26 @@ class RowSums:
         counting, moving = self._counting(), self._moving()
         assert counting is not None and moving is not None, "the groups of a communicator that is gone"
         rows = buffer.view(-1, row)
-        own = rows.any(1).nonzero().flatten()
+        own = rows.view(_AS_BITS[rows.itemsize]).any(1).nonzero().flatten()  # -0.0 is no zero: of equal bits everywhere
         counts = torch.zeros(self._world_size, dtype=torch.int64, device="cpu")
         count = torch.tensor([len(own)], dtype=torch.int64, device="cpu")
         counted = torch_private.groups.start_gather(counting, counts, count)
         work = _SumOfRows(self._under_way.discard)
         self._under_way.add(work)
-        note = functools.partial(self.counted.__setitem__, (buffer.numel(), row))
+        note, failed = functools.partial(self.counted.__setitem__, (buffer.numel(), row)), self._failed
 
         def finish() -> None:
             try:
+                if failed:  # the other ranks may be in the sum that has failed here, and would take this for it
+                    raise failed[0]
                 counted.wait()
                 of_ranks = counts.tolist()
                 note(of_ranks)
                 _sum_up(rows, own, of_ranks, moving)
             except BaseException as error:
+                if not failed:
+                    failed.append(error)
+                    torch_private.groups.end_waits(moving)
                 work.end(error)
             else:
                 work.end(None)
@@ -164,8 +180,9 @@ class RowSums:
         return work
 
 
-def _run_all(tasks: "queue.SimpleQueue[Callable[[], None] | None]", threads: int) -> None:
-    torch.set_num_threads(threads)  # which each thread decides for itself
+def _run_all(tasks: "queue.SimpleQueue[Callable[[], None] | None]", threads: int, has_begun: threading.Event) -> None:
+    torch.set_num_threads(threads)  # which a new thread has otherwise by the processors
+    has_begun.set()
     while (task := tasks.get()) is not None:
         task()
         del task  # with the buffer that it holds

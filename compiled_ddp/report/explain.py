@@ -258,9 +258,11 @@ def explain_sequence(
     )
 
 
-def _format_rows(sequence: ReductionSequence, counted_rows: Mapping[tuple[int, int], Sequence[int]]) -> Iterator[str]:
+def _format_rows(
+    sequence: ReductionSequence, counted_rows: Mapping[tuple[int, int], Sequence[int]] | None
+) -> Iterator[str]:
     for bucket in sequence.buckets:
-        if bucket.row is None:
+        if bucket.row is None or counted_rows is None:
             continue
         names = format_names([sequence.parameter_names[index] for index in bucket.indices], 3)
         rows, counts = bucket.numel // bucket.row, counted_rows.get((bucket.numel, bucket.row), ())
@@ -278,12 +280,15 @@ class Times:
     world_size: int
     work_of: Callable[[BucketPlan], BackwardWork | None] = lambda plan: None  # see `predict_sequence`
     recorder: Recorder | None = None
-    counted_rows: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)  # as in `RowSums`
+    # As in `RowSums`; None where something else than that reduces buckets.
+    counted_rows: Mapping[tuple[int, int], Sequence[int]] | None = field(default_factory=dict)
 
     def _sent_bytes(self, bucket: Bucket) -> int:
         """What the latest step has sent of it, or the bucket's size."""
-        counts = () if bucket.row is None else self.counted_rows.get((bucket.numel, bucket.row), ())
-        if bucket.row is None or not counts:
+        if bucket.row is None or not self.counted_rows:
+            return bucket.nbytes
+        counts = self.counted_rows.get((bucket.numel, bucket.row), ())
+        if not counts:
             return bucket.nbytes
         return sent_bytes(counts, bucket.numel // bucket.row, bucket.row * bucket.dtype.itemsize)
 

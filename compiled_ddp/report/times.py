@@ -67,7 +67,8 @@ def predict_sequence(
         alone = _by_sizes(section, link) if work is None else work.readiness(calibration.compute)
         local += alone.backward_seconds
         readiness, last = alone.beside(link, section.plan.nbytes), 0
-        sizes += (gradient.numel * bucket.dtype.itemsize for bucket, gradient in section.plan.gradients)
+        for bucket, gradient in section.plan.gradients:
+            sizes.append(gradient.numel * bucket.dtype.itemsize * sent_bytes(bucket) // bucket.nbytes)
         at += (begin + seconds for seconds in readiness.seconds)
         for bucket in section.plan.buckets:
             last += len(bucket.gradients)

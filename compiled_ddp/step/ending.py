@@ -7,7 +7,7 @@ Where an exception has ended the backward on this rank, it takes part in what th
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -315,7 +315,8 @@ class Ending:
         """Raise RuntimeError where autograd had to copy what a graph returned: the parameter is of another kind now."""
         parameters = self._reduction.parameters
         planned, now = parameters.gradients, parameters.tensors
-        converted = [index for index in sorted(indices) if GradientSpec.of(index, now[index]) != planned[index]]
+        specs = {index: GradientSpec.of(index, now[index]) for index in sorted(indices)}
+        converted = [index for index, spec in specs.items() if replace(spec, row=planned[index].row) != planned[index]]
         if converted:
             raise RuntimeError(
                 f"parameter {parameters.named(converted)} was converted (dtype, grad_dtype) after the "

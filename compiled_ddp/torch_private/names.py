@@ -167,7 +167,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch._C.DispatchKeySet",
         "torch._C._dispatch_keyset_full_after",
     ),
-    "counting a step of an optimizer": ("torch._foreach_add_",),
+    "counting a step of an optimizer": ("torch._foreach_copy_",),
+    "hooks around an optimizer's step": (
+        "torch.optim.optimizer._global_optimizer_pre_hooks",
+        "torch.optim.optimizer._global_optimizer_post_hooks",
+    ),
     "filling what generated code allocates": ("torch._inductor.codecache.PyCodeCache",),
 }
 

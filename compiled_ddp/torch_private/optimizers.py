@@ -4,10 +4,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.optim import optimizer as _optimizer
 
 
-def note_step(optimizer: torch.optim.Optimizer, steps: Sequence[Tensor]) -> None:
-    """Count it in `steps`, the state's own, and let schedulers know of it: they warn where none has been taken."""
+def note_step(optimizer: torch.optim.Optimizer, steps: Sequence[Tensor], counts: Tensor) -> None:
+    """Let the state's own `steps` be `counts`, and schedulers know of a step: they warn where none has been taken."""
     if steps:
-        torch._foreach_add_([*steps], 1.0)
+        torch._foreach_copy_([*steps], [*counts.unbind()])
     optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
+def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step()` runs more than its class's: hooks, of its own or of all optimizers, or a patch."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    of_all = _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks
+    patched = vars(optimizer).get("step")
+    return bool(own or of_all) or (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"))

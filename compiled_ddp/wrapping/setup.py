@@ -142,7 +142,8 @@ class Setup:
             name
             for name, weight in weights.items()
             if weight.is_cpu and weight.dim() == 2 and weight.is_contiguous() and weight.numel() > 0
-            if options.sends_rows(len(weight), weight.numel() * gradient_dtype(weight).itemsize)
+            if not weight.is_complex()
+            if options.sends_rows(name, len(weight), weight.numel() * gradient_dtype(weight).itemsize)
         )
 
     def sparse(self) -> dict[str, nn.Parameter]:

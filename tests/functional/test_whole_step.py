@@ -86,7 +86,7 @@ def assert_same(step: Any, loop: Loop) -> None:
 
 
 def graphs(step: Any) -> int:
-    return sum(len(each) for compiled in step._compiled.values() for each in compiled._compiled.values())
+    return sum(known.compiled.graphs for every in step._known.values() for known in every)
 
 
 def both(kind: str, make: Callable[[], nn.Module] = Net, **options: Any) -> tuple[Any, Loop]:
@@ -285,6 +285,75 @@ def test_other_things_that_steps_do(ranks2: RankPool) -> None:
     ranks2.run(_others)
 
 
+class Moving(nn.Module):
+    """A buffer that forward replaces, one that it leaves alone, a number that it reads, and one that counts."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4, dtype=dtype), nn.Parameter(torch.tensor(0.5, dtype=dtype))
+        self.register_buffer("mean", torch.zeros(4, dtype=dtype))
+        self.register_buffer("table", torch.arange(4.0, dtype=dtype))
+        self.temperature, self.calls = 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = self.layer(x.to(self.scale.dtype)) * self.scale + self.table
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)
+        return (hidden / self.temperature).square().mean()
+
+
+def _follows(rank: int) -> None:
+    """What a graph could have kept: numbers of the loss and of modules, buffers that are replaced."""
+    step, loop = both("momentum", Moving)
+    weight = {"of": 1.0}
+    step = compile_step(step.model, step.optimizer, lambda model, x: model(x) * weight["of"], backend="aot_eager")
+    bare = loop.model
+    loop.model = nn.Module()
+    loop.model.inner = bare
+    loop.model.forward = lambda x: bare(x) * weight["of"]
+    loop.model.state_dict = bare.state_dict
+    for n, (of, temperature) in enumerate([(1.0, 1.0), (2.0, 1.0), (2.0, 3.0), (0.5, 3.0), (0.5, 3.0), (0.5, 3.0)]):
+        weight["of"] = of
+        step.model.temperature = bare.temperature = temperature
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * n + rank))
+        torch.testing.assert_close(step(x), loop.step(x))
+        assert_same(step, loop)
+    assert graphs(step) == 4  # and not one for each call that forward has counted
+    with torch.no_grad():
+        step.model(x)
+
+
+def test_numbers_of_losses_and_modules_and_replaced_buffers_are_followed(ranks2: RankPool) -> None:
+    ranks2.run(_follows)
+
+
+def _in_half(rank: int, dtype: torch.dtype) -> None:
+    """A parameter of one number beside a loss of one number, both in 16 bits, to which no learning rate is rounded."""
+    torch.manual_seed(0)
+    model = Moving(dtype)
+    twin = copy.deepcopy(model).float()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, betas=(0.9, 0.999)) for each in (model, twin)]
+    step = compile_step(model, optimizers[0], backend="aot_eager", clip_grad_norm=1.0)
+    loop = Loop.__new__(Loop)
+    loop.model, loop.optimizer, loop.clip = twin, optimizers[1], 1.0
+    for n in range(4):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * n + rank))
+        loss, expected = step(x), loop.step(x)
+        assert loss.data_ptr() != model.scale.data_ptr() and loss.dtype == dtype
+        torch.testing.assert_close(loss.float(), expected.float(), rtol=3e-2, atol=3e-2)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=3e-2, atol=1e-2)
+    state = optimizers[0].state[model.layer.weight]
+    assert state["exp_avg_sq"].dtype == dtype and state["step"].item() == 4
+    assert state["exp_avg_sq"].sum() < 1e-2  # a beta of 0.999 is 1 in bfloat16, and nothing would decay
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_parameters_of_other_dtypes(ranks2: RankPool, dtype: torch.dtype) -> None:
+    ranks2.run(_in_half, dtype)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -315,6 +384,14 @@ def _refused(rank: int) -> None:
     refuses(ValueError, "is none of the model's", model, other)
     damped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
     refuses(ValueError, "does not take dampening=0.5", model, damped)
+    handle = model.first.weight.register_hook(lambda gradient: gradient)
+    refuses(ValueError, r"first\.weight has hooks on its gradient", model, optimizer)
+    handle.remove()
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    refuses(ValueError, r"SGD has hooks on its step\(\)", model, optimizer)
+    handle.remove()
+    complex_one = nn.Linear(2, 2, dtype=torch.complex64)
+    refuses(ValueError, "is complex", complex_one, torch.optim.SGD(complex_one.parameters(), lr=0.1))
     step = compile_step(model, optimizer, lambda net, x: net.first(x).sum(), backend="aot_eager")
     with pytest.raises(RuntimeError, match=r"the loss does not use (scale, )?norm\.weight, norm\.bias, same\.weight"):
         step(batch(rank, 0)[0])
@@ -351,7 +428,7 @@ def _raises(rank: int) -> str:
     message = ""
     with _unchanged(model):
         try:
-            step(*batch(rank, 1, rows=4 if rank else 5))
+            step(*batch(rank, 1))
         except (RuntimeError, ValueError) as error:
             message = str(error)
     assert step.optimizer.state_dict()["state"][0]["step"].item() == before

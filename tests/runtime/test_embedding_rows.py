@@ -11,9 +11,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import assert_equal_on_all_ranks, assert_gradients, assert_step, expected_mean, mean_by_hand, wrappers
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from compiled_ddp import Calibration, EagerDDP, SavedPlan, comm_hooks, compile_ddp
 from compiled_ddp.planning.cost_model import Compute, Link
+from compiled_ddp.ranks import row_sums
 from ranks import RankError, RankPool
 
 BOTH = ("compile_ddp", "EagerDDP")
@@ -286,6 +288,38 @@ def test_plans_and_times_know_the_buckets(ranks2: RankPool, tmp_path: Any) -> No
     ranks2.run(_kept, str(tmp_path))
 
 
+def _pinned_by_default(rank: int, folder: str) -> None:
+    """Chosen by the link, and still chosen by the plan that is made of that."""
+    slow = Calibration("gloo", 2, 1, "cpu", Link(1e-4, 120e6), Compute(5e10, 8e9))
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(8192, 64), nn.Linear(64, 2))
+
+    def train(ddp: Any) -> None:
+        ddp.zero_grad()
+        ddp(words(rank)).square().mean().backward()
+
+    ddp = EagerDDP(model(), calibration=slow)
+    recorder = ddp.profile(3)
+    while recorder.remaining:
+        train(ddp)
+    ddp.plan.save(f"{folder}/{rank}.json")
+    for plan in (SavedPlan.load(f"{folder}/{rank}.json"), ddp.measured_plan()):
+        assert plan.by_rows == ("0.weight",)
+        pinned = EagerDDP(model(), plan=plan)
+        train(pinned)
+        assert max(_counted(pinned)[8192 * 64, 64]) < 10
+        pinned.unwrap()
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    train(ddp)
+    assert ddp.explain().by_rows == ()
+
+
+def test_a_saved_plan_knows_what_is_sent_by_rows(ranks2: RankPool, tmp_path: Any) -> None:
+    ranks2.run(_pinned_by_default, str(tmp_path))
+
+
 # ---- ends ------------------------------------------------------------------------------------------------------------
 
 
@@ -304,6 +338,36 @@ def _silent(rank: int) -> str:
 def test_a_rank_that_does_not_come_is_told_of(ranks2: RankPool) -> None:
     message, _ = ranks2.run(_silent, collective_timeout_seconds=2.0)
     assert "rank 1" in message and "bucket" in message
+
+
+def _fails_between(rank: int, wrapper: str) -> tuple[str, bool]:
+    """Rank 0 has no memory for what is gathered, when the ranks have told each other how much that is."""
+    ddp = _wrapped(wrapper)
+    ddp(words(rank)).backward()
+    ddp.zero_grad()
+    sum_up = row_sums._sum_up
+    if rank == 0:
+
+        def fails(*args: Any) -> None:
+            raise RuntimeError("not enough memory")
+
+        row_sums._sum_up = fails
+    try:
+        ddp(words(rank, 1)).backward()
+    except RuntimeError as error:
+        return str(error), ddp._runtime.communicator.has_failed
+    finally:
+        row_sums._sum_up = sum_up
+    return "no error", False
+
+
+@pytest.mark.parametrize("wrapper", BOTH)
+def test_a_sum_that_fails_on_one_rank_fails_on_all_and_nothing_is_sent_after_it(ranks2: RankPool, wrapper: str) -> None:
+    (first, first_failed), (second, second_failed) = ranks2.run(
+        _fails_between, wrapper, collective_timeout_seconds=20.0
+    )
+    assert "not enough memory" in first and first_failed, first
+    assert "rank" in second and second_failed, second
 
 
 def _gone(rank: int) -> None:

@@ -45,6 +45,7 @@ WRONG_FOR_DDP: dict[str, Sequence[Any] | None] = {
     "first_bucket_mb": (*NO_SIZE, 0),
     "bucket_cap_mb_list": ("25", 25, True, b"25", ["25"], [True], [0], 0, torch.ones(2)),
     "calibration": ("link.json", 25, {"link": 1}),
+    "embedding_rows": ("yes", 1, 0, [True]),
     "plan": ("plan.json", 25, {"buckets": []}),
     "broadcast_buffers": NO_SWITCH,
     "forward_sync_buffers": NO_SWITCH,

@@ -110,8 +110,8 @@ def _begun(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup)
     def describe() -> Description:
         _, contents = check_model(model, "compile_step")
         check_writable(contents)
-        _refuse_hooks(model, optimizer)
         parameters = dict(model.named_parameters())
+        _refuse_hooks(parameters, optimizer)
         layout = _Layout.of(parameters, optimizer, rule)
         description: Description = {"optimizer": [type(optimizer).__name__]}
         description |= {
@@ -127,14 +127,14 @@ def _begun(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup)
     return rule
 
 
-def _refuse_hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _refuse_hooks(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError for code of the user's that a graph would not run."""
-    for name, parameter in model.named_parameters():
-        if torch_private.tensors.any_has_hooks([parameter]) or torch_private.tensors.post_accumulate_hooks(parameter):
-            raise ValueError(
-                f"parameter {name} has hooks on its gradient, which compile_step does not run: put what they do into "
-                "the loss, or train with compile_ddp(model)."
-            )
+    if torch_private.tensors.any_is_hooked([*parameters.values()]):
+        name = next(name for name, each in parameters.items() if torch_private.tensors.any_is_hooked([each]))
+        raise ValueError(
+            f"parameter {name} has hooks on its gradient, which compile_step does not run: put what they do into the "
+            "loss, or train with compile_ddp(model)."
+        )
     if torch_private.optimizers.has_hooks(optimizer):
         raise ValueError(
             f"the {type(optimizer).__name__} has hooks on its step(), or another step(), which compile_step does not "
@@ -328,6 +328,7 @@ class TrainingStep:
         """Take a step with this batch; returns this rank's loss, detached, and with `has_aux` a pair."""
         with contextlib.nullcontext() if self._latest is None else self._latest.telling():
             parameters = dict(self.model.named_parameters())
+            _refuse_hooks(parameters, self.optimizer)
             layout = _Layout.of(parameters, self.optimizer, self._graph.rule)
             known = self._known_of(layout)
             trained = layout.trained(parameters)
@@ -349,11 +350,8 @@ class TrainingStep:
         every = self._known.setdefault(layout, [])
         known = next((each for each in every if each.plain == plain), None)
         if known is None:
-            _refuse_hooks(self.model, self.optimizer)
             known = _Known(self._compiler(self._graph.step_of(layout)), plain)
             every.append(known)
-        elif torch_private.optimizers.has_hooks(self.optimizer):
-            _refuse_hooks(self.model, self.optimizer)
         return known
 
     def _state(

@@ -80,6 +80,11 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> dict[int, Callable[[torch.
     return {} if hooks is None else hooks
 
 
+def any_is_hooked(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether one of them has a hook of either kind, of anybody's."""
+    return any(map(_hooks_of, parameters)) or any(map(_post_accumulate_hooks_of, parameters))
+
+
 def with_several_hooks(parameters: Iterable[torch.Tensor]) -> list[int]:
     """The places of those with more than one post-accumulate hook."""
     hooks = [*map(_post_accumulate_hooks_of, parameters)]

@@ -390,6 +390,13 @@ def _refused(rank: int) -> None:
     handle = optimizer.register_step_post_hook(lambda *_: None)
     refuses(ValueError, r"SGD has hooks on its step\(\)", model, optimizer)
     handle.remove()
+    fine = compile_step(model, optimizer, backend="aot_eager")
+    fine(*batch(rank, 0))
+    handle = model.scale.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(ValueError, match="scale has hooks on its gradient"):
+        fine(*batch(rank, 1))
+    handle.remove()
+    fine(*batch(rank, 2))
     complex_one = nn.Linear(2, 2, dtype=torch.complex64)
     refuses(ValueError, "is complex", complex_one, torch.optim.SGD(complex_one.parameters(), lr=0.1))
     step = compile_step(model, optimizer, lambda net, x: net.first(x).sum(), backend="aot_eager")

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, ShapedLink, link_or_loopback, parse_rate
-from benchmarks.tasks import WORKLOADS
+from benchmarks.tasks import EXTENTS, WORKLOADS
 from benchmarks.torch_rows import NEEDS_TORCH_ON_CPU, why_not
 from benchmarks.variants import make_variants
 from benchmarks.worker import run
@@ -31,27 +31,6 @@ from compiled_ddp.tools.comparison.result import Comparison, FirstStep
 
 OUTPUT = Path("benchmarks/out")
 QUICK = ("gpt", "linears")
-
-
-@dataclass(frozen=True)
-class Extent:
-    """How long a workload is measured: the shorter its step, the more of them a median needs."""
-
-    warmup: int  # steps; in `switch` Dynamo still compiles while the sizes of its batches are new to it
-    quick: int  # rounds
-    full: int
-
-
-EXTENTS = {
-    "gpt": Extent(warmup=3, quick=15, full=40),
-    "conv": Extent(warmup=3, quick=60, full=200),
-    "linears": Extent(warmup=30, quick=400, full=1000),
-    "many_parameters": Extent(warmup=10, quick=60, full=200),
-    "switch": Extent(warmup=40, quick=100, full=300),
-    "llama": Extent(warmup=3, quick=12, full=30),
-    "bert": Extent(warmup=3, quick=12, full=30),
-    "mixer": Extent(warmup=3, quick=12, full=30),
-}
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -14,11 +14,10 @@ from typing import Any
 
 from tabulate import tabulate
 
-from benchmarks.compare import EXTENTS
 from benchmarks.expected_steps import PLANNED, name_of
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, link_or_loopback
-from benchmarks.tasks import FORESEEN
+from benchmarks.tasks import EXTENTS, FORESEEN
 from benchmarks.variants import SIZES_MB
 from compiled_ddp import Calibration
 from compiled_ddp.tools.comparison.derived import derive

@@ -1,5 +1,6 @@
 """The workloads of this project. A comparison of your own model needs one more entry like these."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -73,3 +74,24 @@ WORDS = Workload(
 )
 WORKLOADS = {workload.name: workload for workload in (GPT, CONV, LINEARS, MANY_PARAMETERS, SWITCH)}
 FORESEEN = {workload.name: workload for workload in (GPT, CONV, LLAMA, BERT, MIXER)}  # by `benchmarks.plan_sizes`
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long a workload is measured: the shorter its step, the more of them a median needs."""
+
+    warmup: int  # steps; in `switch` Dynamo still compiles while the sizes of its batches are new to it
+    quick: int  # rounds
+    full: int
+
+
+EXTENTS = {
+    "gpt": Extent(warmup=3, quick=15, full=40),
+    "conv": Extent(warmup=3, quick=60, full=200),
+    "linears": Extent(warmup=30, quick=400, full=1000),
+    "many_parameters": Extent(warmup=10, quick=60, full=200),
+    "switch": Extent(warmup=40, quick=100, full=300),
+    "llama": Extent(warmup=3, quick=12, full=30),
+    "bert": Extent(warmup=3, quick=12, full=30),
+    "mixer": Extent(warmup=3, quick=12, full=30),
+}

@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, link_or_loopback
-from benchmarks.tasks import WORKLOADS
+from benchmarks.tasks import EXTENTS, WORKLOADS
 from benchmarks.workload import Workload
 from compiled_ddp import compile_step
 from compiled_ddp.tools.comparison.measure import warm_up
@@ -86,8 +86,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    from benchmarks.compare import EXTENTS  # which imports what ranks run, this module among it
-
     options, results = parse(arguments), dict[str, Any]()
     for workload in options.model:
         extent = EXTENTS[workload]

@@ -368,7 +368,8 @@ class TrainingStep:
                 own.update((each, rule.begin(each, parameter, options)) for each in missing)
             states[name] = {each: own[each] for each in needed if each != "step"}
             if "step" in needed:
-                own["step"] = torch.as_tensor(own["step"], dtype=torch.float32)  # a number in old checkpoints
+                if not isinstance(own["step"], Tensor):  # a number in old checkpoints
+                    own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32, device="cpu")
                 steps.append(own["step"])
         return states, steps
 

@@ -181,9 +181,9 @@ def find(name: str) -> object:
     parts = name.split(".")
     found: object = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], start=2):
-        if not hasattr(found, part):
-            importlib.import_module(".".join(parts[:number]))
-        found = getattr(found, part)
+        # torch.optim takes the names of its modules away again.
+        is_there = hasattr(found, part)
+        found = getattr(found, part) if is_there else importlib.import_module(".".join(parts[:number]))
     return found
 
 

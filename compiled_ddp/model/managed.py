@@ -134,9 +134,7 @@ class ManagedState:
         """All of it, as it is now."""
         parameters = self.parameters()
         trained = _trained(parameters)
-        sparse = self._sparse_of(trained)
-        embeddings = self._embeddings_of(trained).difference(sparse)
-        return Contents(parameters, self.buffers(), frozenset(sparse), frozenset(embeddings))
+        return Contents(parameters, self.buffers(), *map(frozenset, self._of_embeddings(trained)))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By name, each once: those registered, in that order, then those that modules' own methods give besides."""
@@ -160,11 +158,25 @@ class ManagedState:
 
     def sparse(self) -> set[str]:
         """The names of those with a sparse gradient; as for torch's DDP, what an embedding says of its weight."""
-        return self._sparse_of(self.trained())
+        sparse, _ = self._of_embeddings(self.trained())
+        return sparse
 
-    def _sparse_of(self, trained: Mapping[str, nn.Parameter]) -> set[str]:
-        weights = {id(part.weight) for _, part in self.modules() if produces_sparse_gradient(part)}
-        return {name for name, parameter in trained.items() if id(parameter) in weights} if weights else set()
+    def _of_embeddings(self, trained: Mapping[str, nn.Parameter]) -> tuple[set[str], set[str]]:
+        """The names of the weights with a sparse gradient, and of all others that no other kind of module has too.
+
+        Such a one is not tied to the last layer's weight, say.
+        """
+        sparse, dense, others = set[int](), set[int](), set[int]()
+        for _, part in self.modules():
+            if produces_sparse_gradient(part):
+                sparse.add(id(part.weight))
+            elif isinstance(part, _EMBEDDINGS):
+                dense.add(id(part._parameters.get("weight")))
+            else:
+                others.update(map(id, part._parameters.values()))
+        alone = dense.difference(sparse, others)
+        names = [(name, id(parameter)) for name, parameter in trained.items()] if sparse or alone else []
+        return {name for name, each in names if each in sparse}, {name for name, each in names if each in alone}
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """By name, each once, in registration order, or what the model's own `named_buffers()` gives, as for DDP."""
@@ -200,15 +212,6 @@ class ManagedState:
     def wrappers_inside(self) -> dict[str, nn.Module]:
         """The outermost wrappers inside the model, by name, in registration order."""
         return {name: part for name, part in self._outermost() if self._is_inside(part)}
-
-    def _embeddings_of(self, trained: Mapping[str, nn.Parameter]) -> set[str]:
-        """The weights of embeddings that no other kind of module has too, as one that is tied to the last layer's."""
-        parts = [part for _, part in self.modules()]
-        weights = {id(part._parameters.get("weight")) for part in parts if isinstance(part, _EMBEDDINGS)}
-        if not weights:
-            return set()
-        others = {id(p) for part in parts if not isinstance(part, _EMBEDDINGS) for p in part._parameters.values()}
-        return {name for name, parameter in trained.items() if id(parameter) in weights.difference(others)}
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules outside of such wrappers, by name."""

@@ -151,7 +151,7 @@ def trace(
     """Trace `step` with these arguments.
 
     Its last results are the sums of its reductions' leading riders, and then the states of its generators. With
-    `writes_if_sound` its first results are what becomes of what is donated, which keeps its values if a rank has failed.
+    `writes_if_sound` its first results are what becomes of what is donated, kept as it was if a rank has failed.
     """
     given, structure = torch_private.trees.flatten((args, kwargs))
     to_reuse = _donated_leaves(step, args, kwargs, donated)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torchrun import environment, free_port
+from torchrun import environment, free_ports
 
 from compiled_ddp import ParityReport
 from compiled_ddp.__main__ import main, parse
@@ -49,19 +49,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _statuses(rank: int, folder: str, port: int) -> dict[str, tuple[int, str]]:
+def _statuses(rank: int, folder: str, ports: list[int]) -> dict[str, tuple[int, str]]:
     os.chdir(folder)
     found = {}
     targets = ("script.py:make", "script.py:same", "script.py:breaks", "ends.py:make", "none.py:make", "script.py:none")
-    for number, target in enumerate(targets):
+    for target, port in zip(targets, ports, strict=True):
         errors = io.StringIO()
-        with environment(rank, 2, port + number), contextlib.redirect_stderr(errors):
+        with environment(rank, 2, port), contextlib.redirect_stderr(errors):
             found[target] = main(["verify", target, "--wrapper", "EagerDDP", "--steps", "1"]), errors.getvalue()
     return found
 
 
 def test_a_status_says_whether_anything_was_verified(ranks2: RankPool, folder: Path) -> None:
-    first, other = ranks2.run(_statuses, str(folder), free_port(), process_group=False)
+    first, other = ranks2.run(_statuses, str(folder), free_ports(6), process_group=False)
     assert [status for status, _ in first.values()] == [0, 2, 2, 2, 2, 2]
     assert [status for status, _ in other.values()] == [0, 2, 2, 2, 2, 2]
     assert "RuntimeError: no data here" in first["script.py:breaks"][1]

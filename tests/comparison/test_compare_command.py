@@ -203,15 +203,14 @@ LATE = {
 }
 
 
-def _fail_early(rank: int, folder: str, port: int) -> list[tuple[int, str]]:
+def _fail_early(rank: int, folder: str, ports: list[int]) -> list[tuple[int, str]]:
     os.chdir(folder)
     found = []
-    with torchrun.environment(rank, 2, port), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("torch.cuda.device_count", lambda: 0)
-        for number, options in enumerate(LATE):
-            patch.setenv("MASTER_PORT", str(port + number))
+        for options, port in zip(LATE, ports, strict=True):
             errors = io.StringIO()
-            with contextlib.redirect_stderr(errors):
+            with torchrun.environment(rank, 2, port), contextlib.redirect_stderr(errors):
                 found.append((main(["compare", "missing.py:small", *QUICK, *options]), errors.getvalue()))
     return found
 
@@ -220,7 +219,7 @@ def test_results_and_devices_that_are_not_there_are_told_of_before_anything_is_m
     ranks2: RankPool, script: Path
 ) -> None:
     (script.parent / "folder").mkdir()
-    for found in ranks2.run(_fail_early, str(script.parent), torchrun.free_port(), process_group=False):
+    for found in ranks2.run(_fail_early, str(script.parent), torchrun.free_ports(len(LATE)), process_group=False):
         for (status, message), expected in zip(found, LATE.values(), strict=True):
             assert status == 2 and expected in message, message
     assert {path.name for path in script.parent.iterdir()} <= {"script.py", "folder", "__pycache__"}

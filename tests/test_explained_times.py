@@ -125,6 +125,14 @@ def test_riders_in_a_bucket_of_their_own_are_ready_with_the_last_gradient() -> N
     assert [transfer.ready for transfer in predicted.prediction.transfers] == pytest.approx([0.1, 0.3, 0.3])
 
 
+def test_a_bucket_of_empty_gradients_alone_is_predicted() -> None:
+    specs = [GradientSpec.of(1, torch.empty(100)), GradientSpec.of(0, torch.empty(0, 3, dtype=torch.float64))]
+    sequence = of_graph(assign_buckets(specs, capacities_bytes=(1e6,), world_size=2))
+    assert 0 in [bucket.nbytes for bucket in sequence.buckets]
+    predicted = predict_sequence(sequence, CALIBRATION, lambda _: None)
+    assert [each.nbytes for each in predicted.prediction.transfers] == [each.nbytes for each in sequence.buckets]
+
+
 def test_what_is_left_behind_the_computation_is_waited_for_bucket_by_bucket() -> None:
     predicted = predict_sequence(of_graph(plan(1, 0)), CALIBRATION, lambda _: work(10.0, 20.0, total=40.0))
     first, second = predicted.waits

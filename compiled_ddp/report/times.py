@@ -67,12 +67,13 @@ def predict_sequence(
         alone = _by_sizes(section, link) if work is None else work.readiness(calibration.compute)
         local += alone.backward_seconds
         readiness, last = alone.beside(link, section.plan.nbytes), 0
-        for bucket, gradient in section.plan.gradients:
-            sizes.append(gradient.numel * bucket.dtype.itemsize * sent_bytes(bucket) // bucket.nbytes)
         at += (begin + seconds for seconds in readiness.seconds)
         for bucket in section.plan.buckets:
             last += len(bucket.gradients)
-            nbytes.append(sent_bytes(bucket))
+            sent = sent_bytes(bucket)
+            nbytes.append(sent)
+            # A bucket may have empty gradients alone.
+            sizes += (each.numel * bucket.dtype.itemsize * sent // max(bucket.nbytes, 1) for each in bucket.gradients)
             ready.append(begin + (readiness.seconds[last - 1] if last else 0.0))
         begin += readiness.backward_seconds
     bound = lower_bound(sizes, Readiness(tuple(at), begin), link)

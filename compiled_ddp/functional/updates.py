@@ -45,7 +45,7 @@ class Rule(Protocol):
         """In the order of `kind(group).numbers`."""
 
     def needed(self, kind: Kind) -> tuple[str, ...]:
-        """What a step finds in the state of a parameter, by torch's names: of `state`, and "step"."""
+        """What a step finds in the state of a parameter, by torch's names; "step" is its count."""
 
     def begin(self, name: str, parameter: nn.Parameter, group: Group) -> Tensor:
         """What that is in a first step, where torch makes it."""

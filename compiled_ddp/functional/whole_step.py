@@ -24,7 +24,7 @@ from compiled_ddp.functional.compiled import Backend, CompiledStep
 from compiled_ddp.functional.transforms import grad_and_value
 from compiled_ddp.functional.updates import Kind, Rule, Vector, as_vectors, rule_of
 from compiled_ddp.keywords import check_switches, suggests_keywords
-from compiled_ddp.model.checks import check_model, check_writable
+from compiled_ddp.model.checks import check_model, check_writable, properties_of
 from compiled_ddp.model.managed import is_wrapper
 from compiled_ddp.options import check_compiler, is_number
 from compiled_ddp.ranks.agreement import Description, agree_on_description
@@ -117,8 +117,9 @@ def _begun(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup)
         description |= {
             f"group {number} of the optimizer": [*kind.switches] for number, kind in enumerate(layout.kinds)
         }
-        trained = layout.trained(parameters)
-        return description | {f"parameter {name}": [f"group {group}", *_looks(each)] for name, group, each in trained}
+        for name, group, parameter in layout.trained(parameters):
+            description[f"parameter {name}"] = [f"group {group}", *properties_of(parameter)]
+        return description
 
     agree_on_description(ranks, describe, failure="no step was made")
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
@@ -140,10 +141,6 @@ def _refuse_hooks(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim
             f"the {type(optimizer).__name__} has hooks on its step(), or another step(), which compile_step does not "
             "run: call what they do behind each step, or train with compile_ddp(model)."
         )
-
-
-def _looks(parameter: Tensor) -> list[object]:
-    return [f"shape {tuple(parameter.shape)}", f"stride {parameter.stride()}", f"dtype {parameter.dtype}"]
 
 
 # ---- what a graph has fixed ------------------------------------------------------------------------------------------

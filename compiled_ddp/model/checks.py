@@ -160,13 +160,13 @@ def describe_model(contents: Contents, options: Options, mode: str, *, at_init: 
     places = _places(contents.parameters.values())
     for name, parameter in contents.parameters.items():
         kind = "sparse gradient" if name in contents.sparse else "trained" if parameter.requires_grad else "frozen"
-        description[f"parameter {name}"] = [*_properties(parameter), places[parameter.device], kind]
+        description[f"parameter {name}"] = [*properties_of(parameter), places[parameter.device], kind]
         if name in contents.embeddings and parameter.is_cpu and options.may_send_rows:
             description[f"parameter {name}"].append("of an embedding")
         if parameter.requires_grad and gradient_dtype(parameter) != parameter.dtype:
             description[f"parameter {name}"].append(f"grad_dtype {parameter.grad_dtype}")
     if _sends_buffers(options, at_init=at_init):
-        description |= {f"buffer {name}": _properties(buffer) for name, buffer in contents.buffers.items()}
+        description |= {f"buffer {name}": properties_of(buffer) for name, buffer in contents.buffers.items()}
     for option, value in options.shared().items():
         description[f"option {option}"] = [value]
     description["COMPILED_DDP_MODE"] = [mode]
@@ -185,7 +185,8 @@ def _places(parameters: Iterable[torch.Tensor]) -> dict[torch.device, str]:
     return places
 
 
-def _properties(tensor: torch.Tensor) -> list[object]:
+def properties_of(tensor: torch.Tensor) -> list[object]:
+    """What must be equal on every rank of a parameter or buffer, whatever device it is on."""
     return [
         f"shape {tuple(tensor.shape)}",
         f"stride {tensor.stride() if tensor.layout == torch.strided else None}",

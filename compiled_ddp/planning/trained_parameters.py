@@ -1,6 +1,7 @@
 """The parameters that a wrapper reduces, by the numbers that plans call them by."""
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -25,13 +26,12 @@ class TrainedParameters:
     @functools.cached_property
     def gradients(self) -> tuple[GradientSpec, ...]:
         """What the gradient of each looks like; a model that changes gets another object of this class."""
-        specs = [GradientSpec.of(index, tensor) for index, tensor in enumerate(self.tensors)]
-        if self.by_rows:
-            rows = [
-                spec.size[1] if name in self.by_rows else None for name, spec in zip(self.names, specs, strict=True)
-            ]
-            specs = [replace(spec, row=row) for spec, row in zip(specs, rows, strict=True)]
-        return tuple(specs)
+        return tuple(map(self.gradient_now, range(len(self.tensors))))
+
+    def gradient_now(self, index: int) -> GradientSpec:
+        """What it looks like as the parameter is now, which may have been converted since `gradients` was asked."""
+        spec = GradientSpec.of(index, self.tensors[index])
+        return replace(spec, row=math.prod(spec.size[1:])) if self.names[index] in self.by_rows else spec
 
     @property
     def rows(self) -> set[int]:

@@ -7,7 +7,7 @@ Where an exception has ended the backward on this rank, it takes part in what th
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ import torch
 from compiled_ddp import torch_private
 from compiled_ddp.checks.same_step import StepCheck
 from compiled_ddp.formatting import format_names
-from compiled_ddp.plan import GradientSpec, Section
+from compiled_ddp.plan import Section
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.step.buffers import SequenceBuffers
 from compiled_ddp.step.channel import Findings, Flag, ForwardCount, RiderReader
@@ -314,9 +314,8 @@ class Ending:
     def _refuse_converted(self, indices: Iterable[int]) -> None:
         """Raise RuntimeError where autograd had to copy what a graph returned: the parameter is of another kind now."""
         parameters = self._reduction.parameters
-        planned, now = parameters.gradients, parameters.tensors
-        specs = {index: GradientSpec.of(index, now[index]) for index in sorted(indices)}
-        converted = [index for index, spec in specs.items() if replace(spec, row=planned[index].row) != planned[index]]
+        planned = parameters.gradients
+        converted = [index for index in sorted(indices) if parameters.gradient_now(index) != planned[index]]
         if converted:
             raise RuntimeError(
                 f"parameter {parameters.named(converted)} was converted (dtype, grad_dtype) after the "

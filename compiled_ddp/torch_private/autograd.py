@@ -246,7 +246,8 @@ def not_reached(result: torch.Tensor, named: Mapping[str, torch.Tensor]) -> list
     if result.grad_fn is None:
         return [*named]
     leaves = [getattr(node, "variable", None) for node in _nodes_from([result.grad_fn])]
-    return [name for name, tensor in named.items() if not any(leaf is tensor for leaf in leaves)]
+    reached = {id(leaf) for leaf in leaves}
+    return [name for name, tensor in named.items() if id(tensor) not in reached]
 
 
 def without_transforms(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,6 @@ def measured_plan(
     times = _latest_of_all(runtime, sequence)
     if sequence is None or times is None:
         raise RuntimeError(f"a rank has not measured the buckets that are launched now. {_REMEDY}")
-    if _is_shared(sequence):
-        raise RuntimeError("measured_plan() knows no buckets for a parameter that several graphs reduce.")
     *launches, computed = times
     gradients = runtime.parameters.gradients
     return plan_from_launches(sequence, gradients, launches, computed, calibration.link, work_of)
@@ -52,8 +50,3 @@ def _latest_of_all(runtime: Runtime, sequence: ReductionSequence | None) -> list
     runtime.communicator.maximum(shared)
     any_lacks, *latest = shared.tolist()
     return None if any_lacks else latest
-
-
-def _is_shared(sequence: ReductionSequence) -> bool:
-    indices = [i for section in sequence.launched if not section.reduces_again for i in section.plan.indices]
-    return len({*indices}) < len(indices)

@@ -4,16 +4,19 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compiled_ddp import Calibration, Compute, Link
 from compiled_ddp.planning import calibration
 from compiled_ddp.planning.calibration import Sample, fields_of, fit_link, predicted_seconds
 from compiled_ddp.planning.cost_model import predict
+from compiled_ddp.ranks import calibration as measuring
 
 SIZES = tuple(4096 * 4**step for step in range(7))
 LINKS = (
@@ -66,6 +69,57 @@ def test_what_a_shaped_link_lets_through_in_a_burst_is_not_its_bandwidth(link: L
     ]
     found, _ = fit_link(samples)
     assert found.bytes_per_second == pytest.approx(link.bytes_per_second, rel=0.15)
+
+
+class _Shaped:
+    """A shaped link, and its clock: `saved` bytes pass at once, of at most `BURST`, and all others at `RATE`."""
+
+    RATE, BURST = 36e6, 2**18
+
+    def __init__(self) -> None:
+        self.now, self._saved, self._since = 0.0, 0.0, 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    process_time = thread_time = perf_counter
+
+    def largest(self, numbers: Sequence[float]) -> list[float]:
+        self.now += 5e-3  # in which it saves up
+        return [*numbers]
+
+    def all_reduce(self, piece: torch.Tensor) -> "_Shaped":
+        self._saved = min(self.BURST, self._saved + self.RATE * (self.now - self._since))
+        passed = min(self._saved, piece.nbytes)
+        self._saved -= passed
+        self.now += 1e-4 + (piece.nbytes - passed) / self.RATE
+        self._since = self.now
+        return self
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """All of it was sent as it was launched."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @property
+    def communicator(self) -> "_Shaped":
+        return self
+
+
+@pytest.mark.parametrize("seconds", [0.3, 3.0])
+def test_no_round_times_what_the_link_has_saved_up_before_it(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    link: Any = _Shaped()
+    monkeypatch.setattr(measuring, "time", link)
+    rounds = measuring._Rounds(link)
+    rounds.run(seconds)
+    found, _ = fit_link(rounds.samples())
+    assert found.bytes_per_second == pytest.approx(link.RATE, rel=0.02)
 
 
 def test_one_size_alone_tells_a_bandwidth() -> None:

@@ -138,8 +138,8 @@ class _Rounds:
     """All-reduces of several sizes, several under way at once and one alone, timed in turn.
 
     [Note: links that take a burst] A shaped link, as clouds have them, lets through what it has saved up while it was
-    idle, at whatever speed; and the best of all times would be one of these. So a round begins with its largest
-    all-reduces, several at once, which use that up. What is timed while sizes are chosen does not count.
+    idle, at whatever speed; and the best of all times would be one of these. So a round begins with one of its largest
+    all-reduces, which uses that up and is not timed. What is timed while sizes are chosen does not count.
     """
 
     def __init__(self, agreement: _Agreement) -> None:
@@ -183,6 +183,7 @@ class _Rounds:
     def _round(self, repeats: dict[int, int]) -> tuple[float, float]:
         """Time each of these sizes so often. The seconds since `run` began, and those of this round."""
         begin, keys, own = time.perf_counter(), list[tuple[int, int]](), list[float]()
+        self._reduce(self._pieces[next(iter(repeats))][:1])  # [Note: links that take a burst]
         for nbytes, times in repeats.items():
             for at_once in (_IN_FLIGHT, 1) * times:
                 keys.append((nbytes, at_once))

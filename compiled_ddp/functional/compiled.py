@@ -26,6 +26,7 @@ from compiled_ddp.functional.session import Session, current_session, tracing
 from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace, unfit_leaf, why_another
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.unit import Launch, Unit, break_off
+from compiled_ddp.functional.wanted import Agreed
 from compiled_ddp.graph import compile_once
 from compiled_ddp.graph.telling import compiling
 from compiled_ddp.keywords import check_switches, suggests_keywords
@@ -171,6 +172,10 @@ class _Runnable:
         return () if self._unit is None else self._unit.communicators
 
     @property
+    def reductions(self) -> list[Agreed]:
+        return [] if self._unit is None else self._unit.reductions
+
+    @property
     def agreements_of_losses(self) -> tuple[Agreements, ...]:
         return self._loss_launches.agreements
 
@@ -256,6 +261,7 @@ class CompiledStep:
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
         self._latest_of_losses: tuple[Agreements, ...] = ()  # by which it agrees on collectives outside of gradients
         self._world: Hashable = None  # of the latest call
+        self.reductions: list[Agreed] = []  # that the latest call has launched
         self._own_containers = OwnContainers()
         self._has_told = False
 
@@ -282,7 +288,9 @@ class CompiledStep:
             self._compiled.setdefault(self._key(leaves, structure, kinds), []).insert(0, runnable)
             self._tell_of_many(why)
         self._latest, self._latest_of_losses = runnable.communicators, runnable.agreements_of_losses
-        return runnable(leaves)
+        results = runnable(leaves)
+        self.reductions = runnable.reductions
+        return results
 
     @property
     def graphs(self) -> int:

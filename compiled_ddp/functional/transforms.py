@@ -155,7 +155,9 @@ class GradientFunction:
         transform: str,
         *,
         reduce_value: bool = False,
+        before_sum: Callable[..., Any] | None = None,
     ) -> None:
+        """`before_sum` makes what is summed of this rank's gradients, of aux, and of the call's arguments."""
         if not callable(f):
             raise TypeError(f"{transform} takes a function, f, found {type(f).__name__}.")
         check_switches(has_aux=has_aux, reduce_value=reduce_value)
@@ -163,6 +165,8 @@ class GradientFunction:
         if not numbers or any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
             raise TypeError(f"argnums must be an int or a tuple of ints, as of torch.func.grad, found {argnums!r}.")
         self._f, self._argnums, self._has_aux, self._reduce_value = f, argnums, has_aux, reduce_value
+        self.__wrapped__ = f  # where a compiled step looks for what it closes over
+        self._before_sum = before_sum
         name = getattr(f, "__qualname__", type(f).__name__).replace("<locals>.", "")
         self.reduction = GradientReduction(f"{transform}({name})", _place_of(f), options)
         self._is_weighted = options.reduction == "weighted"
@@ -185,6 +189,8 @@ class GradientFunction:
             weight = self._take_weight(kwargs)
             self._differentiated(args)
             gradients, value, aux = self._local(args, kwargs, None, ())
+            if self._before_sum is not None:
+                gradients = self._before_sum(gradients, aux, *args, **kwargs)
             if weight is not None:
                 gradients, value = self._weighed_alone(gradients, value, weight)
             return gradients, (value, aux) if self._has_aux else value
@@ -194,6 +200,8 @@ class GradientFunction:
             weight, tensors = self._take_weight(kwargs), self._differentiated(args)
             dtypes = [tensor.dtype for tensor in tensors.values()]
             gradients, value, aux = self._local(args, kwargs, weight, dtypes)
+            if self._before_sum is not None:
+                gradients = self._before_sum(gradients, aux, *args, **kwargs)
             flat, structure = torch_private.trees.flatten(gradients)
             refuse_sparse(list(tensors), flat, reduction.name)
             if torch_private.autograd.transforms_are_active():
@@ -210,6 +218,12 @@ class GradientFunction:
         reduced = [each.to(dtype) for each, dtype in zip(reduced, dtypes, strict=True)]
         reduced = torch_private.trees.unflatten(reduced, structure)
         return reduced, (value, aux) if self._has_aux else value
+
+    def on_this_rank(self, *args: Any) -> tuple[Any, Any]:
+        """What `before_sum` makes of this rank's gradients, which nobody sums; and aux."""
+        self.reduction.find_ranks()
+        gradients, _, aux = self._local(args, {}, None, ())
+        return gradients if self._before_sum is None else self._before_sum(gradients, aux, *args), aux
 
     def _differentiated(self, args: Sequence[Any]) -> dict[str, Tensor]:
         """What gradients are taken of, by name. Raises as `named_tensors`, and RuntimeError for what was donated."""

@@ -90,6 +90,11 @@ class Unit:
     def _name(self) -> str:
         return self._runs[0].wanted.function
 
+    @property
+    def reductions(self) -> list[Agreed]:
+        """What was launched the latest time."""
+        return [each.agreed for each in self._launched]
+
     def take_turn(self, orders: Sequence[tuple[int, ...]], first: FirstParameters | None = None) -> list[Agreed]:
         """What is launched for each reduction; new ones are in the `orders` of rank 0, and compared by their `first`.
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from compiled_ddp import torch_private
+
 Group = Mapping[str, Any]
 State = dict[str, Tensor]
 
@@ -38,8 +40,10 @@ class Numbers(Protocol):
 class Rule(Protocol):
     """How one class of optimizers updates a parameter."""
 
-    def kind(self, group: Group) -> Kind:
-        """Raises ValueError for what is not supported."""
+    def why_not(self, group: Group) -> str:
+        """What of this group's options it does not have; empty where it has all."""
+
+    def kind(self, group: Group) -> Kind: ...
 
     def numbers(self, group: Group) -> list[float]:
         """In the order of `kind(group).numbers`."""
@@ -57,28 +61,32 @@ class Rule(Protocol):
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """Raises TypeError for an optimizer of another class: a subclass may compute anything."""
+    """Of an optimizer for which `why_outside` has nothing to say."""
+    return _RULES[type(optimizer)]
+
+
+def why_outside(optimizer: torch.optim.Optimizer) -> str:
+    """Why a graph cannot do what `optimizer.step()` does; empty where it can."""
     rule = _RULES.get(type(optimizer))
-    if rule is None:
-        known = ", ".join(kind.__name__ for kind in _RULES)
-        raise TypeError(
-            f"compile_step updates by torch.optim's {known}, found {type(optimizer).__name__}: train with "
-            "compile_ddp(model), whose loop calls any optimizer's step()."
-        )
-    return rule
+    if rule is None:  # a subclass may compute anything
+        return f"it is none of torch.optim's {', '.join(kind.__name__ for kind in _RULES)}"
+    if torch_private.optimizers.has_hooks(optimizer):
+        return "it has hooks on its step(), or another step()"
+    for group in optimizer.param_groups:
+        if why := rule.why_not(group):
+            return why
+        if any(parameter.is_complex() for parameter in group["params"]):
+            return "it has complex parameters"
+    return ""
 
 
 def _switched_on(group: Group, *names: str) -> tuple[str, ...]:
     return tuple(name for name in names if group.get(name))
 
 
-def _refuse(group: Group, *names: str) -> None:
-    for name in names:
-        if group.get(name):
-            raise ValueError(
-                f"compile_step does not take {name}={group[name]!r} of the optimizer: leave it out, or train with "
-                "compile_ddp(model), whose loop calls any optimizer's step()."
-            )
+def _has(group: Group, *names: str) -> str:
+    """The first of these options that is on, in words."""
+    return next((f"it has {name}={group[name]!r}" for name in names if group.get(name)), "")
 
 
 def _to(number: Tensor, like: Tensor) -> Tensor:
@@ -87,10 +95,11 @@ def _to(number: Tensor, like: Tensor) -> Tensor:
 
 
 class _SGD:
+    def why_not(self, group: Group) -> str:
+        # With dampening the first step is another one than all later ones.
+        return _has(group, "differentiable", *(("dampening",) if group["momentum"] else ()))
+
     def kind(self, group: Group) -> Kind:
-        _refuse(group, "differentiable")
-        if group["momentum"] and group["dampening"]:  # whose first step is another one than all later ones
-            _refuse(group, "dampening")
         switches = _switched_on(group, "momentum", "weight_decay", "nesterov", "maximize")
         return Kind(("lr", "momentum", "weight_decay"), switches)
 
@@ -124,8 +133,10 @@ class _Adam:
         """AdamW's weight decay is `decoupled`; Adam's may be, by an option of the group."""
         self._decoupled = decoupled
 
+    def why_not(self, group: Group) -> str:
+        return _has(group, "differentiable", "capturable")
+
     def kind(self, group: Group) -> Kind:
-        _refuse(group, "differentiable", "capturable")
         switches = _switched_on(group, "weight_decay", "amsgrad", "maximize")
         decoupled = group.get("decoupled_weight_decay", self._decoupled)
         return Kind(

@@ -4,13 +4,12 @@ The model and the optimizer stay their owner's. Each call hands their tensors, a
 which writes what becomes of them back into the same memory: so a state dict, a scheduler, an average of weights, an
 evaluation, `load_state_dict` and an ordinary loop in between mean what they always mean.
 
-What a graph has fixed is `_Layout`: which parameters are trained, their groups and the groups' switches. Another layout
-is another graph, which is kept beside the first.
+What is compiled stands in `step_graph`. Another layout is another graph, which is kept beside the first.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +19,19 @@ from torch import Tensor, nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.environment import check_environment
+from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.compiled import Backend, CompiledStep
-from compiled_ddp.functional.transforms import grad_and_value
-from compiled_ddp.functional.updates import Kind, Rule, Vector, as_vectors, rule_of
+from compiled_ddp.functional.step_graph import USED, Layout, Loss, Outcome, StepGraph, Tensors, WithLoss
+from compiled_ddp.functional.updates import as_vectors, rule_of
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.model.checks import check_model, check_writable, properties_of
 from compiled_ddp.model.managed import is_wrapper
 from compiled_ddp.options import check_compiler, is_number
 from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.alone import begin_alone
+from compiled_ddp.ranks.progress import format_bucket
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.torch_private.dynamo import untraced
-
-Loss = Callable[..., Any]
 
 
 @suggests_keywords
@@ -43,7 +42,9 @@ def compile_step(
     *,
     has_aux: bool = False,
     process_group: dist.ProcessGroup | None = None,
+    accumulate: int = 1,
     clip_grad_norm: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
     bucket_cap_mb: float | None = None,
     backend: Backend = "inductor",
     mode: str | None = None,
@@ -57,11 +58,16 @@ def compile_step(
 
     Args:
         model: a bare module. Its parameters and buffers are overwritten with those of the group's rank 0.
-        optimizer: torch.optim's SGD, Adam or AdamW. Parameters of the model that it does not have are not trained.
+        optimizer: the update of torch.optim's SGD, Adam and AdamW is part of the graph; any other optimizer's `step()`
+            is called behind it. Parameters of the model that it does not have are not trained.
         loss_fn: called as `loss_fn(model, *batch)`, returns this rank's loss; None calls `model(*batch)`.
         has_aux: whether that returns a pair of the loss and anything else, which the step then returns too, detached.
         process_group: the ranks to average over; None is all of them.
+        accumulate: how many calls make one update: all but the last add up gradients, without communication. What is
+            applied is their mean.
         clip_grad_norm: the largest norm of all reduced gradients together, as of `torch.nn.utils.clip_grad_norm_`.
+        scaler: scales losses, takes gradients back, leaves out updates where any is not finite on some rank, and is
+            updated behind each. For models under float16's autocast.
         bucket_cap_mb: size of a bucket in MiB; None plans them (docs/planner.md).
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
         mode: as in torch.compile; for Inductor.
@@ -74,20 +80,19 @@ def compile_step(
     check_environment()
     check_compiler(backend, mode, None)
     check_switches(has_aux=has_aux)
-    _check(model, optimizer, loss_fn, clip_grad_norm)
-    compiler = functools.partial(
-        CompiledStep,
-        backend=backend,
-        options=torch_private.compiler_options.inductor_options(mode, options, None),
-        donated=("params", "buffers", "state", "steps"),
-        keeps_donated=True,
-    )
-    rule = _begun(model, optimizer, RankGroup(process_group))
-    whole = _WithLoss(model, loss_fn or _call, has_aux=has_aux)
-    return TrainingStep(model, optimizer, _Graph(whole, rule, process_group, clip_grad_norm, bucket_cap_mb), compiler)
+    _check(model, optimizer, loss_fn, accumulate, clip_grad_norm, scaler)
+    inductor_options = torch_private.compiler_options.inductor_options(mode, options, None)
+    compiler = functools.partial(CompiledStep, backend=backend, options=inductor_options, keeps_donated=True)
+    ranks = RankGroup(process_group)
+    _begin(model, optimizer, accumulate, ranks)
+    whole = WithLoss(model, loss_fn, has_aux=has_aux)
+    graph = StepGraph(whole, optimizer, process_group, clip_grad_norm, bucket_cap_mb)
+    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, mark=ranks.rank + 1)
 
 
-def _check(model: object, optimizer: object, loss_fn: object, clip_grad_norm: object) -> None:
+def _check(
+    model: object, optimizer: object, loss_fn: object, accumulate: object, clip_grad_norm: object, scaler: object
+) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile_step takes a model, an nn.Module, found {type(model).__name__}.")
     if is_wrapper(model):
@@ -96,24 +101,32 @@ def _check(model: object, optimizer: object, loss_fn: object, clip_grad_norm: ob
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"compile_step takes an optimizer of torch.optim's, found {type(optimizer).__name__}.")
+    if torch_private.optimizers.needs_closure(optimizer):
+        raise TypeError(
+            f"{type(optimizer).__name__} calls the loss itself, several times in a step, which no single graph holds: "
+            "train with compile_ddp(model)."
+        )
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"loss_fn must be a function (model, *batch), found {type(loss_fn).__name__}.")
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ValueError(f"accumulate must be a number of calls, 1 or more, found {accumulate!r}.")
     if clip_grad_norm is not None and not (is_number(clip_grad_norm) and clip_grad_norm > 0):
         raise ValueError(f"clip_grad_norm must be a positive number, found {clip_grad_norm!r}.")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler or None, found {type(scaler).__name__}.")
 
 
 @torch.no_grad()
-def _begun(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup) -> Rule:
-    """The optimizer's rule, when ranks have compared what they have, and have the values of the group's first one."""
-    rule = rule_of(optimizer)
+def _begin(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, ranks: RankGroup) -> None:
+    """Compare what ranks have, and send the values of the group's first one."""
 
     def describe() -> Description:
         _, contents = check_model(model, "compile_step")
         check_writable(contents)
         parameters = dict(model.named_parameters())
-        _refuse_hooks(parameters, optimizer)
-        layout = _Layout.of(parameters, optimizer, rule)
-        description: Description = {"optimizer": [type(optimizer).__name__]}
+        _refuse_hooks(parameters)
+        layout = Layout.of(parameters, optimizer)
+        description: Description = {"optimizer": [type(optimizer).__name__], "accumulate": [accumulate]}
         description |= {
             f"group {number} of the optimizer": [*kind.switches] for number, kind in enumerate(layout.kinds)
         }
@@ -125,166 +138,15 @@ def _begun(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: RankGroup)
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
     if ranks.world_size > 1 and tensors:
         torch_private.groups.broadcast_coalesced(ranks.process_group, tensors, source=0)
-    return rule
 
 
-def _refuse_hooks(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+def _refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ValueError for code of the user's that a graph would not run."""
     if torch_private.tensors.any_is_hooked([*parameters.values()]):
         name = next(name for name, each in parameters.items() if torch_private.tensors.any_is_hooked([each]))
         raise ValueError(
             f"parameter {name} has hooks on its gradient, which compile_step does not run: put what they do into the "
             "loss, or train with compile_ddp(model)."
-        )
-    if torch_private.optimizers.has_hooks(optimizer):
-        raise ValueError(
-            f"the {type(optimizer).__name__} has hooks on its step(), or another step(), which compile_step does not "
-            "run: call what they do behind each step, or train with compile_ddp(model)."
-        )
-
-
-# ---- what a graph has fixed ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """The names of the trained parameters, each with its group, and the kinds of the groups."""
-
-    names: tuple[str, ...]
-    groups: tuple[int, ...]
-    kinds: tuple[Kind, ...]
-
-    @classmethod
-    def of(cls, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, rule: Rule) -> "_Layout":
-        """Of the model's `parameters` as they are now. Raises ValueError where the optimizer has others."""
-        name_of = {id(parameter): name for name, parameter in parameters.items()}
-        names, groups = list[str](), list[int]()
-        for number, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if not parameter.requires_grad:
-                    continue
-                if parameter.is_complex():
-                    raise ValueError(
-                        f"parameter {place} of group {number} of the optimizer is complex, whose update compile_step "
-                        "does not have: train with compile_ddp(model)."
-                    )
-                if id(parameter) not in name_of:
-                    raise ValueError(
-                        f"parameter {place} of group {number} of the optimizer, of shape {tuple(parameter.shape)}, is "
-                        "none of the model's: make the module that it belongs to a part of the model."
-                    )
-                names.append(name_of[id(parameter)])
-                groups.append(number)
-        if not names:
-            raise ValueError("the optimizer has no parameter that is trained: check requires_grad.")
-        return cls(tuple(names), tuple(groups), tuple(map(rule.kind, optimizer.param_groups)))
-
-    def trained(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[str, int, nn.Parameter]]:
-        """Name, group and parameter of each."""
-        return [(name, group, parameters[name]) for name, group in zip(self.names, self.groups, strict=True)]
-
-
-# ---- the step as a function of tensors -------------------------------------------------------------------------------
-
-Tensors = dict[str, Tensor]
-
-
-class _WithLoss(nn.Module):
-    """The model and its loss as one module, whose tensors `functional_call` replaces."""
-
-    def __init__(self, model: nn.Module, loss_fn: Loss, *, has_aux: bool) -> None:
-        super().__init__()
-        self.model, self.loss_fn, self.has_aux = model, loss_fn, has_aux
-
-    def forward(self, *batch: Any, **named: Any) -> Any:
-        return self.loss_fn(self.model, *batch, **named)
-
-
-def _call(model: nn.Module, *batch: Any, **named: Any) -> Any:
-    return model(*batch, **named)
-
-
-class _Graph:
-    """What is compiled, for a layout."""
-
-    def __init__(
-        self,
-        whole: _WithLoss,
-        rule: Rule,
-        process_group: dist.ProcessGroup | None,
-        clip_grad_norm: float | None,
-        bucket_cap_mb: float | None,
-    ) -> None:
-        self.rule, self.has_aux, self._clip_grad_norm = rule, whole.has_aux, clip_grad_norm
-        users_loss = whole.loss_fn  # so that what it closes over is followed, as of any function of a compiled step
-
-        def loss(params: Tensors, others: Tensors, buffers: Tensors, batch: Any, named: Any) -> Any:
-            # A gradient function may not write into what it is given.
-            copies = {name: buffer.clone() for name, buffer in buffers.items()}
-            tensors = {f"model.{name}": each for name, each in {**params, **others, **copies}.items()}
-            result = torch.func.functional_call(whole, tensors, batch, named)
-            value, aux = result if whole.has_aux else (result, None)
-            _refuse_unused(value, params)
-            assert users_loss is whole.loss_fn
-            # Those that forward has written into, or replaced by others: `functional_call` puts these into `tensors`.
-            return value, (aux, {name: tensors[f"model.{name}"].detach() for name in buffers})
-
-        loss.__qualname__ = f"loss of {type(whole.model).__name__}"
-        self._gradient = grad_and_value(loss, has_aux=True, process_group=process_group, bucket_cap_mb=bucket_cap_mb)
-
-    def step_of(self, layout: _Layout) -> Callable[..., Any]:
-        """A function of tensors, which returns what becomes of those that it is given, in their order."""
-        rule, gradient, most = self.rule, self._gradient, self._clip_grad_norm
-
-        def step(
-            params: Tensors,
-            buffers: Tensors,
-            state: dict[str, Tensors],
-            others: Tensors,
-            steps: Tensor,
-            numbers: Sequence[Tensor],
-            batch: Any,
-            named: Any,
-        ) -> Any:
-            gradients, (value, (aux, buffers)) = gradient(params, others, buffers, batch, named)
-            if most is not None:
-                gradients = _clipped(gradients, most)
-            counts = steps + 1
-            new, new_state = dict[str, Tensor](), dict[str, Tensors]()
-            for place, (name, group) in enumerate(zip(layout.names, layout.groups, strict=True)):
-                kind = layout.kinds[group]
-                of_group = Vector(kind, numbers[group])
-                # In 16 bits a learning rate or a beta would be another number.
-                own = {each: _widened(value) for each, value in state[name].items()}
-                given = _widened(params[name]), _widened(gradients[name]), own
-                new[name], new_state[name] = rule.update(*given, of_group, kind, counts[place])
-            return new, buffers, new_state, counts, value, aux
-
-        return step
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
-def _clipped(gradients: Tensors, most: float) -> Tensors:
-    """As torch.nn.utils.clip_grad_norm_ leaves them."""
-    norms = [torch.linalg.vector_norm(_widened(each)) for each in gradients.values()]
-    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device, torch.float64) for each in norms]))
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)
-    return {name: each * factor.to(each.device, each.dtype) for name, each in gradients.items()}
-
-
-def _refuse_unused(loss: object, params: Tensors) -> None:
-    """Raise RuntimeError for parameters without a way to the loss, whose update would be another one than torch's."""
-    if not isinstance(loss, Tensor):
-        return
-    unused = torch_private.autograd.not_reached(loss, params)
-    if unused:
-        raise RuntimeError(
-            f"the loss does not use {', '.join(unused[:5])}: torch.optim leaves such a parameter as it is, where a "
-            "graph would apply weight decay and momentum. Freeze it with requires_grad_(False), or train with "
-            "compile_ddp(model)."
         )
 
 
@@ -304,63 +166,209 @@ class TrainingStep:
     between and after steps what they always mean; `.grad` stays None. Learning rate, betas, momentum and weight decay
     may change between any two calls. Every rank calls it equally often.
 
-    Where a rank raises, all do, and nothing has been updated on any. Raises RuntimeError, too, for a model that no
-    single graph can hold, with the place, and for parameters that the loss does not use.
+    With `accumulate=K` every K-th call is an update, and those before it hold gradients; `flush()` ends them early.
+
+    Where a rank raises, all do, and nothing has been updated on any; gradients that were held are forgotten. Raises
+    RuntimeError, too, for a model that no single graph can hold, with the place.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        graph: _Graph,
+        graph: StepGraph,
         compiler: Callable[..., CompiledStep],
+        accumulate: int,
+        scaler: torch.amp.GradScaler | None,
+        *,
+        mark: int,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._graph, self._compiler = graph, compiler
-        self._known: dict[_Layout, list[_Known]] = {}
+        self._accumulate, self._scaler, self._mark = accumulate, scaler, mark
+        self._known: dict[Layout, list[_Known]] = {}
         self._latest: CompiledStep | None = None
+        self._explained: tuple[Layout, CompiledStep, Sequence[str]] | None = None
+        self._held, self._batches = Tensors(), 0  # sums of the gradients of so many micro-batches
 
     @untraced
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take a step with this batch; returns this rank's loss, detached, and with `has_aux` a pair."""
-        with contextlib.nullcontext() if self._latest is None else self._latest.telling():
-            parameters = dict(self.model.named_parameters())
-            _refuse_hooks(parameters, self.optimizer)
-            layout = _Layout.of(parameters, self.optimizer, self._graph.rule)
-            known = self._known_of(layout)
-            trained = layout.trained(parameters)
-            params: Tensors = {name: parameter for name, _, parameter in trained}
-            others: Tensors = {name: each for name, each in parameters.items() if name not in params}
-            buffers = dict(self.model.named_buffers())
-            state, steps = self._state(trained, layout)
-            counts = _as_vector(steps) if steps else torch.zeros(len(trained), dtype=torch.float64, device="cpu")
-            numbers = as_vectors(self._graph.rule, self.optimizer.param_groups)
-        self._latest = known.compiled
-        *_, value, aux = known.compiled(params, buffers, state, others, counts, numbers, batch, named)
-        known.note_traced(self.model)
-        torch_private.optimizers.note_step(self.optimizer, steps, counts)
+        with self._forgetting_what_is_held():
+            value, aux = self._take(batch, named, is_update=self._batches + 1 >= self._accumulate)
         return (value, aux) if self._graph.has_aux else value
 
-    def _known_of(self, layout: _Layout) -> "_Known":
+    @untraced
+    def flush(self) -> None:
+        """Update with the gradients that are held, where fewer than `accumulate` calls have been made. A collective.
+
+        What is applied is the mean of those; where there are none, nothing is.
+        """
+        if self._batches:
+            with self._forgetting_what_is_held():
+                self._take(None, {}, is_update=True)
+
+    def explain(self) -> str:
+        """What the latest update was: one graph or more, its all-reduces, and what was left out of it."""
+        if self._explained is None:
+            return "No update has been made yet."
+        layout, compiled, unused = self._explained
+        optimizer, model = type(self.optimizer).__name__, type(self.model).__name__
+        buckets = [
+            format_bucket(place, bucket, [_name_of(each) for each in agreed.names])
+            for agreed in compiled.reductions
+            for place, bucket in enumerate(agreed.plan.buckets)
+        ]
+        what = f"{len(buckets)} all-reduce{'' if len(buckets) == 1 else 's'}"
+        told = f"The forward and backward of {model}, {what} and the update of {optimizer} are one graph."
+        if layout.outside:
+            told = f"The forward and backward of {model} and {what} are one graph. "
+            told += f"{optimizer}.step() is called behind it: {layout.outside}."
+        lines = [told, *(f"  {each}" for each in buckets)]
+        if self._accumulate > 1:
+            lines.append(f"{self._accumulate} calls make an update; {self._batches} were made for the next one.")
+        if unused:
+            lines.append(f"The latest batch of this rank did not use {format_names(unused)}.")
+        return "\n".join(lines)
+
+    @contextlib.contextmanager
+    def _forgetting_what_is_held(self) -> Iterator[None]:
+        """What raises in here ends an update: its micro-batches do not belong to the next one."""
+        try:
+            yield
+        except BaseException:
+            self._held, self._batches = {}, 0
+            raise
+
+    def _take(self, batch: Any, named: Any, *, is_update: bool) -> tuple[Any, Any]:
+        """The loss, and what comes with it."""
+        with contextlib.nullcontext() if self._latest is None else self._latest.telling():
+            now = self._now()
+        self._latest = now.known.update
+        given = now.others, now.used, now.mark
+        if is_update:
+            outcome = self._update(now, *given, self._share(batch), self._scale(now.mark), batch, named)
+            value, aux, self._batches = outcome.value, outcome.aux, 0
+            if batch is not None:
+                self._explained = now.layout, now.known.update, outcome.unused
+        else:
+            of_add = *given, self._scale(now.mark), batch, named
+            with now.known.update.telling():
+                *_, value, aux = now.known.add(now.params, now.buffers, now.held, *of_add)
+            self._batches += 1
+        now.known.note_traced(self.model)
+        return value, aux
+
+    def _update(self, now: "_Now", *given: Any) -> Outcome:
+        if now.layout.outside:
+            outcome: Outcome = now.known.update(now.params, now.buffers, now.held, *given)[-1]
+            with now.known.update.telling():
+                self._update_outside(now, outcome)
+        else:
+            outcome = self._update_inside(now, *given)
+        if outcome.finite is not None:
+            assert self._scaler is not None
+            found = (~outcome.finite).float()
+            torch_private.optimizers.note_found_infinity(self._scaler, self.optimizer, found)
+            self._scaler.update()
+        return outcome
+
+    def _update_inside(self, now: "_Now", *given: Any) -> Outcome:
+        updated, begun = set[str](), dict[str, nn.Parameter]()
+        try:
+            with now.known.update.telling():
+                state, steps = self._state(now, begun)
+                places = len(now.trained)
+                counts = _as_vector(steps) if steps else torch.zeros(places, dtype=torch.float64, device="cpu")
+                numbers = as_vectors(rule_of(self.optimizer), self.optimizer.param_groups)
+            given = now.params, now.buffers, state, now.held, counts, numbers, *given
+            outcome: Outcome = now.known.update(*given)[-1]
+            torch_private.optimizers.note_step(self.optimizer, steps, counts)
+            updated = outcome.updated(now.layout)
+            return outcome
+        finally:  # as with torch.optim, there is no state before an update
+            for name, parameter in begun.items():
+                if name not in updated:
+                    del self.optimizer.state[parameter]
+
+    def _update_outside(self, now: "_Now", outcome: Outcome) -> None:
+        updated = outcome.updated(now.layout)
+        if not updated or (outcome.is_sound is not None and not outcome.is_sound):
+            return
+        try:
+            for name, _, parameter in now.trained:
+                parameter.grad = outcome.gradients[name] if name in updated else None
+            self.optimizer.step()
+        finally:
+            for _, _, parameter in now.trained:
+                parameter.grad = None
+
+    # ---- what a call is made with ------------------------------------------------------------------------------------
+
+    def _now(self) -> "_Now":
+        """What the model and the optimizer are in this call."""
+        parameters = dict(self.model.named_parameters())
+        _refuse_hooks(parameters)
+        layout = Layout.of(parameters, self.optimizer)
+        trained = layout.trained(parameters)
+        params: Tensors = {name: parameter for name, _, parameter in trained}
+        others: Tensors = {name: each for name, each in parameters.items() if name not in params}
+        device = trained[0][2].device
+        used = torch.zeros(len(trained), dtype=torch.float32, device=device)
+        mark = torch.tensor(float(self._mark), dtype=torch.float32, device=device)
+        buffers = dict(self.model.named_buffers())
+        return _Now(
+            layout, self._known_of(layout), trained, params, buffers, self._held_of(params, used), others, used, mark
+        )
+
+    def _held_of(self, params: Tensors, used: Tensor) -> Tensors:
+        """Memory for the sums of micro-batches' gradients, zeros before the first; none where each is an update."""
+        if self._accumulate == 1:
+            return {}
+        every = {**params, USED: used}
+        if [*self._held] != [*every]:  # a parameter was frozen, or the first call
+            kept = {name: each for name, each in self._held.items() if name in every and name != USED}
+            self._held = {
+                name: kept.get(name, torch.zeros_like(each, memory_format=torch.preserve_format, requires_grad=False))
+                for name, each in every.items()
+            }
+        return self._held
+
+    def _share(self, batch: Any) -> Tensor | None:
+        """What one micro-batch counts in the mean of all that an update has; None where it has one."""
+        if self._accumulate == 1:
+            return None
+        batches = self._batches + (batch is not None)
+        return torch.tensor(1.0 / batches, dtype=torch.float64, device="cpu")
+
+    def _scale(self, like: Tensor) -> Tensor | None:
+        if self._scaler is None or not self._scaler.is_enabled():
+            return None
+        return self._scaler.scale(torch.ones_like(like))
+
+    def _known_of(self, layout: Layout) -> "_Known":
         """What is compiled for this layout, and for the numbers and texts that the model's modules have."""
         plain = _plain(self.model)
         every = self._known.setdefault(layout, [])
         known = next((each for each in every if each.plain == plain), None)
         if known is None:
-            known = _Known(self._compiler(self._graph.step_of(layout)), plain)
+            known = _Known(self._graph, layout, self._compiler, plain)
             every.append(known)
         return known
 
-    def _state(
-        self, trained: Sequence[tuple[str, int, nn.Parameter]], layout: _Layout
-    ) -> tuple[dict[str, Tensors], list[Tensor]]:
-        """The optimizer's state of each parameter, and their counts of steps, where it has these."""
-        rule, states, steps = self._graph.rule, dict[str, Tensors](), list[Tensor]()
-        for name, group, parameter in trained:
-            needed = rule.needed(layout.kinds[group])
+    def _state(self, now: "_Now", begun: dict[str, nn.Parameter]) -> tuple[dict[str, Tensors], list[Tensor]]:
+        """The optimizer's state of each parameter, and their counts of steps where it has these.
+
+        Parameters that had none, and have now, are put into `begun`.
+        """
+        rule, states, steps = rule_of(self.optimizer), dict[str, Tensors](), list[Tensor]()
+        for name, group, parameter in now.trained:
+            needed = rule.needed(now.layout.kinds[group])
             own: dict[str, Any] = self.optimizer.state.get(parameter, {})  # which makes no entry, as torch makes none
             missing = [each for each in needed if own.get(each) is None]
             if missing:
+                if not own:
+                    begun[name] = parameter
                 own, options = self.optimizer.state[parameter], self.optimizer.param_groups[group]
                 own.update((each, rule.begin(each, parameter, options)) for each in missing)
             states[name] = {each: own[each] for each in needed if each != "step"}
@@ -371,17 +379,48 @@ class TrainingStep:
         return states, steps
 
 
-class _Known:
-    """A step that was compiled, while the model's modules had these numbers and texts."""
+def _name_of(gradient: str) -> str:
+    """A parameter's own name, as of "argument 0['first.weight']"."""
+    return gradient.removeprefix("argument 0['").removesuffix("']")
 
-    def __init__(self, compiled: CompiledStep, plain: tuple[Hashable, ...]) -> None:
-        self.compiled, self.plain = compiled, plain
+
+@dataclass(frozen=True)
+class _Now:
+    """What the model and the optimizer are in one call, and what is compiled for it: see `StepGraph`."""
+
+    layout: Layout
+    known: "_Known"
+    trained: Sequence[tuple[str, int, nn.Parameter]]
+    params: Tensors
+    buffers: Tensors
+    held: Tensors
+    others: Tensors
+    used: Tensor
+    mark: Tensor
+
+
+class _Known:
+    """What was compiled for a layout, while the model's modules had these numbers and texts."""
+
+    def __init__(
+        self, graph: StepGraph, layout: Layout, compiler: Callable[..., CompiledStep], plain: tuple[Hashable, ...]
+    ) -> None:
+        whole = graph.reduce_of(layout) if layout.outside else graph.update_of(layout)
+        donated = ("buffers", "held") if layout.outside else ("params", "buffers", "state", "held", "steps")
+        self.update = compiler(whole, donated=donated)
+        self.add = compiler(graph.add_of(layout), donated=("buffers", "held"))
+        self.plain = plain
         self._graphs = 0
+
+    @property
+    def graphs(self) -> int:
+        """How many there are."""
+        return self.update.graphs + self.add.graphs
 
     def note_traced(self, model: nn.Module) -> None:
         """A forward may count its own calls: what it does in Python happens while it is traced, and not again."""
-        if self.compiled.graphs != self._graphs:
-            self._graphs, self.plain = self.compiled.graphs, _plain(model)
+        if self.graphs != self._graphs:
+            self._graphs, self.plain = self.graphs, _plain(model)
 
 
 _PLAIN = frozenset({int, float, bool, str, type(None)})

@@ -1,5 +1,6 @@
 """What torch.optim's own `step()` does besides computing."""
 
+import inspect
 from collections.abc import Sequence
 
 import torch
@@ -14,9 +15,21 @@ def note_step(optimizer: torch.optim.Optimizer, steps: Sequence[Tensor], counts:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
+def note_found_infinity(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: Tensor) -> None:
+    """Let a scaler's `update()` know whether this step's gradients had infinities: 1.0 or 0.0, in float32."""
+    of_optimizer = scaler._per_optimizer_states[id(optimizer)]
+    of_optimizer["found_inf_per_device"] = {found.device: found}
+
+
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its `step()` runs more than its class's: hooks, of its own or of all optimizers, or a patch."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     of_all = _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks
     patched = vars(optimizer).get("step")
     return bool(own or of_all) or (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"))
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its `step()` cannot be called without one, as that of LBFGS."""
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

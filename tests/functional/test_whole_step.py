@@ -21,6 +21,10 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, maximize=True),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, amsgrad=True),
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.95), foreach=True),
+    # Whose update no graph has:
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "Own": lambda p: Own(p, lr=0.1),
+    "dampened": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
 }
 
 
@@ -59,15 +63,23 @@ class Loop:
     def step(self, *given: Any) -> Tensor:
         loss: Tensor = self.model(*given)
         loss.backward()
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        self.update()
+        return loss.detach()
+
+    def update(self) -> None:
+        """With the means over ranks of what is in `.grad`: zeros where another rank alone has any."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        has = torch.tensor([float(p.grad is not None) for p in trained])
+        dist.all_reduce(has)
+        parameters = [parameter for parameter, ranks in zip(trained, has, strict=True) if ranks]
         for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(parameters, self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
 
 
 def assert_same(step: Any, loop: Loop) -> None:
@@ -86,7 +98,7 @@ def assert_same(step: Any, loop: Loop) -> None:
 
 
 def graphs(step: Any) -> int:
-    return sum(known.compiled.graphs for every in step._known.values() for known in every)
+    return sum(known.graphs for every in step._known.values() for known in every)
 
 
 def both(kind: str, make: Callable[[], nn.Module] = Net, **options: Any) -> tuple[Any, Loop]:
@@ -112,7 +124,7 @@ def _trains(rank: int, kind: str, backend: str) -> None:
     assert graphs(step) == 1
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "nesterov", "Adam", "AdamW"])
 def test_a_step_is_what_the_loop_does(ranks2: RankPool, kind: str) -> None:
     ranks2.run(_trains, kind, "aot_eager")
 
@@ -354,6 +366,166 @@ def test_parameters_of_other_dtypes(ranks2: RankPool, dtype: torch.dtype) -> Non
     ranks2.run(_in_half, dtype)
 
 
+# ---- several batches in an update, and parameters that a batch does not use ------------------------------------------
+
+
+def _accumulates(rank: int, kind: str, backend: str) -> None:
+    """Three batches an update, then two, which `flush` ends, then three again: each is the mean of its batches."""
+    step, loop = both(kind, accumulate=3, clip_grad_norm=0.5, backend=backend)
+    for _ in range(2):
+        begins = 0
+        for ends, batches in ((3, 3), (5, 2)):
+            for n in range(begins, ends):
+                before = [each.detach().clone() for each in step.model.parameters()]
+                loss = loop.model(*batch(rank, n))
+                (loss / batches).backward()
+                torch.testing.assert_close(step(*batch(rank, n)), loss.detach())
+                is_update = n == 2
+                are_same = all(map(torch.equal, before, step.model.parameters()))
+                assert are_same != is_update
+            if batches == 2:
+                assert "3 calls make an update; 2 were made for the next one" in step.explain()
+                step.flush()
+                step.flush()  # nothing is left
+            loop.update()
+            assert_same(step, loop)
+            begins = ends
+    assert graphs(step) == 3
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+def test_an_update_of_several_batches_is_that_of_their_mean(ranks2: RankPool, kind: str) -> None:
+    ranks2.run(_accumulates, kind, "aot_eager")
+
+
+def test_inductors_code_adds_up_batches(ranks2: RankPool) -> None:
+    ranks2.run(_accumulates, "AdamW", "inductor")
+
+
+class Branches(nn.Module):
+    """Three parts, of which a batch takes those that it names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({name: nn.Linear(4, 4) for name in "abc"})
+
+    def forward(self, x: Tensor, names: str) -> Tensor:
+        for name in names:
+            x = self.parts[name](x)
+        return x.square().mean()
+
+
+def _uses(rank: int, kind: str, accumulate: int) -> None:
+    """Part c, in the first steps, on no rank; b on one alone; with other parts in a later micro-batch."""
+    step, loop = both(kind, Branches, accumulate=accumulate)
+    for n, names in enumerate(("ab" if rank else "a", "a", "b" if rank else "ab", "bc", "ca", "c" if rank else "ab")):
+        for part in range(accumulate):
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * n + rank + 5 * part))
+            taken = names[part:] or names
+            loss = loop.model(x, taken)
+            (loss / accumulate).backward()
+            torch.testing.assert_close(step(x, taken), loss.detach())
+        loop.update()
+        assert_same(step, loop)
+    assert len(step.optimizer.state) == 6
+    told = step.explain()
+    assert ("one graph. Adagrad.step() is called behind it" in told) == (kind == "Adagrad"), told
+    first = "c" if (rank, accumulate) == (0, 1) else "a"
+    assert f"The latest batch of this rank did not use parts.{first}.weight" in told, told
+
+
+@pytest.mark.parametrize(("kind", "accumulate"), [("momentum", 1), ("Adam", 2), ("Adagrad", 2)])
+def test_a_parameter_that_no_rank_uses_is_left_as_it_is(ranks2: RankPool, kind: str, accumulate: int) -> None:
+    ranks2.run(_uses, kind, accumulate)
+
+
+# ---- updates outside of the graph ------------------------------------------------------------------------------------
+
+
+class Own(torch.optim.SGD):
+    """With a step of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.99)
+
+
+def _outside(rank: int, kind: str) -> None:
+    step, loop = both(kind, clip_grad_norm=1.0)
+    seen: dict[torch.optim.Optimizer, list[float]] = {step.optimizer: [], loop.optimizer: []}
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen[optimizer].append(optimizer.param_groups[0]["params"][0].grad.sum().item())
+
+    for n in range(4):
+        if n == 2:
+            for each in (step, loop):
+                each.optimizer.register_step_pre_hook(note)
+        torch.testing.assert_close(step(*batch(rank, n)), loop.step(*batch(rank, n)))
+        assert_same(step, loop)
+    assert seen[step.optimizer] and seen[step.optimizer] == pytest.approx(seen[loop.optimizer])
+    told = step.explain()
+    assert f"{type(step.optimizer).__name__}.step() is called behind it: it " in told and "1 all-reduce" in told, told
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "Own", "dampened", "AdamW"])
+def test_any_other_optimizer_takes_its_own_step(ranks2: RankPool, kind: str) -> None:
+    ranks2.run(_outside, kind)
+
+
+def _complex(rank: int) -> None:
+    def loss_of(net: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = net(x).abs().mean()
+        return loss
+
+    step, loop = both("Adam", lambda: nn.Linear(3, 2, dtype=torch.complex64), loss_fn=loss_of)
+    for n in range(3):
+        x = torch.randn(4, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(10 * n + rank))
+        loss = loss_of(loop.model, x)
+        torch.testing.assert_close(step(x), loss.detach())
+        loss.backward()
+        loop.update()
+        assert_same(step, loop)
+    assert "it has complex parameters" in step.explain()
+
+
+def test_complex_parameters_are_updated_outside(ranks2: RankPool) -> None:
+    ranks2.run(_complex)
+
+
+def _scales(rank: int, kind: str) -> None:
+    """A GradScaler: its factor is taken back, and what is infinite on one rank alone is applied on none."""
+    step, loop = both(kind, Branches, scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    for n in range(6):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * n + rank))
+        is_infinite = n in (0, 3)
+        if is_infinite and rank == 1:
+            x *= float("inf")
+        before = [each.detach().clone() for each in step.model.parameters()]
+        loss = step(x, "ab")
+        scaled = scaler.scale(loop.model(x, "ab"))
+        torch.testing.assert_close(loss * scaler.get_scale(), scaled.detach(), equal_nan=True)
+        scaled.backward()
+        for parameter in loop.model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= 2
+        scaler.step(loop.optimizer)
+        scaler.update()
+        loop.optimizer.zero_grad()
+        assert_same(step, loop)
+        assert step._scaler.state_dict() == scaler.state_dict()
+        assert is_infinite == all(map(torch.equal, before, step.model.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad"])
+def test_a_scaler_leaves_out_what_is_infinite_on_one_rank(ranks2: RankPool, kind: str) -> None:
+    ranks2.run(_scales, kind)
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -368,27 +540,22 @@ def _refused(rank: int) -> None:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    class Own(torch.optim.SGD): ...
-
     def refuses(error: type[Exception], match: str, *args: Any, **options: Any) -> None:
         with pytest.raises(error, match=match), _unchanged(model):
             compile_step(*args, **options)
 
     refuses(TypeError, "takes a model", optimizer, model)
     refuses(TypeError, "an optimizer of torch.optim's, found Net", model, model)
-    refuses(TypeError, "SGD, Adam, AdamW, found Own: train with", model, Own(model.parameters(), lr=0.1))
+    refuses(TypeError, "LBFGS calls the loss itself", model, torch.optim.LBFGS(model.parameters()))
+    refuses(ValueError, "accumulate must be a number of calls, 1 or more, found 0", model, optimizer, accumulate=0)
+    refuses(TypeError, "scaler must be a torch.amp.GradScaler", model, optimizer, scaler=2.0)
     refuses(TypeError, "the bare model", EagerDDP(copy.deepcopy(model)), optimizer)
     refuses(ValueError, "clip_grad_norm must be a positive number", model, optimizer, clip_grad_norm=-1.0)
     refuses(TypeError, "did you mean|unexpected", model, optimizer, process_grup=None)
     other = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     refuses(ValueError, "is none of the model's", model, other)
-    damped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
-    refuses(ValueError, "does not take dampening=0.5", model, damped)
     handle = model.first.weight.register_hook(lambda gradient: gradient)
     refuses(ValueError, r"first\.weight has hooks on its gradient", model, optimizer)
-    handle.remove()
-    handle = optimizer.register_step_post_hook(lambda *_: None)
-    refuses(ValueError, r"SGD has hooks on its step\(\)", model, optimizer)
     handle.remove()
     fine = compile_step(model, optimizer, backend="aot_eager")
     fine(*batch(rank, 0))
@@ -397,11 +564,6 @@ def _refused(rank: int) -> None:
         fine(*batch(rank, 1))
     handle.remove()
     fine(*batch(rank, 2))
-    complex_one = nn.Linear(2, 2, dtype=torch.complex64)
-    refuses(ValueError, "is complex", complex_one, torch.optim.SGD(complex_one.parameters(), lr=0.1))
-    step = compile_step(model, optimizer, lambda net, x: net.first(x).sum(), backend="aot_eager")
-    with pytest.raises(RuntimeError, match=r"the loss does not use (scale, )?norm\.weight, norm\.bias, same\.weight"):
-        step(batch(rank, 0)[0])
 
 
 def test_what_no_graph_can_do_is_refused(ranks2: RankPool) -> None:
@@ -418,7 +580,8 @@ def test_ranks_with_other_models_are_told(ranks2: RankPool) -> None:
         ranks2.run(_differ)
 
 
-def _raises(rank: int) -> str:
+def _raises(rank: int, kind: str, accumulate: int) -> str:
+    torch.manual_seed(0)
     model = Net()
     fails = {"now": False}
 
@@ -428,22 +591,33 @@ def _raises(rank: int) -> str:
         result: Tensor = net(x, y)
         return result
 
-    step = compile_step(model, torch.optim.AdamW(model.parameters()), loss, backend="aot_eager")
-    step(*batch(rank, 0))
+    options = {"backend": "aot_eager", "accumulate": accumulate}
+    step = compile_step(model, OPTIMIZERS[kind](model.parameters()), loss, **options)
+    for n in range(accumulate):
+        step(*batch(rank, n))
     before = step.optimizer.state_dict()["state"][0]["step"].item()
-    fails["now"] = rank == 1
+    model.eval()  # a micro-batch that came before may have changed running means
     message = ""
     with _unchanged(model):
-        try:
-            step(*batch(rank, 1))
-        except (RuntimeError, ValueError) as error:
-            message = str(error)
+        for n in range(accumulate):
+            fails["now"] = rank == 1 and n == accumulate - 1
+            try:
+                step(*batch(rank, n))
+            except (RuntimeError, ValueError) as error:
+                message = str(error)
     assert step.optimizer.state_dict()["state"][0]["step"].item() == before
     fails["now"] = False
-    step(*batch(rank, 2))
+    loop = Loop(model, OPTIMIZERS[kind])
+    loop.optimizer.load_state_dict(copy.deepcopy(step.optimizer.state_dict()))
+    for n in range(accumulate):  # of which none is one that was held before
+        step(*batch(rank, 2 + n))
+        (loop.model(*batch(rank, 2 + n)) / accumulate).backward()
+    loop.update()
+    assert_same(step, loop)
     return message
 
 
-def test_a_step_that_raises_changes_nothing_on_any_rank(ranks2: RankPool) -> None:
-    first, second = ranks2.run(_raises)
+@pytest.mark.parametrize(("kind", "accumulate"), [("AdamW", 1), ("AdamW", 3), ("Adagrad", 1)])
+def test_a_step_that_raises_changes_nothing_on_any_rank(ranks2: RankPool, kind: str, accumulate: int) -> None:
+    first, second = ranks2.run(_raises, kind, accumulate)
     assert "no labels" in first and "no labels" in second

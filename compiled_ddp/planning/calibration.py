@@ -13,6 +13,7 @@ from compiled_ddp.planning.cost_model import Compute, Link
 
 _VERSION = 1
 _BURST = 1.5  # times the rate of the largest sample: what is faster was let through in a burst
+_LEAST_OF_BYTES = 1 / 20  # of the largest sample's time: disturbed small ones would make start-ups of all of it
 _INFINITE = "infinite"  # as a file has it, since JSON has no such number: the bandwidth of a rank alone
 
 
@@ -127,9 +128,8 @@ def fit_link(samples: Sequence[Sample]) -> tuple[Link, float]:
     largest = max(samples, key=lambda sample: sample.in_flight * sample.nbytes)
     limit = _BURST * largest.bytes_per_second
     _, startup, latency = _least_squares([_row(sample) for sample in samples if sample.bytes_per_second <= limit])
-    left = largest.seconds - latency - largest.in_flight * startup
-    bandwidth = largest.in_flight * largest.nbytes / left if left > 0 else math.inf
-    link = Link(startup, bandwidth, latency_seconds=latency)
+    of_bytes = max(largest.seconds - latency - largest.in_flight * startup, _LEAST_OF_BYTES * largest.seconds)
+    link = Link(startup, largest.in_flight * largest.nbytes / of_bytes, latency_seconds=latency)
     errors = [predicted_seconds(link, each.nbytes, each.in_flight) / each.seconds - 1 for each in samples]
     return link, math.sqrt(sum(error * error for error in errors) / len(errors))
 

@@ -7,7 +7,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ class Surroundings:
             and _state_of(self._modules) == self._state
         )
 
-    def refuse_as_donated(self, donated: Sequence[torch.Tensor]) -> None:
+    def refuse_as_donated(self, donated: Iterable[torch.Tensor]) -> None:
         """Raise ValueError where one of these is a tensor that the step closes over, and goes on to read."""
         if self._storages and not self._storages.isdisjoint(torch_private.tensors.memory_of_each(donated)):
             raise ValueError(
@@ -154,11 +154,10 @@ def modules_called() -> Iterator[Collection[nn.Module]]:
         handle.remove()
 
 
-def generators_shared(leaves: Sequence[Any], closed: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
-    """For each generator among a step's arguments: its first place there, and itself if the step closes over it."""
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Generator)]
-    first = [next(other for other in places if leaves[other] is leaves[place]) for place in places]
-    same = [_Same(leaves[place]) for place in places]
+def generators_shared(generators: Sequence[torch.Generator], closed: tuple[Hashable, ...]) -> tuple[Hashable, ...]:
+    """For each of a step's arguments that are generators: its first place, and itself if the step closes over it."""
+    first = [next(place for place, other in enumerate(generators) if other is each) for each in generators]
+    same = [*map(_Same, generators)]
     return tuple(zip(first, [each if each in closed else None for each in same], strict=True))
 
 

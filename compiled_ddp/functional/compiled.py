@@ -4,8 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.closed_over import OwnContainers, closed_over, generators_shared, reached
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.donations import Donations, donations
+from compiled_ddp.functional.kept import Arguments
 from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
 from compiled_ddp.functional.reduction import current_world, last_first
 from compiled_ddp.functional.reference import ReferenceStep
@@ -185,16 +187,16 @@ class _Runnable:
 
     def refuse_constants(self, leaves: Sequence[Any]) -> None:
         """Raise ValueError where it would write into what it closes over."""
-        self._traced.surroundings.refuse_as_donated([leaves[place] for place in self._traced.written])
+        self._traced.surroundings.refuse_as_donated(leaves[place] for place in self._traced.written)
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    def __call__(self, leaves: Sequence[Any], tensors: Iterable[Tensor]) -> Any:
+        """Run it with arguments of these leaves, whose `tensors` are detached."""
         generators = self._traced.generators
         with torch.no_grad():
             for generator in generators:
                 generator.load(leaves)
-            given = [*(tensor.detach() for tensor in tensors), *self._traced.constants, *self._flat_buffers.memory]
-            donated = [leaves[place] for place in self._traced.written]
+            given = [*tensors, *self._traced.constants, *self._flat_buffers.memory]
+            donated = [] if self._donations is None else [leaves[place] for place in self._traced.written]
             results = self._communicated(given, donated) if self._unit is None else self._reduced(given, donated)
         first_state = len(results) - len(generators)
         for generator, state in zip(generators, results[first_state:], strict=True):
@@ -250,9 +252,11 @@ class CompiledStep:
         *,
         keeps_donated: bool = False,
     ) -> None:
-        """`keeps_donated` is for a caller whose own tensors are donated in each call, and have the results then.
+        """`keeps_donated` is for a caller whose own tensors are donated in each call.
 
-        Where a rank has failed, and sent zeros, they have what they had.
+        Its `step` returns what becomes of each donated argument, in their order, and last its result, which alone is
+        returned from here: the arguments have the rest. Where a rank has failed, and sent zeros, they have what they
+        had.
         """
         self._step, self._backend, self._options, self._donated = step, backend, options, donated
         self._donations = None if keeps_donated else donations
@@ -271,13 +275,20 @@ class CompiledStep:
         if torch_private.autograd.transforms_are_active():
             self._tell_of_transforms()
             return self._step(*args, **kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Sequence[Arguments] = ()) -> Any:
+        """Call it outside of any other graph; `kept` are its first arguments."""
         self._notice_another_world()
         with self._telling():
-            leaves, structure = torch_private.trees.flatten((args, kwargs))
+            every = [*kept, Arguments((args, kwargs))]
+            leaves = [*itertools.chain.from_iterable(each.leaves for each in every)]
+            args = *(each.tree for each in kept), *args
             if self._donations is not None:
                 self._donations.refuse(_name_of(self._step), leaves, functools.partial(self._named, args, kwargs))
-            kinds = self._kinds(leaves, args, kwargs)
-            key = self._key(leaves, structure, kinds)
+            if not every[-1].are_fit:
+                raise self._unfit(args, kwargs)
+            key = self._key(every)
             runnable = next((each for each in self._compiled.get(key, ()) if each.fits(leaves)), None)
             if runnable is not None:
                 runnable.refuse_constants(leaves)
@@ -285,10 +296,10 @@ class CompiledStep:
             why = why_another(self._compiled, key)
             with self._own_containers.changing(self._step):
                 runnable = self._compile(args, kwargs, why=why)
-            self._compiled.setdefault(self._key(leaves, structure, kinds), []).insert(0, runnable)
+            self._compiled.setdefault(self._key(every), []).insert(0, runnable)
             self._tell_of_many(why)
         self._latest, self._latest_of_losses = runnable.communicators, runnable.agreements_of_losses
-        results = runnable(leaves)
+        results = runnable(leaves, itertools.chain.from_iterable(each.detached for each in every))
         self.reductions = runnable.reductions
         return results
 
@@ -307,20 +318,18 @@ class CompiledStep:
         if world != self._world:
             self._world, self._latest, self._latest_of_losses = world, (), ()
 
-    def _key(self, leaves: Sequence[Any], structure: Any, kinds: tuple[Leaf, ...]) -> tuple[Any, ...]:
+    def _key(self, every: Sequence[Arguments]) -> tuple[Any, ...]:
         """All that a graph depends on that can be asked before it is known; `why_another` compares them."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         closed = closed_over(self._step, self._own_containers)
-        generators, shared = generators_shared(leaves, closed), _shared_memory(tensors)
-        return structure, kinds, generators, closed, _ambient(tensors), self._world, shared
+        generators = generators_shared([each for arguments in every for each in arguments.generators], closed)
+        structure, kinds = [each.structure for each in every], [each.kinds for each in every]
+        ambient = _ambient(frozenset[str]().union(*(each.device_types for each in every)))
+        return tuple(structure), tuple(kinds), generators, closed, ambient, self._world, _shared_memory(every)
 
-    def _kinds(self, leaves: Sequence[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Leaf, ...]:
-        """What of its arguments' leaves the graph depends on. Raises TypeError, by name, for one that may change."""
-        kinds = [*map(Leaf.of, leaves)]
-        if not all(kinds):
-            name, leaf = next((name, leaf) for name, leaf in self._named(args, kwargs) if Leaf.of(leaf) is None)
-            raise unfit_leaf(name, leaf, _name_of(self._step))
-        return tuple(each for each in kinds if each is not None)
+    def _unfit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
+        """The error for the first leaf that may change without being told from what it was, by name."""
+        name, leaf = next((name, leaf) for name, leaf in self._named(args, kwargs) if Leaf.of(leaf) is None)
+        return unfit_leaf(name, leaf, _name_of(self._step))
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         """Every leaf of these arguments, as "params['head']"."""
@@ -453,15 +462,15 @@ def _name_of(step: Callable[..., Any]) -> str:
     return str(getattr(step, "__qualname__", "a step")).replace("<locals>.", "")
 
 
-def _shared_memory(tensors: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+def _shared_memory(every: Sequence[Arguments]) -> tuple[tuple[int, int], ...]:
     """For each tensor the first one of those that it overlaps with, and its distance from their beginning in bytes.
 
     Empty where none do: those that lie beside each other in one buffer, or parts of one batch, are apart.
     """
-    strided = [tensor for tensor in tensors if tensor.layout == torch.strided]
-    memory = torch_private.tensors.memory_of_each(strided)
+    memory = [*itertools.chain.from_iterable(each.memory for each in every)]
     if len({*memory}) == len(memory):
         return ()
+    strided = [tensor for each in every for tensor in each.tensors if tensor.layout == torch.strided]
     begins = [int(tensor.storage_offset()) * tensor.itemsize for tensor in strided]
     places = sorted((n for n in range(len(strided)) if strided[n].numel()), key=lambda n: (memory[n], begins[n]))
     groups: list[list[int]] = []
@@ -482,10 +491,10 @@ def _extent_bytes(tensor: Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
 
 
-def _ambient(tensors: Sequence[Tensor]) -> Hashable:
+def _ambient(device_types: Set[str]) -> Hashable:
     """What changes what operators do, besides their operands; a step may run some on a device of no argument's."""
     accelerator = torch.accelerator.current_accelerator()
-    kinds = {"cpu", *(tensor.device.type for tensor in tensors), *(() if accelerator is None else (accelerator.type,))}
+    kinds = {"cpu", *device_types, *(() if accelerator is None else (accelerator.type,))}
     autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds))
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     return autocast, torch.get_default_dtype(), torch.get_default_device(), is_deterministic

@@ -55,13 +55,20 @@ class Layout:
                 groups.append(number)
         if not names:
             raise ValueError("the optimizer has no parameter that is trained: check requires_grad.")
-        outside = why_outside(optimizer)
-        kinds = () if outside else tuple(map(rule_of(optimizer).kind, optimizer.param_groups))
-        return cls(tuple(names), tuple(groups), kinds, outside)
+        return cls(tuple(names), tuple(groups), *_kinds_of(optimizer))
+
+    def has_kinds_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the options of an optimizer's groups, of the same parameters, make no other layout."""
+        return _kinds_of(optimizer) == (self.kinds, self.outside)
 
     def trained(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[str, int, nn.Parameter]]:
         """Name, group and parameter of each."""
         return [(name, group, parameters[name]) for name, group in zip(self.names, self.groups, strict=True)]
+
+
+def _kinds_of(optimizer: torch.optim.Optimizer) -> tuple[tuple[Kind, ...], str]:
+    outside = why_outside(optimizer)
+    return () if outside else tuple(map(rule_of(optimizer).kind, optimizer.param_groups)), outside
 
 
 class WithLoss(nn.Module):
@@ -77,6 +84,33 @@ class WithLoss(nn.Module):
 
 def _call(model: nn.Module, *batch: Any, **named: Any) -> Any:
     return model(*batch, **named)
+
+
+class Written(NamedTuple):
+    """What a graph writes into: the model's own tensors, and the optimizer's."""
+
+    params: Tensors  # those that are trained, where the update is in the graph
+    buffers: Tensors
+    state: dict[str, Tensors]
+    held: Tensors  # sums of the gradients of earlier micro-batches; empty where each batch is an update
+
+
+class Read(NamedTuple):
+    """What it reads, and is there in each call."""
+
+    params: Tensors  # those that are trained, where the update is not in the graph
+    others: Tensors  # parameters that are not
+    used: Tensor  # zeros, one for each that is trained
+    mark: Tensor  # this rank's number, from 1 on
+
+
+class Given(NamedTuple):
+    """What it is given anew in each call."""
+
+    share: Tensor | None  # what a micro-batch counts in the mean of all of them; None where there is one
+    scale: Tensor | None  # that of a GradScaler; None without one
+    batch: Any  # None where what is held is all there is
+    named: Any
 
 
 class Outcome(NamedTuple):
@@ -105,12 +139,7 @@ class Outcome(NamedTuple):
 
 
 class StepGraph:
-    """The functions that are compiled, for a layout.
-
-    Arguments of theirs: `held` are sums of the gradients of earlier micro-batches, none where each batch is an update;
-    `used` zeros, one for each trained parameter, and `mark` this rank's number, from 1 on; `share` what a micro-batch
-    counts in the mean of all of them, and `scale` that of a GradScaler, either None without one.
-    """
+    """The functions that are compiled, for a layout: each returns what becomes of what it writes, and a result."""
 
     def __init__(
         self,
@@ -128,89 +157,62 @@ class StepGraph:
         """A function that adds a micro-batch's gradients to those that are held, on this rank alone."""
         gradient = self._gradient
 
-        def add(
-            params: Tensors,
-            buffers: Tensors,
-            held: Tensors,
-            others: Tensors,
-            used: Tensor,
-            mark: Tensor,
-            scale: Tensor | None,
-            batch: Any,
-            named: Any,
-        ) -> Any:
-            given = {**params, USED: used}, others, buffers, held, mark, None, scale, batch, named
-            held, (value, aux, buffers, _) = gradient.on_this_rank(*given)
-            return buffers, held, value, aux
+        def add(written: Written, read: Read, given: Given) -> Any:
+            held, (value, aux, buffers, _) = gradient.on_this_rank(_differentiated(written, read), written, read, given)
+            return written._replace(buffers=buffers, held=held), (value, aux)
 
         return add
 
     def reduce_of(self, layout: Layout) -> Callable[..., Any]:
-        """A function that returns reduced gradients, for an update outside."""
+        """A function whose result has the reduced gradients, for an update outside."""
         reduced_of = self._reduced_of()
 
-        def reduce(params: Tensors, buffers: Tensors, held: Tensors, *given: Any) -> Any:
-            outcome, buffers = reduced_of(params, buffers, held, *given)
+        def reduce(written: Written, read: Read, given: Given) -> Any:
+            outcome, buffers = reduced_of(written, read, given)
             session = current_session()
             is_sound = None if session is None else session.are_sound()
-            return buffers, _zeros(held), outcome._replace(is_sound=is_sound)
+            left = written._replace(buffers=buffers, held=_zeros(written.held))
+            return left, outcome._replace(is_sound=is_sound)
 
         return reduce
 
     def update_of(self, layout: Layout) -> Callable[..., Any]:
-        """A function that returns what becomes of the first five that it is given, in their order."""
+        """A function that updates; `steps` are the optimizer's counts, and `numbers` of each group its options."""
         rule, reduced_of = rule_of(self._optimizer), self._reduced_of()
 
-        def update(
-            params: Tensors,
-            buffers: Tensors,
-            state: dict[str, Tensors],
-            held: Tensors,
-            steps: Tensor,
-            numbers: Sequence[Tensor],
-            *given: Any,
-        ) -> Any:
-            outcome, buffers = reduced_of(params, buffers, held, *given)
+        def update(written: Written, read: Read, steps: Tensor, numbers: Sequence[Tensor], given: Given) -> Any:
+            outcome, buffers = reduced_of(written, read, given)
             applies = outcome.applies()
-            new, new_state = dict[str, Tensor](), dict[str, Tensors]()
+            params, state = dict[str, Tensor](), dict[str, Tensors]()
             for place, (name, group) in enumerate(zip(layout.names, layout.groups, strict=True)):
                 kind = layout.kinds[group]
                 of_group = Vector(kind, numbers[group])
                 # In 16 bits a learning rate or a beta would be another number.
-                own = {each: _widened(value) for each, value in state[name].items()}
-                tensors = _widened(params[name]), _widened(outcome.gradients[name]), own
-                new[name], new_state[name] = rule.update(*tensors, of_group, kind, steps[place] + 1)
+                own = {each: _widened(value) for each, value in written.state[name].items()}
+                tensors = _widened(written.params[name]), _widened(outcome.gradients[name]), own
+                params[name], state[name] = rule.update(*tensors, of_group, kind, steps[place] + 1)
                 if applies is not None:
-                    new[name] = torch.where(applies[place], new[name], params[name])
-                    new_state[name] = {
-                        each: torch.where(applies[place], value, own[each]) for each, value in new_state[name].items()
+                    params[name] = torch.where(applies[place], params[name], written.params[name])
+                    state[name] = {
+                        each: torch.where(applies[place], value, own[each]) for each, value in state[name].items()
                     }
             counted = steps + (1 if applies is None else applies.to(steps))
-            return new, buffers, new_state, _zeros(held), counted, outcome._replace(gradients={})
+            left = Written(params, buffers, state, _zeros(written.held))
+            return left, counted, outcome._replace(gradients={})
 
         return update
 
-    def _reduced_of(self) -> Callable[..., tuple[Outcome, Tensors]]:
+    def _reduced_of(self) -> Callable[[Written, Read, Given], tuple[Outcome, Tensors]]:
         gradient, most = self._gradient, self._clip_grad_norm
 
-        def reduced(
-            params: Tensors,
-            buffers: Tensors,
-            held: Tensors,
-            others: Tensors,
-            used: Tensor,
-            mark: Tensor,
-            share: Tensor | None,
-            scale: Tensor | None,
-            batch: Any,
-            named: Any,
-        ) -> tuple[Outcome, Tensors]:
-            given = {**params, USED: used}, others, buffers, held, mark, share, scale, batch, named
-            gradients, (_, (value, aux, buffers, unused)) = gradient(*given)
+        def reduced(written: Written, read: Read, given: Given) -> tuple[Outcome, Tensors]:
+            gradients, (_, (value, aux, buffers, unused)) = gradient(
+                _differentiated(written, read), written, read, given
+            )
             used, finite = gradients.pop(USED), None
-            if scale is not None:
+            if given.scale is not None:
                 finite = torch.stack([each.isfinite().all().to(used.device) for each in gradients.values()]).all()
-                inverse = scale.double().reciprocal()
+                inverse = given.scale.double().reciprocal()
                 gradients = {name: each * inverse.to(each.device, each.dtype) for name, each in gradients.items()}
             if most is not None:
                 gradients = _clipped(gradients, most)
@@ -219,36 +221,31 @@ class StepGraph:
         return reduced
 
 
+def _differentiated(written: Written, read: Read) -> Tensors:
+    """What gradients are taken of; see `_summed` for the row of zeros."""
+    return {**written.params, **read.params, USED: read.used}
+
+
 def _loss_of(whole: WithLoss) -> Loss:
     """The loss as a function of tensors, with all that comes of a batch besides it."""
     users_loss = whole.loss_fn  # so that what it closes over is followed, as of any function of a compiled step
 
-    def loss(
-        params: Tensors,
-        others: Tensors,
-        buffers: Tensors,
-        held: Tensors,
-        mark: Tensor,
-        share: Tensor | None,
-        scale: Tensor | None,
-        batch: Any,
-        named: Any,
-    ) -> Any:
+    def loss(params: Tensors, written: Written, read: Read, given: Given) -> Any:
         own = {name: each for name, each in params.items() if name != USED}
-        if batch is None:  # what is held is all there is
+        if given.batch is None:
             nothing = params[USED].sum()
-            return nothing, (nothing, None, buffers, tuple(own))
+            return nothing, (nothing, None, written.buffers, tuple(own))
         # A gradient function may not write into what it is given.
-        copies = {name: buffer.clone() for name, buffer in buffers.items()}
-        tensors = {f"model.{name}": each for name, each in {**own, **others, **copies}.items()}
-        result = torch.func.functional_call(whole, tensors, batch, named)
+        copies = {name: buffer.clone() for name, buffer in written.buffers.items()}
+        tensors = {f"model.{name}": each for name, each in {**own, **read.others, **copies}.items()}
+        result = torch.func.functional_call(whole, tensors, given.batch, given.named)
         value, aux = result if whole.has_aux else (result, None)
         assert users_loss is whole.loss_fn
         is_loss = isinstance(value, Tensor)  # torch.func refuses anything else
         unused = tuple(torch_private.autograd.not_reached(value, own)) if is_loss else ()
         # Those that forward has written into, or replaced by others: `functional_call` puts these into `tensors`.
-        written = {name: tensors[f"model.{name}"].detach() for name in buffers}
-        return value if scale is None else value * scale, (value, aux, written, unused)
+        buffers = {name: tensors[f"model.{name}"].detach() for name in written.buffers}
+        return value if given.scale is None else value * given.scale, (value, aux, buffers, unused)
 
     loss.__qualname__ = f"loss of {type(whole.model).__name__}"
     return loss
@@ -258,12 +255,9 @@ def _summed(
     gradients: Tensors,
     found: tuple[Tensor, Any, Tensors, tuple[str, ...]],
     params: Tensors,
-    others: Tensors,
-    buffers: Tensors,
-    held: Tensors,
-    mark: Tensor,
-    share: Tensor | None,
-    *_: Any,
+    written: Written,
+    read: Read,
+    given: Given,
 ) -> Tensors:
     """The gradients of all micro-batches of an update so far, and which parameters have one.
 
@@ -273,13 +267,14 @@ def _summed(
     unused = found[-1]
     uses = {name: name not in unused for name in gradients if name != USED}
     runs = [(used, len([*run])) for used, run in itertools.groupby(uses.values())]
+    mark, held = read.mark, written.held
     gradients[USED] = torch.cat([mark.expand(length) if used else mark.new_zeros(length) for used, length in runs])
     if held:
         latest = torch.maximum(held[USED], gradients.pop(USED))
         gradients = {name: held[name] + gradient for name, gradient in gradients.items()} | {USED: latest}
-    if share is not None:
+    if given.share is not None:
         gradients = {
-            name: gradient if name == USED else gradient * share.to(gradient.device, gradient.dtype)
+            name: gradient if name == USED else gradient * given.share.to(gradient.device, gradient.dtype)
             for name, gradient in gradients.items()
         }
     return gradients

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +151,8 @@ def trace(
     """Trace `step` with these arguments.
 
     Its last results are the sums of its reductions' leading riders, and then the states of its generators. With
-    `writes_if_sound` its first results are what becomes of what is donated, kept as it was if a rank has failed.
+    `writes_if_sound` only the last of what the step returns is a result. Those before it are written into what is
+    donated, which is kept as it was if a rank has failed.
     """
     given, structure = torch_private.trees.flatten((args, kwargs))
     to_reuse = _donated_leaves(step, args, kwargs, donated)
@@ -166,16 +167,19 @@ def trace(
         with session.generators.drawing(), _AskedForGrad(tensors) as asked:
             returned = step(*called_args, **called_kwargs)
         found["requires_grad"] = _requires_grad(given) if asked.was_asked else None
+        memory = {place: leaves[place] for place in places if id(given[place]) in to_reuse}
+        if writes_if_sound:
+            *becomes, returned = returned
+            _write_if_sound(memory.values(), torch_private.trees.flatten(becomes)[0], session.are_sound())
+            found["written"], memory = [*memory], {}
         results, found["structure"] = torch_private.trees.flatten(returned)
         found["others"] = [
             (n, _Argument.of(result, given)) for n, result in enumerate(results) if not isinstance(result, Tensor)
         ]
-        memory = {place: leaves[place] for place in places if id(given[place]) in to_reuse}
         kept = [result for result in results if isinstance(result, Tensor)]
-        targets = [*memory, *[None] * (len(kept) - len(memory))] if writes_if_sound else _targets(memory, kept)
-        found["written"] = [place for place in targets if place is not None]
-        copied = _copied(memory, targets, kept, session.are_sound() if writes_if_sound else None)
-        return [*copied, *session.sums, *session.generators.states()]
+        targets = _targets(memory, kept)
+        found.setdefault("written", [place for place in targets if place is not None])
+        return [*_copied(memory, targets, kept), *session.sums, *session.generators.states()]
 
     inputs = [given[place].detach() for place in places]
     graph_module, constants, surroundings = _graph_of(step, flat, inputs, given)
@@ -305,19 +309,19 @@ def _targets(memory: Mapping[int, Tensor], results: Sequence[Tensor]) -> list[in
     return targets
 
 
-def _copied(
-    memory: Mapping[int, Tensor], targets: Sequence[int | None], results: Sequence[Tensor], is_sound: Tensor | None
-) -> list[Tensor]:
-    """The results, each in the memory of its target where it has one; there only if the step `is_sound`."""
-
-    def written(result: Tensor, target: Tensor) -> Tensor:
-        return target.copy_(result if is_sound is None else torch.where(is_sound.to(target.device), result, target))
-
+def _copied(memory: Mapping[int, Tensor], targets: Sequence[int | None], results: Sequence[Tensor]) -> list[Tensor]:
+    """The results, each in the memory of its target where it has one."""
     with torch.no_grad():
         return [
-            result if place is None else written(result, memory[place])
+            result if place is None else memory[place].copy_(result)
             for result, place in zip(results, targets, strict=True)
         ]
+
+
+def _write_if_sound(into: Iterable[Tensor], values: Iterable[Tensor], is_sound: Tensor | None) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(into, values, strict=True):
+            tensor.copy_(value if is_sound is None else torch.where(is_sound.to(tensor.device), value, tensor))
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
@@ -334,12 +338,13 @@ def why_another(known: Collection[Sequence[Any]], kind: Sequence[Any]) -> str:
     if not known:
         return "in its first call"
     *_, latest = known
-    differs = [before != now for before, now in zip(latest, kind, strict=True)]
+    differs = [one != other for one, other in zip(latest, kind, strict=True)]
     structure, leaves, generators, closed_over, *others = differs
     if structure:
         return "again: the structure of its arguments is another one"
     if leaves:
-        return f"again: {_other_leaf(latest[1], kind[1])}"
+        before, now = ([leaf for tree in each[1] for leaf in tree.value] for each in (latest, kind))
+        return f"again: {_other_leaf(before, now)}"
     if generators:
         return "again: its generators are shared in another way"
     if closed_over:

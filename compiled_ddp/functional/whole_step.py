@@ -10,7 +10,6 @@ What is compiled stands in `step_graph`. Another layout is another graph, which 
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,19 @@ from compiled_ddp import torch_private
 from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.compiled import Backend, CompiledStep
-from compiled_ddp.functional.step_graph import USED, Layout, Loss, Outcome, StepGraph, Tensors, WithLoss
+from compiled_ddp.functional.kept import Arguments, Unchanged, containers_of
+from compiled_ddp.functional.step_graph import (
+    USED,
+    Given,
+    Layout,
+    Loss,
+    Outcome,
+    Read,
+    StepGraph,
+    Tensors,
+    WithLoss,
+    Written,
+)
 from compiled_ddp.functional.updates import as_vectors, rule_of
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.model.checks import check_model, check_writable, properties_of
@@ -187,7 +198,7 @@ class TrainingStep:
         self._graph, self._compiler = graph, compiler
         self._accumulate, self._scaler, self._mark = accumulate, scaler, mark
         self._known: dict[Layout, list[_Known]] = {}
-        self._latest: CompiledStep | None = None
+        self._latest: _Now | None = None
         self._explained: tuple[Layout, CompiledStep, Sequence[str]] | None = None
         self._held, self._batches = Tensors(), 0  # sums of the gradients of so many micro-batches
 
@@ -242,30 +253,29 @@ class TrainingStep:
 
     def _take(self, batch: Any, named: Any, *, is_update: bool) -> tuple[Any, Any]:
         """The loss, and what comes with it."""
-        with contextlib.nullcontext() if self._latest is None else self._latest.telling():
-            now = self._now()
-        self._latest = now.known.update
-        given = now.others, now.used, now.mark
+        with contextlib.nullcontext() if self._latest is None else self._latest.known.update.telling():
+            now = self._latest = self._now()
+        scale = self._scale(now.read.mark)
         if is_update:
-            outcome = self._update(now, *given, self._share(batch), self._scale(now.mark), batch, named)
+            outcome = self._update(now, Given(self._share(batch), scale, batch, named))
             value, aux, self._batches = outcome.value, outcome.aux, 0
             if batch is not None:
                 self._explained = now.layout, now.known.update, outcome.unused
         else:
-            of_add = *given, self._scale(now.mark), batch, named
             with now.known.update.telling():
-                *_, value, aux = now.known.add(now.params, now.buffers, now.held, *of_add)
+                value, aux = now.known.add.run((Given(None, scale, batch, named),), {}, now.beside_update)
             self._batches += 1
         now.known.note_traced(self.model)
         return value, aux
 
-    def _update(self, now: "_Now", *given: Any) -> Outcome:
+    def _update(self, now: "_Now", given: Given) -> Outcome:
+        outcome: Outcome
         if now.layout.outside:
-            outcome: Outcome = now.known.update(now.params, now.buffers, now.held, *given)[-1]
+            outcome = now.known.update.run((given,), {}, now.beside_update)
             with now.known.update.telling():
                 self._update_outside(now, outcome)
         else:
-            outcome = self._update_inside(now, *given)
+            outcome = self._update_inside(now, given)
         if outcome.finite is not None:
             assert self._scaler is not None
             found = (~outcome.finite).float()
@@ -273,18 +283,18 @@ class TrainingStep:
             self._scaler.update()
         return outcome
 
-    def _update_inside(self, now: "_Now", *given: Any) -> Outcome:
+    def _update_inside(self, now: "_Now", given: Given) -> Outcome:
         updated, begun = set[str](), dict[str, nn.Parameter]()
         try:
             with now.known.update.telling():
-                state, steps = self._state(now, begun)
+                kept, steps = now.in_update or self._in_update(now, begun)
                 places = len(now.trained)
                 counts = _as_vector(steps) if steps else torch.zeros(places, dtype=torch.float64, device="cpu")
                 numbers = as_vectors(rule_of(self.optimizer), self.optimizer.param_groups)
-            given = now.params, now.buffers, state, now.held, counts, numbers, *given
-            outcome: Outcome = now.known.update(*given)[-1]
+            outcome: Outcome = now.known.update.run((counts, numbers, given), {}, kept)
             torch_private.optimizers.note_step(self.optimizer, steps, counts)
-            updated = outcome.updated(now.layout)
+            if begun:
+                updated = outcome.updated(now.layout)
             return outcome
         finally:  # as with torch.optim, there is no state before an update
             for name, parameter in begun.items():
@@ -306,33 +316,39 @@ class TrainingStep:
     # ---- what a call is made with ------------------------------------------------------------------------------------
 
     def _now(self) -> "_Now":
-        """What the model and the optimizer are in this call."""
+        """What the model and the optimizer are in this call: what they were in the call before, where they still are.
+
+        Raises ValueError for hooks, and for parameters of another model's.
+        """
+        latest = self._latest
+        if latest is not None and latest.held is self._held and latest.is_still(self.optimizer):
+            _refuse_hooks(latest.parameters)
+            return latest
         parameters = dict(self.model.named_parameters())
         _refuse_hooks(parameters)
         layout = Layout.of(parameters, self.optimizer)
         trained = layout.trained(parameters)
         params: Tensors = {name: parameter for name, _, parameter in trained}
-        others: Tensors = {name: each for name, each in parameters.items() if name not in params}
         device = trained[0][2].device
-        used = torch.zeros(len(trained), dtype=torch.float32, device=device)
-        mark = torch.tensor(float(self._mark), dtype=torch.float32, device=device)
-        buffers = dict(self.model.named_buffers())
-        return _Now(
-            layout, self._known_of(layout), trained, params, buffers, self._held_of(params, used), others, used, mark
+        read = Read(
+            params,
+            {name: each for name, each in parameters.items() if name not in params},
+            used=torch.zeros(len(trained), dtype=torch.float32, device=device),
+            mark=torch.tensor(float(self._mark), dtype=torch.float32, device=device),
         )
+        self._hold({**params, USED: read.used})
+        known, buffers = self._known_of(layout), dict(self.model.named_buffers())
+        unchanged = _unchanged(self.model, self.optimizer, [*parameters.values(), *buffers.values()])
+        return _Now(layout, known, parameters, trained, buffers, self._held, read, unchanged)
 
-    def _held_of(self, params: Tensors, used: Tensor) -> Tensors:
+    def _hold(self, every: Tensors) -> None:
         """Memory for the sums of micro-batches' gradients, zeros before the first; none where each is an update."""
-        if self._accumulate == 1:
-            return {}
-        every = {**params, USED: used}
-        if [*self._held] != [*every]:  # a parameter was frozen, or the first call
+        if self._accumulate > 1 and [*self._held] != [*every]:  # a parameter was frozen, or the first call
             kept = {name: each for name, each in self._held.items() if name in every and name != USED}
             self._held = {
                 name: kept.get(name, torch.zeros_like(each, memory_format=torch.preserve_format, requires_grad=False))
                 for name, each in every.items()
             }
-        return self._held
 
     def _share(self, batch: Any) -> Tensor | None:
         """What one micro-batch counts in the mean of all that an update has; None where it has one."""
@@ -356,11 +372,19 @@ class TrainingStep:
             every.append(known)
         return known
 
-    def _state(self, now: "_Now", begun: dict[str, nn.Parameter]) -> tuple[dict[str, Tensors], list[Tensor]]:
-        """The optimizer's state of each parameter, and their counts of steps where it has these.
+    def _in_update(self, now: "_Now", begun: dict[str, nn.Parameter]) -> "_InUpdate":
+        """The arguments of a graph that updates, and the counts of steps of each parameter that has one.
 
-        Parameters that had none, and have now, are put into `begun`.
+        Parameters that had no state of the optimizer's, and have now, are put into `begun`.
         """
+        state, steps = self._state(now, begun)
+        written = Written(now.read.params, now.buffers, state, now.held)
+        made = (Arguments(written), Arguments(now.read._replace(params={}))), steps
+        if not begun:
+            now.in_update = made
+        return made
+
+    def _state(self, now: "_Now", begun: dict[str, nn.Parameter]) -> tuple[dict[str, Tensors], list[Tensor]]:
         rule, states, steps = rule_of(self.optimizer), dict[str, Tensors](), list[Tensor]()
         for name, group, parameter in now.trained:
             needed = rule.needed(now.layout.kinds[group])
@@ -384,19 +408,43 @@ def _name_of(gradient: str) -> str:
     return gradient.removeprefix("argument 0['").removesuffix("']")
 
 
-@dataclass(frozen=True)
-class _Now:
-    """What the model and the optimizer are in one call, and what is compiled for it: see `StepGraph`."""
+_InUpdate = tuple[tuple[Arguments, Arguments], list[Tensor]]
 
-    layout: Layout
-    known: "_Known"
-    trained: Sequence[tuple[str, int, nn.Parameter]]
-    params: Tensors
-    buffers: Tensors
-    held: Tensors
-    others: Tensors
-    used: Tensor
-    mark: Tensor
+
+class _Now:
+    """What the model and the optimizer are in one call, and in those after it for as long as it `is_still` so."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        known: "_Known",
+        parameters: Mapping[str, nn.Parameter],
+        trained: Sequence[tuple[str, int, nn.Parameter]],
+        buffers: Tensors,
+        held: Tensors,
+        read: Read,
+        unchanged: Unchanged,
+    ) -> None:
+        """`unchanged` tells of the model, and of all of the optimizer but the options of its groups."""
+        self.layout, self.known, self.parameters, self.trained = layout, known, parameters, trained
+        self.buffers, self.held, self.read, self._unchanged = buffers, held, read, unchanged
+        self.in_update: _InUpdate | None = None  # once each parameter has the state that an update needs
+
+    def is_still(self, optimizer: torch.optim.Optimizer) -> bool:
+        return self._unchanged.holds() and self.layout.has_kinds_of(optimizer)
+
+    @functools.cached_property
+    def beside_update(self) -> tuple[Arguments, Arguments]:
+        """The arguments of a graph without an update."""
+        return Arguments(Written({}, self.buffers, {}, self.held)), Arguments(self.read)
+
+
+def _unchanged(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> Unchanged:
+    """Of these `tensors` of the model's, and of the optimizer's state."""
+    groups, states = optimizer.param_groups, [*optimizer.state.values()]
+    of_optimizer = [vars(optimizer), groups, optimizer.state, *states, *(group["params"] for group in groups)]
+    of_state = [each for own in states for each in own.values() if isinstance(each, Tensor)]
+    return Unchanged([*containers_of([*model.modules()]), *of_optimizer], [*tensors, *of_state])
 
 
 class _Known:
@@ -405,10 +453,11 @@ class _Known:
     def __init__(
         self, graph: StepGraph, layout: Layout, compiler: Callable[..., CompiledStep], plain: tuple[Hashable, ...]
     ) -> None:
-        whole = graph.reduce_of(layout) if layout.outside else graph.update_of(layout)
-        donated = ("buffers", "held") if layout.outside else ("params", "buffers", "state", "held", "steps")
-        self.update = compiler(whole, donated=donated)
-        self.add = compiler(graph.add_of(layout), donated=("buffers", "held"))
+        if layout.outside:
+            self.update = compiler(graph.reduce_of(layout), donated=("written",))
+        else:
+            self.update = compiler(graph.update_of(layout), donated=("written", "steps"))
+        self.add = compiler(graph.add_of(layout), donated=("written",))
         self.plain = plain
         self._graphs = 0
 

@@ -155,10 +155,13 @@ def _between_steps(rank: int) -> None:
     def change(how: Callable[[nn.Module, torch.optim.Optimizer], None], *, rows: int = 5) -> None:
         for each in (step, loop):
             how(each.model, each.optimizer)
-        for n in (1, 2):
+        looked = list[object]()
+        for n in (1, 2, 3):
             step(*batch(rank, n, rows))
             loop.step(*batch(rank, n, rows))
             assert_same(step, loop)
+            looked.append(step._latest)
+        assert looked[1] is looked[2], "where nothing has changed, nothing is looked at anew"
 
     def set_group(**numbers: Any) -> Callable[[nn.Module, torch.optim.Optimizer], None]:
         return lambda _, optimizer: optimizer.param_groups[0].update(numbers)
@@ -185,6 +188,19 @@ def _between_steps(rank: int) -> None:
         optimizer.add_param_group({"params": [model.scale], "lr": 0.2})
 
     change(grow)
+
+    def transpose(model: Any, _: object) -> None:
+        model.same.weight.data = model.same.weight.data.t()  # of the same memory
+
+    change(transpose)
+    change(transpose)
+    change(lambda model, _: setattr(model.norm, "running_mean", torch.ones(8).double()))
+    change(lambda model, _: setattr(model.norm, "momentum", 0.5))
+    change(lambda model, _: setattr(model, "norm", copy.copy(model.norm)))
+    change(lambda model, _: model.norm.register_forward_pre_hook(lambda _, args: (args[0] * 0.9,)) and None)
+    change(lambda _, optimizer: optimizer.state.clear())
+    change(lambda model, optimizer: optimizer.state[model.scale].update(exp_avg=torch.tensor(0.3).double()))
+    change(lambda _, optimizer: optimizer.state.pop(optimizer.param_groups[0]["params"][0]) and None)
     # An ordinary loop in between, an average of weights, an evaluation and a copy.
     average = torch.optim.swa_utils.AveragedModel(step.model)
     average.update_parameters(step.model)

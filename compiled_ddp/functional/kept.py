@@ -1,0 +1,106 @@
+"""Arguments of compiled steps, which are looked at once where they come in one call after another as they were."""
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_ddp import torch_private
+from compiled_ddp.functional.traced_step import Leaf
+
+
+class Hashed:
+    """A value whose hash is computed once, and which is equal to itself without looking."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self._hash = value, hash(value)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Hashed) and self.value == other.value)
+
+
+class Arguments:
+    """A tree of a step's arguments, and what of it a graph depends on.
+
+    One that is passed again stands for a tree that is as it was: the same objects in the same places, and tensors of
+    the same shape, strides, dtype and memory. `Unchanged` tells.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        self.leaves, structure = torch_private.trees.flatten(tree)
+        self.structure = Hashed(structure)
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+
+    @functools.cached_property
+    def kinds(self) -> Hashed:
+        """Of its leaves, in a tuple: a `Leaf`, or None for one that may change without being told from what it was."""
+        return Hashed(tuple(map(Leaf.of, self.leaves)))
+
+    @functools.cached_property
+    def are_fit(self) -> bool:
+        """Whether there is a `Leaf` of each."""
+        return None not in self.kinds.value
+
+    @functools.cached_property
+    def detached(self) -> list[Tensor]:
+        return [tensor.detach() for tensor in self.tensors]
+
+    @functools.cached_property
+    def generators(self) -> list[torch.Generator]:
+        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
+
+    @functools.cached_property
+    def memory(self) -> list[int]:
+        """Of those tensors that have one each."""
+        return torch_private.tensors.memory_of_each(each for each in self.tensors if each.layout == torch.strided)
+
+    @functools.cached_property
+    def device_types(self) -> frozenset[str]:
+        return frozenset(tensor.device.type for tensor in self.tensors)
+
+
+# ---- whether it is as it was -----------------------------------------------------------------------------------------
+
+Container = dict[Any, Any] | Sequence[Any]
+
+
+class Unchanged:
+    """Whether containers hold the objects that they held, and tensors are what they were: asked in each call, in C."""
+
+    def __init__(self, containers: Iterable[Container], tensors: Sequence[Tensor]) -> None:
+        self._views = [each.values() if isinstance(each, dict) else each for each in containers]
+        self._lengths, self._objects = [*map(len, self._views)], [*itertools.chain.from_iterable(self._views)]
+        self._tensors = tensors
+        self._properties = self._properties_now()
+
+    def holds(self) -> bool:
+        """Whether nothing has changed since this was made."""
+        return (
+            [*map(len, self._views)] == self._lengths
+            and all(map(operator.is_, itertools.chain.from_iterable(self._views), self._objects))
+            and self._properties_now() == self._properties
+        )
+
+    def _properties_now(self) -> list[Any]:
+        return [each for read in _PROPERTIES for each in map(read, self._tensors)]
+
+
+_PROPERTIES: tuple[Callable[[Tensor], Any], ...] = (
+    Tensor.data_ptr,
+    Tensor.stride,
+    *map(operator.attrgetter, ("shape", "dtype", "requires_grad")),
+)
+
+
+def containers_of(modules: Collection[nn.Module]) -> list[Container]:
+    """Where modules keep what a forward may read: attributes, parameters, buffers, parts and hooks."""
+    attributes = [vars(module) for module in modules]
+    return [*attributes, *(each for own in attributes for each in own.values() if isinstance(each, dict))]

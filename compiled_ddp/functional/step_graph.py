@@ -16,7 +16,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.functional.reduction import Options
 from compiled_ddp.functional.session import current_session
 from compiled_ddp.functional.transforms import GradientFunction
-from compiled_ddp.functional.updates import Kind, Vector, rule_of, why_outside
+from compiled_ddp.functional.updates import Kind, numbers_in_graph, rule_of, why_outside
 
 Loss = Callable[..., Any]
 Tensors = dict[str, Tensor]
@@ -60,6 +60,12 @@ class Layout:
     def has_kinds_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the options of an optimizer's groups, of the same parameters, make no other layout."""
         return _kinds_of(optimizer) == (self.kinds, self.outside)
+
+    @property
+    def places(self) -> list[range]:
+        """Where the parameters of each group stand."""
+        begins = [self.groups.index(group) if group in self.groups else 0 for group in range(len(self.kinds))]
+        return [range(begin, begin + self.groups.count(group)) for group, begin in enumerate(begins)]
 
     def trained(self, parameters: Mapping[str, nn.Parameter]) -> list[tuple[str, int, nn.Parameter]]:
         """Name, group and parameter of each."""
@@ -184,13 +190,17 @@ class StepGraph:
             outcome, buffers = reduced_of(written, read, given)
             applies = outcome.applies()
             params, state = dict[str, Tensor](), dict[str, Tensors]()
+            of_groups = [
+                (places.start, numbers_in_graph(rule, kind, vector, steps[places.start : places.stop] + 1))
+                for places, kind, vector in zip(layout.places, layout.kinds, numbers, strict=True)
+            ]
             for place, (name, group) in enumerate(zip(layout.names, layout.groups, strict=True)):
-                kind = layout.kinds[group]
-                of_group = Vector(kind, numbers[group])
                 # In 16 bits a learning rate or a beta would be another number.
                 own = {each: _widened(value) for each, value in written.state[name].items()}
-                tensors = _widened(written.params[name]), _widened(outcome.gradients[name]), own
-                params[name], state[name] = rule.update(*tensors, of_group, kind, steps[place] + 1)
+                parameter, gradient = _widened(written.params[name]), _widened(outcome.gradients[name])
+                first, of_group = of_groups[group]
+                number = of_group.of(parameter, place - first)
+                params[name], state[name] = rule.update(parameter, gradient, own, number, layout.kinds[group])
                 if applies is not None:
                     params[name] = torch.where(applies[place], params[name], written.params[name])
                     state[name] = {

@@ -7,7 +7,7 @@ part of the formula on (`weight_decay` other than 0), is part of the graph, and 
 State is torch's own: `optimizer.state[parameter]` has what `optimizer.step()` would have put there, under its names.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,10 +31,29 @@ class Kind:
         return switch in self.switches
 
 
-class Numbers(Protocol):
-    """The numbers of a group in a graph, by their names: float64 tensors of no dimension."""
+Number = Callable[[str], Tensor]  # one of those for a parameter, by its name
 
-    def __getitem__(self, name: str) -> Tensor: ...
+
+class Numbers:
+    """A group's numbers in a graph, by their names: float64, of no dimension or one for each of its parameters.
+
+    Each is rounded once for all parameters of a dtype and device: graphs of models with many would be as many nodes.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self._values = values
+        self._rounded: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def of(self, parameter: Tensor, place: int) -> Number:
+        """Those for the parameter at this place in the group, of 32 or 64 bits."""
+
+        def number(name: str) -> Tensor:
+            key = name, parameter.dtype, parameter.device
+            if key not in self._rounded:  # as torch rounds a Python number that meets this tensor
+                self._rounded[key] = self._values[name].to(device=parameter.device, dtype=parameter.dtype)
+            return self._rounded[key][place] if self._rounded[key].dim() else self._rounded[key]
+
+        return number
 
 
 class Rule(Protocol):
@@ -54,10 +73,13 @@ class Rule(Protocol):
     def begin(self, name: str, parameter: nn.Parameter, group: Group) -> Tensor:
         """What that is in a first step, where torch makes it."""
 
+    def derived(self, numbers: Mapping[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
+        """What updates read besides a group's numbers; `steps` are those of its parameters, 1 for the first."""
+
     def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, numbers: Numbers, kind: Kind, steps: Tensor
+        self, parameter: Tensor, gradient: Tensor, state: State, number: Number, kind: Kind
     ) -> tuple[Tensor, State]:
-        """The parameter and its state behind the step; `steps` is the number of that, 1 for the first."""
+        """The parameter and its state behind the step."""
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
@@ -89,11 +111,6 @@ def _has(group: Group, *names: str) -> str:
     return next((f"it has {name}={group[name]!r}" for name in names if group.get(name)), "")
 
 
-def _to(number: Tensor, like: Tensor) -> Tensor:
-    """Rounded as torch rounds a Python number that meets this tensor, of 32 or 64 bits."""
-    return number.to(device=like.device, dtype=like.dtype)
-
-
 class _SGD:
     def why_not(self, group: Group) -> str:
         # With dampening the first step is another one than all later ones.
@@ -113,19 +130,22 @@ class _SGD:
         # torch's first step makes it the gradient, which is what zeros become.
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
+    def derived(self, numbers: Mapping[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
+        return {}
+
     def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, numbers: Numbers, kind: Kind, steps: Tensor
+        self, parameter: Tensor, gradient: Tensor, state: State, number: Number, kind: Kind
     ) -> tuple[Tensor, State]:
         if kind.has("maximize"):
             gradient = -gradient
         if kind.has("weight_decay"):
-            gradient = gradient + _to(numbers["weight_decay"], parameter) * parameter
+            gradient = gradient + number("weight_decay") * parameter
         if kind.has("momentum"):
-            momentum = _to(numbers["momentum"], parameter)
+            momentum = number("momentum")
             buffer = state["momentum_buffer"] * momentum + gradient
             state = {"momentum_buffer": buffer}
             gradient = gradient + momentum * buffer if kind.has("nesterov") else buffer
-        return parameter - _to(numbers["lr"], parameter) * gradient, state
+        return parameter - number("lr") * gradient, state
 
 
 class _Adam:
@@ -155,26 +175,33 @@ class _Adam:
             return torch.tensor(0.0, dtype=torch.float32, device=parameter.device if group.get("fused") else "cpu")
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
+    def derived(self, numbers: Mapping[str, Tensor], steps: Tensor) -> dict[str, Tensor]:
+        beta1, beta2 = numbers["beta1"], numbers["beta2"]
+        return {
+            "decay": 1 - numbers["lr"] * numbers["weight_decay"],
+            "1 - beta1": 1 - beta1,
+            "1 - beta2": 1 - beta2,
+            "rate": numbers["lr"] / (1 - beta1**steps),
+            "scale": (1 - beta2**steps).sqrt(),
+        }
+
     def update(
-        self, parameter: Tensor, gradient: Tensor, state: State, numbers: Numbers, kind: Kind, steps: Tensor
+        self, parameter: Tensor, gradient: Tensor, state: State, number: Number, kind: Kind
     ) -> tuple[Tensor, State]:
         if kind.has("maximize"):
             gradient = -gradient
         if kind.has("weight_decay") and kind.has("decoupled"):
-            parameter = parameter * _to(1 - numbers["lr"] * numbers["weight_decay"], parameter)
+            parameter = parameter * number("decay")
         elif kind.has("weight_decay"):
-            gradient = gradient + _to(numbers["weight_decay"], parameter) * parameter
-        beta1, beta2 = numbers["beta1"], numbers["beta2"]
-        first = state["exp_avg"] + _to(1 - beta1, parameter) * (gradient - state["exp_avg"])
-        second = state["exp_avg_sq"] * _to(beta2, parameter) + _to(1 - beta2, parameter) * gradient * gradient
+            gradient = gradient + number("weight_decay") * parameter
+        first = state["exp_avg"] + number("1 - beta1") * (gradient - state["exp_avg"])
+        second = state["exp_avg_sq"] * number("beta2") + number("1 - beta2") * gradient * gradient
         new = {"exp_avg": first, "exp_avg_sq": second}
         largest = second
         if kind.has("amsgrad"):
             new["max_exp_avg_sq"] = largest = torch.maximum(state["max_exp_avg_sq"], second)
-        rate = numbers["lr"] / (1 - beta1**steps)
-        scale = (1 - beta2**steps).sqrt()
-        spread = largest.sqrt() / _to(scale, parameter) + _to(numbers["eps"], parameter)
-        return parameter - _to(rate, parameter) * (first / spread), new
+        spread = largest.sqrt() / number("scale") + number("eps")
+        return parameter - number("rate") * (first / spread), new
 
 
 _RULES: dict[type[torch.optim.Optimizer], Rule] = {
@@ -184,14 +211,10 @@ _RULES: dict[type[torch.optim.Optimizer], Rule] = {
 }
 
 
-class Vector:
-    """Numbers of a group in a graph, out of the vector that it is given."""
-
-    def __init__(self, kind: Kind, values: Tensor) -> None:
-        self._places, self._values = {name: place for place, name in enumerate(kind.numbers)}, values
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._values[self._places[name]]
+def numbers_in_graph(rule: Rule, kind: Kind, vector: Tensor, steps: Tensor) -> Numbers:
+    """A group's numbers, out of the `vector` that the graph is given, and the counts of its parameters' `steps`."""
+    own = {name: vector[place] for place, name in enumerate(kind.numbers)}
+    return Numbers(own | rule.derived(own, steps))
 
 
 def as_vectors(rule: Rule, groups: Sequence[Group]) -> list[Tensor]:

@@ -9,6 +9,7 @@ What is compiled stands in `step_graph`. Another layout is another graph, which 
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -338,8 +339,9 @@ class TrainingStep:
         )
         self._hold({**params, USED: read.used})
         known, buffers = self._known_of(layout), dict(self.model.named_buffers())
-        unchanged = _unchanged(self.model, self.optimizer, [*parameters.values(), *buffers.values()])
-        return _Now(layout, known, parameters, trained, buffers, self._held, read, unchanged)
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        unchanged = _unchanged(self.model, self.optimizer, groups, [*parameters.values(), *buffers.values()])
+        return _Now(layout, known, parameters, trained, buffers, self._held, read, groups, unchanged)
 
     def _hold(self, every: Tensors) -> None:
         """Memory for the sums of micro-batches' gradients, zeros before the first; none where each is an update."""
@@ -423,15 +425,19 @@ class _Now:
         buffers: Tensors,
         held: Tensors,
         read: Read,
+        groups: Sequence[list[nn.Parameter]],
         unchanged: Unchanged,
     ) -> None:
-        """`unchanged` tells of the model, and of all of the optimizer but the options of its groups."""
+        """`unchanged` tells of the model, and of the optimizer but for what its groups have: parameters and options."""
         self.layout, self.known, self.parameters, self.trained = layout, known, parameters, trained
-        self.buffers, self.held, self.read, self._unchanged = buffers, held, read, unchanged
+        self.buffers, self.held, self.read = buffers, held, read
+        self._groups, self._unchanged = groups, unchanged
         self.in_update: _InUpdate | None = None  # once each parameter has the state that an update needs
 
     def is_still(self, optimizer: torch.optim.Optimizer) -> bool:
-        return self._unchanged.holds() and self.layout.has_kinds_of(optimizer)
+        groups = [group["params"] for group in optimizer.param_groups]
+        are_same = self._unchanged.holds() and all(map(operator.is_, groups, self._groups))
+        return are_same and self.layout.has_kinds_of(optimizer)
 
     @functools.cached_property
     def beside_update(self) -> tuple[Arguments, Arguments]:
@@ -439,10 +445,15 @@ class _Now:
         return Arguments(Written({}, self.buffers, {}, self.held)), Arguments(self.read)
 
 
-def _unchanged(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> Unchanged:
-    """Of these `tensors` of the model's, and of the optimizer's state."""
-    groups, states = optimizer.param_groups, [*optimizer.state.values()]
-    of_optimizer = [vars(optimizer), groups, optimizer.state, *states, *(group["params"] for group in groups)]
+def _unchanged(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[list[nn.Parameter]],
+    tensors: Sequence[Tensor],
+) -> Unchanged:
+    """Of these `tensors` of the model's, and of the optimizer's state; and of what is in these lists of parameters."""
+    states = [*optimizer.state.values()]
+    of_optimizer = [vars(optimizer), optimizer.param_groups, *groups, optimizer.state, *states]
     of_state = [each for own in states for each in own.values() if isinstance(each, Tensor)]
     return Unchanged([*containers_of([*model.modules()]), *of_optimizer], [*tensors, *of_state])
 

@@ -198,6 +198,17 @@ def _between_steps(rank: int) -> None:
     change(lambda model, _: setattr(model.norm, "momentum", 0.5))
     change(lambda model, _: setattr(model, "norm", copy.copy(model.norm)))
     change(lambda model, _: model.norm.register_forward_pre_hook(lambda _, args: (args[0] * 0.9,)) and None)
+    kept = step.model.state_dict()["first.weight"].clone()
+    every = [each.optimizer.param_groups[0]["params"] for each in (step, loop)]
+    for each, parameters in zip((step, loop), every, strict=True):
+        each.optimizer.param_groups[0]["params"] = parameters[1:]  # whose state is still there
+    step(*batch(rank, 4))
+    loop.step(*batch(rank, 4))
+    assert torch.equal(step.model.first.weight, kept)
+    loop.model.zero_grad()
+    for each, parameters in zip((step, loop), every, strict=True):
+        each.optimizer.param_groups[0]["params"] = parameters
+    change(lambda *_: None)
     change(lambda _, optimizer: optimizer.state.clear())
     change(lambda model, optimizer: optimizer.state[model.scale].update(exp_avg=torch.tensor(0.3).double()))
     change(lambda _, optimizer: optimizer.state.pop(optimizer.param_groups[0]["params"][0]) and None)

@@ -348,7 +348,7 @@ def why_another(known: Collection[Sequence[Any]], kind: Sequence[Any]) -> str:
     if generators:
         return "again: its generators are shared in another way"
     if closed_over:
-        return "again: something that it closes over has been replaced"
+        return f"again: {_other_value(latest[3], kind[3])}"
     if any(others):
         return "again: autocast, a default, the ranks, or what shares memory is another one"
     return (
@@ -361,6 +361,20 @@ def _other_leaf(before: Sequence[Leaf], now: Sequence[Leaf]) -> str:
     """The first leaf that differs; both are as many, as their structure is the same."""
     number, old, new = next((n, a, b) for n, (a, b) in enumerate(zip(before, now, strict=True)) if a != b)
     return f"leaf {number} of its arguments is {_described(new.properties)}, and was {_described(old.properties)}"
+
+
+def _other_value(before: Sequence[Any], now: Sequence[Any]) -> str:
+    """What differs first of what a step closes over: with its values, where it is a number or the like."""
+    if len(before) == len(now):
+        old, new = next((a, b) for a, b in zip(before, now, strict=True) if a != b)
+        if _is_plain(old) and _is_plain(new):
+            return f"a value that it closes over is {_described(new)}, and was {_described(old)}"
+    return "something that it closes over has been replaced"
+
+
+def _is_plain(found: Any) -> bool:
+    """Whether `closed_over` has found a number or the like, and has it as its type and its value."""
+    return isinstance(found, tuple) and len(found) == 2 and found[0] is type(found[1])
 
 
 def _described(properties: Hashable) -> str:

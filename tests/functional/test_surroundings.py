@@ -204,7 +204,8 @@ def _kinds(_: int) -> list[str]:
 
 def test_a_step_that_is_compiled_for_each_value_of_a_number_says_so_once(ranks2: RankPool) -> None:
     for (message,) in ranks2.run(_kinds):
-        assert "compiled 16 times, the last time again: something that it closes over has been replaced" in message
+        assert "compiled 16 times, the last time again: a value that it closes over is 0.7" in message
+        assert ", and was 0.7" in message
 
 
 SETTINGS = {"rate": 0.1, "optimizer": {"momentum": 0.5}}

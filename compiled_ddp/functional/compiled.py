@@ -251,15 +251,16 @@ class CompiledStep:
         donated: Sequence[str | int],
         *,
         keeps_donated: bool = False,
+        tells: bool = True,
     ) -> None:
-        """`keeps_donated` is for a caller whose own tensors are donated in each call.
+        """Without `tells` its caller tells other ranks of what a call raises.
 
-        Its `step` returns what becomes of each donated argument, in their order, and last its result, which alone is
-        returned from here: the arguments have the rest. Where a rank has failed, and sent zeros, they have what they
-        had.
+        `keeps_donated` is for a caller whose own tensors are donated in each call. Its `step` returns what
+        becomes of each donated argument, in their order, and last its result, which alone is returned from here: the
+        arguments have the rest. Where a rank has failed, and sent zeros, they have what they had.
         """
         self._step, self._backend, self._options, self._donated = step, backend, options, donated
-        self._donations = None if keeps_donated else donations
+        self._donations, self._tells = None if keeps_donated else donations, tells
         self._compiled: dict[tuple[Any, ...], list[_Runnable]] = {}
         self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
@@ -309,7 +310,7 @@ class CompiledStep:
         return sum(map(len, self._compiled.values()))
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
-        """Tell the other ranks of what is raised in here, as of what a call raises."""
+        """Tell the other ranks of what is raised in here, as of what a call raises; it has to be told once."""
         return self._telling()
 
     def _notice_another_world(self) -> None:
@@ -418,6 +419,8 @@ class CompiledStep:
         try:
             yield
         except BaseException as error:
+            if not self._tells:
+                raise
             communicators, agreements = self._whom_to_tell(session)
             if unit is not None:
                 communicators = unit.communicators

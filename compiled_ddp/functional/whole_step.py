@@ -180,8 +180,9 @@ class TrainingStep:
 
     With `accumulate=K` every K-th call is an update, and those before it hold gradients; `flush()` ends them early.
 
-    Where a rank raises, all do, and nothing has been updated on any; gradients that were held are forgotten. Raises
-    RuntimeError, too, for a model that no single graph can hold, with the place.
+    Where a rank raises, all do, and nothing has been updated on any; gradients that were held are forgotten. One that
+    fails before its last micro-batch raises there, the others in their update: each begins an update anew behind it.
+    Raises RuntimeError, too, for a model that no single graph can hold, with the place.
     """
 
     def __init__(
@@ -468,7 +469,7 @@ class _Known:
             self.update = compiler(graph.reduce_of(layout), donated=("written",))
         else:
             self.update = compiler(graph.update_of(layout), donated=("written", "steps"))
-        self.add = compiler(graph.add_of(layout), donated=("written",))
+        self.add = compiler(graph.add_of(layout), donated=("written",), tells=False)
         self.plain = plain
         self._graphs = 0
 

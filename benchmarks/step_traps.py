@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from compiled_ddp import compile_step
+from compiled_ddp.torch_private.for_benchmarks import CountingBackend, backward_in_graphs
 
 BACKEND = "aot_eager"
 STEPS = 6
@@ -76,12 +76,12 @@ class CompiledModel(Ordinary):
     """torch.compile(model) in an ordinary loop."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Loss) -> None:
-        self._counter = CompileCounterWithBackend(BACKEND)
-        super().__init__(torch.compile(model, backend=self._counter), optimizer, loss)  # type: ignore[arg-type]
+        self._counter = CountingBackend(BACKEND)
+        super().__init__(torch.compile(model, backend=self._counter), optimizer, loss)
 
     @property
     def compilations(self) -> int:  # type: ignore[override]
-        return int(self._counter.frame_count)
+        return self._counter.compilations
 
 
 class CompiledOptimizer(CompiledModel):
@@ -103,12 +103,12 @@ class CompiledLoop(CompiledModel):
     """torch.compile of the whole step, with the backward in the graph (compiled_autograd)."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Loss) -> None:
-        self._counter = CompileCounterWithBackend(BACKEND)
+        self._counter = CountingBackend(BACKEND)
         Ordinary.__init__(self, model, optimizer, loss)
         self._compiled = torch.compile(super(CompiledModel, self).step, backend=self._counter)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
-        with torch._dynamo.config.patch(compiled_autograd=True):
+        with backward_in_graphs():
             return self._compiled(x, y)
 
 

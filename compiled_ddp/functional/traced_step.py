@@ -185,14 +185,8 @@ def trace(
     graph_module, constants, surroundings = _graph_of(step, flat, inputs, given)
     surroundings.refuse_as_donated([leaf for leaf in given if id(leaf) in to_reuse])
     generators = session.generators.drawn(given)
-    return TracedStep(
-        graph_module,
-        [*inputs, *constants],
-        constants,
-        generators=generators,
-        surroundings=surroundings,
-        **found,
-    )
+    tensors = [*inputs, *constants]
+    return TracedStep(graph_module, tensors, constants, generators=generators, surroundings=surroundings, **found)
 
 
 def _requires_grad(leaves: Sequence[Any]) -> list[bool]:

@@ -75,15 +75,13 @@ def compile_step(
         loss_fn: called as `loss_fn(model, *batch)`, returns this rank's loss; None calls `model(*batch)`.
         has_aux: whether that returns a pair of the loss and anything else, which the step then returns too, detached.
         process_group: the ranks to average over; None is all of them.
-        accumulate: how many calls make one update: all but the last add up gradients, without communication. What is
-            applied is their mean.
+        accumulate: how many calls make one update, with the mean of their gradients, which the last one alone sends.
         clip_grad_norm: the largest norm of all reduced gradients together, as of `torch.nn.utils.clip_grad_norm_`.
-        scaler: scales losses, takes gradients back, leaves out updates where any is not finite on some rank, and is
-            updated behind each. For models under float16's autocast.
+        scaler: for float16's autocast. Scales losses, leaves out updates where a gradient of any rank is not finite,
+            and is updated behind each.
         bucket_cap_mb: size of a bucket in MiB; None plans them (docs/planner.md).
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
-        mode: as in torch.compile; for Inductor.
-        options: as in torch.compile; for Inductor.
+        mode, options: as in torch.compile; for Inductor.
 
     Raises TypeError or ValueError for arguments that are not as described, and RuntimeError on every rank where ranks
     have different models or optimizers.
@@ -93,13 +91,12 @@ def compile_step(
     check_compiler(backend, mode, None)
     check_switches(has_aux=has_aux)
     _check(model, optimizer, loss_fn, accumulate, clip_grad_norm, scaler)
-    inductor_options = torch_private.compiler_options.inductor_options(mode, options, None)
-    compiler = functools.partial(CompiledStep, backend=backend, options=inductor_options, keeps_donated=True)
-    ranks = RankGroup(process_group)
-    _begin(model, optimizer, accumulate, ranks)
+    given = torch_private.compiler_options.inductor_options(mode, options, None)
+    compiler = functools.partial(CompiledStep, backend=backend, options=given, keeps_donated=True)
+    rank = _begin(model, optimizer, accumulate, RankGroup(process_group))
     whole = WithLoss(model, loss_fn, has_aux=has_aux)
     graph = StepGraph(whole, optimizer, process_group, clip_grad_norm, bucket_cap_mb)
-    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, mark=ranks.rank + 1)
+    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, mark=rank + 1)
 
 
 def _check(
@@ -129,8 +126,8 @@ def _check(
 
 
 @torch.no_grad()
-def _begin(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, ranks: RankGroup) -> None:
-    """Compare what ranks have, and send the values of the group's first one."""
+def _begin(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, ranks: RankGroup) -> int:
+    """Compare what ranks have, and send the values of the group's first one. Returns this one's number."""
 
     def describe() -> Description:
         _, contents = check_model(model, "compile_step")
@@ -150,6 +147,7 @@ def _begin(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, 
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
     if ranks.world_size > 1 and tensors:
         torch_private.groups.broadcast_coalesced(ranks.process_group, tensors, source=0)
+    return ranks.rank
 
 
 def _refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:

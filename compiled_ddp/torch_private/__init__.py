@@ -47,6 +47,7 @@ Beside `names`, which can be looked for, these are used:
 | `torch.cuda._sanitizer.cuda_sanitizer`, `torch._inductor.cudagraph_trees.get_manager` | `make gpu`: races, graphs |
 | `torch.distributed._composable.replicate_with_fsdp.replicate` | benchmarks: what torch offers beside DDP |
 | `torch._inductor.fx_passes.overlap_manual_scheduling.manual_overlap_bucketing` | the same |
+| `torch._dynamo.lookup_backend` | benchmarks: how often something was compiled |
 | `Node._replace_input_with`, `Node._update_args_kwargs` | tests: what passes do to nodes |
 
 Where versions differ: gloo's constructor has an argument more from 2.14 on, `compile_fx_inner` from 2.12 on. Inductor

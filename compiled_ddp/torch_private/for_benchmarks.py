@@ -1,6 +1,8 @@
 """What benchmarks alone ask of torch: what it offers beside its DDP."""
 
+import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,3 +35,22 @@ def bucketing_by_hand(plan: Sequence[Sequence[str]]) -> object:
             return "bucketing by hand", str(plan)
 
     return BucketByHand()
+
+
+class CountingBackend:
+    """A backend of torch.compile's that counts what it compiles."""
+
+    def __init__(self, backend: str) -> None:
+        from torch._dynamo import lookup_backend
+
+        self._compile, self.compilations = lookup_backend(backend), 0
+
+    def __call__(self, graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        self.compilations += 1
+        return self._compile(graph_module, [*inputs])
+
+
+def backward_in_graphs() -> contextlib.AbstractContextManager[object]:
+    """In here torch.compile has the backwards that a function calls in its graphs."""
+    patched: contextlib.AbstractContextManager[object] = torch._dynamo.config.patch(compiled_autograd=True)
+    return patched

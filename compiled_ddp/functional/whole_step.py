@@ -81,7 +81,8 @@ def compile_step(
             and is updated behind each.
         bucket_cap_mb: size of a bucket in MiB; None plans them (docs/planner.md).
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
-        mode, options: as in torch.compile; for Inductor.
+        mode: as in torch.compile; for Inductor.
+        options: as in torch.compile; for Inductor.
 
     Raises TypeError or ValueError for arguments that are not as described, and RuntimeError on every rank where ranks
     have different models or optimizers.
@@ -89,19 +90,25 @@ def compile_step(
     begin_alone()
     check_environment()
     check_compiler(backend, mode, None)
-    check_switches(has_aux=has_aux)
-    _check(model, optimizer, loss_fn, accumulate, clip_grad_norm, scaler)
-    given = torch_private.compiler_options.inductor_options(mode, options, None)
-    compiler = functools.partial(CompiledStep, backend=backend, options=given, keeps_donated=True)
+    _check(model, optimizer, loss_fn, has_aux, accumulate, clip_grad_norm, scaler)
+    options = torch_private.compiler_options.inductor_options(mode, options, None)
+    compiler = functools.partial(CompiledStep, backend=backend, options=options, keeps_donated=True)
     rank = _begin(model, optimizer, accumulate, RankGroup(process_group))
-    whole = WithLoss(model, loss_fn, has_aux=has_aux)
-    graph = StepGraph(whole, optimizer, process_group, clip_grad_norm, bucket_cap_mb)
+    with_loss = WithLoss(model, loss_fn, has_aux=has_aux)
+    graph = StepGraph(with_loss, optimizer, process_group, clip_grad_norm, bucket_cap_mb)
     return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, mark=rank + 1)
 
 
 def _check(
-    model: object, optimizer: object, loss_fn: object, accumulate: object, clip_grad_norm: object, scaler: object
+    model: object,
+    optimizer: object,
+    loss_fn: object,
+    has_aux: object,
+    accumulate: object,
+    clip_grad_norm: object,
+    scaler: object,
 ) -> None:
+    check_switches(has_aux=has_aux)
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile_step takes a model, an nn.Module, found {type(model).__name__}.")
     if is_wrapper(model):

@@ -9,7 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ STEPS = 6
 
 
 class Net(nn.Module):
-    """With a norm, dropout, a buffer that forward replaces, a number that it reads, and a part that it may not use."""
+    """With a norm, a buffer that forward replaces, a number that it reads, and a part that it may not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,43 +45,32 @@ Optimizer = torch.optim.Optimizer
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-class Way(Protocol):
-    """A way to take steps."""
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Loss) -> None: ...
-
-    def step(self, x: Tensor, y: Tensor) -> Tensor: ...
-
-    @property
-    def compilations(self) -> int: ...
-
-
 class Ordinary:
     """A loop without a compiler."""
 
-    compilations = 0
-
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Loss) -> None:
         self._model, self._optimizer, self._loss = model, optimizer, loss
+        self._update: Callable[[], Any] = optimizer.step
+        self._counter = CountingBackend(BACKEND)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         loss = self._loss(self._model, x, y)
         loss.backward()
-        self._optimizer.step()
+        self._update()
         self._optimizer.zero_grad()
         return loss.detach()
+
+    @property
+    def compilations(self) -> int:
+        return self._counter.compilations
 
 
 class CompiledModel(Ordinary):
     """torch.compile(model) in an ordinary loop."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Loss) -> None:
-        self._counter = CountingBackend(BACKEND)
-        super().__init__(torch.compile(model, backend=self._counter), optimizer, loss)
-
-    @property
-    def compilations(self) -> int:  # type: ignore[override]
-        return self._counter.compilations
+        super().__init__(model, optimizer, loss)
+        self._model = torch.compile(model, backend=self._counter)
 
 
 class CompiledOptimizer(CompiledModel):
@@ -91,21 +80,13 @@ class CompiledOptimizer(CompiledModel):
         super().__init__(model, optimizer, loss)
         self._update = torch.compile(lambda: optimizer.step(), backend=self._counter)
 
-    def step(self, x: Tensor, y: Tensor) -> Tensor:
-        loss = self._loss(self._model, x, y)
-        loss.backward()
-        self._update()
-        self._optimizer.zero_grad()
-        return loss.detach()
 
-
-class CompiledLoop(CompiledModel):
+class CompiledLoop(Ordinary):
     """torch.compile of the whole step, with the backward in the graph (compiled_autograd)."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, loss: Loss) -> None:
-        self._counter = CountingBackend(BACKEND)
-        Ordinary.__init__(self, model, optimizer, loss)
-        self._compiled = torch.compile(super(CompiledModel, self).step, backend=self._counter)
+        super().__init__(model, optimizer, loss)
+        self._compiled = torch.compile(super().step, backend=self._counter)
 
     def step(self, x: Tensor, y: Tensor) -> Tensor:
         with backward_in_graphs():
@@ -123,11 +104,11 @@ class Ours(Ordinary):
         return loss
 
     @property
-    def compilations(self) -> int:  # type: ignore[override]
+    def compilations(self) -> int:
         return sum(known.graphs for every in self._step._known.values() for known in every)
 
 
-WAYS: dict[str, type[Way]] = {
+WAYS: dict[str, type[Ordinary]] = {
     "compiled model": CompiledModel,
     "compiled model, compiled optimizer": CompiledOptimizer,
     "compiled loop": CompiledLoop,
@@ -202,7 +183,7 @@ def _batches(trap: str) -> Iterator[tuple[Tensor, ...]]:
         yield tuple(torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((rows, 6), (rows,)))
 
 
-def _taken(way: type[Way], trap: str) -> tuple[list[list[Tensor]], int]:
+def _taken(way: type[Ordinary], trap: str) -> tuple[list[list[Tensor]], int]:
     """Losses and parameters behind each step; and how often it has compiled."""
     torch.compiler.reset()
     torch.manual_seed(0)
@@ -218,7 +199,7 @@ def _taken(way: type[Way], trap: str) -> tuple[list[list[Tensor]], int]:
     return seen, taking.compilations
 
 
-def score(way: type[Way], trap: str) -> str:
+def score(way: type[Ordinary], trap: str) -> str:
     """What a way makes of a trap, in words."""
     expected, _ = _taken(Ordinary, trap)
     try:

@@ -1,9 +1,7 @@
 """Arguments of compiled steps, which are looked at once where they come in one call after another as they were."""
 
 import functools
-import itertools
-import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.traced_step import Leaf
+from compiled_ddp.model.watch import RememberedParts
 
 
 class Hashed:
@@ -69,38 +68,27 @@ class Arguments:
 
 # ---- whether it is as it was -----------------------------------------------------------------------------------------
 
-Container = dict[Any, Any] | Sequence[Any]
-
 
 class Unchanged:
-    """Whether containers hold the objects that they held, and tensors are what they were: asked in each call, in C."""
+    """Whether dictionaries hold the objects that they held, and tensors are what they were, in the same memory."""
 
-    def __init__(self, containers: Iterable[Container], tensors: Sequence[Tensor]) -> None:
-        self._views = [each.values() if isinstance(each, dict) else each for each in containers]
-        self._lengths, self._objects = [*map(len, self._views)], [*itertools.chain.from_iterable(self._views)]
-        self._tensors = tensors
-        self._properties = self._properties_now()
+    def __init__(self, dictionaries: Sequence[dict[str, Any]], tensors: Sequence[Tensor]) -> None:
+        self._contents, self._tensors = RememberedParts(dictionaries), tensors
+        self._are_of_same_kind, self._addresses = torch_private.dynamo.guard_of(tensors), self._addresses_now()
 
     def holds(self) -> bool:
-        """Whether nothing has changed since this was made."""
+        """Whether nothing has changed since this was made: asked in each call, in C. See [Note: as it was]."""
         return (
-            [*map(len, self._views)] == self._lengths
-            and all(map(operator.is_, itertools.chain.from_iterable(self._views), self._objects))
-            and self._properties_now() == self._properties
+            self._contents.are_untouched()
+            and self._are_of_same_kind(*self._tensors)
+            and self._addresses_now() == self._addresses
         )
 
-    def _properties_now(self) -> list[Any]:
-        return [each for read in _PROPERTIES for each in map(read, self._tensors)]
+    def _addresses_now(self) -> list[int]:
+        return [*map(Tensor.data_ptr, self._tensors)]
 
 
-_PROPERTIES: tuple[Callable[[Tensor], Any], ...] = (
-    Tensor.data_ptr,
-    Tensor.stride,
-    *map(operator.attrgetter, ("shape", "dtype", "requires_grad")),
-)
-
-
-def containers_of(modules: Collection[nn.Module]) -> list[Container]:
+def dictionaries_of(modules: Collection[nn.Module]) -> list[dict[str, Any]]:
     """Where modules keep what a forward may read: attributes, parameters, buffers, parts and hooks."""
     attributes = [vars(module) for module in modules]
     return [*attributes, *(each for own in attributes for each in own.values() if isinstance(each, dict))]

@@ -189,8 +189,6 @@ class GradientFunction:
             weight = self._take_weight(kwargs)
             self._differentiated(args)
             gradients, value, aux = self._local(args, kwargs, None, ())
-            if self._before_sum is not None:
-                gradients = self._before_sum(gradients, aux, *args, **kwargs)
             if weight is not None:
                 gradients, value = self._weighed_alone(gradients, value, weight)
             return gradients, (value, aux) if self._has_aux else value
@@ -200,8 +198,6 @@ class GradientFunction:
             weight, tensors = self._take_weight(kwargs), self._differentiated(args)
             dtypes = [tensor.dtype for tensor in tensors.values()]
             gradients, value, aux = self._local(args, kwargs, weight, dtypes)
-            if self._before_sum is not None:
-                gradients = self._before_sum(gradients, aux, *args, **kwargs)
             flat, structure = torch_private.trees.flatten(gradients)
             refuse_sparse(list(tensors), flat, reduction.name)
             if torch_private.autograd.transforms_are_active():
@@ -223,7 +219,7 @@ class GradientFunction:
         """What `before_sum` makes of this rank's gradients, which nobody sums; and aux."""
         self.reduction.find_ranks()
         gradients, _, aux = self._local(args, {}, None, ())
-        return gradients if self._before_sum is None else self._before_sum(gradients, aux, *args), aux
+        return gradients, aux
 
     def _differentiated(self, args: Sequence[Any]) -> dict[str, Tensor]:
         """What gradients are taken of, by name. Raises as `named_tensors`, and RuntimeError for what was donated."""
@@ -263,9 +259,9 @@ class GradientFunction:
     def _local(
         self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any, dtypes: Sequence[torch.dtype]
     ) -> tuple[Any, Tensor, Any]:
-        """The gradients of this rank's loss, times its weight where it has one; the loss, and what comes with it.
+        """What is summed of this rank's loss, times its weight where it has one; the loss, and what comes with it.
 
-        They are with respect to tensors of these dtypes. [Note: weights behind half precision]
+        Gradients are with respect to tensors of these dtypes. [Note: weights behind half precision]
         """
         others: list[tuple[int, Any]] = []  # of the leaves of what comes with it those that are no tensors
         structure: Any = None
@@ -296,7 +292,8 @@ class GradientFunction:
             gradients = torch_private.trees.unflatten([_weighed(each, weight) for each in flat], of_gradients)
         for place, leaf in others:
             leaves.insert(place, leaf)
-        return gradients, value, torch_private.trees.unflatten(leaves, structure)
+        aux = torch_private.trees.unflatten(leaves, structure)
+        return gradients if self._before_sum is None else self._before_sum(gradients, aux, *args, **kwargs), value, aux
 
     def _tell_of_unused(self, loss: object) -> None:
         if isinstance(loss, Tensor) and not loss.requires_grad and not self._has_told_of_unused:

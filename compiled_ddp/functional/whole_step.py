@@ -9,7 +9,6 @@ What is compiled stands in `step_graph`. Another layout is another graph, which 
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.compiled import Backend, CompiledStep
-from compiled_ddp.functional.kept import Arguments, Unchanged, containers_of
+from compiled_ddp.functional.kept import Arguments, Unchanged, dictionaries_of
 from compiled_ddp.functional.step_graph import (
     USED,
     Given,
@@ -345,9 +344,10 @@ class TrainingStep:
         )
         self._hold({**params, USED: read.used})
         known, buffers = self._known_of(layout), dict(self.model.named_buffers())
-        groups = [group["params"] for group in self.optimizer.param_groups]
-        unchanged = _unchanged(self.model, self.optimizer, groups, [*parameters.values(), *buffers.values()])
-        return _Now(layout, known, parameters, trained, buffers, self._held, read, groups, unchanged)
+        unchanged = _unchanged(self.model, self.optimizer, [*parameters.values(), *buffers.values()])
+        return _Now(
+            layout, known, parameters, trained, buffers, self._held, read, unchanged, _of_groups(self.optimizer)
+        )
 
     def _hold(self, every: Tensors) -> None:
         """Memory for the sums of micro-batches' gradients, zeros before the first; none where each is an update."""
@@ -431,18 +431,17 @@ class _Now:
         buffers: Tensors,
         held: Tensors,
         read: Read,
-        groups: Sequence[list[nn.Parameter]],
         unchanged: Unchanged,
+        of_groups: list[list[object]],
     ) -> None:
-        """`unchanged` tells of the model, and of the optimizer but for what its groups have: parameters and options."""
+        """`unchanged` tells of the model and of the optimizer's own attributes and state, `of_groups` of its groups."""
         self.layout, self.known, self.parameters, self.trained = layout, known, parameters, trained
         self.buffers, self.held, self.read = buffers, held, read
-        self._groups, self._unchanged = groups, unchanged
+        self._unchanged, self._of_groups = unchanged, of_groups
         self.in_update: _InUpdate | None = None  # once each parameter has the state that an update needs
 
     def is_still(self, optimizer: torch.optim.Optimizer) -> bool:
-        groups = [group["params"] for group in optimizer.param_groups]
-        are_same = self._unchanged.holds() and all(map(operator.is_, groups, self._groups))
+        are_same = self._unchanged.holds() and _ids(_of_groups(optimizer)) == _ids(self._of_groups)
         return are_same and self.layout.has_kinds_of(optimizer)
 
     @functools.cached_property
@@ -451,17 +450,20 @@ class _Now:
         return Arguments(Written({}, self.buffers, {}, self.held)), Arguments(self.read)
 
 
-def _unchanged(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    groups: Sequence[list[nn.Parameter]],
-    tensors: Sequence[Tensor],
-) -> Unchanged:
-    """Of these `tensors` of the model's, and of the optimizer's state; and of what is in these lists of parameters."""
+def _unchanged(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> Unchanged:
+    """Of these `tensors` of the model's, and of the optimizer's state."""
     states = [*optimizer.state.values()]
-    of_optimizer = [vars(optimizer), optimizer.param_groups, *groups, optimizer.state, *states]
     of_state = [each for own in states for each in own.values() if isinstance(each, Tensor)]
-    return Unchanged([*containers_of([*model.modules()]), *of_optimizer], [*tensors, *of_state])
+    return Unchanged([*dictionaries_of([*model.modules()]), vars(optimizer), *states], [*tensors, *of_state])
+
+
+def _of_groups(optimizer: torch.optim.Optimizer) -> list[list[object]]:
+    """Each group's parameters, and the states that there are."""
+    return [*([*group["params"]] for group in optimizer.param_groups), [*optimizer.state.values()]]
+
+
+def _ids(lists: list[list[object]]) -> list[list[int]]:
+    return [[*map(id, each)] for each in lists]
 
 
 class _Known:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tabulate import tabulate
+from torch import Tensor
 
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, link_or_loopback
@@ -27,20 +28,26 @@ from compiled_ddp.tools.comparison.variants import Variant
 
 OUTPUT = Path("benchmarks/out/whole-step.json")
 VARIANTS = ("torch DDP", "torch.compile(DDP)", "EagerDDP", "compile_ddp")
-WHOLE = "compile_step"
+WHOLE: dict[str, dict[str, Any]] = {"compile_step": {}, "compile_step, sharded": {"shard_optimizer": True}}
 
 
 class _Whole:
     """`compile_step` in training: its own model, optimizer and pass through the data."""
 
-    def __init__(self, workload: Workload, rank: Rank) -> None:
+    def __init__(self, workload: Workload, rank: Rank, **options: Any) -> None:
         model = workload.build_model("whole_step", rank.device)
-        optimizer = workload.optimizer(model.parameters())
-        self._step = compile_step(model, optimizer, lambda model, *batch: workload.loss(model, batch))
+        self._optimizer = workload.optimizer(model.parameters())
+        self._step = compile_step(model, self._optimizer, lambda model, *batch: workload.loss(model, batch), **options)
         self._batches = workload.batches(rank.index, rank.world_size)
 
     def next_batch(self) -> Any:
         return next(self._batches)
+
+    @property
+    def bytes_of_state(self) -> int:
+        """What this rank keeps of the optimizer's state."""
+        tensors = [each for own in self._optimizer.state.values() for each in own.values() if isinstance(each, Tensor)]
+        return sum(each.untyped_storage().nbytes() for each in tensors)
 
     def step(self, batch: Any) -> list[float]:
         """Its seconds, as one number."""
@@ -52,24 +59,36 @@ class _Whole:
 def measure(
     workload: Workload, variants: Sequence[Variant], *, warmup: int, rounds: int, rank: Rank
 ) -> list[dict[str, list[float]]]:
-    """The seconds of each variant's steps, by rank."""
+    """The seconds of each variant's steps, by rank; of a whole step behind them the MiB of the optimizer's state."""
     contenders, _ = warm_up(variants, workload, warmup, rank)
-    whole = _Whole(workload, rank)
-    for _ in range(max(warmup, 3)):
-        whole.step(whole.next_batch())
-    taken: dict[str, list[float]] = {variant.name: [] for variant in variants} | {WHOLE: []}
+    wholes = {name: _Whole(workload, rank, **options) for name, options in WHOLE.items()}
+    for whole in wholes.values():
+        for _ in range(max(warmup, 3)):
+            whole.step(whole.next_batch())
+    taken: dict[str, list[float]] = {name: [] for name in (*(variant.name for variant in variants), *wholes)}
     for _ in range(rounds):
-        for name, each in zip(taken, (*contenders, whole), strict=True):
+        for name, each in zip(taken, (*contenders, *wholes.values()), strict=True):
             batch = each.next_batch()
             rank.barrier()
             taken[name].append(sum(each.step(batch)))
-    return rank.gather(taken)
+    state = {name: [whole.bytes_of_state / 2**20] for name, whole in wholes.items()}
+    return rank.gather({"seconds": taken, "MiB of state": state})
 
 
-def table(by_rank: Sequence[dict[str, list[float]]]) -> str:
-    medians = {name: statistics.mean(statistics.median(of_rank[name]) for of_rank in by_rank) for name in by_rank[0]}
-    rows = [(name, 1e3 * seconds, seconds / medians["torch DDP"]) for name, seconds in medians.items()]
-    return str(tabulate(rows, headers=("", "step ms", "x torch DDP"), floatfmt=("s", ".3f", ".3f"), tablefmt="simple"))
+def table(by_rank: Sequence[dict[str, dict[str, list[float]]]]) -> str:
+    def mean(kind: str, name: str) -> float | None:
+        if name not in by_rank[0][kind]:
+            return None
+        return statistics.mean(statistics.median(of_rank[kind][name]) for of_rank in by_rank)
+
+    first = mean("seconds", "torch DDP")
+    rows = [
+        (name, 1e3 * seconds, seconds / first, mean("MiB of state", name))
+        for name in by_rank[0]["seconds"]
+        if (seconds := mean("seconds", name)) is not None and first is not None
+    ]
+    headers = ("", "step ms", "x torch DDP", "MiB of state")
+    return str(tabulate(rows, headers=headers, floatfmt=("s", ".3f", ".3f", ".1f"), tablefmt="simple"))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

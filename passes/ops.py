@@ -1,4 +1,4 @@
-"""The operators that compiled_ddp adds to a graph: `compiled_ddp::pack`, `pack_into`, `sum_over_ranks`, `add_in_order`.
+"""The operators that compiled_ddp adds to a graph.
 
 `pack(Tensor[] parts) -> Tensor` lays its parts, each contiguous, back to back in a one-dimensional tensor. It is
 `torch.cat` of the flattened parts with one freedom more: a compiler may let the parts be written there in the first
@@ -12,7 +12,11 @@ in, their sums over ranks out. Run as it is it launches the plan's buckets; `pas
 graph in its place. `order` is that of the gradients in the buckets, `lengths` says how many of them each bucket has: a
 last one with none has the riders alone.
 `leading` are the leading rider elements, `passengers` the user's, float32 of any shape. Returned are the sums of the
-gradients, contiguous, of the passengers, and last of `leading`.
+gradients, contiguous, of the passengers, and last of `leading`. Where it is `scattered_by` "all_to_all" or
+"reduce_scatter", a rank gets its share of each sum alone, one-dimensional: `plan.share_elements`.
+
+`gather_shares` is the way back: in are shares of this rank, out is what all ranks have, one-dimensional, each with what
+fills it up. It is launched in the same buckets. `sum_numbers` sums a small tensor over ranks.
 
 `add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value
 added at its index, in their order. `index_add` and `index_put` become additions in any order, of several threads or of
@@ -24,7 +28,7 @@ from collections.abc import Sequence
 import torch
 from torch._ops import OpOverload
 
-from compiled_ddp.plan import is_called
+from compiled_ddp.plan import is_called, share_elements
 
 torch.library.define("compiled_ddp::pack", "(Tensor[] parts) -> Tensor")
 torch.library.define("compiled_ddp::pack_into", "(Tensor[] parts, Tensor(a!) into) -> Tensor(a!)")
@@ -53,17 +57,42 @@ def _pack_into_fake(parts: Sequence[torch.Tensor], into: torch.Tensor) -> torch.
 torch.library.define(
     "compiled_ddp::sum_over_ranks",
     "(Tensor[] gradients, Tensor[] passengers, Tensor leading, int[] order, int[] lengths, int world_size, "
-    "str group_name) -> Tensor[]",
+    "str group_name, str scattered_by='') -> Tensor[]",
 )
+torch.library.define(
+    "compiled_ddp::gather_shares",
+    "(Tensor[] shares, int[] order, int[] lengths, int world_size, str group_name, str scattered_by) -> Tensor[]",
+)
+torch.library.define("compiled_ddp::sum_numbers", "(Tensor numbers, str group_name) -> Tensor")
 
 
 @torch.library.register_fake("compiled_ddp::sum_over_ranks")
 def _sum_over_ranks_fake(
-    gradients: Sequence[torch.Tensor], passengers: Sequence[torch.Tensor], leading: torch.Tensor, *_: object
+    gradients: Sequence[torch.Tensor],
+    passengers: Sequence[torch.Tensor],
+    leading: torch.Tensor,
+    order: Sequence[int],
+    lengths: Sequence[int],
+    world_size: int,
+    group_name: str,
+    scattered_by: str = "",
 ) -> list[torch.Tensor]:
-    return [
-        torch.empty_like(part, memory_format=torch.contiguous_format) for part in (*gradients, *passengers, leading)
-    ]
+    others = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in (*passengers, leading)]
+    if scattered_by:
+        return [*(part.new_empty(share_elements(part.numel(), world_size)) for part in gradients), *others]
+    return [*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in gradients), *others]
+
+
+@torch.library.register_fake("compiled_ddp::gather_shares")
+def _gather_shares_fake(
+    shares: Sequence[torch.Tensor], order: Sequence[int], lengths: Sequence[int], world_size: int, *_: object
+) -> list[torch.Tensor]:
+    return [share.new_empty(world_size * share.numel()) for share in shares]
+
+
+@torch.library.register_fake("compiled_ddp::sum_numbers")
+def _sum_numbers_fake(numbers: torch.Tensor, _: str) -> torch.Tensor:
+    return torch.empty_like(numbers)
 
 
 torch.library.define("compiled_ddp::add_in_order", "(Tensor into, Tensor indices, Tensor values) -> Tensor")
@@ -85,13 +114,17 @@ add_in_order = torch.ops.compiled_ddp.add_in_order.default
 pack = torch.ops.compiled_ddp.pack.default
 pack_into = torch.ops.compiled_ddp.pack_into.default
 sum_over_ranks = torch.ops.compiled_ddp.sum_over_ranks.default
+gather_shares = torch.ops.compiled_ddp.gather_shares.default
+sum_numbers = torch.ops.compiled_ddp.sum_numbers.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+all_to_all = torch.ops._c10d_functional.all_to_all_single.default
+reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 PACKS = (pack, pack_into)
-LAUNCHES = (all_reduce, all_reduce_in_place, all_gather)
+LAUNCHES = (all_reduce, all_reduce_in_place, all_gather, all_to_all, reduce_scatter)
 WAITS: tuple[OpOverload, ...] = (wait_tensor,)
 if hasattr(
     torch.ops._c10d_functional, "wait_tensors"

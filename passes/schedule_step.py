@@ -16,36 +16,40 @@ from compiled_ddp.passes.schedule_collectives import (
 )
 
 
-def schedule_step(graph: Graph, *, group_names: Sequence[str]) -> None:
+def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequence[Node] = ()) -> None:
     """Reorder a step so that launches follow the last gradient of their buckets, and waits stand where they are read.
 
     Assumes that what mutates an input stands behind everything else, as AOTAutograd leaves it. Launches come first, in
     the order of `group_names` and on each of them in that of the graph, with what they need. Then comes what hangs on
     no wait; then each wait, in the order of the launches, with all that can be computed once it is over: the updates of
-    a bucket's parameters run while later buckets are on their way. Other collectives, a loss's, keep their order, and
-    so do draws of random numbers, before the waits and behind them.
+    a bucket's parameters run while later buckets are on their way. Launches `following` them, of what comes of these
+    waits, are made in this order as soon as that is there, and awaited last. Other collectives, a loss's, keep their
+    order, and so do draws of random numbers, before the waits and behind them.
 
     Leaves the graph as it is where something else is mutated, where nothing is launched, and where these orders exclude
     each other: draws that other collectives bring behind a draw that follows a wait.
     """
     nodes = list(graph.nodes)
-    launches = [node for name in group_names for node in nodes if is_launch(node, name)]
+    late = set(following)
+    launches = [node for name in group_names for node in nodes if is_launch(node, name) and node not in late]
     tail = _mutating_tail(nodes)
     if not launches or tail is None:
         return
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
-    others = [node for node in nodes if meets_other_ranks(node) and not is_wait(node)]
-    waits = {launch: next(user for user in launch.users if user.target is wait_tensor) for launch in launches}
-    after_wait = descendants(nodes, [*waits.values()])
+    waits = {
+        launch: next(user for user in launch.users if user.target is wait_tensor) for launch in (*launches, *following)
+    }
+    others = [node for node in nodes if meets_other_ranks(node) and not is_wait(node) and node not in waits]
+    after_wait = descendants(nodes, [waits[launch] for launch in launches])
     drawn = sorted(draws(nodes), key=after_wait.__contains__)
-    behind = behind_each_other(node for node in others if node not in waits) | behind_each_other(drawn)
+    behind = behind_each_other(others) | behind_each_other(following) | behind_each_other(drawn)
     if _goes_round(nodes, behind):
         return
     for launch in launches:
         emit_with_inputs(launch, order, behind)
     rest = _Rest(nodes, order, behind, held_back={*tail, *waits.values()})
     rest.emit_ready()
-    for launch in launches:
+    for launch in (*launches, *following):
         rest.emit(waits[launch])
         rest.emit_ready()
     order.update(dict.fromkeys(node for node in nodes if node not in order and node not in tail))

@@ -15,6 +15,8 @@ For each reduction of the step, on a group name of its own:
 3. `pack_buckets`          lets gradients be produced inside their bucket
 4. `verify_collectives`    asserts that the graph launches what the plan says
 
+or, where each rank gets its share of the sums, `scatter_buckets`, which does all of that.
+
 Then, for all of them:
 
 5. `schedule_step`         launches early, waits where the sums are read
@@ -34,6 +36,7 @@ from compiled_ddp.passes.pipeline import source_hash
 from compiled_ddp.passes.recompute_regions import recompute_regions
 from compiled_ddp.passes.reduce_in_place import reduce_in_place
 from compiled_ddp.passes.scale_seeds import scale_seeds
+from compiled_ddp.passes.scatter_buckets import scatter_buckets
 from compiled_ddp.passes.schedule_step import schedule_step
 from compiled_ddp.passes.unfold_sums import drop_outputs, find_sums, unfold_sum
 from compiled_ddp.passes.verify_collectives import verify_collectives
@@ -52,7 +55,7 @@ class StepPipeline:
     """How a step is rewritten: the plan of each of its reductions, in order, and the group that it is launched on.
 
     `in_place` is for a backend that runs the graph as it is. With `lent` the graph's last inputs are memory for the
-    buckets, one for each, in the order of the reductions and of their plans.
+    buckets of plans that are not scattered, one for each, in the order of the reductions and of their plans.
     """
 
     reductions: tuple[tuple[BucketPlan, str], ...]
@@ -73,7 +76,12 @@ class StepPipeline:
         sums = find_sums(graph)
         assert len(sums) == len(self.reductions), f"{len(sums)} reductions in the graph, {len(self.reductions)} planned"
         names = [f"{group_name}#{number}" for number, (_, group_name) in enumerate(self.reductions)]
+        following = list[Node]()
         for reduction, (plan, _), name in zip(sums, self.reductions, names, strict=True):
+            if plan.is_scattered:
+                following += scatter_buckets(graph, plan, reduction=reduction, group_name=name)
+                tell("scatter_buckets", graph)
+                continue
             positions = unfold_sum(graph, plan, reduction=reduction, group_name=name)
             tell("unfold_sum", graph)
             form_buckets(graph, plan, group_name=name, output_positions=positions)
@@ -83,9 +91,10 @@ class StepPipeline:
             verify_collectives(graph, plan, group_name=name, output_positions=positions)
             drop_outputs(graph, len(positions) + 1)
         if self.lent:
-            _pack_into_last_inputs(graph, names)
+            planned = zip(self.reductions, names, strict=True)
+            _pack_into_last_inputs(graph, [name for (plan, _), name in planned if not plan.is_scattered])
         graph.eliminate_dead_code()
-        schedule_step(graph, group_names=names)
+        schedule_step(graph, group_names=names, following=following)
         tell("schedule_step", graph)
         for name, (_, group_name) in zip(names, self.reductions, strict=True):
             _rename(graph, name, group_name)

@@ -42,11 +42,11 @@ def unfold_sum(graph: Graph, plan: BucketPlan, *, reduction: Node, group_name: s
     """
     gradients: Sequence[Node] = reduction.args[0]  # type: ignore[assignment]
     results = {int(user.args[1]): user for user in reduction.users if user.target is operator.getitem}  # type: ignore[arg-type]
-    riders = _emit_riders(graph, plan, reduction)
+    riders = emit_riders(graph, plan, reduction)
     waits = [_emit_reduction(graph, gradient, group_name) for gradient in gradients]
     riders_wait = _emit_reduction(graph, riders, group_name)
     replace_nodes(graph, {results[index]: wait for index, wait in enumerate(waits) if index in results})
-    _replace_riders(graph, reduction, results, riders_wait, len(gradients))
+    replace_riders(graph, reduction, results, riders_wait, len(gradients))
     outputs = output_values(graph)
     set_output_values(graph, [*outputs, *waits, riders_wait])
     for result in results.values():
@@ -60,7 +60,7 @@ def drop_outputs(graph: Graph, number: int) -> None:
     set_output_values(graph, output_values(graph)[:-number])
 
 
-def _emit_riders(graph: Graph, plan: BucketPlan, reduction: Node) -> Node:
+def emit_riders(graph: Graph, plan: BucketPlan, reduction: Node) -> Node:
     """The riders, right behind the last of what they are made of."""
     _, passengers, leading = reduction.args[:3]
     parts: list[Node] = [leading, *passengers]  # type: ignore[list-item, misc]
@@ -85,7 +85,7 @@ def _behind(graph: Graph, node: Node) -> Node:
     return node.next
 
 
-def _replace_riders(graph: Graph, reduction: Node, results: dict[int, Node], riders: Node, gradients: int) -> None:
+def replace_riders(graph: Graph, reduction: Node, results: dict[int, Node], riders: Node, gradients: int) -> None:
     """Let the sums of passengers and of the leading riders be parts of the summed riders."""
     _, passengers, leading = reduction.args[:3]
     sizes = [node.meta["val"].shape for node in passengers]  # type: ignore[union-attr]

@@ -146,6 +146,10 @@ class Recording:
 
     def graph_launches(self, bucket: Bucket, flat_buffer: Tensor) -> None:
         self.seen.update(bucket.indices)
+        if bucket.ranks > 1:
+            rows = self._rows(bucket.indices, [bucket.view(each, flat_buffer) for each in bucket.gradients])
+            self._brought += [(some, batch.signed_sums(), False) for some, batch in batched(rows)]
+            return
         sizes = [gradient.numel for gradient in bucket.gradients]
         values = flat_buffer.narrow(0, 0, sum(sizes))
         for indices, batch in batched_in_place(bucket.indices, values, sizes):

@@ -145,7 +145,7 @@ def compare(bucket: Bucket, flat_buffer: torch.Tensor, reference: Reference) -> 
         expected = reference.expected.get(gradient.index)
         if expected is None or gradient.numel == 0:
             continue
-        finding = _finding(gradient.view(flat_buffer), expected)
+        finding = _finding(bucket.view(gradient, flat_buffer), expected)
         if finding is not None:
             found[gradient.index] = finding
     return found

@@ -303,7 +303,7 @@ class Communicator:
         with torch_private.tracing.outside_of_traces():
             agreed = self.begin(leading, remaining=0, departs=True)
             with self._explaining(agreed.wanted.function):
-                *_, sums = agreed.launch(*agreed.zeros(), leading, self.group_name)
+                sums = agreed.launch_zeros(leading, self.group_name)
             self.look([sums])
             self._note_turns(self._reader.rest())
 

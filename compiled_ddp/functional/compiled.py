@@ -377,7 +377,7 @@ class CompiledStep:
             plans = tuple(
                 (one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)
             )
-            flat_buffers = self._flat_buffers_of([plan for plan, _ in plans])
+            flat_buffers = self._flat_buffers_of([plan for plan, _ in plans if not plan.is_scattered])
             traced = traced.add_inputs(flat_buffers.memory)
             pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True)
             identity = f"{pipeline.cache_identity} {torch_private.tracing.labels_of(traced.graph_module.graph)}"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from compiled_ddp.functional.shares import rows_of, scatter
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.passes.ops import all_reduce_in_place, wait_tensor
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
@@ -30,6 +31,8 @@ def plan_of(
     lengths: tuple[int, ...],
     world_size: int,
     passengers: int,
+    *,
+    is_scattered: bool = False,
 ) -> BucketPlan:
     """The buckets of these gradients, so many in each in this `order`, with so many elements of the user's at the end.
 
@@ -37,7 +40,14 @@ def plan_of(
     """
     in_order = iter([gradients[index] for index in order])
     buckets = [[*itertools.islice(in_order, length)] for length in lengths if length]
-    return place_buckets(buckets, world_size, riders_apart=not lengths[-1], reduction="sum", passengers=passengers)
+    return place_buckets(
+        buckets,
+        world_size,
+        riders_apart=not lengths[-1],
+        reduction="sum",
+        passengers=passengers,
+        is_scattered=is_scattered,
+    )
 
 
 def spec_of(index: int, size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> GradientSpec:
@@ -69,8 +79,11 @@ def _sum_over_ranks(
     lengths: Sequence[int],
     world_size: int,
     group_name: str,
+    scattered_by: str = "",
 ) -> list[Tensor]:
     """All buckets launched one after the other, then awaited; the results are views of them."""
+    if scattered_by:
+        return _scattered(gradients, passengers, leading, order, lengths, world_size, group_name, scattered_by)
     specs = tuple(spec_of(index, tuple(g.shape), g.dtype, g.device) for index, g in enumerate(gradients))
     ridden = sum(passenger.numel() for passenger in passengers)
     plan = plan_of(specs, tuple(order), tuple(lengths), world_size, ridden)
@@ -94,6 +107,31 @@ def _sum_over_ranks(
     sums = riders[first_passenger:].split([passenger.numel() for passenger in passengers])
     shaped = [part.view(passenger.shape) for part, passenger in zip(sums, passengers, strict=True)]
     return [*(views[index] for index in range(len(gradients))), *shaped, riders[: leading.numel()]]
+
+
+def _scattered(
+    gradients: Sequence[Tensor],
+    passengers: Sequence[Tensor],
+    leading: Tensor,
+    order: Sequence[int],
+    lengths: Sequence[int],
+    world_size: int,
+    group_name: str,
+    scattered_by: str,
+) -> list[Tensor]:
+    """The same, one bucket after the other, of which this rank gets its share; the riders are summed last."""
+    in_order, found = iter(order), dict[int, Tensor]()
+    for length in filter(None, lengths):
+        indices = [*itertools.islice(in_order, length)]
+        rows = [rows_of(gradients[index], world_size) for index in indices]
+        share = scatter(torch.cat(rows, dim=1), group_name, scattered_by)
+        found |= zip(indices, share.split([each.shape[1] for each in rows]), strict=True)
+    used = torch.ones(len(gradients), dtype=torch.float32, device=leading.device)
+    sizes = [part.numel() for part in (leading, used, *passengers)]
+    riders = torch.cat([part.reshape(-1) for part in (leading, used, *passengers)])
+    leading, _, *sums = wait_tensor(all_reduce_in_place(riders, "sum", group_name)).split(sizes)
+    shaped = [part.view(passenger.shape) for part, passenger in zip(sums, passengers, strict=True)]
+    return [*(found[index] for index in range(len(gradients))), *shaped, leading]
 
 
 Reduce = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]  # gradients, passengers -> their sums
@@ -169,7 +207,7 @@ def overlap(graph_module: GraphModule, *, in_place: bool = False) -> GraphModule
 
 def _planned(reduction: Node) -> tuple[BucketPlan, str]:
     """The plan of a reduction as it is traced, and the group that it is launched on."""
-    gradients, passengers, _, order, lengths, world_size, group_name = reduction.args
+    gradients, passengers, _, order, lengths, world_size, group_name = reduction.args[:7]
     values = [node.meta["val"] for node in _nodes(gradients)]
     specs = tuple(spec_of(index, tuple(g.shape), g.dtype, g.device) for index, g in enumerate(values))
     ridden = sum(node.meta["val"].numel() for node in _nodes(passengers))

@@ -18,8 +18,9 @@ from compiled_ddp.functional.communicator import Communicator, new_leading
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.operator import SumOverRanks, naming_buckets
 from compiled_ddp.functional.session import Session, current_session
+from compiled_ddp.functional.shares import scattered_by
 from compiled_ddp.functional.unit import Run, Unit, break_off
-from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Wanted
+from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Scattered, Wanted
 from compiled_ddp.options import is_number
 from compiled_ddp.plan import FIRST_USED
 from compiled_ddp.ranks.rank_group import check_kind
@@ -35,6 +36,8 @@ class Options:
     process_group: dist.ProcessGroup | Communicator | None
     reduction: Kind
     bucket_cap_mb: float | None
+    is_scattered: bool = False  # whether each rank gets its share, in a compiled step that gathers what becomes of it
+    numbers: int = 0  # that it sums up in between: see `Scattered`
 
     def __post_init__(self) -> None:
         if not isinstance(self.process_group, Communicator):
@@ -89,6 +92,10 @@ class GradientReduction:
     @property
     def world_size(self) -> int:
         return 1 if self._communicator is None else self._communicator.world_size
+
+    @property
+    def own_rank(self) -> int:
+        return 0 if self._communicator is None else self._communicator.rank
 
     @property
     def global_rank(self) -> int:
@@ -167,7 +174,10 @@ class GradientReduction:
     def _wanted(self, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]) -> Wanted:
         found = [(name, tuple(g.shape), g.dtype, g.device) for name, g in zip(names, gradients, strict=True)]
         ridden = sum(passenger.numel() for passenger in passengers)
-        return Wanted(self.name, self.place, self.options.reduction, self.options.bucket_cap_mb, tuple(found), ridden)
+        options, scattered = self.options, None
+        if options.is_scattered:
+            scattered = Scattered(scattered_by(self.communicator.process_group, gradients[0].device), options.numbers)
+        return Wanted(self.name, self.place, options.reduction, options.bucket_cap_mb, tuple(found), ridden, scattered)
 
     def _reduce(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]

@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.reduction import Options
+from compiled_ddp.functional.reduction import GradientReduction, Options
 from compiled_ddp.functional.session import current_session
+from compiled_ddp.functional.shares import gathered_in_trace, own_row, scattered_by, summed_in_trace
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.updates import Kind, numbers_in_graph, rule_of, why_outside
 
 Loss = Callable[..., Any]
 Tensors = dict[str, Tensor]
 
-USED = "which parameters are used"  # a row among the gradients, with a number for each; see `StepGraph._summed`
+USED = "which parameters are used"  # among what is held: a number for each, above 0 where it is; see `_summed`
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,23 @@ class Layout:
     """The names of the trained parameters, each with its group, and the kinds of the groups.
 
     `outside` says why the update is the optimizer's own step(), outside of the graph; it is empty, and there are
-    `kinds`, where the graph has the update.
+    `kinds`, where the graph has the update. So many `ranks` share that; where it is 1, each makes all of it.
     """
 
     names: tuple[str, ...]
     groups: tuple[int, ...]
     kinds: tuple[Kind, ...]
     outside: str
+    ranks: int
 
     @classmethod
-    def of(cls, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> "Layout":
-        """Of the model's `parameters` as they are now. Raises ValueError where the optimizer has others."""
+    def of(
+        cls, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, ranks: int = 1
+    ) -> "Layout":
+        """Of the model's `parameters` as they are now.
+
+        Raises ValueError where the optimizer has others, and where its update cannot be shared among several `ranks`.
+        """
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         names, groups = list[str](), list[int]()
         for number, group in enumerate(optimizer.param_groups):
@@ -55,7 +62,13 @@ class Layout:
                 groups.append(number)
         if not names:
             raise ValueError("the optimizer has no parameter that is trained: check requires_grad.")
-        return cls(tuple(names), tuple(groups), *_kinds_of(optimizer))
+        kinds, outside = _kinds_of(optimizer)
+        if outside and ranks > 1:
+            raise ValueError(
+                f"shard_optimizer lets ranks share the update, which is a part of the graph then, and that of "
+                f"{type(optimizer).__name__} cannot be: {outside}. Leave out shard_optimizer."
+            )
+        return cls(tuple(names), tuple(groups), kinds, outside, ranks)
 
     def has_kinds_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the options of an optimizer's groups, of the same parameters, make no other layout."""
@@ -106,8 +119,7 @@ class Read(NamedTuple):
 
     params: Tensors  # those that are trained, where the update is not in the graph
     others: Tensors  # parameters that are not
-    used: Tensor  # zeros, one for each that is trained
-    mark: Tensor  # this rank's number, from 1 on
+    rank: Tensor  # the number of this one, int64, shape (1,): which shares are its
 
 
 class Given(NamedTuple):
@@ -127,7 +139,7 @@ class Outcome(NamedTuple):
     unused: tuple[str, ...]  # parameters that this rank's loss does not come to
     used: Tensor  # for each parameter above 0 where some rank's loss comes to it
     finite: Tensor | None  # whether all gradients are; None without a scale
-    gradients: Tensors  # reduced, unscaled and clipped, for an update outside
+    gradients: Tensors  # reduced, unscaled and clipped, for an update outside; where ranks share one, their shares
     is_sound: Tensor | None = None  # whether ranks have reduced what they meant to, for that; None for one rank
 
     def applies(self) -> Tensor | None:
@@ -154,24 +166,35 @@ class StepGraph:
         process_group: dist.ProcessGroup | None,
         clip_grad_norm: float | None,
         bucket_cap_mb: float | None,
+        *,
+        is_scaled: bool,
+        is_shared: bool,
     ) -> None:
+        """`is_scaled` where there is a GradScaler; `is_shared` where ranks share the update."""
         self.has_aux, self._optimizer, self._clip_grad_norm = whole.has_aux, optimizer, clip_grad_norm
-        options = Options(process_group, "mean", bucket_cap_mb)
+        self._sums_numbers = is_shared and (is_scaled or clip_grad_norm is not None)
+        numbers = len(_OF_ALL) if self._sums_numbers else 0
+        options = Options(process_group, "mean", bucket_cap_mb, is_scattered=is_shared, numbers=numbers)
         self._gradient = GradientFunction(_loss_of(whole), 0, True, options, "grad_and_value", before_sum=_summed)
+
+    @property
+    def reduction(self) -> GradientReduction:
+        return self._gradient.reduction
 
     def add_of(self, layout: Layout) -> Callable[..., Any]:
         """A function that adds a micro-batch's gradients to those that are held, on this rank alone."""
         gradient = self._gradient
 
         def add(written: Written, read: Read, given: Given) -> Any:
-            held, (value, aux, buffers, _) = gradient.on_this_rank(_differentiated(written, read), written, read, given)
-            return written._replace(buffers=buffers, held=held), (value, aux)
+            found = gradient.on_this_rank(_differentiated(written, read), written, read, given)
+            gradients, (used,), (value, aux, buffers, _) = found
+            return written._replace(buffers=buffers, held={**gradients, USED: used}), (value, aux)
 
         return add
 
     def reduce_of(self, layout: Layout) -> Callable[..., Any]:
         """A function whose result has the reduced gradients, for an update outside."""
-        reduced_of = self._reduced_of()
+        reduced_of = self._reduced_of(layout)
 
         def reduce(written: Written, read: Read, given: Given) -> Any:
             outcome, buffers = reduced_of(written, read, given)
@@ -184,7 +207,8 @@ class StepGraph:
 
     def update_of(self, layout: Layout) -> Callable[..., Any]:
         """A function that updates; `steps` are the optimizer's counts, and `numbers` of each group its options."""
-        rule, reduced_of = rule_of(self._optimizer), self._reduced_of()
+        rule, reduced_of = rule_of(self._optimizer), self._reduced_of(layout)
+        ranks = layout.ranks
 
         def update(written: Written, read: Read, steps: Tensor, numbers: Sequence[Tensor], given: Given) -> Any:
             outcome, buffers = reduced_of(written, read, given)
@@ -195,45 +219,64 @@ class StepGraph:
                 for places, kind, vector in zip(layout.places, layout.kinds, numbers, strict=True)
             ]
             for place, (name, group) in enumerate(zip(layout.names, layout.groups, strict=True)):
+                before = written.params[name] if ranks == 1 else own_row(written.params[name], ranks, read.rank)
                 # In 16 bits a learning rate or a beta would be another number.
-                own = {each: _widened(value) for each, value in written.state[name].items()}
-                parameter, gradient = _widened(written.params[name]), _widened(outcome.gradients[name])
+                own = {each: _widened(value).view(before.shape) for each, value in written.state[name].items()}
+                parameter, gradient = _widened(before), _widened(outcome.gradients[name])
                 first, of_group = of_groups[group]
                 number = of_group.of(parameter, place - first)
                 params[name], state[name] = rule.update(parameter, gradient, own, number, layout.kinds[group])
                 if applies is not None:
-                    params[name] = torch.where(applies[place], params[name], written.params[name])
+                    params[name] = torch.where(applies[place], params[name], before)
                     state[name] = {
                         each: torch.where(applies[place], value, own[each]) for each, value in state[name].items()
                     }
+                shape_of = written.state[name]
+                state[name] = {each: value.view(shape_of[each].shape) for each, value in state[name].items()}
+            if ranks > 1:
+                params = self._gathered(params, written.params, ranks)
             counted = steps + (1 if applies is None else applies.to(steps))
             left = Written(params, buffers, state, _zeros(written.held))
             return left, counted, outcome._replace(gradients={})
 
         return update
 
-    def _reduced_of(self) -> Callable[[Written, Read, Given], tuple[Outcome, Tensors]]:
+    def _gathered(self, shares: Tensors, params: Tensors, ranks: int) -> Tensors:
+        """Parameters as their ranks have updated them, each rank its shares."""
+        sent = [share.to(params[name].dtype) for name, share in shares.items()]
+        by = scattered_by(self.reduction.communicator.process_group, sent[0].device)
+        return dict(
+            zip(shares, gathered_in_trace(sent, [params[name].shape for name in shares], ranks, by), strict=True)
+        )
+
+    def _reduced_of(self, layout: Layout) -> Callable[[Written, Read, Given], tuple[Outcome, Tensors]]:
         gradient, most = self._gradient, self._clip_grad_norm
+        sums_numbers = self._sums_numbers and layout.ranks > 1
 
         def reduced(written: Written, read: Read, given: Given) -> tuple[Outcome, Tensors]:
-            gradients, (_, (value, aux, buffers, unused)) = gradient(
+            (gradients, (used,)), (_, (value, aux, buffers, unused)) = gradient(
                 _differentiated(written, read), written, read, given
             )
-            used, finite = gradients.pop(USED), None
+            infinite = squares = torch.zeros((), dtype=torch.float64, device=used.device)
             if given.scale is not None:
-                finite = torch.stack([each.isfinite().all().to(used.device) for each in gradients.values()]).all()
+                infinite = _infinite(gradients, used.device)
                 inverse = given.scale.double().reciprocal()
                 gradients = {name: each * inverse.to(each.device, each.dtype) for name, each in gradients.items()}
             if most is not None:
-                gradients = _clipped(gradients, most)
+                squares = _squares(gradients, used.device)
+            if sums_numbers:
+                infinite, squares = summed_in_trace(torch.stack([infinite, squares])).unbind()
+            if most is not None:
+                gradients = _clipped(gradients, squares.sqrt(), most)
+            finite = None if given.scale is None else infinite == 0
             return Outcome(value, aux, unused, used, finite, gradients), buffers
 
         return reduced
 
 
 def _differentiated(written: Written, read: Read) -> Tensors:
-    """What gradients are taken of; see `_summed` for the row of zeros."""
-    return {**written.params, **read.params, USED: read.used}
+    """What gradients are taken of."""
+    return {**written.params, **read.params}
 
 
 def _loss_of(whole: WithLoss) -> Loss:
@@ -241,9 +284,9 @@ def _loss_of(whole: WithLoss) -> Loss:
     users_loss = whole.loss_fn  # so that what it closes over is followed, as of any function of a compiled step
 
     def loss(params: Tensors, written: Written, read: Read, given: Given) -> Any:
-        own = {name: each for name, each in params.items() if name != USED}
+        own = dict(params)
         if given.batch is None:
-            nothing = params[USED].sum()
+            nothing = next(iter(own.values())).real.sum() * 0.0
             return nothing, (nothing, None, written.buffers, tuple(own))
         # A gradient function may not write into what it is given.
         copies = {name: buffer.clone() for name, buffer in written.buffers.items()}
@@ -268,26 +311,22 @@ def _summed(
     written: Written,
     read: Read,
     given: Given,
-) -> Tensors:
-    """The gradients of all micro-batches of an update so far, and which parameters have one.
+) -> tuple[Tensors, list[Tensor]]:
+    """The gradients of all micro-batches of an update so far; and which parameters have one, which rides along.
 
-    A parameter without a gradient on any rank is left as it is, as by torch.optim. So each rank sends its mark for
-    those that it has used: other numbers than other ranks, as the proof asks for.
+    A parameter without a gradient on any rank is left as it is, as by torch.optim.
     """
-    unused = found[-1]
-    uses = {name: name not in unused for name in gradients if name != USED}
-    runs = [(used, len([*run])) for used, run in itertools.groupby(uses.values())]
-    mark, held = read.mark, written.held
-    gradients[USED] = torch.cat([mark.expand(length) if used else mark.new_zeros(length) for used, length in runs])
+    unused, held = found[-1], written.held
+    runs = [(float(used), len([*run])) for used, run in itertools.groupby(name not in unused for name in gradients)]
+    device = next(iter(gradients.values())).device
+    used = torch.cat([torch.full((length,), used, dtype=torch.float32, device=device) for used, length in runs])
     if held:
-        latest = torch.maximum(held[USED], gradients.pop(USED))
-        gradients = {name: held[name] + gradient for name, gradient in gradients.items()} | {USED: latest}
+        used = torch.maximum(held[USED], used)
+        gradients = {name: held[name] + gradient for name, gradient in gradients.items()}
     if given.share is not None:
-        gradients = {
-            name: gradient if name == USED else gradient * given.share.to(gradient.device, gradient.dtype)
-            for name, gradient in gradients.items()
-        }
-    return gradients
+        share = given.share
+        gradients = {name: each * share.to(each.device, each.dtype) for name, each in gradients.items()}
+    return gradients, [used]
 
 
 def _zeros(held: Tensors) -> Tensors:
@@ -298,9 +337,21 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _clipped(gradients: Tensors, most: float) -> Tensors:
-    """As torch.nn.utils.clip_grad_norm_ leaves them."""
+def _infinite(gradients: Tensors, device: torch.device) -> Tensor:
+    """How many of these have an element that is not finite; float64."""
+    return torch.stack([(~each.isfinite().all()).to(device, torch.float64) for each in gradients.values()]).sum()
+
+
+def _squares(gradients: Tensors, device: torch.device) -> Tensor:
+    """The square of the norm of all together; float64."""
     norms = [torch.linalg.vector_norm(_widened(each)) for each in gradients.values()]
-    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device, torch.float64) for each in norms]))
+    return torch.stack([each.to(device, torch.float64) for each in norms]).square().sum()
+
+
+_OF_ALL = ("infinite", "squares")  # what is summed where each rank has its shares of the gradients
+
+
+def _clipped(gradients: Tensors, norm: Tensor, most: float) -> Tensors:
+    """As torch.nn.utils.clip_grad_norm_ leaves them."""
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     return {name: each * factor.to(each.device, each.dtype) for name, each in gradients.items()}

@@ -157,7 +157,9 @@ class GradientFunction:
         reduce_value: bool = False,
         before_sum: Callable[..., Any] | None = None,
     ) -> None:
-        """`before_sum` makes what is summed of this rank's gradients, of aux, and of the call's arguments."""
+        """`before_sum` makes of this rank's gradients, of aux and of the call's arguments what is summed, and a list of
+        float32 tensors that ride along: then calls return a pair of the reduced gradients and of the sums of these.
+        """
         if not callable(f):
             raise TypeError(f"{transform} takes a function, f, found {type(f).__name__}.")
         check_switches(has_aux=has_aux, reduce_value=reduce_value)
@@ -188,16 +190,16 @@ class GradientFunction:
         if reduction.is_alone:
             weight = self._take_weight(kwargs)
             self._differentiated(args)
-            gradients, value, aux = self._local(args, kwargs, None, ())
+            gradients, riding, value, aux = self._local(args, kwargs, None, ())
             if weight is not None:
                 gradients, value = self._weighed_alone(gradients, value, weight)
-            return gradients, (value, aux) if self._has_aux else value
+            return self._with_riding(gradients, riding), (value, aux) if self._has_aux else value
         reduction.note_call()
         failures = reduction.failures
         try:
             weight, tensors = self._take_weight(kwargs), self._differentiated(args)
             dtypes = [tensor.dtype for tensor in tensors.values()]
-            gradients, value, aux = self._local(args, kwargs, weight, dtypes)
+            gradients, riding, value, aux = self._local(args, kwargs, weight, dtypes)
             flat, structure = torch_private.trees.flatten(gradients)
             refuse_sparse(list(tensors), flat, reduction.name)
             if torch_private.autograd.transforms_are_active():
@@ -209,17 +211,21 @@ class GradientFunction:
             if not torch_private.tracing.is_tracing() and reduction.failures == failures:
                 reduction.break_off(error)
             raise
-        sums = reduction.sum(tensors, sent, passengers)
-        reduced, value = self._results(sums, len(flat), value)
+        sums = reduction.sum(tensors, sent, [*passengers, *riding])
+        ridden = len(sums) - len(riding)
+        reduced, value = self._results(sums[:ridden], len(flat), value)
         reduced = [each.to(dtype) for each, dtype in zip(reduced, dtypes, strict=True)]
         reduced = torch_private.trees.unflatten(reduced, structure)
-        return reduced, (value, aux) if self._has_aux else value
+        return self._with_riding(reduced, sums[ridden:]), (value, aux) if self._has_aux else value
 
-    def on_this_rank(self, *args: Any) -> tuple[Any, Any]:
-        """What `before_sum` makes of this rank's gradients, which nobody sums; and aux."""
+    def _with_riding(self, gradients: Any, riding: Sequence[Tensor]) -> Any:
+        return gradients if self._before_sum is None else (gradients, riding)
+
+    def on_this_rank(self, *args: Any) -> tuple[Any, Sequence[Tensor], Any]:
+        """What `before_sum` makes of this rank's gradients, and lets ride along, which nobody sums; and aux."""
         self.reduction.find_ranks()
-        gradients, _, aux = self._local(args, {}, None, ())
-        return gradients, aux
+        gradients, riding, _, aux = self._local(args, {}, None, ())
+        return gradients, riding, aux
 
     def _differentiated(self, args: Sequence[Any]) -> dict[str, Tensor]:
         """What gradients are taken of, by name. Raises as `named_tensors`, and RuntimeError for what was donated."""
@@ -258,8 +264,8 @@ class GradientFunction:
 
     def _local(
         self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any, dtypes: Sequence[torch.dtype]
-    ) -> tuple[Any, Tensor, Any]:
-        """What is summed of this rank's loss, times its weight where it has one; the loss, and what comes with it.
+    ) -> tuple[Any, Sequence[Tensor], Tensor, Any]:
+        """What is summed of this rank's loss, times its weight where it has one; what rides along; the loss, and aux.
 
         Gradients are with respect to tensors of these dtypes. [Note: weights behind half precision]
         """
@@ -293,7 +299,10 @@ class GradientFunction:
         for place, leaf in others:
             leaves.insert(place, leaf)
         aux = torch_private.trees.unflatten(leaves, structure)
-        return gradients if self._before_sum is None else self._before_sum(gradients, aux, *args, **kwargs), value, aux
+        riding: Sequence[Tensor] = ()
+        if self._before_sum is not None:
+            gradients, riding = self._before_sum(gradients, aux, *args, **kwargs)
+        return gradients, riding, value, aux
 
     def _tell_of_unused(self, loss: object) -> None:
         if isinstance(loss, Tensor) and not loss.requires_grad and not self._has_told_of_unused:

@@ -3,8 +3,9 @@
 import contextlib
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from traceback import walk_tb
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
-from compiled_ddp.functional.wanted import Agreed, Wanted, describe
+from compiled_ddp.functional.shares import gather
+from compiled_ddp.functional.wanted import Agreed, Wanted, agreed_apart, describe
 from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.plan import Bucket
 from compiled_ddp.ranks.agreement import Description
@@ -73,6 +75,15 @@ class _Launched:
     agreed: Agreed
     proof: Proof
     recording: Recording | None
+    shares: list[tuple[Bucket, Tensor]] = field(default_factory=list)  # of sums, which ranks have not put together yet
+
+    def gather(self) -> None:
+        """Let its recording know what has come out of buckets of which each rank has its share. A collective."""
+        scattered = self.agreed.wanted.scattered
+        for bucket, share in self.shares:
+            assert scattered is not None and self.recording is not None
+            whole = gather(share, bucket.ranks, self.communicator.group_name, scattered.by)
+            self.recording.come_out(bucket.indices, [bucket.view(each, whole) for each in bucket.gradients])
 
 
 class Unit:
@@ -158,6 +169,8 @@ class Unit:
     def prove(self) -> None:
         """Raise RuntimeError, on every rank, where a gradient is not what was sent; behind `check`."""
         with self._heeding_calls():
+            for each in self._launched:
+                each.gather()
             for communicator in self.communicators:
                 on_it = self._launched_on(communicator)
                 communicator.prove([(each.proof, each.recording) for _, each in on_it if each.recording is not None])
@@ -319,6 +332,22 @@ def break_off(communicators: Sequence[Communicator], agreements: Agreements, wha
     agreements.tell(error, what, next((each.made for each in communicators), None))
 
 
+def agree_apart(communicator: Communicator, what: str) -> None:
+    """All ranks are about to do `what`, which is none of their reductions, on the user's own group.
+
+    Raises RuntimeError, on every rank, where some are about to do something else.
+    """
+    agreements, is_alone = communicator.agreements, False
+    if agreements.groups.are_several((communicator,)):
+        agreements.call()
+    elif communicator.made is not None:
+        is_alone = _depart((communicator,))
+    communicator.forget_departures()
+    agreements.compare(lambda: agreed_apart(what), what, communicator.made)
+    if is_alone:
+        raise communicator.give_up(f"other ranks have not come to {what}")
+
+
 def _depart(communicators: Sequence[Communicator]) -> bool:
     """Send zeros for what is expected; returns whether other ranks have launched it."""
     used = [each for each in communicators if each.order.ahead(1)]
@@ -371,7 +400,7 @@ def _watching(
         for each, reference in launched
         for position in range(len(each.agreed.plan.buckets))
     ]
-    under_way: dict[int, tuple[_Expected, Tensor]] = {}  # launch -> what was expected, and what is reduced
+    under_way: dict[int, tuple[_Expected, Tensor]] = {}  # launch -> what was expected, and where its sum comes to be
     place = -1  # of the latest one expected
 
     def launching(number: int, flat_buffer: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -392,16 +421,28 @@ def _watching(
         under_way[number] = every[place], flat_buffer  # where it is launched again too
         return every[place].named("launch")
 
+    def start(number: int, operator: Any, args: tuple[Any, ...]) -> Tensor:
+        result: Tensor = operator(*args)
+        if number in under_way:
+            under_way[number] = under_way[number][0], result
+        return result
+
     @contextlib.contextmanager
     def waiting(number: int) -> Iterator[None]:
         expected, flat_buffer = under_way.pop(number, (None, None))
         with UNNAMED if expected is None else expected.named("wait for"):
             yield
-        if expected is not None and flat_buffer is not None and expected.launched.recording is not None:
-            views = [gradient.view(flat_buffer) for gradient in expected.bucket.gradients]
-            expected.launched.recording.come_out(expected.bucket.indices, views)
+        if expected is None or flat_buffer is None or expected.launched.recording is None:
+            return
+        bucket = expected.bucket
+        if bucket.ranks > 1:  # what an all-to-all brings is added up behind its wait
+            share = flat_buffer.view(-1, bucket.numel // bucket.ranks).sum(0)
+            expected.launched.shares.append((bucket, share))
+            return
+        views = [gradient.view(flat_buffer) for gradient in bucket.gradients]
+        expected.launched.recording.come_out(bucket.indices, views)
 
-    observer = LaunchObserver(group_name, launch=launching, wait=waiting)
+    observer = LaunchObserver(group_name, launch=launching, wait=waiting, start=start)
     with observer if sees_values else contextlib.nullcontext():
         yield
     for each, _ in launched if not observer.launched else ():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_ddp.functional.operator import plan_of, spec_of
-from compiled_ddp.passes.ops import sum_over_ranks
+from compiled_ddp.passes.ops import gather_shares, sum_numbers, sum_over_ranks
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.planners import Planner, SizedBuckets
 from compiled_ddp.ranks.agreement import Description
@@ -18,6 +18,18 @@ from compiled_ddp.ranks.progress import format_bucket
 
 _NEXT = "the next collective"
 _MOST_TOLD = 4  # of what follows it, one by one
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A reduction of which each rank gets its share: by which collective, and what is launched behind it.
+
+    That is, for the graph's update, a sum of so many float64 `numbers`, where there are any, and then the gathering of
+    all shares.
+    """
+
+    by: str
+    numbers: int
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,7 @@ class Wanted:
     bucket_cap_mb: float | None  # None for what suits the link
     gradients: tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device], ...]  # name, shape, ...
     passengers: int  # float32 elements of the user's
+    scattered: "Scattered | None" = None  # None where every rank gets all sums
 
     @property
     def device(self) -> torch.device:
@@ -45,7 +58,8 @@ class Wanted:
             "bucket_cap_mb": [self.bucket_cap_mb],
         }
         properties |= {name: [str(dtype), list(shape)] for name, shape, dtype, _ in self.gradients}
-        return properties | {"the number of values that ride along": [self.passengers]}
+        properties["the number of values that ride along"] = [self.passengers]
+        return properties | {"what each rank gets": ["all" if self.scattered is None else f"shares, {self.scattered}"]}
 
     def in_short(self) -> str:
         """Another one wherever a rank wants anything else."""
@@ -104,6 +118,11 @@ def describe(
     return description | {"whether it has been launched": [are_launched]}
 
 
+def agreed_apart(what: str) -> Description:
+    """What ranks compare where `what` comes next, which is no reduction."""
+    return {_NEXT: [what]}
+
+
 def _in_short(following: Sequence[Wanted | LossCollective]) -> list[object]:
     told = [each.in_short() for each in following]
     left = told[_MOST_TOLD:]
@@ -133,7 +152,7 @@ class Agreed:
         """The gradients of each; a last one without any has the riders alone."""
         filled = self.planner.fill([self.gradients[index] for index in self.order], self.names, None)
         buckets = [tuple(gradient.index for gradient in bucket) for bucket in filled]
-        return (*buckets, ()) if self.planner.naive else tuple(buckets)
+        return (*buckets, ()) if self.planner.naive or self.wanted.scattered is not None else tuple(buckets)
 
     @functools.cached_property
     def _places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -154,7 +173,9 @@ class Agreed:
     @functools.cached_property
     def plan(self) -> BucketPlan:
         """Asked several times in each step, and the same each time."""
-        return plan_of(self.gradients, *self._places, self.world_size, self.wanted.passengers)
+        is_scattered = self.wanted.scattered is not None
+        gradients, passengers = self.gradients, self.wanted.passengers
+        return plan_of(gradients, *self._places, self.world_size, passengers, is_scattered=is_scattered)
 
     def bucket_name(self, position: int) -> str:
         """The name of the bucket at `position` of the launch order, in profiles."""
@@ -163,15 +184,23 @@ class Agreed:
     def launch(
         self, gradients: Sequence[Tensor], passengers: Sequence[Tensor], leading: Tensor, group_name: str
     ) -> list[Tensor]:
-        """The sums over ranks: of gradients, passengers and the leading riders."""
+        """The sums over ranks: of gradients, or this rank's shares of them, of passengers and of the leading riders."""
         order, lengths = map(list, self._places)
+        scattered_by = "" if self.wanted.scattered is None else self.wanted.scattered.by
         sums: list[Tensor] = sum_over_ranks(
-            list(gradients), list(passengers), leading, order, lengths, self.world_size, group_name
+            list(gradients), list(passengers), leading, order, lengths, self.world_size, group_name, scattered_by
         )
         return sums
 
-    def zeros(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Gradients and passengers that add nothing to those of other ranks."""
-        wanted = self.wanted
+    def launch_zeros(self, leading: Tensor, group_name: str) -> Tensor:
+        """Launch all that others do, adding nothing to it; returns the sums of the leading riders."""
+        wanted, scattered = self.wanted, self.wanted.scattered
         gradients = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype, device in wanted.gradients]
-        return gradients, [torch.zeros(wanted.passengers, dtype=torch.float32, device=wanted.device)]
+        passengers = [torch.zeros(wanted.passengers, dtype=torch.float32, device=wanted.device)]
+        *sums, leading_sums = self.launch(gradients, passengers, leading, group_name)
+        if scattered is not None:
+            if scattered.numbers:
+                sum_numbers(torch.zeros(scattered.numbers, dtype=torch.float64, device=wanted.device), group_name)
+            order, lengths = map(list, self._places)
+            gather_shares(sums[: len(gradients)], order, lengths, self.world_size, group_name, scattered.by)
+        return leading_sums

@@ -21,6 +21,7 @@ from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.compiled import Backend, CompiledStep
 from compiled_ddp.functional.kept import Arguments, Unchanged, dictionaries_of
+from compiled_ddp.functional.sharded_state import ShardedState
 from compiled_ddp.functional.step_graph import (
     USED,
     Given,
@@ -56,6 +57,7 @@ def compile_step(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    shard_optimizer: bool = False,
     bucket_cap_mb: float | None = None,
     backend: Backend = "inductor",
     mode: str | None = None,
@@ -78,6 +80,9 @@ def compile_step(
         clip_grad_norm: the largest norm of all reduced gradients together, as of `torch.nn.utils.clip_grad_norm_`.
         scaler: for float16's autocast. Scales losses, leaves out updates where a gradient of any rank is not finite,
             and is updated behind each.
+        shard_optimizer: let each rank keep the optimizer's state of its share of every parameter alone, and update
+            that: gradients are scattered, and parameters gathered, as ZeRO-1 does. `optimizer.state_dict()` is a
+            collective then, and has the whole; so is the optimizer's own `step()`, which finds it.
         bucket_cap_mb: size of a bucket in MiB; None plans them (docs/planner.md).
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
         mode: as in torch.compile; for Inductor.
@@ -89,13 +94,23 @@ def compile_step(
     begin_alone()
     check_environment()
     check_compiler(backend, mode, None)
-    _check(model, optimizer, loss_fn, has_aux, accumulate, clip_grad_norm, scaler)
+    _check(model, optimizer, loss_fn, has_aux, accumulate, clip_grad_norm, scaler, shard_optimizer)
     options = torch_private.compiler_options.inductor_options(mode, options, None)
     compiler = functools.partial(CompiledStep, backend=backend, options=options, keeps_donated=True)
-    rank = _begin(model, optimizer, accumulate, RankGroup(process_group))
+    _begin(model, optimizer, accumulate, RankGroup(process_group), shares=shard_optimizer)
     with_loss = WithLoss(model, loss_fn, has_aux=has_aux)
-    graph = StepGraph(with_loss, optimizer, process_group, clip_grad_norm, bucket_cap_mb)
-    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, mark=rank + 1)
+    is_scaled = scaler is not None
+    graph = StepGraph(
+        with_loss,
+        optimizer,
+        process_group,
+        clip_grad_norm,
+        bucket_cap_mb,
+        is_scaled=is_scaled,
+        is_shared=shard_optimizer,
+    )
+    shared = ShardedState(optimizer, graph.reduction) if shard_optimizer else None
+    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, shared)
 
 
 def _check(
@@ -106,8 +121,9 @@ def _check(
     accumulate: object,
     clip_grad_norm: object,
     scaler: object,
+    shard_optimizer: object,
 ) -> None:
-    check_switches(has_aux=has_aux)
+    check_switches(has_aux=has_aux, shard_optimizer=shard_optimizer)
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile_step takes a model, an nn.Module, found {type(model).__name__}.")
     if is_wrapper(model):
@@ -132,16 +148,19 @@ def _check(
 
 
 @torch.no_grad()
-def _begin(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, ranks: RankGroup) -> int:
-    """Compare what ranks have, and send the values of the group's first one. Returns this one's number."""
+def _begin(
+    model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, ranks: RankGroup, *, shares: bool
+) -> None:
+    """Compare what ranks have, and send the values of the group's first one."""
 
     def describe() -> Description:
         _, contents = check_model(model, "compile_step")
         check_writable(contents)
         parameters = dict(model.named_parameters())
         _refuse_hooks(parameters)
-        layout = Layout.of(parameters, optimizer)
+        layout = Layout.of(parameters, optimizer, ranks=ranks.world_size if shares else 1)
         description: Description = {"optimizer": [type(optimizer).__name__], "accumulate": [accumulate]}
+        description["shard_optimizer"] = [shares]
         description |= {
             f"group {number} of the optimizer": [*kind.switches] for number, kind in enumerate(layout.kinds)
         }
@@ -153,7 +172,6 @@ def _begin(model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, 
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
     if ranks.world_size > 1 and tensors:
         torch_private.groups.broadcast_coalesced(ranks.process_group, tensors, source=0)
-    return ranks.rank
 
 
 def _refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -197,12 +215,11 @@ class TrainingStep:
         compiler: Callable[..., CompiledStep],
         accumulate: int,
         scaler: torch.amp.GradScaler | None,
-        *,
-        mark: int,
+        shared: ShardedState | None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._graph, self._compiler = graph, compiler
-        self._accumulate, self._scaler, self._mark = accumulate, scaler, mark
+        self._accumulate, self._scaler, self._shared = accumulate, scaler, shared
         self._known: dict[Layout, list[_Known]] = {}
         self._latest: _Now | None = None
         self._explained: tuple[Layout, CompiledStep, Sequence[str]] | None = None
@@ -236,11 +253,17 @@ class TrainingStep:
             for agreed in compiled.reductions
             for place, bucket in enumerate(agreed.plan.buckets)
         ]
-        what = f"{len(buckets)} all-reduce{'' if len(buckets) == 1 else 's'}"
+        what = f"{len(buckets)} {'all-reduce' if layout.ranks == 1 else 'bucket'}{'' if len(buckets) == 1 else 's'}"
         told = f"The forward and backward of {model}, {what} and the update of {optimizer} are one graph."
         if layout.outside:
             told = f"The forward and backward of {model} and {what} are one graph. "
             told += f"{optimizer}.step() is called behind it: {layout.outside}."
+        if layout.ranks > 1:
+            told += (
+                f" Each of {layout.ranks} ranks updates its share of every parameter, and has the optimizer's state of "
+                "that alone: of the sums of a bucket it is sent its shares, and parameters are gathered in the same "
+                "buckets. The riders, in the last one, are summed on all ranks."
+            )
         lines = [told, *(f"  {each}" for each in buckets)]
         if self._accumulate > 1:
             lines.append(f"{self._accumulate} calls make an update; {self._batches} were made for the next one.")
@@ -261,7 +284,7 @@ class TrainingStep:
         """The loss, and what comes with it."""
         with contextlib.nullcontext() if self._latest is None else self._latest.known.update.telling():
             now = self._latest = self._now()
-        scale = self._scale(now.read.mark)
+        scale = self._scale(now.trained[0][2].device)
         if is_update:
             outcome = self._update(now, Given(self._share(batch), scale, batch, named))
             value, aux, self._batches = outcome.value, outcome.aux, 0
@@ -332,17 +355,17 @@ class TrainingStep:
             return latest
         parameters = dict(self.model.named_parameters())
         _refuse_hooks(parameters)
-        layout = Layout.of(parameters, self.optimizer)
+        self._graph.reduction.find_ranks()
+        layout = Layout.of(parameters, self.optimizer, ranks=1 if self._shared is None else self._shared.ranks)
         trained = layout.trained(parameters)
         params: Tensors = {name: parameter for name, _, parameter in trained}
         device = trained[0][2].device
         read = Read(
             params,
             {name: each for name, each in parameters.items() if name not in params},
-            used=torch.zeros(len(trained), dtype=torch.float32, device=device),
-            mark=torch.tensor(float(self._mark), dtype=torch.float32, device=device),
+            rank=torch.tensor([self._graph.reduction.own_rank], dtype=torch.int64, device=device),
         )
-        self._hold({**params, USED: read.used})
+        self._hold({**params, USED: torch.empty(len(trained), dtype=torch.float32, device=device)})
         known, buffers = self._known_of(layout), dict(self.model.named_buffers())
         unchanged = _unchanged(self.model, self.optimizer, [*parameters.values(), *buffers.values()])
         return _Now(
@@ -365,10 +388,10 @@ class TrainingStep:
         batches = self._batches + (batch is not None)
         return torch.tensor(1.0 / batches, dtype=torch.float64, device="cpu")
 
-    def _scale(self, like: Tensor) -> Tensor | None:
+    def _scale(self, device: torch.device) -> Tensor | None:
         if self._scaler is None or not self._scaler.is_enabled():
             return None
-        return self._scaler.scale(torch.ones_like(like))
+        return self._scaler.scale(torch.ones((), dtype=torch.float32, device=device))
 
     def _known_of(self, layout: Layout) -> "_Known":
         """What is compiled for this layout, and for the numbers and texts that the model's modules have."""
@@ -394,6 +417,7 @@ class TrainingStep:
 
     def _state(self, now: "_Now", begun: dict[str, nn.Parameter]) -> tuple[dict[str, Tensors], list[Tensor]]:
         rule, states, steps = rule_of(self.optimizer), dict[str, Tensors](), list[Tensor]()
+        shared = self._shared if now.layout.ranks > 1 else None
         for name, group, parameter in now.trained:
             needed = rule.needed(now.layout.kinds[group])
             own: dict[str, Any] = self.optimizer.state.get(parameter, {})  # which makes no entry, as torch makes none
@@ -402,13 +426,29 @@ class TrainingStep:
                 if not own:
                     begun[name] = parameter
                 own, options = self.optimizer.state[parameter], self.optimizer.param_groups[group]
-                own.update((each, rule.begin(each, parameter, options)) for each in missing)
-            states[name] = {each: own[each] for each in needed if each != "step"}
+                like = parameter if shared is None else shared.share_like(parameter)
+                own.update((each, rule.begin(each, like, options)) for each in missing)
+            kept = [each for each in needed if each != "step"]
+            if shared is None:
+                _refuse_other_shapes(name, own, kept, parameter)
+            else:
+                own.update((each, shared.own(own[each], parameter)) for each in kept)
+            states[name] = {each: own[each] for each in kept}
             if "step" in needed:
                 if not isinstance(own["step"], Tensor):  # a number in old checkpoints
                     own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32, device="cpu")
                 steps.append(own["step"])
         return states, steps
+
+
+def _refuse_other_shapes(name: str, state: dict[str, Tensor], needed: Sequence[str], parameter: Tensor) -> None:
+    other = next((each for each in needed if state[each].shape != parameter.shape), None)
+    if other is not None:
+        raise ValueError(
+            f"{other} of {name} in the optimizer's state is of shape {tuple(state[other].shape)}, and {name} of "
+            f"{tuple(parameter.shape)}: a share of it, as shard_optimizer leaves? Call optimizer.state_dict() on the "
+            "ranks that have trained with it, and load what it returns."
+        )
 
 
 def _name_of(gradient: str) -> str:

@@ -30,6 +30,7 @@ from compiled_ddp.plan.buckets import (
     gradient_dtype,
     is_called,
     name_for_rows,
+    share_elements,
 )
 from compiled_ddp.plan.riders import (
     ABORTED,
@@ -63,7 +64,7 @@ from compiled_ddp.plan.sequence import (
 )
 
 __all__ = ["Bucket", "BucketPlan", "Gradient", "GradientSpec", "ReductionKind", "Riders"]
-__all__ += ["contiguous_stride", "gradient_dtype", "is_called", "name_for_rows"]
+__all__ += ["contiguous_stride", "gradient_dtype", "is_called", "name_for_rows", "share_elements"]
 __all__ += ["ADMITTED", "AMONG_COLLECTIVES", "MIXED", "NOT_CALLED", "NOT_CAPTURED", "TOO_SMALL"]
 __all__ += ["BESIDE_TENSOR_HOOK", "TENSOR_HOOK"]
 __all__ += ["Origin", "ReductionSequence", "Section"]

@@ -96,6 +96,9 @@ class Bucket:
     """Gradients that one all-reduce carries, and the flat buffer they share.
 
     With `row` it is summed by rows of so many elements, of which zeros are not sent: `compiled_ddp.ranks.row_sums`.
+
+    One that is scattered over several `ranks` sends each of them its share of the sum. It is a matrix with a row for
+    each rank, in which a share of every gradient stands; offsets are those in a row. See `share_elements`.
     """
 
     gradients: tuple[Gradient, ...]
@@ -104,6 +107,7 @@ class Bucket:
     numel: int  # of the flat buffer, riders included
     riders: Riders | None = None
     row: int | None = None
+    ranks: int = 1  # that it is scattered over
 
     def __hash__(self) -> int:
         return self._hash
@@ -121,6 +125,14 @@ class Bucket:
     def indices(self) -> tuple[int, ...]:
         return tuple(gradient.index for gradient in self.gradients)
 
+    def view(self, gradient: Gradient, flat_buffer: torch.Tensor) -> torch.Tensor:
+        """One of its gradients in its flat buffer; of one that is scattered a copy."""
+        if self.ranks == 1:
+            return gradient.view(flat_buffer)
+        begin = gradient.offset_elements
+        rows = flat_buffer.view(self.ranks, -1)[:, begin : begin + share_elements(gradient.numel, self.ranks)]
+        return rows.reshape(-1)[: gradient.numel].view(gradient.size)
+
     @functools.cached_property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
@@ -133,6 +145,11 @@ class Bucket:
         "Flat buffers that stay"). CUDA's allocator keeps what was freed.
         """
         return self.device.type == "cpu"
+
+
+def share_elements(numel: int, ranks: int) -> int:
+    """How many elements of a tensor are each rank's, where it is scattered: the last rank's may be filled up."""
+    return -(-numel // ranks)
 
 
 def name_for_rows(name: str, row: int | None) -> str:
@@ -173,10 +190,11 @@ class BucketPlan:
             end = 0
             for gradient in bucket.gradients:
                 assert gradient.offset_elements == end, f"gradient {gradient.index} leaves a gap or overlaps"
-                end += gradient.numel
+                end += share_elements(gradient.numel, bucket.ranks)
             if bucket.riders is not None:
                 assert bucket.riders.offset_elements == end, "the riders do not follow the last gradient"
                 end += bucket.riders.numel
+            end *= bucket.ranks
             assert bucket.numel == end, f"the flat buffer has {bucket.numel} elements, its contents {end}"
         if self.buckets:
             *earlier, last = self.buckets
@@ -199,6 +217,11 @@ class BucketPlan:
     @functools.cached_property
     def nbytes(self) -> int:
         return sum(bucket.nbytes for bucket in self.buckets)
+
+    @functools.cached_property
+    def is_scattered(self) -> bool:
+        """Whether each rank gets its share of the sums; the riders, in a bucket of their own, are everybody's."""
+        return any(bucket.ranks > 1 for bucket in self.buckets)
 
     @functools.cached_property
     def share(self) -> float:

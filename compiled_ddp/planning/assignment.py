@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compiled_ddp.plan import Bucket, BucketPlan, Gradient, GradientSpec, ReductionKind, Riders
+from compiled_ddp.plan import Bucket, BucketPlan, Gradient, GradientSpec, ReductionKind, Riders, share_elements
 from compiled_ddp.planning.cost_model import BackwardWork
 from compiled_ddp.planning.planners import Names, Planner, SizedBuckets
 
@@ -63,26 +63,28 @@ def place_buckets(
     riders_apart: bool = False,
     reduction: ReductionKind = "mean",
     passengers: int = 0,
+    is_scattered: bool = False,
 ) -> BucketPlan:
     """The plan that has these buckets in this order: gradients back to back, riders at the end.
 
     The riders follow the last bucket, in a bucket of their own where that one is not float32, or is summed by rows.
-    `riders_apart` gives them one everywhere, and so does a communication hook, which must not see them.
+    `riders_apart` gives them one everywhere, and so does a communication hook, which must not see them, and a plan that
+    is scattered, of which each rank sees its share.
     """
-    placed = [_place(gradients) for gradients in buckets]
-    apart = riders_apart or reduction == "hook"
+    placed = [_place(gradients, world_size if is_scattered else 1) for gradients in buckets]
+    apart = riders_apart or reduction == "hook" or is_scattered
     return BucketPlan(tuple(_with_riders(placed, passengers, apart=apart)), world_size, reduction)
 
 
-def _place(gradients: Sequence[GradientSpec]) -> Bucket:
+def _place(gradients: Sequence[GradientSpec], ranks: int) -> Bucket:
     placed, offset = [], 0
     for gradient in gradients:
         numel = gradient.numel
         placed.append(Gradient(gradient.index, gradient.size, gradient.stride, offset, numel))
-        offset += numel
+        offset += share_elements(numel, ranks)
     rows = {gradient.row for gradient in gradients}
     row = rows.pop() if len(rows) == 1 else None  # a plan that was given may have put anything together
-    return Bucket(tuple(placed), gradients[0].dtype, gradients[0].device, offset, row=row)
+    return Bucket(tuple(placed), gradients[0].dtype, gradients[0].device, offset * ranks, row=row, ranks=ranks)
 
 
 def _with_riders(buckets: Sequence[Bucket], passengers: int, *, apart: bool) -> Sequence[Bucket]:

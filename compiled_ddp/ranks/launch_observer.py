@@ -11,7 +11,12 @@ from torch.profiler import record_function
 from compiled_ddp import torch_private
 from compiled_ddp.plan import is_called
 
-_LAUNCHES = (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default)
+_LAUNCHES = (
+    torch.ops._c10d_functional.all_reduce.default,
+    torch.ops._c10d_functional.all_reduce_.default,
+    torch.ops._c10d_functional.all_to_all_single.default,  # of a bucket that is scattered, as the next one
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _WITHOUT_DERIVATIVES = ("aten::", "prims::", "_c10d_functional::", "compiled_ddp::")  # in the kernels of operators
 
@@ -19,7 +24,7 @@ _WITHOUT_DERIVATIVES = ("aten::", "prims::", "_c10d_functional::", "compiled_ddp
 class LaunchObserver(torch_private.autograd.DispatchMode):
     """While entered, calls `launch` and `wait` around the collectives that this thread issues on one group.
 
-    `launch(bucket, flat_buffer)` is called before the all-reduce of a bucket and `wait(bucket)` before its wait; the
+    `launch(bucket, flat_buffer)` is called before a bucket is launched and `wait(bucket)` before its wait; the
     collective runs inside of the context that they return. Buckets are numbered from `first_bucket` on in the order of
     their launches. On a GPU a wait only orders streams. Observers may be nested. What C++ launches (Inductor's
     `cpp_wrapper`) is not seen; `launched` tells how many launches were. `start(bucket, operator, args)` launches and
@@ -58,7 +63,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         # AOTAutograd may compile a backward when it first runs, on fake tensors.
         if type(next(iter(args), None)) is not torch.Tensor:
             return func(*args, **kwargs)
-        if func in _LAUNCHES and is_called(args[2], self._group_name):
+        if func in _LAUNCHES and is_called(args[-1], self._group_name):
             bucket = self._first_bucket + self.launched
             self.launched += 1
             with self._around_launch(bucket, args[0]):

@@ -1,7 +1,8 @@
 """What torch.optim's own `step()` does besides computing."""
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +22,19 @@ def note_found_infinity(scaler: torch.amp.GradScaler, optimizer: torch.optim.Opt
     of_optimizer["found_inf_per_device"] = {found.device: found}
 
 
+class _OwnHook(functools.partial[None]):
+    """A hook of compiled_ddp's."""
+
+
+def register_own_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> None:
+    """Let `hook(optimizer, args, kwargs)` run before each of the optimizer's own steps, which `has_hooks` ignores."""
+    optimizer.register_step_pre_hook(_OwnHook(hook))
+
+
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its `step()` runs more than its class's: hooks, of its own or of all optimizers, or a patch."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    before = [each for each in optimizer._optimizer_step_pre_hooks.values() if not isinstance(each, _OwnHook)]
+    own = before or optimizer._optimizer_step_post_hooks
     of_all = _optimizer._global_optimizer_pre_hooks or _optimizer._global_optimizer_post_hooks
     patched = vars(optimizer).get("step")
     return bool(own or of_all) or (patched is not None and not hasattr(patched, "_wrapped_by_lr_sched"))

@@ -28,6 +28,9 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+DEFAULTS: dict[str, Any] = {"backend": "aot_eager"}
+
+
 class Net(nn.Module):
     """A norm with buffers, a tied weight, a frozen layer, and a scalar."""
 
@@ -105,7 +108,7 @@ def both(kind: str, make: Callable[[], nn.Module] = Net, **options: Any) -> tupl
     torch.manual_seed(0)  # as the loop's model is copied before rank 0's values are sent
     model = make()
     loop = Loop(model, OPTIMIZERS[kind], options.get("clip_grad_norm"))
-    return compile_step(model, OPTIMIZERS[kind](model.parameters()), **{"backend": "aot_eager", **options}), loop
+    return compile_step(model, OPTIMIZERS[kind](model.parameters()), **{**DEFAULTS, **options}), loop
 
 
 # ---- the same as the loop --------------------------------------------------------------------------------------------
@@ -260,7 +263,7 @@ def _two_steps(rank: int) -> None:
     def loss_of_maker(maker: nn.Module, x: Tensor) -> Tensor:
         return F.softplus(-F.linear(maker(x), judges.weight.detach(), judges.bias.detach())).mean()
 
-    options = {"backend": "aot_eager"}
+    options = DEFAULTS
     first = compile_step(judges, torch.optim.SGD(judges.parameters(), lr=0.1), loss_of_judge, **options)
     second = compile_step(makes, torch.optim.SGD(makes.parameters(), lr=0.1), loss_of_maker, **options)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in loops]
@@ -294,7 +297,7 @@ def _others(rank: int) -> None:
         torch.optim.SGD(model.parameters(), lr=0.0),
         lambda net, x, y, scale: ((loss := net(x, y)) * scale, {"loss": loss, "rows": len(x)}),
         has_aux=True,
-        backend="aot_eager",
+        **DEFAULTS,
     )
     weights: list[Any] = [None, None]
     dist.all_gather_object(weights, model.first.weight.tolist())
@@ -345,7 +348,7 @@ def _follows(rank: int) -> None:
     """What a graph could have kept: numbers of the loss and of modules, buffers that are replaced."""
     step, loop = both("momentum", Moving)
     weight = {"of": 1.0}
-    step = compile_step(step.model, step.optimizer, lambda model, x: model(x) * weight["of"], backend="aot_eager")
+    step = compile_step(step.model, step.optimizer, lambda model, x: model(x) * weight["of"], **DEFAULTS)
     bare = loop.model
     loop.model = nn.Module()
     loop.model.inner = bare
@@ -372,7 +375,7 @@ def _in_half(rank: int, dtype: torch.dtype) -> None:
     model = Moving(dtype)
     twin = copy.deepcopy(model).float()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, betas=(0.9, 0.999)) for each in (model, twin)]
-    step = compile_step(model, optimizers[0], backend="aot_eager", clip_grad_norm=1.0)
+    step = compile_step(model, optimizers[0], **DEFAULTS, clip_grad_norm=1.0)
     loop = Loop.__new__(Loop)
     loop.model, loop.optimizer, loop.clip = twin, optimizers[1], 1.0
     for n in range(4):
@@ -584,7 +587,7 @@ def _refused(rank: int) -> None:
     handle = model.first.weight.register_hook(lambda gradient: gradient)
     refuses(ValueError, r"first\.weight has hooks on its gradient", model, optimizer)
     handle.remove()
-    fine = compile_step(model, optimizer, backend="aot_eager")
+    fine = compile_step(model, optimizer, **DEFAULTS)
     fine(*batch(rank, 0))
     handle = model.scale.register_post_accumulate_grad_hook(lambda _: None)
     with pytest.raises(ValueError, match="scale has hooks on its gradient"):
@@ -619,7 +622,7 @@ def _raises(rank: int, kind: str, accumulate: int, fails_at: int) -> str:
         result: Tensor = net(x, y)
         return result
 
-    options = {"backend": "aot_eager", "accumulate": accumulate}
+    options = {**DEFAULTS, "accumulate": accumulate}
     step = compile_step(model, OPTIMIZERS[kind](model.parameters()), loss, **options)
     for n in range(accumulate):
         step(*batch(rank, n))

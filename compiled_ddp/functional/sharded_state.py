@@ -1,0 +1,97 @@
+"""An optimizer's state in shares: each rank keeps its own, and `state_dict()` has the whole.
+
+What of a parameter's state is of the parameter's shape is kept as this rank's share of it, of another number of
+dimensions, so that one is never taken for the other: `optimizer.load_state_dict` may bring the whole at any time.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_ddp import torch_private
+from compiled_ddp.functional.reduction import GradientReduction
+from compiled_ddp.functional.shares import gather, rows_of, scattered_by, whole_of
+from compiled_ddp.functional.unit import agree_apart
+from compiled_ddp.plan import share_elements
+
+State = dict[str, Any]
+
+
+class ShardedState:
+    """The state of one optimizer, which is gathered where the optimizer is asked for it, or steps by itself."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reduction: GradientReduction) -> None:
+        """Shared among the ranks of `reduction`. Registers hooks with the optimizer."""
+        self._reduction = reduction
+        optimizer.register_state_dict_post_hook(self._fill, prepend=True)
+        torch_private.optimizers.register_own_step_pre_hook(optimizer, self._leave)
+
+    @property
+    def ranks(self) -> int:
+        return self._reduction.world_size
+
+    def share_like(self, parameter: Tensor) -> Tensor:
+        """Memory for a share of what is like this parameter."""
+        return torch.empty(self._size(parameter), dtype=parameter.dtype, device=parameter.device)
+
+    def own(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """This rank's share of the whole, or what is one. Raises ValueError for what is neither."""
+        if value.shape == parameter.shape:
+            return rows_of(value, self.ranks)[self._reduction.own_rank].clone().view(self._size(parameter))
+        if value.shape != self._size(parameter):
+            raise ValueError(
+                f"the optimizer's state has a tensor of shape {tuple(value.shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}: neither the whole, nor the share {tuple(self._size(parameter))} of one of "
+                f"{self.ranks} ranks. Call optimizer.state_dict() among the ranks that have trained with it, and load "
+                "what it returns."
+            )
+        return value
+
+    # ---- where it is asked for ---------------------------------------------------------------------------------------
+
+    def _fill(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What `optimizer.state_dict()` returns: the same on every rank, with the whole of each tensor."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        state = {key: (own, parameters[key]) for key, own in state_dict["state"].items() if isinstance(key, int)}
+        if not any(self._shares_in(own, parameter) for own, parameter in state.values()):
+            return state_dict
+        self._agree("optimizer.state_dict()")
+        whole = {key: self._whole(own, parameter) for key, (own, parameter) in state.items()}
+        return {**state_dict, "state": {**state_dict["state"], **whole}}
+
+    def _leave(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Before the optimizer's own `step()`: let it find its state as it has left it."""
+        if any(self._shares_in(own, parameter) for parameter, own in optimizer.state.items()):
+            self._agree("optimizer.step()")
+            for parameter, own in optimizer.state.items():
+                own.update(self._whole(own, parameter))
+
+    def _agree(self, what: str) -> None:
+        if not self._reduction.communicators:
+            raise RuntimeError(
+                f"{what} gathers the optimizer's state, which lies in shares on all ranks, and torch.distributed is "
+                "not initialised any more: call it on every rank before destroy_process_group()."
+            )
+        agree_apart(self._reduction.communicator, f"the gathering of the optimizer's state for {what}")
+
+    def _whole(self, own: State, parameter: Tensor) -> State:
+        """A collective for each share, in the order in which the state has them."""
+        shares = self._shares_in(own, parameter)
+        group = self._reduction.communicator.process_group
+        gathered = {
+            name: whole_of(
+                gather(own[name].reshape(-1), self.ranks, group.group_name, scattered_by(group, own[name].device)),
+                parameter.shape,
+            )
+            for name in shares
+        }
+        return {**own, **gathered}
+
+    def _shares_in(self, own: State, parameter: Tensor) -> list[str]:
+        size = self._size(parameter)
+        return [name for name, value in own.items() if isinstance(value, Tensor) and value.shape == size]
+
+    def _size(self, parameter: Tensor) -> torch.Size:
+        share = share_elements(parameter.numel(), self.ranks)
+        return torch.Size((1, share) if parameter.dim() == 1 else (share,))

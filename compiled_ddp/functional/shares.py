@@ -1,0 +1,104 @@
+"""Shares of tensors, one for each rank: how they are made, summed up and put together again, run as they are.
+
+`passes.scatter_buckets` puts the same into a graph. See there for why gloo's are all-to-alls.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from compiled_ddp.passes.ops import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_shares,
+    reduce_scatter,
+    sum_numbers,
+    wait_tensor,
+)
+from compiled_ddp.plan import share_elements
+
+
+def scattered_by(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The collective by which a group scatters sums of tensors on this device: as `sum_over_ranks` is told it."""
+    return "all_to_all" if device.type == "cpu" or dist.get_backend(group) == "gloo" else "reduce_scatter"
+
+
+def rows_of(tensor: Tensor, ranks: int) -> Tensor:
+    """A row for each rank, shape (ranks, `share_elements`), filled up with zeros."""
+    missing = ranks * share_elements(tensor.numel(), ranks) - tensor.numel()
+    flat = tensor.reshape(-1)
+    if missing:
+        flat = torch.nn.functional.pad(flat, (0, missing))
+    return flat.view(ranks, -1)
+
+
+def own_row(tensor: Tensor, ranks: int, rank: Tensor) -> Tensor:
+    """The share of the rank whose number is `rank`, of shape (1,): read when a graph runs, so that ranks share it."""
+    return rows_of(tensor, ranks).index_select(0, rank).view(-1)
+
+
+def whole_of(rows: Tensor, size: torch.Size) -> Tensor:
+    """A tensor of this size, of the rows of all ranks."""
+    return rows.reshape(-1)[: size.numel()].view(size)
+
+
+# ---- over ranks ------------------------------------------------------------------------------------------------------
+
+
+def scatter(rows: Tensor, group_name: str, by: str) -> Tensor:
+    """This rank's row of the sum over ranks."""
+    if by == "reduce_scatter":
+        summed: Tensor = wait_tensor(reduce_scatter(rows.contiguous(), "sum", len(rows), group_name))
+        return summed.view(-1)
+    received: Tensor = wait_tensor(all_to_all(rows.contiguous(), [1] * len(rows), [1] * len(rows), group_name))
+    return received.sum(0)
+
+
+def gather(share: Tensor, ranks: int, group_name: str, by: str) -> Tensor:
+    """The `share`, one-dimensional, of each rank: shape (ranks, share)."""
+    if by == "reduce_scatter":
+        gathered: Tensor = wait_tensor(all_gather(share, ranks, group_name))
+    else:
+        gathered = wait_tensor(all_to_all(share.repeat(ranks, 1), [1] * ranks, [1] * ranks, group_name))
+    return gathered.view(ranks, -1)
+
+
+def _buckets(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """The tensors of each bucket that has some, by their places."""
+    in_order = iter(order)
+    return [[*itertools.islice(in_order, length)] for length in lengths if length]
+
+
+@torch.library.impl("compiled_ddp::gather_shares", "CompositeExplicitAutograd")
+def _gather_shares(
+    shares: Sequence[Tensor], order: Sequence[int], lengths: Sequence[int], world_size: int, group_name: str, by: str
+) -> list[Tensor]:
+    found: dict[int, Tensor] = {}
+    for bucket in _buckets(order, lengths):
+        gathered = gather(torch.cat([shares[index] for index in bucket]), world_size, group_name, by)
+        parts = gathered.split([shares[index].numel() for index in bucket], dim=1)
+        found |= {index: part.reshape(-1) for index, part in zip(bucket, parts, strict=True)}
+    return [found[index] for index in range(len(shares))]
+
+
+@torch.library.impl("compiled_ddp::sum_numbers", "CompositeExplicitAutograd")
+def _sum_numbers(numbers: Tensor, group_name: str) -> Tensor:
+    summed: Tensor = wait_tensor(all_reduce(numbers, "sum", group_name))
+    return summed
+
+
+def gathered_in_trace(shares: Sequence[Tensor], sizes: Sequence[torch.Size], ranks: int, by: str) -> list[Tensor]:
+    """Tensors of these sizes, of the shares of all ranks: in a step that is traced, whose plan is not known yet."""
+    places = list(range(len(shares)))
+    rows: list[Tensor] = gather_shares(list(shares), places, [1] * len(places), ranks, "", by)
+    return [whole_of(each, size) for each, size in zip(rows, sizes, strict=True)]
+
+
+def summed_in_trace(numbers: Tensor) -> Tensor:
+    """The sum over ranks of a few numbers, likewise."""
+    summed: Tensor = sum_numbers(numbers, "")
+    return summed

@@ -1,0 +1,131 @@
+"""A step whose ranks share the work of its update: sums are scattered over them, and what they make of these gathered.
+
+A bucket that is scattered is a matrix with a row for each rank, in which a share of every gradient stands. Gloo's
+reduce-scatter is an all-reduce of the whole (pytorch 118911), and two of its all-gathers at once corrupt memory
+(`comm_hooks.Ranks`): there both are all-to-alls, as each rank adds up the rows that it is sent, in the order of ranks.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from compiled_ddp.passes.graph_edit import emit
+from compiled_ddp.passes.ops import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gather_shares,
+    is_launch,
+    reduce_scatter,
+    sum_numbers,
+    wait_tensor,
+)
+from compiled_ddp.passes.unfold_sums import emit_riders, replace_riders
+from compiled_ddp.plan import Bucket, BucketPlan, share_elements
+
+_aten = torch.ops.aten
+
+
+def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_name: str) -> list[Node]:
+    """Replace a scattered `sum_over_ranks` by its buckets, and with it all `sum_numbers` and `gather_shares`.
+
+    Returns what is launched for these, in the order in which all ranks launch it, behind what `sum_over_ranks` does.
+
+    Assumes a plan of the gradients of this `reduction`, the only one of the graph that is scattered. Then
+
+        gradients -> sum_over_ranks -> getitem -> ... -> gather_shares -> getitem
+
+    becomes, for each bucket on its way,
+
+        gradient -> rows -> cat -> reduce_scatter -> wait -> slice       (gloo: all_to_all -> wait -> sum)
+        share -> cat -> all_gather -> wait -> slice                      (gloo: expand -> all_to_all -> wait)
+
+    and the riders are summed behind the gradients' buckets, as everywhere.
+    """
+    summed, gathered = (graph.find_nodes(op="call_function", target=target) for target in (sum_numbers, gather_shares))
+    for node in summed:
+        with graph.inserting_before(node):
+            numbers = emit(graph, wait_tensor, emit(graph, all_reduce, node.args[0], "sum", group_name))
+        node.replace_all_uses_with(numbers)
+        graph.erase_node(node)
+    for node in gathered:
+        _gather(graph, plan, node, group_name)
+    following = [node for node in graph.nodes if is_launch(node, group_name)]
+    assert len(following) == len(summed) + len(gathered) * (len(plan.buckets) - 1), f"{len(following)} launches follow"
+    _scatter(graph, plan, reduction, group_name)
+    return following
+
+
+def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -> None:
+    gradients: Sequence[Node] = reduction.args[0]  # type: ignore[assignment]
+    results = _results(reduction)
+    rows_each = [1] * plan.world_size  # that every rank is sent
+    *buckets, _ = plan.buckets  # the last one has the riders alone
+    with graph.inserting_before(reduction):
+        for bucket in buckets:
+            rows = [_rows(graph, gradients[each.index], each.numel, bucket.ranks) for each in bucket.gradients]
+            matrix = emit(graph, _aten.cat.default, rows, 1)
+            if reduction.args[-1] == "reduce_scatter":
+                launch = emit(graph, reduce_scatter, matrix, "sum", bucket.ranks, group_name)
+                share = emit(graph, _aten.reshape.default, emit(graph, wait_tensor, launch), [-1])
+            else:
+                launch = emit(graph, all_to_all, matrix, rows_each, rows_each, group_name)
+                share = emit(graph, _aten.sum.dim_IntList, emit(graph, wait_tensor, launch), [0])
+            for gradient, begin, end in _shares(bucket):
+                if gradient in results:
+                    part = emit(graph, _aten.slice.Tensor, share, 0, begin, end)
+                    results[gradient].replace_all_uses_with(part)
+        riders = emit_riders(graph, plan, reduction)
+        summed = emit(graph, wait_tensor, emit(graph, all_reduce, riders, "sum", group_name))
+    replace_riders(graph, reduction, results, summed, len(gradients))
+    _erase(graph, reduction)
+
+
+def _gather(graph: Graph, plan: BucketPlan, node: Node, group_name: str) -> None:
+    shares: Sequence[Node] = node.args[0]  # type: ignore[assignment]
+    results = _results(node)
+    rows_each = [1] * plan.world_size
+    *buckets, _ = plan.buckets
+    with graph.inserting_before(node):
+        for bucket in buckets:
+            flat = emit(graph, _aten.cat.default, [shares[each.index] for each in bucket.gradients])
+            if node.args[-1] == "reduce_scatter":
+                launch = emit(graph, all_gather, flat, bucket.ranks, group_name)
+            else:
+                repeated = emit(graph, _aten.repeat.default, flat, [bucket.ranks, 1])
+                launch = emit(graph, all_to_all, repeated, rows_each, rows_each, group_name)
+            matrix = emit(graph, _aten.reshape.default, emit(graph, wait_tensor, launch), [bucket.ranks, -1])
+            for index, begin, end in _shares(bucket):
+                if index in results:
+                    rows = emit(graph, _aten.slice.Tensor, matrix, 1, begin, end)
+                    results[index].replace_all_uses_with(emit(graph, _aten.reshape.default, rows, [-1]))
+    _erase(graph, node)
+
+
+def _rows(graph: Graph, gradient: Node, numel: int, ranks: int) -> Node:
+    """A gradient with a row for each rank, filled up with zeros."""
+    flat = emit(graph, _aten.reshape.default, gradient, [-1])
+    missing = ranks * share_elements(numel, ranks) - numel
+    if missing:
+        flat = emit(graph, _aten.constant_pad_nd.default, flat, [0, missing])
+    return emit(graph, _aten.reshape.default, flat, [ranks, -1])
+
+
+def _shares(bucket: Bucket) -> list[tuple[int, int, int]]:
+    """Each gradient's index, and where a share of it begins and ends."""
+    return [
+        (each.index, each.offset_elements, each.offset_elements + share_elements(each.numel, bucket.ranks))
+        for each in bucket.gradients
+    ]
+
+
+def _results(node: Node) -> dict[int, Node]:
+    return {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
+
+
+def _erase(graph: Graph, node: Node) -> None:
+    for result in [*node.users]:
+        graph.erase_node(result)
+    graph.erase_node(node)

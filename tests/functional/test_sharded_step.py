@@ -1,0 +1,269 @@
+"""compile_step(shard_optimizer=True): the same training, with a share of the optimizer's state on each rank."""
+
+import contextlib
+import copy
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import test_whole_step as whole
+import torch
+import torch.distributed as dist
+from test_whole_step import OPTIMIZERS, Loop, Net, assert_same, batch, both
+from torch import Tensor, nn
+
+from compiled_ddp import compile_step
+from ranks import RankError, RankPool
+
+
+@contextlib.contextmanager
+def sharding() -> Iterator[None]:
+    """Let the steps of the tests of whole steps share their updates."""
+    whole.DEFAULTS["shard_optimizer"] = True
+    try:
+        yield
+    finally:
+        del whole.DEFAULTS["shard_optimizer"]
+
+
+def _sharded(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    with sharding():
+        return function(rank, *args)
+
+
+# ---- what every step does --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "nesterov", "Adam", "AdamW"])
+def test_a_step_is_what_the_loop_does(ranks2: RankPool, kind: str) -> None:
+    ranks2.run(_sharded, whole._trains, kind, "aot_eager")
+
+
+def test_on_three_ranks_shares_are_filled_up(ranks3: RankPool) -> None:
+    ranks3.run(_sharded, whole._trains, "AdamW", "aot_eager")
+
+
+def test_inductors_code_is_what_the_loop_does(ranks2: RankPool) -> None:
+    ranks2.run(_sharded, whole._trains, "AdamW", "inductor")
+
+
+@pytest.mark.parametrize(
+    "function", [whole._clips, whole._between_steps, whole._two_steps, whole._follows], ids=lambda each: each.__name__
+)
+def test_the_rest_is_as_without(ranks2: RankPool, function: Callable[..., Any]) -> None:
+    ranks2.run(_sharded, function)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_of_other_dtypes(ranks2: RankPool, dtype: torch.dtype) -> None:
+    ranks2.run(_sharded, whole._in_half, dtype)
+
+
+def test_an_update_of_several_batches_is_that_of_their_mean(ranks2: RankPool) -> None:
+    ranks2.run(_sharded, whole._accumulates, "AdamW", "aot_eager")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_parameter_that_no_rank_uses_is_left_as_it_is(ranks2: RankPool, accumulate: int) -> None:
+    ranks2.run(_sharded, whole._uses, "AdamW", accumulate)
+
+
+def test_a_scaler_leaves_out_what_is_infinite_on_one_rank(ranks2: RankPool) -> None:
+    ranks2.run(_sharded, whole._scales, "AdamW")
+
+
+# ---- what is its own -------------------------------------------------------------------------------------------------
+
+
+def _is_equal_bit_for_bit(rank: int) -> None:
+    steps = []
+    for shard in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        steps.append(
+            compile_step(model, OPTIMIZERS["AdamW"](model.parameters()), backend="aot_eager", shard_optimizer=shard)
+        )
+    for n in range(20):
+        plain, sharded = (step(*batch(rank, n)) for step in steps)
+        assert torch.equal(plain, sharded), n
+    one, other = (step.model.state_dict() for step in steps)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    one, other = (step.optimizer.state_dict()["state"] for step in steps)
+    assert all(torch.equal(one[number][name], other[number][name]) for number in one for name in one[number])
+
+
+def test_two_ranks_add_up_to_the_same_bits(ranks2: RankPool) -> None:
+    ranks2.run(_is_equal_bit_for_bit)
+
+
+def _bytes_of_state(optimizer: torch.optim.Optimizer) -> int:
+    kept = [each for own in optimizer.state.values() for name, each in own.items() if name != "step"]
+    return sum(each.untyped_storage().nbytes() for each in kept)
+
+
+def _keeps_its_share(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 30), nn.Linear(30, 7), nn.Flatten(0))
+    step = compile_step(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        lambda model, x: model(x).square().mean(),
+        backend="aot_eager",
+        shard_optimizer=True,
+    )
+    step(torch.randn(4, 64))
+    ranks = dist.get_world_size()
+    of_share = sum(-(-parameter.numel() // ranks) for parameter in model.parameters())
+    assert _bytes_of_state(step.optimizer) == 2 * 4 * of_share
+    assert f"Each of {ranks} ranks updates its share" in step.explain(), step.explain()
+
+
+@pytest.mark.parametrize("pool", ["ranks2", "ranks3"])
+def test_each_rank_keeps_its_share_of_the_state(request: pytest.FixtureRequest, pool: str) -> None:
+    request.getfixturevalue(pool).run(_keeps_its_share)
+
+
+def _leaves_and_comes_back(rank: int) -> None:
+    with sharding():
+        step, loop = both("AdamW")
+    for n in range(2):
+        step(*batch(rank, n)), loop.step(*batch(rank, n))
+    ordinary = Loop(step.model, OPTIMIZERS["AdamW"])
+    ordinary.model, ordinary.optimizer = step.model, step.optimizer
+    for n in range(2, 4):  # by the optimizer's own step
+        ordinary.step(*batch(rank, n)), loop.step(*batch(rank, n))
+        assert_same(step, loop)
+    for n in range(4, 6):
+        step(*batch(rank, n)), loop.step(*batch(rank, n))
+        assert_same(step, loop)
+
+
+def test_an_ordinary_loop_in_between_finds_the_whole_state(ranks2: RankPool) -> None:
+    ranks2.run(_leaves_and_comes_back)
+
+
+def _saves(rank: int) -> tuple[bytes, list[Tensor]]:
+    with sharding():
+        step, _ = both("AdamW")
+    for n in range(3):
+        step(*batch(0, n))
+    into = io.BytesIO()
+    torch.save({"model": step.model.state_dict(), "optimizer": step.optimizer.state_dict()}, into)
+    for n in range(3, 5):
+        step(*batch(0, n))
+    return into.getvalue(), [each.detach().clone() for each in step.model.parameters()]
+
+
+def _loads(rank: int, saved: bytes, shard: bool) -> list[Tensor]:
+    whole.DEFAULTS["shard_optimizer"] = shard
+    try:
+        step, _ = both("AdamW")
+    finally:
+        del whole.DEFAULTS["shard_optimizer"]
+    checkpoint = torch.load(io.BytesIO(saved))
+    step.model.load_state_dict(checkpoint["model"])
+    step.optimizer.load_state_dict(checkpoint["optimizer"])
+    for n in range(3, 5):
+        step(*batch(0, n))
+    return [each.detach().clone() for each in step.model.parameters()]
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_state_dict_is_loaded_by_any_number_of_ranks(ranks2: RankPool, ranks3: RankPool, shard: bool) -> None:
+    (saved, expected), _ = ranks2.run(_saves)
+    for pool in (ranks2, ranks3):
+        for found in pool.run(_loads, saved, shard):
+            torch.testing.assert_close(found, expected)
+
+
+def _by_dcp(rank: int, folder: str, first: bool) -> list[Tensor]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    with sharding():
+        step, _ = both("AdamW")
+    if first:
+        for n in range(3):
+            step(*batch(0, n))
+    model, optimizer = get_state_dict(step.model, step.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    if first:
+        dcp.save(state, checkpoint_id=folder)
+    else:
+        dcp.load(state, checkpoint_id=folder)
+        set_state_dict(step.model, step.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for n in range(3, 5):
+        step(*batch(0, n))
+    return [each.detach().clone() for each in step.model.parameters()]
+
+
+def test_a_distributed_checkpoint_is_loaded_by_any_number_of_ranks(
+    ranks2: RankPool, ranks3: RankPool, tmp_path: Any
+) -> None:
+    expected, _ = ranks2.run(_by_dcp, str(tmp_path), True)
+    for pool in (ranks2, ranks3):
+        for found in pool.run(_by_dcp, str(tmp_path), False):
+            torch.testing.assert_close(found, expected)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def _saves_on_one_rank(rank: int) -> str:
+    with sharding():
+        step, loop = both("AdamW")
+    step(*batch(rank, 0)), loop.step(*batch(rank, 0))
+    ask = step.optimizer.state_dict if rank == 0 else lambda: step(*batch(rank, 1))  # as many do
+    with pytest.raises(RuntimeError) as raised:
+        ask()
+    assert_same(step, loop)
+    step(*batch(rank, 2)), loop.step(*batch(rank, 2))
+    assert_same(step, loop)
+    return str(raised.value)
+
+
+def test_a_state_dict_that_one_rank_alone_asks_for_is_an_error_on_all(ranks2: RankPool) -> None:
+    for told in ranks2.run(_saves_on_one_rank):
+        assert "optimizer.state_dict()" in told and "a sum of gradients" in told, told
+
+
+@pytest.mark.parametrize(("accumulate", "fails_at"), [(1, 0), (2, 0), (2, 1)])
+def test_a_step_that_raises_changes_nothing_on_any_rank(ranks2: RankPool, accumulate: int, fails_at: int) -> None:
+    ranks2.run(_sharded, whole._raises, "AdamW", accumulate, fails_at)
+
+
+def test_what_a_graph_raises_is_raised_on_every_rank(ranks2: RankPool) -> None:
+    ranks2.run(_sharded, whole._raises_in_graph, 1)
+
+
+def _is_refused(rank: int) -> None:
+    model = Net()
+    for optimizer in (torch.optim.Adagrad(model.parameters()), torch.optim.SGD(model.parameters(), 0.1, 0.9, 0.5)):
+        with pytest.raises(ValueError, match=r"shard_optimizer .* Leave out shard_optimizer"):
+            compile_step(model, optimizer, shard_optimizer=True)
+    with pytest.raises(TypeError, match="shard_optimizer"):
+        compile_step(model, torch.optim.SGD(model.parameters()), shard_optimizer=2)  # type: ignore[arg-type]
+    step = compile_step(model, torch.optim.Adam(model.parameters()), backend="aot_eager", shard_optimizer=True)
+    step(*batch(rank, 0))
+    copied = copy.deepcopy(step.optimizer)  # of which nobody knows that it has shares
+    other = Net()
+    adam = torch.optim.Adam(other.parameters())
+    adam.load_state_dict(copied.state_dict())
+    plain = compile_step(other, adam, backend="aot_eager")
+    with pytest.raises(ValueError, match="a share of it"):
+        plain(*batch(rank, 0))
+
+
+def test_what_cannot_be_shared_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_is_refused)
+
+
+def _differ(rank: int) -> None:
+    model = Net()
+    compile_step(model, torch.optim.Adam(model.parameters()), shard_optimizer=rank == 0)
+
+
+def test_ranks_that_differ_are_told(ranks2: RankPool) -> None:
+    with pytest.raises(RankError, match="shard_optimizer"):
+        ranks2.run(_differ)

@@ -18,6 +18,10 @@ gradients, contiguous, of the passengers, and last of `leading`. Where it is `sc
 `gather_shares` is the way back: in are shares of this rank, out is what all ranks have, one-dimensional, each with what
 fills it up. It is launched in the same buckets. `sum_numbers` sums a small tensor over ranks.
 
+`optimizer_step` is what an optimizer makes of the parameters of a group and of their state (`functional.updates`):
+lists of them in, for each name of the state one behind the other, and in the same order out. `optimizer_step_` leaves
+it in place of what it was given.
+
 `add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value
 added at its index, in their order. `index_add` and `index_put` become additions in any order, of several threads or of
 a GPU's, so that ranks which add the same values would round differently, and their models drift apart.
@@ -95,6 +99,33 @@ def _sum_numbers_fake(numbers: torch.Tensor, _: str) -> torch.Tensor:
     return torch.empty_like(numbers)
 
 
+_STEP = "Tensor numbers, Tensor? factor, Tensor? skip, Tensor? applies, str optimizer, str switches, str names"
+torch.library.define(
+    "compiled_ddp::optimizer_step",
+    f"(Tensor[] params, Tensor[] gradients, Tensor[] state, Tensor[] steps, {_STEP}) -> Tensor[]",
+)
+torch.library.define(
+    "compiled_ddp::optimizer_step_",
+    f"(Tensor(a!)[] params, Tensor[] gradients, Tensor(b!)[] state, Tensor(c!)[] steps, {_STEP}) -> ()",
+)
+
+
+@torch.library.register_fake("compiled_ddp::optimizer_step")
+def _optimizer_step_fake(
+    params: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    state: Sequence[torch.Tensor],
+    steps: Sequence[torch.Tensor],
+    *_: object,
+) -> list[torch.Tensor]:
+    return [torch.empty_like(each) for each in (*params, *state, *steps)]
+
+
+@torch.library.register_fake("compiled_ddp::optimizer_step_")
+def _optimizer_step_in_place_fake(*_: object) -> None:
+    return
+
+
 torch.library.define("compiled_ddp::add_in_order", "(Tensor into, Tensor indices, Tensor values) -> Tensor")
 
 
@@ -116,6 +147,8 @@ pack_into = torch.ops.compiled_ddp.pack_into.default
 sum_over_ranks = torch.ops.compiled_ddp.sum_over_ranks.default
 gather_shares = torch.ops.compiled_ddp.gather_shares.default
 sum_numbers = torch.ops.compiled_ddp.sum_numbers.default
+optimizer_step = torch.ops.compiled_ddp.optimizer_step.default
+optimizer_step_in_place = torch.ops.compiled_ddp.optimizer_step_.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -19,8 +19,9 @@ or, where each rank gets its share of the sums, `scatter_buckets`, which does al
 
 Then, for all of them:
 
-5. `schedule_step`         launches early, waits where the sums are read
-6. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
+5. `update_in_place`       lets a step's update write into its inputs
+6. `schedule_step`         launches early, waits where the sums are read
+7. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
 """
 
 import hashlib
@@ -39,6 +40,7 @@ from compiled_ddp.passes.scale_seeds import scale_seeds
 from compiled_ddp.passes.scatter_buckets import scatter_buckets
 from compiled_ddp.passes.schedule_step import schedule_step
 from compiled_ddp.passes.unfold_sums import drop_outputs, find_sums, unfold_sum
+from compiled_ddp.passes.update_in_place import update_in_place
 from compiled_ddp.passes.verify_collectives import verify_collectives
 from compiled_ddp.plan import BucketPlan
 
@@ -93,6 +95,8 @@ class StepPipeline:
         if self.lent:
             planned = zip(self.reductions, names, strict=True)
             _pack_into_last_inputs(graph, [name for (plan, _), name in planned if not plan.is_scattered])
+        update_in_place(graph)
+        tell("update_in_place", graph)
         graph.eliminate_dead_code()
         schedule_step(graph, group_names=names, following=following)
         tell("schedule_step", graph)

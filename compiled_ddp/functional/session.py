@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,7 @@ class Session:
     sums: list[Tensor] = field(default_factory=list)  # what each run makes of the leading riders
     parameters: list[dict[str, Node | Tensor]] = field(default_factory=list)  # of each run, see `origin_of`
     loss_launches: list[LossLaunch] = field(default_factory=list)  # as their nodes count them
+    settled: list[Tensor] = field(default_factory=list)  # what its caller's tensors become, also where it is not sound
     generators: TracedGenerators = field(default_factory=TracedGenerators)
     regions: RecomputedRegions = field(init=False)
 
@@ -152,6 +153,13 @@ _loss_call: contextvars.ContextVar[LossCall | None] = contextvars.ContextVar("lo
 
 def current_session() -> Session | None:
     return _session.get()
+
+
+def note_settled(tensors: Iterable[Tensor]) -> None:
+    """What these are to be written into may have them even where a rank has failed: they are what it had before."""
+    session = _session.get()
+    if session is not None:
+        session.settled += tensors
 
 
 def current_loss_call() -> LossCall | None:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.reduction import GradientReduction, Options
-from compiled_ddp.functional.session import current_session
+from compiled_ddp.functional.session import current_session, note_settled
 from compiled_ddp.functional.shares import gathered_in_trace, own_row, scattered_by, summed_in_trace
 from compiled_ddp.functional.transforms import GradientFunction
-from compiled_ddp.functional.updates import Kind, numbers_in_graph, rule_of, why_outside
+from compiled_ddp.functional.updates import Kind, Terms, rule_of, updated_in_trace, why_outside
+from compiled_ddp.functional.updates import Tensors as UpdatedTensors
 
 Loss = Callable[..., Any]
 Tensors = dict[str, Tensor]
@@ -139,7 +140,8 @@ class Outcome(NamedTuple):
     unused: tuple[str, ...]  # parameters that this rank's loss does not come to
     used: Tensor  # for each parameter above 0 where some rank's loss comes to it
     finite: Tensor | None  # whether all gradients are; None without a scale
-    gradients: Tensors  # reduced, unscaled and clipped, for an update outside; where ranks share one, their shares
+    gradients: Tensors  # reduced; where ranks share the update, their shares
+    factor: Tensor | None  # of all of them, to be unscaled and clipped; None where that is 1
     is_sound: Tensor | None = None  # whether ranks have reduced what they meant to, for that; None for one rank
 
     def applies(self) -> Tensor | None:
@@ -173,7 +175,7 @@ class StepGraph:
         """`is_scaled` where there is a GradScaler; `is_shared` where ranks share the update."""
         self.has_aux, self._optimizer, self._clip_grad_norm = whole.has_aux, optimizer, clip_grad_norm
         self._sums_numbers = is_shared and (is_scaled or clip_grad_norm is not None)
-        numbers = len(_OF_ALL) if self._sums_numbers else 0
+        numbers = 2 if self._sums_numbers else 0  # how many gradients are infinite, and the square of their norm
         options = Options(process_group, "mean", bucket_cap_mb, is_scattered=is_shared, numbers=numbers)
         self._gradient = GradientFunction(_loss_of(whole), 0, True, options, "grad_and_value", before_sum=_summed)
 
@@ -198,48 +200,70 @@ class StepGraph:
 
         def reduce(written: Written, read: Read, given: Given) -> Any:
             outcome, buffers = reduced_of(written, read, given)
-            session = current_session()
-            is_sound = None if session is None else session.are_sound()
+            gradients, factor = outcome.gradients, outcome.factor
+            if factor is not None:
+                gradients = {name: each * factor.to(each.device, each.dtype) for name, each in gradients.items()}
             left = written._replace(buffers=buffers, held=_zeros(written.held))
-            return left, outcome._replace(is_sound=is_sound)
+            return left, outcome._replace(gradients=gradients, factor=None, is_sound=_are_sound())
 
         return reduce
 
     def update_of(self, layout: Layout) -> Callable[..., Any]:
-        """A function that updates; `steps` are the optimizer's counts, and `numbers` of each group its options."""
-        rule, reduced_of = rule_of(self._optimizer), self._reduced_of(layout)
-        ranks = layout.ranks
+        """A function that updates; `numbers` are those of each group."""
+        reduced_of = self._reduced_of(layout)
 
-        def update(written: Written, read: Read, steps: Tensor, numbers: Sequence[Tensor], given: Given) -> Any:
+        def update(written: Written, read: Read, numbers: Sequence[Tensor], given: Given) -> Any:
             outcome, buffers = reduced_of(written, read, given)
-            applies = outcome.applies()
+            skip, applies = _skip(outcome), outcome.used > 0 if outcome.unused else None
             params, state = dict[str, Tensor](), dict[str, Tensors]()
-            of_groups = [
-                (places.start, numbers_in_graph(rule, kind, vector, steps[places.start : places.stop] + 1))
-                for places, kind, vector in zip(layout.places, layout.kinds, numbers, strict=True)
-            ]
-            for place, (name, group) in enumerate(zip(layout.names, layout.groups, strict=True)):
-                before = written.params[name] if ranks == 1 else own_row(written.params[name], ranks, read.rank)
-                # In 16 bits a learning rate or a beta would be another number.
-                own = {each: _widened(value).view(before.shape) for each, value in written.state[name].items()}
-                parameter, gradient = _widened(before), _widened(outcome.gradients[name])
-                first, of_group = of_groups[group]
-                number = of_group.of(parameter, place - first)
-                params[name], state[name] = rule.update(parameter, gradient, own, number, layout.kinds[group])
-                if applies is not None:
-                    params[name] = torch.where(applies[place], params[name], before)
-                    state[name] = {
-                        each: torch.where(applies[place], value, own[each]) for each, value in state[name].items()
-                    }
-                shape_of = written.state[name]
-                state[name] = {each: value.view(shape_of[each].shape) for each, value in state[name].items()}
-            if ranks > 1:
-                params = self._gathered(params, written.params, ranks)
-            counted = steps + (1 if applies is None else applies.to(steps))
-            left = Written(params, buffers, state, _zeros(written.held))
-            return left, counted, outcome._replace(gradients={})
+            for places, kind, vector in zip(layout.places, layout.kinds, numbers, strict=True):
+                if not places:
+                    continue
+                of_group = None if applies is None else applies[places.start : places.stop]
+                terms = Terms(vector, outcome.factor, skip, of_group)
+                of_params, of_state = self._updated(layout, places, kind, written, read, outcome.gradients, terms)
+                params, state = params | of_params, state | of_state
+            if layout.ranks > 1:
+                params = self._gathered(params, written.params, layout.ranks)
+            else:
+                note_settled(params.values())
+            for own in state.values():
+                note_settled(own.values())
+            return Written(params, buffers, state, _zeros(written.held)), outcome._replace(gradients={}, factor=None)
 
         return update
+
+    def _updated(
+        self,
+        layout: Layout,
+        places: range,
+        kind: Kind,
+        written: Written,
+        read: Read,
+        gradients: Tensors,
+        terms: Terms,
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        """A group's parameters, or this rank's shares of them, and their state behind the update."""
+        names, ranks = [layout.names[place] for place in places], layout.ranks
+        params = [written.params[name] for name in names]
+        if ranks > 1:
+            params = [own_row(each, ranks, read.rank) for each in params]
+        needed = [each for each in rule_of(self._optimizer).needed(kind) if each != "step"]
+        state = [[written.state[name][each] for name in names] for each in needed]
+        steps = [written.state[name]["step"] for name in names if "step" in written.state[name]]
+        shaped = [[each.view(to.shape) for each, to in zip(every, params, strict=True)] for every in state]
+        if ranks == 1:
+            shaped = state
+        given = UpdatedTensors(params, [gradients[name] for name in names], shaped, steps)
+        new = updated_in_trace(given, terms, type(self._optimizer).__name__, kind)
+        of_state: dict[str, Tensors] = {name: {} for name in names}
+        for each, before, every in zip(needed, state, new.state, strict=True):
+            for name, old, value in zip(names, before, every, strict=True):
+                of_state[name][each] = value if ranks == 1 else value.view(old.shape)
+        for name, count in zip(names, new.steps, strict=False):
+            of_state[name]["step"] = count
+        in_order = {name: {each: of_state[name][each] for each in written.state[name]} for name in names}
+        return dict(zip(names, new.params, strict=True)), in_order
 
     def _gathered(self, shares: Tensors, params: Tensors, ranks: int) -> Tensors:
         """Parameters as their ranks have updated them, each rank its shares."""
@@ -260,16 +284,17 @@ class StepGraph:
             infinite = squares = torch.zeros((), dtype=torch.float64, device=used.device)
             if given.scale is not None:
                 infinite = _infinite(gradients, used.device)
-                inverse = given.scale.double().reciprocal()
-                gradients = {name: each * inverse.to(each.device, each.dtype) for name, each in gradients.items()}
             if most is not None:
                 squares = _squares(gradients, used.device)
             if sums_numbers:
                 infinite, squares = summed_in_trace(torch.stack([infinite, squares])).unbind()
-            if most is not None:
-                gradients = _clipped(gradients, squares.sqrt(), most)
             finite = None if given.scale is None else infinite == 0
-            return Outcome(value, aux, unused, used, finite, gradients), buffers
+            factor = None if given.scale is None else given.scale.double().reciprocal()
+            if most is not None:
+                norm = squares.sqrt() if factor is None else squares.sqrt() * factor
+                clipping = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+                factor = clipping if factor is None else factor * clipping
+            return Outcome(value, aux, unused, used, finite, gradients, factor), buffers
 
         return reduced
 
@@ -348,10 +373,13 @@ def _squares(gradients: Tensors, device: torch.device) -> Tensor:
     return torch.stack([each.to(device, torch.float64) for each in norms]).square().sum()
 
 
-_OF_ALL = ("infinite", "squares")  # what is summed where each rank has its shares of the gradients
+def _are_sound() -> Tensor | None:
+    """Whether ranks have reduced what they meant to; None where there is one."""
+    session = current_session()
+    return None if session is None else session.are_sound()
 
 
-def _clipped(gradients: Tensors, norm: Tensor, most: float) -> Tensors:
-    """As torch.nn.utils.clip_grad_norm_ leaves them."""
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)
-    return {name: each * factor.to(each.device, each.dtype) for name, each in gradients.items()}
+def _skip(outcome: Outcome) -> Tensor | None:
+    """1.0 where no parameter is to be updated; None where all are, whatever comes."""
+    reasons = [~each for each in (_are_sound(), outcome.finite) if each is not None]
+    return torch.stack([each.to(reasons[0].device) for each in reasons]).any().float() if reasons else None

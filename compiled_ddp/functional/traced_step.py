@@ -170,7 +170,7 @@ def trace(
         memory = {place: leaves[place] for place in places if id(given[place]) in to_reuse}
         if writes_if_sound:
             *becomes, returned = returned
-            _write_if_sound(memory.values(), torch_private.trees.flatten(becomes)[0], session.are_sound())
+            _write_if_sound(memory.values(), torch_private.trees.flatten(becomes)[0], session)
             found["written"], memory = [*memory], {}
         results, found["structure"] = torch_private.trees.flatten(returned)
         found["others"] = [
@@ -312,10 +312,12 @@ def _copied(memory: Mapping[int, Tensor], targets: Sequence[int | None], results
         ]
 
 
-def _write_if_sound(into: Iterable[Tensor], values: Iterable[Tensor], is_sound: Tensor | None) -> None:
+def _write_if_sound(into: Iterable[Tensor], values: Iterable[Tensor], session: Session) -> None:
+    is_sound, settled = session.are_sound(), {id(each) for each in session.settled}
     with torch.no_grad():
         for tensor, value in zip(into, values, strict=True):
-            tensor.copy_(value if is_sound is None else torch.where(is_sound.to(tensor.device), value, tensor))
+            is_settled = is_sound is None or id(value) in settled
+            tensor.copy_(value if is_settled else torch.where(is_sound.to(tensor.device), value, tensor))
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

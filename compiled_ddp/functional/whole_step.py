@@ -316,12 +316,10 @@ class TrainingStep:
         updated, begun = set[str](), dict[str, nn.Parameter]()
         try:
             with now.known.update.telling():
-                kept, steps = now.in_update or self._in_update(now, begun)
-                places = len(now.trained)
-                counts = _as_vector(steps) if steps else torch.zeros(places, dtype=torch.float64, device="cpu")
+                kept = now.in_update or self._in_update(now, begun)
                 numbers = as_vectors(rule_of(self.optimizer), self.optimizer.param_groups)
-            outcome: Outcome = now.known.update.run((counts, numbers, given), {}, kept)
-            torch_private.optimizers.note_step(self.optimizer, steps, counts)
+            outcome: Outcome = now.known.update.run((numbers, given), {}, kept)
+            torch_private.optimizers.note_step(self.optimizer)
             if begun:
                 updated = outcome.updated(now.layout)
             return outcome
@@ -403,20 +401,19 @@ class TrainingStep:
             every.append(known)
         return known
 
-    def _in_update(self, now: "_Now", begun: dict[str, nn.Parameter]) -> "_InUpdate":
-        """The arguments of a graph that updates, and the counts of steps of each parameter that has one.
+    def _in_update(self, now: "_Now", begun: dict[str, nn.Parameter]) -> tuple[Arguments, Arguments]:
+        """The arguments of a graph that updates.
 
         Parameters that had no state of the optimizer's, and have now, are put into `begun`.
         """
-        state, steps = self._state(now, begun)
-        written = Written(now.read.params, now.buffers, state, now.held)
-        made = (Arguments(written), Arguments(now.read._replace(params={}))), steps
+        written = Written(now.read.params, now.buffers, self._state(now, begun), now.held)
+        made = Arguments(written), Arguments(now.read._replace(params={}))
         if not begun:
             now.in_update = made
         return made
 
-    def _state(self, now: "_Now", begun: dict[str, nn.Parameter]) -> tuple[dict[str, Tensors], list[Tensor]]:
-        rule, states, steps = rule_of(self.optimizer), dict[str, Tensors](), list[Tensor]()
+    def _state(self, now: "_Now", begun: dict[str, nn.Parameter]) -> dict[str, Tensors]:
+        rule, states = rule_of(self.optimizer), dict[str, Tensors]()
         shared = self._shared if now.layout.ranks > 1 else None
         for name, group, parameter in now.trained:
             needed = rule.needed(now.layout.kinds[group])
@@ -433,12 +430,10 @@ class TrainingStep:
                 _refuse_other_shapes(name, own, kept, parameter)
             else:
                 own.update((each, shared.own(own[each], parameter)) for each in kept)
-            states[name] = {each: own[each] for each in kept}
-            if "step" in needed:
-                if not isinstance(own["step"], Tensor):  # a number in old checkpoints
-                    own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32, device="cpu")
-                steps.append(own["step"])
-        return states, steps
+            if "step" in needed and not isinstance(own["step"], Tensor):  # a number in old checkpoints
+                own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32, device="cpu")
+            states[name] = {each: own[each] for each in needed}
+        return states
 
 
 def _refuse_other_shapes(name: str, state: dict[str, Tensor], needed: Sequence[str], parameter: Tensor) -> None:
@@ -454,9 +449,6 @@ def _refuse_other_shapes(name: str, state: dict[str, Tensor], needed: Sequence[s
 def _name_of(gradient: str) -> str:
     """A parameter's own name, as of "argument 0['first.weight']"."""
     return gradient.removeprefix("argument 0['").removesuffix("']")
-
-
-_InUpdate = tuple[tuple[Arguments, Arguments], list[Tensor]]
 
 
 class _Now:
@@ -478,7 +470,9 @@ class _Now:
         self.layout, self.known, self.parameters, self.trained = layout, known, parameters, trained
         self.buffers, self.held, self.read = buffers, held, read
         self._unchanged, self._of_groups = unchanged, of_groups
-        self.in_update: _InUpdate | None = None  # once each parameter has the state that an update needs
+        self.in_update: tuple[Arguments, Arguments] | None = (
+            None  # once each parameter has the state that an update needs
+        )
 
     def is_still(self, optimizer: torch.optim.Optimizer) -> bool:
         are_same = self._unchanged.holds() and _ids(_of_groups(optimizer)) == _ids(self._of_groups)
@@ -515,7 +509,7 @@ class _Known:
         if layout.outside:
             self.update = compiler(graph.reduce_of(layout), donated=("written",))
         else:
-            self.update = compiler(graph.update_of(layout), donated=("written", "steps"))
+            self.update = compiler(graph.update_of(layout), donated=("written",))
         self.add = compiler(graph.add_of(layout), donated=("written",), tells=False)
         self.plain = plain
         self._graphs = 0
@@ -537,8 +531,3 @@ _PLAIN = frozenset({int, float, bool, str, type(None)})
 def _plain(model: nn.Module) -> tuple[Hashable, ...]:
     """What a graph has fixed of the attributes that a forward may read: numbers and texts of all modules."""
     return tuple(value for module in model.modules() for value in vars(module).values() if type(value) in _PLAIN)
-
-
-def _as_vector(steps: Sequence[Tensor]) -> Tensor:
-    """Counts of steps, float64, on the device of the first one."""
-    return torch.stack([each.to(steps[0].device) for each in steps]).double()

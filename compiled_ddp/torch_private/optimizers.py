@@ -2,17 +2,15 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.optim import optimizer as _optimizer
 
 
-def note_step(optimizer: torch.optim.Optimizer, steps: Sequence[Tensor], counts: Tensor) -> None:
-    """Let the state's own `steps` be `counts`, and schedulers know of a step: they warn where none has been taken."""
-    if steps:
-        torch._foreach_copy_([*steps], [*counts.unbind()])
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers know of a step: they warn where none has been taken."""
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 

@@ -80,12 +80,19 @@ def _is_equal_bit_for_bit(rank: int) -> None:
     steps = []
     for shard in (False, True):
         torch.manual_seed(0)
-        model = Net()
-        steps.append(
-            compile_step(model, OPTIMIZERS["AdamW"](model.parameters()), backend="aot_eager", shard_optimizer=shard)
+        # Of which no share ends within a vector: torch's kernels round what is left over otherwise.
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+        step = compile_step(
+            model,
+            OPTIMIZERS["AdamW"](model.parameters()),
+            lambda model, x: model(x).square().mean(),
+            backend="aot_eager",
+            shard_optimizer=shard,
         )
+        steps.append(step)
     for n in range(20):
-        plain, sharded = (step(*batch(rank, n)) for step in steps)
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(10 * n + rank))
+        plain, sharded = (step(x) for step in steps)
         assert torch.equal(plain, sharded), n
     one, other = (step.model.state_dict() for step in steps)
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,48 @@
+"""No second copy of parameters and of an optimizer's state: they are updated where they are."""
+
+import itertools
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from compiled_ddp.passes.graph_edit import emit
+from compiled_ddp.passes.ops import optimizer_step, optimizer_step_in_place
+
+_aten = torch.ops.aten
+
+
+def update_in_place(graph: Graph) -> None:
+    """Let the updates of a step write into the graph's inputs, where all that is done with their results is that.
+
+    Assumes that what mutates an input stands behind everything else, as AOTAutograd leaves it. Then
+
+        optimizer_step(inputs) -> getitem -> copy_(input, getitem)        becomes        optimizer_step_(inputs)
+
+    where the first of these copies stood. An update with a result that goes elsewhere stays as it is.
+    """
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    for node in graph.find_nodes(op="call_function", target=optimizer_step):
+        params, _, state, steps, *_ = node.args
+        updated: list[Node] = [*params, *state, *steps]  # type: ignore[misc]
+        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        chains = [_written(results[number], into) for number, into in enumerate(updated) if number in results]
+        if len(chains) < len(updated) or not all(chains):
+            continue
+        with graph.inserting_before(min((chain[-1] for chain in chains), key=place.__getitem__)):
+            emit(graph, optimizer_step_in_place, *node.args)
+        for written in itertools.chain.from_iterable(reversed(chain) for chain in chains):
+            graph.erase_node(written)
+        graph.erase_node(node)
+
+
+def _written(result: Node, into: Node) -> list[Node]:
+    """The nodes from `result` to where it is written `into` an input, and goes nowhere else; empty if not so."""
+    chain = [result]
+    while chain[-1].target is not _aten.copy_.default:
+        users = list(chain[-1].users)
+        is_copy = len(users) == 1 and users[0].target in (_aten.copy.default, _aten.copy_.default)
+        if not is_copy or users[0].args[:2] != (into, chain[-1]):
+            return []
+        chain.append(users[0])
+    return chain if into.op == "placeholder" and not chain[-1].users else []

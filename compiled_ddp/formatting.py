@@ -1,4 +1,4 @@
-"""Names and sizes in messages."""
+"""Names, sizes and errors in messages."""
 
 from collections.abc import Sequence
 
@@ -14,3 +14,9 @@ def format_bytes(nbytes: int) -> str:
     if nbytes < 10_000:
         return f"{nbytes} bytes"
     return f"{nbytes / 1e3:.0f} kB" if nbytes < 1_000_000 else f"{nbytes / 1e6:.1f} MB"
+
+
+def quoted(error: BaseException | None) -> str:
+    """An error, for a message."""
+    words = f"{type(error).__name__}: {error}"
+    return words if len(words) < 2000 else f"{words[:2000]} ..."

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Wanted
+from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Arrival, Wanted
 from compiled_ddp.planning.planners import OptimalBuckets, Planner
 from compiled_ddp.ranks import communicator as ranks
 from compiled_ddp.ranks.agreement import Description, Differing, agree_on_description
@@ -199,7 +199,7 @@ class ReductionOrder:
             if expected is None or expected.wanted != each:
                 last = number
                 ahead.clear()
-            past.append(self._known.get(each) or Agreed(each, (), self._world_size, UNPLANNED))
+            past.append(self._known.get(each) or Agreed(each, Arrival(()), self._world_size, UNPLANNED))
         return last
 
     def note_launched(self) -> Agreed:
@@ -342,14 +342,14 @@ class Agreements:
         with contextlib.suppress(type(told)):
             self.compare(describe, what, explained_by)
 
-    def orders_of_first(self, orders: list[tuple[int, ...]], what: str) -> list[tuple[int, ...]]:
-        """Rank 0's orders of gradients; everybody else's are ignored."""
-        key = f"functional/{self._number}/orders"
+    def arrivals_of_first(self, arrivals: list[Arrival], what: str) -> list[Arrival]:
+        """Rank 0's arrivals of gradients; everybody else's are ignored."""
+        key = f"functional/{self._number}/arrivals"
         if self.ranks.rank == 0:
-            self.ranks.publish(key, json.dumps(orders))
-            return orders
+            self.ranks.publish(key, json.dumps([each.to_json() for each in arrivals]))
+            return arrivals
         text = self.ranks.read(key, writer=0, purpose=f"for the order of the gradients of {what}")
-        return [tuple(order) for order in json.loads(text)]
+        return [*map(Arrival.from_json, json.loads(text))]
 
     def planner(self, communicator: ranks.Communicator, device: torch.device) -> Planner:
         """What suits the link, the same on every rank. A collective, once for each device."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_ddp import torch_private
 from compiled_ddp.checks.proof import Proof, Recording, conclude_together
 from compiled_ddp.functional.agreements import Agreements, ReductionOrder
-from compiled_ddp.functional.wanted import Agreed, Wanted
+from compiled_ddp.functional.wanted import Agreed, Arrival, Wanted
 from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.plan import COUNT_MODULUS, FIRST_USED
 from compiled_ddp.planning.planners import MEBIBYTE, Planner, SizedBuckets
@@ -205,7 +205,7 @@ class Communicator:
         """The group of its own, once there is one."""
         return self._made
 
-    def note_agreed(self, wanted: Wanted, order: tuple[int, ...], *, is_next: bool = True) -> Agreed:
+    def note_agreed(self, wanted: Wanted, arrival: Arrival, *, is_next: bool = True) -> Agreed:
         """All ranks have agreed on this reduction, through the store. Makes the group at the first one. A collective.
 
         The first one without a size of its buckets measures the link. It is the next one, or one that others put into
@@ -222,7 +222,7 @@ class Communicator:
                 planner: Planner = SizedBuckets((cap_mb * MEBIBYTE,))
             else:
                 planner = self.agreements.planner(self._made, wanted.device)
-            agreed = Agreed(wanted, order, self.world_size, planner)
+            agreed = Agreed(wanted, arrival, self.world_size, planner)
             self.order.add(agreed)
         if is_next:
             self.order.note_next(agreed)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx import Node
 
 from compiled_ddp import torch_private
 from compiled_ddp.checks.values import fill_with_pattern
@@ -22,14 +23,15 @@ from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.donations import Donations, donations
 from compiled_ddp.functional.kept import Arguments
 from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
-from compiled_ddp.functional.reduction import current_world, last_first
+from compiled_ddp.functional.reduction import current_world
 from compiled_ddp.functional.reference import ReferenceStep
 from compiled_ddp.functional.session import Session, current_session, tracing
 from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace, unfit_leaf, why_another
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.unit import Launch, Unit, break_off
-from compiled_ddp.functional.wanted import Agreed
+from compiled_ddp.functional.wanted import Agreed, Arrival
 from compiled_ddp.graph import compile_once
+from compiled_ddp.graph.backward_work import count_gradients, counted
 from compiled_ddp.graph.telling import compiling
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.options import check_compiler
@@ -167,7 +169,7 @@ class _Runnable:
         self._flat_buffers, self._in_cuda_graphs = flat_buffers, in_cuda_graphs
         self._is_new = True  # has not run yet
         self._reference = reference  # until a run that ranks verify has been compared with it
-        self._orders = [last_first(run.wanted) for run in session.runs]  # of what ranks know by now
+        self._arrivals = [Arrival.last_first(run.wanted) for run in session.runs]  # of what ranks know by now
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -221,7 +223,7 @@ class _Runnable:
     def _reduced(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
         unit = self._unit
         assert unit is not None
-        unit.take_turn(self._orders)
+        unit.take_turn(self._arrivals)
         unit.begin(is_new=self._is_new)
         self._is_new = False
         launching = unit.launching(self._flat_buffers.memory)
@@ -366,10 +368,10 @@ class CompiledStep:
             first = session.first_parameters(traced.values_by_node())
             reference = ReferenceStep(traced.graph_module) if session.runs else None
             prepare_step(graph)
-            orders = [tuple(arrival_order(node)) for node in find_sums(graph)]
+            arrivals = [_arrival_of(node) for node in find_sums(graph)]
             launches = session.launches_in(graph)
         unit = Unit(launches) if session.runs else None
-        agreed = unit.take_turn(orders, first) if unit is not None else []
+        agreed = unit.take_turn(arrivals, first) if unit is not None else []
         if unit is None:  # making their groups: Inductor looks for them as it compiles
             LossLaunches([each for each in launches if isinstance(each, LossLaunch)]).agree()
         with self._telling(session, unit), work(("compiling", "compiled")):
@@ -446,6 +448,13 @@ class CompiledStep:
         of_losses = [*self._latest_of_losses, *(each.group.agreements for each in loss_launches)]
         agreements += [each for each in of_losses if each.ranks.is_gloo]  # nothing ends the waits of others elsewhere
         return communicators, agreements[0] if agreements else None
+
+
+def _arrival_of(reduction: Node) -> Arrival:
+    """As this rank has traced it."""
+    order = tuple(arrival_order(reduction))
+    gradients: Sequence[Node] = reduction.args[0]  # type: ignore[assignment]
+    return Arrival(order, counted(lambda: count_gradients([gradients[index] for index in order])))
 
 
 def _donated(donate: object) -> tuple[str | int, ...]:

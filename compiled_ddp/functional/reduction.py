@@ -20,7 +20,7 @@ from compiled_ddp.functional.operator import SumOverRanks, naming_buckets
 from compiled_ddp.functional.session import Session, current_session
 from compiled_ddp.functional.shares import scattered_by
 from compiled_ddp.functional.unit import Run, Unit, break_off
-from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Scattered, Wanted
+from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Arrival, Scattered, Wanted
 from compiled_ddp.options import is_number
 from compiled_ddp.plan import FIRST_USED
 from compiled_ddp.ranks.rank_group import check_kind
@@ -187,7 +187,7 @@ class GradientReduction:
             self._leading[wanted.device] = new_leading(wanted.device)
         leading = self._leading[wanted.device]
         unit = Unit([Run(self.communicator, wanted, leading)])
-        (agreed,) = unit.take_turn([last_first(wanted)], first)
+        (agreed,) = unit.take_turn([Arrival.last_first(wanted)], first)
         unit.begin()
         is_profiled = torch_private.autograd.profiler_is_on()
         with unit.launching(), naming_buckets(agreed.bucket_name) if is_profiled else contextlib.nullcontext():
@@ -208,7 +208,7 @@ class GradientReduction:
         """Ranks agree when all of the step has been traced: the order of gradients is not known before."""
         wanted = self._wanted([*parameters], gradients, passengers)
         leading = new_leading(wanted.device)
-        unplanned = Agreed(wanted, last_first(wanted), self.world_size, UNPLANNED)
+        unplanned = Agreed(wanted, Arrival.last_first(wanted), self.world_size, UNPLANNED)
         *sums, turn = unplanned.launch(gradients, passengers, leading, "")
         session.note_run(Run(self.communicator, wanted, leading), turn, parameters)
         return sums
@@ -222,12 +222,7 @@ class GradientReduction:
             agreed = communicator.order.known(wanted)
             if agreed is None:
                 communicator.agreements.compare(wanted.describe, self.name, communicator.made)
-                (order,) = communicator.agreements.orders_of_first([last_first(wanted)], self.name)
-                agreed = communicator.note_agreed(wanted, order, is_next=False)
+                (arrival,) = communicator.agreements.arrivals_of_first([Arrival.last_first(wanted)], self.name)
+                agreed = communicator.note_agreed(wanted, arrival, is_next=False)
         leading = torch.zeros(FIRST_USED, dtype=torch.float32, device=wanted.device)
         return agreed.launch(gradients, passengers, leading, communicator.group_name)[:-1]
-
-
-def last_first(wanted: Wanted) -> tuple[int, ...]:
-    """The order in which a backward usually produces gradients."""
-    return tuple(reversed(range(len(wanted.gradients))))

@@ -18,7 +18,7 @@ from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
 from compiled_ddp.functional.shares import gather
-from compiled_ddp.functional.wanted import Agreed, Wanted, agreed_apart, describe
+from compiled_ddp.functional.wanted import Agreed, Arrival, Wanted, agreed_apart, describe
 from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.plan import Bucket
 from compiled_ddp.ranks.agreement import Description
@@ -106,16 +106,16 @@ class Unit:
         """What was launched the latest time."""
         return [each.agreed for each in self._launched]
 
-    def take_turn(self, orders: Sequence[tuple[int, ...]], first: FirstParameters | None = None) -> list[Agreed]:
-        """What is launched for each reduction; new ones are in the `orders` of rank 0, and compared by their `first`.
+    def take_turn(self, arrivals: Sequence[Arrival], first: FirstParameters | None = None) -> list[Agreed]:
+        """What is launched for each reduction; new ones have the `arrivals` of rank 0, and are compared by `first`.
 
         Raises RuntimeError on every rank where other ranks want something else.
         """
         self._apart.agree()
         if self._agreements.groups.are_several({_group_of(each) for each in self._launches}):
-            self._agree_in_turn(orders, first)
+            self._agree_in_turn(arrivals, first)
         elif self._unexpected():
-            self._agree(orders, first)
+            self._agree(arrivals, first)
         ahead = {each: iter(each.order.ahead(len(self._of(each)))) for each in self.communicators}
         return [next(ahead[run.communicator]) for run in self._runs]
 
@@ -204,7 +204,7 @@ class Unit:
             found += own[: each.order.unexpected([run.wanted for run in own])]
         return [run for run in self._runs if run in found]
 
-    def _agree(self, orders: Sequence[tuple[int, ...]], first: FirstParameters | None) -> None:
+    def _agree(self, arrivals: Sequence[Arrival], first: FirstParameters | None) -> None:
         """On what is unexpected of reductions on which nobody waits elsewhere."""
         runs = self._unexpected()
         with self._heeding_calls():
@@ -212,16 +212,16 @@ class Unit:
         self._compare(self._runs if is_alone else runs, first)
         if is_alone:
             raise self.communicators[0].give_up(f"other ranks have launched something else than {self._name}")
-        self._note_agreed(runs, orders)
+        self._note_agreed(runs, arrivals)
 
-    def _agree_in_turn(self, orders: Sequence[tuple[int, ...]], first: FirstParameters | None) -> None:
+    def _agree_in_turn(self, arrivals: Sequence[Arrival], first: FirstParameters | None) -> None:
         """On what is unexpected, where others may wait for something else."""
         keys = [each.key for each in self._launches]
         while number := self._agreements.order.unexpected(keys):
             following = self._launches[:number]
             self._agreements.call()
             self._compare(following, first)
-            self._note_agreed([each for each in following if isinstance(each, Run)], orders)
+            self._note_agreed([each for each in following if isinstance(each, Run)], arrivals)
             for each in following:
                 if isinstance(each, LossLaunch):
                     each.group.open()
@@ -229,12 +229,12 @@ class Unit:
         for communicator in self.communicators:
             communicator.order.expect([run.wanted for run in self._of(communicator)])
 
-    def _note_agreed(self, runs: Sequence[Run], orders: Sequence[tuple[int, ...]]) -> None:
+    def _note_agreed(self, runs: Sequence[Run], arrivals: Sequence[Arrival]) -> None:
         known = [(run, run.communicator.order.known(run.wanted)) for run in runs]
-        own = [orders[self._runs.index(run)] if one is None else one.order for run, one in known]
-        agreed = self._agreements.orders_of_first(own, self._name) if runs else []
-        for run, order in zip(runs, agreed, strict=True):
-            run.communicator.note_agreed(run.wanted, order)
+        own = [arrivals[self._runs.index(run)] if one is None else one.arrival for run, one in known]
+        agreed = self._agreements.arrivals_of_first(own, self._name) if runs else []
+        for run, arrival in zip(runs, agreed, strict=True):
+            run.communicator.note_agreed(run.wanted, arrival)
 
     def _compare(self, launches: Sequence[Launch], first: FirstParameters | None = None) -> None:
         """Raise the same error on every rank unless all want these; what they do not know is compared by `first`."""

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.passes.ops import gather_shares, sum_numbers, sum_over_ranks
 from compiled_ddp.plan import BucketPlan, GradientSpec
+from compiled_ddp.planning.cost_model import BackwardWork, Work
 from compiled_ddp.planning.planners import Planner, SizedBuckets
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.ranks.progress import format_bucket
@@ -138,19 +140,47 @@ def _digest(value: object) -> str:
 UNPLANNED = SizedBuckets((0.0,))  # what ranks have not agreed on yet: each gradient by itself
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """The order in which gradients are ready, and what is computed until each is; None where nobody has counted it."""
+
+    order: tuple[int, ...]
+    work: BackwardWork | None = None
+
+    @classmethod
+    def last_first(cls, wanted: Wanted) -> "Arrival":
+        """The order in which a backward usually produces them."""
+        return cls(tuple(reversed(range(len(wanted.gradients)))))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Arrival":
+        order, works = json.loads(text)
+        if works is None:
+            return cls(tuple(order))
+        *until_ready, total = (Work(*each) for each in works)
+        return cls(tuple(order), BackwardWork(tuple(until_ready), total))
+
+    def to_json(self) -> str:
+        works = None
+        if self.work is not None:
+            works = [(each.flops, each.nbytes) for each in (*self.work.until_ready, self.work.total)]
+        return json.dumps((self.order, works))
+
+
 @dataclass(frozen=True, eq=False)
 class Agreed:
-    """One that all ranks know: `order` is that in which its gradients are ready, from which `planner` fills buckets."""
+    """One that all ranks know: `planner` fills buckets with its gradients as they arrive."""
 
     wanted: Wanted
-    order: tuple[int, ...]
+    arrival: Arrival
     world_size: int
     planner: Planner
 
     @functools.cached_property
     def _buckets(self) -> tuple[tuple[int, ...], ...]:
         """The gradients of each; a last one without any has the riders alone."""
-        filled = self.planner.fill([self.gradients[index] for index in self.order], self.names, None)
+        arrival = self.arrival
+        filled = self.planner.fill([self.gradients[index] for index in arrival.order], self.names, arrival.work)
         buckets = [tuple(gradient.index for gradient in bucket) for bucket in filled]
         return (*buckets, ()) if self.planner.naive or self.wanted.scattered is not None else tuple(buckets)
 

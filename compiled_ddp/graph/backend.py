@@ -8,8 +8,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
+from compiled_ddp.formatting import quoted
 from compiled_ddp.graph.compiled_graph import CompilerFailed
-from compiled_ddp.graph.program import Segment, caller_of_this_thread, quoted
+from compiled_ddp.graph.program import Segment, caller_of_this_thread
 from compiled_ddp.graph.telling import compiling
 from compiled_ddp.model.managed import given_parameters
 

@@ -18,9 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from compiled_ddp import torch_private
+from compiled_ddp.formatting import quoted
+from compiled_ddp.passes.schedule_collectives import emit_with_inputs
 from compiled_ddp.planning.cost_model import BackwardWork, Work
+from compiled_ddp.users_code import warn_user
 
 _log = logging.getLogger(__name__)
+_SEED = torch.ops.aten.ones_like.default
 
 
 def count_backward(graph: Graph, gradient_order: Sequence[int]) -> BackwardWork:
@@ -38,6 +42,36 @@ def count_backward(graph: Graph, gradient_order: Sequence[int]) -> BackwardWork:
         done = ready_behind[place] + of_others
     ready_behind[-1] = done  # read by nobody
     return BackwardWork(tuple(ready_behind[read_first[index]] for index in gradient_order), done)
+
+
+def count_gradients(gradients: Sequence[Node]) -> BackwardWork | None:
+    """What a step that was traced operator by operator computes until each of these is there, in this order.
+
+    Counted is what hangs on the seed of the derivative: what comes before it is the forward. None where there is none.
+    """
+    graph = gradients[0].graph
+    hangs = dict.fromkeys(graph.find_nodes(op="call_function", target=_SEED))
+    for node in graph.nodes:
+        if not hangs.keys().isdisjoint(node.all_input_nodes):
+            hangs[node] = None
+    count, done, until_ready, ordered = _Counter(), Work(), list[Work](), dict[Node, None]()
+    for gradient in gradients:
+        before = len(ordered)
+        emit_with_inputs(gradient, ordered)
+        done = sum((count.of_operator(node) for node in [*ordered][before:] if node in hangs), done)
+        until_ready.append(done)
+    return BackwardWork(tuple(until_ready), done) if done.flops else None
+
+
+def counted(count: Callable[[], BackwardWork | None]) -> BackwardWork | None:
+    """None, with a warning, where counting fails: for an estimate no training is to stop."""
+    try:
+        return count()
+    except Exception as error:
+        warn_user(
+            f"when a graph's gradients will be ready could not be counted, and is taken by sizes: {quoted(error)}"
+        )
+        return None
 
 
 class _Counter:
@@ -62,6 +96,13 @@ class _Counter:
         factors = [source for source in operands if _value_of(source).dim() > 1]  # a bias is added
         of_parameters = any(source.op == "placeholder" for source in factors)
         return Work(flops * of_parameters), Work(flops * (min(len(factors), 2) - of_parameters))
+
+    def of_operator(self, node: Node) -> Work:
+        """The work of an operator as it stands in a graph, where what is elementwise is fused with what reads it."""
+        if getattr(node.target, "is_view", False):
+            return Work()
+        flops = self._flops_of(node)
+        return Work(flops) if flops else Work(0.0, _nbytes(_value_of(node)))
 
     def _whole(self, graph: Graph) -> Iterator[Work]:
         """The backward of a graph inside, as of a checkpoint, and its forward once more."""
@@ -125,7 +166,7 @@ def _graphs_in(node: Node) -> Iterator[Graph]:
 
 
 def _value_of(node: Node) -> Any:
-    return node.meta.get("example_value")
+    return node.meta.get("example_value", node.meta.get("val"))
 
 
 def _has_gradient(value: Any) -> bool:

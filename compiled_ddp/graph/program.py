@@ -17,12 +17,13 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from compiled_ddp import torch_private
 from compiled_ddp.checks.values import Expected, Reference
+from compiled_ddp.formatting import quoted
 from compiled_ddp.graph import compile_once
-from compiled_ddp.graph.backward_work import count_backward
+from compiled_ddp.graph.backward_work import count_backward, counted
 from compiled_ddp.graph.capture import gradient_order, outputs_reached, with_own_outputs
 from compiled_ddp.graph.compiled_graph import LOCAL, CompiledGraph, HasTeller
 from compiled_ddp.graph.reference import NoReference
@@ -250,12 +251,6 @@ def without(gradients: Sequence[Any], undefined: Set[int]) -> tuple[Any, ...]:
     return tuple(None if place in undefined else gradient for place, gradient in enumerate(gradients))
 
 
-def quoted(error: BaseException | None) -> str:
-    """A compiler's error, for a message."""
-    words = f"{type(error).__name__}: {error}"
-    return words if len(words) < 2000 else f"{words[:2000]} ..."
-
-
 # ---- bound to the parameters that a wrapper calls it with ------------------------------------------------------------
 
 
@@ -442,17 +437,6 @@ def _with_gradient(inputs: Sequence[Any], reached: Mapping[int, frozenset[int]] 
     ]
 
 
-def _counted(graph: Graph, gradient_order: Sequence[int]) -> BackwardWork | None:
-    """None, with a warning, where counting fails: for an estimate no training is to stop."""
-    try:
-        return count_backward(graph, gradient_order)
-    except Exception as error:
-        warn_user(
-            f"when a graph's gradients will be ready could not be counted, and is taken by sizes: {quoted(error)}"
-        )
-        return None
-
-
 class Segment:
     """[Note: whose segment]"""
 
@@ -471,7 +455,7 @@ class Segment:
         # The inputs that may get a gradient, in the order in which backward completes them.
         self.gradient_order = gradient_order(graph_module.graph, with_gradient)
         self._counted = {place: number for number, place in enumerate(self.gradient_order)}
-        self._work = _counted(graph_module.graph, self.gradient_order)
+        self._work = counted(lambda: count_backward(graph_module.graph, self.gradient_order))
         # [Note: undefined gradients]
         self._outputs_of = {} if reached is None else with_own_outputs(reached, self.gradient_order)
         self.may_leave_out = bool(self._outputs_of)  # whether there are inputs that some backwards bring no gradient

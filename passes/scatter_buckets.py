@@ -18,6 +18,7 @@ from compiled_ddp.passes.ops import (
     all_to_all,
     gather_shares,
     is_launch,
+    optimizer_step,
     reduce_scatter,
     sum_numbers,
     wait_tensor,
@@ -42,8 +43,10 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
         gradient -> rows -> cat -> reduce_scatter -> wait -> slice       (gloo: all_to_all -> wait -> sum)
         share -> cat -> all_gather -> wait -> slice                      (gloo: expand -> all_to_all -> wait)
 
-    and the riders are summed behind the gradients' buckets, as everywhere.
+    and the riders are summed behind the gradients' buckets, as everywhere. An update in between becomes one of each
+    bucket, unless it waits for all of them, as clipping does: then a bucket is gathered while others are on their way.
     """
+    _split_updates(graph, plan, _results(reduction))
     summed, gathered = (graph.find_nodes(op="call_function", target=target) for target in (sum_numbers, gather_shares))
     for node in summed:
         with graph.inserting_before(node):
@@ -102,6 +105,38 @@ def _gather(graph: Graph, plan: BucketPlan, node: Node, group_name: str) -> None
                     rows = emit(graph, _aten.slice.Tensor, matrix, 1, begin, end)
                     results[index].replace_all_uses_with(emit(graph, _aten.reshape.default, rows, [-1]))
     _erase(graph, node)
+
+
+def _split_updates(graph: Graph, plan: BucketPlan, sums: dict[int, Node]) -> None:
+    """Let an update of parameters whose gradients are these `sums` be one for each bucket."""
+    bucket_of = {
+        sums[index]: place for place, each in enumerate(plan.buckets) for index in each.indices if index in sums
+    }
+    for node in graph.find_nodes(op="call_function", target=optimizer_step):
+        params, gradients, state, steps, numbers, factor, skip, applies, *names = node.args
+        waits_for_all = any(each is not None for each in (factor, skip, applies))
+        if waits_for_all or not all(gradient in bucket_of for gradient in gradients):
+            continue
+        results, count = _results(node), len(params)
+        for bucket in range(len(plan.buckets)):
+            own = [place for place in range(count) if bucket_of[gradients[place]] == bucket]
+            if not own:
+                continue
+            of_state = [begin + place for begin in range(0, len(state), count) for place in own]
+            lists = (
+                [params[place] for place in own],
+                [gradients[place] for place in own],
+                [state[place] for place in of_state],
+                [steps[place] for place in own] if steps else [],
+            )
+            with graph.inserting_before(node):
+                updated = emit(graph, optimizer_step, *lists, numbers, None, None, None, *names)
+                old = [*own, *(count + place for place in of_state)]
+                old += [count + len(state) + place for place in own] if steps else []
+                for place, before in enumerate(old):
+                    if before in results:
+                        results[before].replace_all_uses_with(emit(graph, operator.getitem, updated, place))
+        _erase(graph, node)
 
 
 def _rows(graph: Graph, gradient: Node, numel: int, ranks: int) -> Node:

@@ -214,7 +214,9 @@ class StepGraph:
 
         def update(written: Written, read: Read, numbers: Sequence[Tensor], given: Given) -> Any:
             outcome, buffers = reduced_of(written, read, given)
-            skip, applies = _skip(outcome), outcome.used > 0 if outcome.unused else None
+            # Shares are updated as they come, whether or not ranks turn out to be sound, and parameters written then.
+            skip = _skip(outcome.finite, None if layout.ranks > 1 else _are_sound())
+            applies = outcome.used > 0 if outcome.unused else None
             params, state = dict[str, Tensor](), dict[str, Tensors]()
             for places, kind, vector in zip(layout.places, layout.kinds, numbers, strict=True):
                 if not places:
@@ -226,9 +228,7 @@ class StepGraph:
             if layout.ranks > 1:
                 params = self._gathered(params, written.params, layout.ranks)
             else:
-                note_settled(params.values())
-            for own in state.values():
-                note_settled(own.values())
+                note_settled([*params.values(), *(each for own in state.values() for each in own.values())])
             return Written(params, buffers, state, _zeros(written.held)), outcome._replace(gradients={}, factor=None)
 
         return update
@@ -379,7 +379,7 @@ def _are_sound() -> Tensor | None:
     return None if session is None else session.are_sound()
 
 
-def _skip(outcome: Outcome) -> Tensor | None:
-    """1.0 where no parameter is to be updated; None where all are, whatever comes."""
-    reasons = [~each for each in (_are_sound(), outcome.finite) if each is not None]
+def _skip(*conditions: Tensor | None) -> Tensor | None:
+    """1.0 where no parameter is to be updated, as one of these does not hold; None where there are none."""
+    reasons = [~each for each in conditions if each is not None]
     return torch.stack([each.to(reasons[0].device) for each in reasons]).any().float() if reasons else None

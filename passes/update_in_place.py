@@ -24,7 +24,7 @@ def update_in_place(graph: Graph) -> None:
     place = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=optimizer_step):
         params, _, state, steps, *_ = node.args
-        updated: list[Node] = [*params, *state, *steps]  # type: ignore[misc]
+        updated: list[Node] = [*params, *state, *steps]
         results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         chains = [_written(results[number], into) for number, into in enumerate(updated) if number in results]
         if len(chains) < len(updated) or not all(chains):

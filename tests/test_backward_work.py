@@ -8,13 +8,15 @@ import torch
 from calibrations import calibration
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from compiled_ddp import compile_ddp
+from compiled_ddp.functional.wanted import Arrival
 from compiled_ddp.graph import program
-from compiled_ddp.graph.backward_work import count_backward
+from compiled_ddp.graph.backward_work import count_backward, count_gradients
 from compiled_ddp.graph.capture import gradient_order
-from compiled_ddp.planning.cost_model import BackwardWork, Compute
+from compiled_ddp.planning.cost_model import BackwardWork, Compute, Work
 from compiled_ddp.ranks import pretended
 
 
@@ -157,3 +159,36 @@ def test_work_in_seconds_never_falls() -> None:
     readiness = work.readiness(Compute(1e9, 1e9))
     assert list(readiness.seconds) == sorted(readiness.seconds)
     assert readiness.seconds[-1] <= readiness.backward_seconds == work.total.seconds(Compute(1e9, 1e9))
+
+
+# ---- steps that were traced operator by operator ---------------------------------------------------------------------
+
+
+def traced(loss: Callable[..., Tensor], *inputs: Tensor) -> list[Any]:
+    """The nodes of the gradients with respect to all inputs but the last."""
+    graph = make_fx(torch.func.grad(loss, tuple(range(len(inputs) - 1))))(*inputs).graph
+    return [*graph.output_node().args[0]]
+
+
+def test_in_a_traced_step_what_hangs_on_the_seed_is_counted() -> None:
+    def loss(first: Tensor, second: Tensor, x: Tensor) -> Tensor:
+        return ((x @ first) @ second).sum()
+
+    of_first, of_second = traced(loss, torch.ones(4, 16), torch.ones(16, 2), torch.ones(8, 4))
+    work = count_gradients([of_second, of_first])
+    assert work is not None
+    of_weight, of_hidden, of_input = 2 * 16 * 8 * 2, 2 * 8 * 2 * 16, 2 * 4 * 8 * 16
+    assert [each.flops for each in work.until_ready] == [of_weight, of_weight + of_hidden + of_input]
+    assert work.total == work.until_ready[-1]
+
+
+def test_a_traced_step_without_products_or_without_a_seed_tells_nothing() -> None:
+    assert count_gradients(traced(lambda weight, x: (weight * x).sum(), torch.ones(4), torch.ones(4))) is None
+    graph = make_fx(lambda weight, x: weight @ x)(torch.ones(4, 4), torch.ones(4, 4)).graph
+    assert count_gradients([graph.output_node().args[0]]) is None
+
+
+def test_what_rank_zero_has_counted_travels_as_text() -> None:
+    work = BackwardWork((Work(1.0, 2.0), Work(3.0, 4.5)), Work(5.0, 6.0))
+    for arrival in (Arrival((1, 0), work), Arrival((0, 1))):
+        assert Arrival.from_json(arrival.to_json()) == arrival

@@ -5,11 +5,10 @@ What a graph has fixed is `Layout`: which parameters are trained, their groups a
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from compiled_ddp import torch_private
@@ -17,8 +16,7 @@ from compiled_ddp.functional.reduction import GradientReduction, Options
 from compiled_ddp.functional.session import current_session, note_settled
 from compiled_ddp.functional.shares import gathered_in_trace, own_row, scattered_by, summed_in_trace
 from compiled_ddp.functional.transforms import GradientFunction
-from compiled_ddp.functional.updates import Kind, Terms, rule_of, updated_in_trace, why_outside
-from compiled_ddp.functional.updates import Tensors as UpdatedTensors
+from compiled_ddp.functional.updates import GroupTensors, Kind, Terms, rule_of, updated_in_trace, why_outside
 
 Loss = Callable[..., Any]
 Tensors = dict[str, Tensor]
@@ -165,18 +163,16 @@ class StepGraph:
         self,
         whole: WithLoss,
         optimizer: torch.optim.Optimizer,
-        process_group: dist.ProcessGroup | None,
+        options: Options,
         clip_grad_norm: float | None,
-        bucket_cap_mb: float | None,
-        *,
-        is_scaled: bool,
-        is_shared: bool,
+        scaler: torch.amp.GradScaler | None,
     ) -> None:
-        """`is_scaled` where there is a GradScaler; `is_shared` where ranks share the update."""
+        """Ranks share the update where the options say that sums are scattered."""
         self.has_aux, self._optimizer, self._clip_grad_norm = whole.has_aux, optimizer, clip_grad_norm
-        self._sums_numbers = is_shared and (is_scaled or clip_grad_norm is not None)
-        numbers = 2 if self._sums_numbers else 0  # how many gradients are infinite, and the square of their norm
-        options = Options(process_group, "mean", bucket_cap_mb, is_scattered=is_shared, numbers=numbers)
+        self.is_shared = options.is_scattered
+        self._sums_numbers = self.is_shared and (scaler is not None or clip_grad_norm is not None)
+        # How many gradients are infinite, and the square of their norm.
+        options = replace(options, numbers=2 if self._sums_numbers else 0)
         self._gradient = GradientFunction(_loss_of(whole), 0, True, options, "grad_and_value", before_sum=_summed)
 
     @property
@@ -244,26 +240,22 @@ class StepGraph:
         terms: Terms,
     ) -> tuple[Tensors, dict[str, Tensors]]:
         """A group's parameters, or this rank's shares of them, and their state behind the update."""
-        names, ranks = [layout.names[place] for place in places], layout.ranks
+        names, is_shared = [layout.names[place] for place in places], layout.ranks > 1
         params = [written.params[name] for name in names]
-        if ranks > 1:
-            params = [own_row(each, ranks, read.rank) for each in params]
+        if is_shared:
+            params = [own_row(each, layout.ranks, read.rank) for each in params]
         needed = [each for each in rule_of(self._optimizer).needed(kind) if each != "step"]
-        state = [[written.state[name][each] for name in names] for each in needed]
+        before = [[written.state[name][each] for name in names] for each in needed]
         steps = [written.state[name]["step"] for name in names if "step" in written.state[name]]
-        shaped = [[each.view(to.shape) for each, to in zip(every, params, strict=True)] for every in state]
-        if ranks == 1:
-            shaped = state
-        given = UpdatedTensors(params, [gradients[name] for name in names], shaped, steps)
+        flat = [[share.view(-1) for share in every] for every in before] if is_shared else before
+        given = GroupTensors(params, [gradients[name] for name in names], flat, steps)
         new = updated_in_trace(given, terms, type(self._optimizer).__name__, kind)
-        of_state: dict[str, Tensors] = {name: {} for name in names}
-        for each, before, every in zip(needed, state, new.state, strict=True):
-            for name, old, value in zip(names, before, every, strict=True):
-                of_state[name][each] = value if ranks == 1 else value.view(old.shape)
-        for name, count in zip(names, new.steps, strict=False):
-            of_state[name]["step"] = count
-        in_order = {name: {each: of_state[name][each] for each in written.state[name]} for name in names}
-        return dict(zip(names, new.params, strict=True)), in_order
+        after = {"step": dict(zip(names, new.steps, strict=True))} if new.steps else {}
+        for each, old, every in zip(needed, before, new.state, strict=True):
+            shaped = [value.view(one.shape) for value, one in zip(every, old, strict=True)] if is_shared else every
+            after[each] = dict(zip(names, shaped, strict=True))
+        state = {name: {each: after[each][name] for each in written.state[name]} for name in names}
+        return dict(zip(names, new.params, strict=True)), state
 
     def _gathered(self, shares: Tensors, params: Tensors, ranks: int) -> Tensors:
         """Parameters as their ranks have updated them, each rank its shares."""

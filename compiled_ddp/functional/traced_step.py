@@ -316,8 +316,9 @@ def _write_if_sound(into: Iterable[Tensor], values: Iterable[Tensor], session: S
     is_sound, settled = session.are_sound(), {id(each) for each in session.settled}
     with torch.no_grad():
         for tensor, value in zip(into, values, strict=True):
-            is_settled = is_sound is None or id(value) in settled
-            tensor.copy_(value if is_settled else torch.where(is_sound.to(tensor.device), value, tensor))
+            if is_sound is not None and id(value) not in settled:
+                value = torch.where(is_sound.to(tensor.device), value, tensor)
+            tensor.copy_(value)
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

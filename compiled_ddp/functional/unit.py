@@ -387,62 +387,65 @@ class _Expected:
         return profiled(what, self.launched.agreed.bucket_name, self.position)
 
 
-@contextlib.contextmanager
-def _watching(
-    launched: Sequence[tuple[_Launched, Reference | None]], group_name: str, *, sees_values: bool
-) -> Iterator[None]:
-    """Record what a graph launches on this group, name it in profiles, and compare what has a reference.
+class _Watched:
+    """What a graph launches on one group: recorded, named in profiles, and compared where it has a reference."""
 
-    Without `sees_values` nothing can be computed from what it launches: it runs as a CUDA graph.
-    """
-    every = [
-        _Expected(each, reference, position)
-        for each, reference in launched
-        for position in range(len(each.agreed.plan.buckets))
-    ]
-    under_way: dict[int, tuple[_Expected, Tensor]] = {}  # launch -> what was expected, and where its sum comes to be
-    place = -1  # of the latest one expected
+    def __init__(self, launched: Sequence[tuple[_Launched, Reference | None]]) -> None:
+        self._every = [
+            _Expected(each, reference, position)
+            for each, reference in launched
+            for position in range(len(each.agreed.plan.buckets))
+        ]
+        self._under_way: dict[int, tuple[_Expected, Tensor]] = {}  # launch -> what was expected, where its sum is
+        self._place = -1  # of the latest one expected
 
-    def launching(number: int, flat_buffer: Tensor) -> contextlib.AbstractContextManager[object]:
-        nonlocal place
-        size = flat_buffer.numel()
-        ahead = (n for n in range(place + 1, len(every)) if every[n].bucket.numel == size)
-        following = next(ahead, None)
+    def launching(self, number: int, flat_buffer: Tensor) -> contextlib.AbstractContextManager[object]:
+        size, every = flat_buffer.numel(), self._every
+        following = next((n for n in range(self._place + 1, len(every)) if every[n].bucket.numel == size), None)
         if following is not None:
-            place = following
-            expected = every[place]
+            self._place = following
+            expected = every[following]
             recording = expected.launched.recording
             if recording is not None:
                 recording.graph_launches(expected.bucket, flat_buffer)
                 if expected.reference is not None:
                     expected.launched.proof.note_wrong(compare(expected.bucket, flat_buffer, expected.reference))
-        if place < 0 or every[place].bucket.numel != size:
+        if self._place < 0 or every[self._place].bucket.numel != size:
             return UNNAMED
-        under_way[number] = every[place], flat_buffer  # where it is launched again too
-        return every[place].named("launch")
+        self._under_way[number] = every[self._place], flat_buffer  # where it is launched again too
+        return every[self._place].named("launch")
 
-    def start(number: int, operator: Any, args: tuple[Any, ...]) -> Tensor:
+    def start(self, number: int, operator: Any, args: tuple[Any, ...]) -> Tensor:
         result: Tensor = operator(*args)
-        if number in under_way:
-            under_way[number] = under_way[number][0], result
+        if number in self._under_way:
+            self._under_way[number] = self._under_way[number][0], result
         return result
 
     @contextlib.contextmanager
-    def waiting(number: int) -> Iterator[None]:
-        expected, flat_buffer = under_way.pop(number, (None, None))
+    def waiting(self, number: int) -> Iterator[None]:
+        expected, result = self._under_way.pop(number, (None, None))
         with UNNAMED if expected is None else expected.named("wait for"):
             yield
-        if expected is None or flat_buffer is None or expected.launched.recording is None:
+        if expected is None or result is None or expected.launched.recording is None:
             return
         bucket = expected.bucket
         if bucket.ranks > 1:  # what an all-to-all brings is added up behind its wait
-            share = flat_buffer.view(-1, bucket.numel // bucket.ranks).sum(0)
-            expected.launched.shares.append((bucket, share))
-            return
-        views = [gradient.view(flat_buffer) for gradient in bucket.gradients]
-        expected.launched.recording.come_out(bucket.indices, views)
+            expected.launched.shares.append((bucket, result.view(-1, bucket.numel // bucket.ranks).sum(0)))
+        else:
+            views = [gradient.view(result) for gradient in bucket.gradients]
+            expected.launched.recording.come_out(bucket.indices, views)
 
-    observer = LaunchObserver(group_name, launch=launching, wait=waiting, start=start)
+
+@contextlib.contextmanager
+def _watching(
+    launched: Sequence[tuple[_Launched, Reference | None]], group_name: str, *, sees_values: bool
+) -> Iterator[None]:
+    """See `_Watched`.
+
+    Without `sees_values` nothing can be computed from what the graph launches: it runs as a CUDA graph.
+    """
+    watched = _Watched(launched)
+    observer = LaunchObserver(group_name, launch=watched.launching, wait=watched.waiting, start=watched.start)
     with observer if sees_values else contextlib.nullcontext():
         yield
     for each, _ in launched if not observer.launched else ():

@@ -38,7 +38,7 @@ class Kind:
         return switch in self.switches
 
 
-class Tensors(NamedTuple):
+class GroupTensors(NamedTuple):
     """Of the parameters of a group: each list has one for each, and `state` one list for each of the rule's names."""
 
     params: list[Tensor]
@@ -46,13 +46,13 @@ class Tensors(NamedTuple):
     state: list[list[Tensor]]
     steps: list[Tensor]  # counts of steps; empty where a rule has none
 
-    def chosen(self, places: Sequence[int]) -> "Tensors":
+    def chosen(self, places: Sequence[int]) -> "GroupTensors":
         """Those at these places."""
 
         def of(every: Sequence[Tensor]) -> list[Tensor]:
             return [every[place] for place in places] if every else []
 
-        return Tensors(of(self.params), of(self.gradients), [*map(of, self.state)], of(self.steps))
+        return GroupTensors(of(self.params), of(self.gradients), [*map(of, self.state)], of(self.steps))
 
 
 class Rule(Protocol):
@@ -72,7 +72,7 @@ class Rule(Protocol):
     def begin(self, name: str, parameter: Tensor, group: Group) -> Tensor:
         """What that is in a first step, where torch makes it."""
 
-    def apply(self, given: Tensors, numbers: Mapping[str, float], kind: Kind, *, fused: bool, skip: Any) -> None:
+    def apply(self, given: GroupTensors, numbers: Mapping[str, Any], kind: Kind, *, fused: bool, skip: Any) -> None:
         """Update all in place; `skip` is 1.0 where nothing is to be updated, which is asked where it is `fused`."""
 
 
@@ -124,7 +124,7 @@ class _SGD:
         # torch's first step makes it the gradient, which is what zeros become.
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
-    def apply(self, given: Tensors, numbers: Mapping[str, float], kind: Kind, *, fused: bool, skip: Any) -> None:
+    def apply(self, given: GroupTensors, numbers: Mapping[str, Any], kind: Kind, *, fused: bool, skip: Any) -> None:
         buffers: list[Tensor | None] = [*given.state[0]] if given.state else [None] * len(given.params)
         sgd(
             given.params,
@@ -167,7 +167,7 @@ class _Adam:
             return torch.tensor(0.0, dtype=torch.float32, device=parameter.device if group.get("fused") else "cpu")
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
-    def apply(self, given: Tensors, numbers: Mapping[str, float], kind: Kind, *, fused: bool, skip: Any) -> None:
+    def apply(self, given: GroupTensors, numbers: Mapping[str, Any], kind: Kind, *, fused: bool, skip: Any) -> None:
         first, second, *largest = given.state
         adam(
             given.params,
@@ -211,7 +211,7 @@ class Terms(NamedTuple):
     applies: Tensor | None  # for each parameter whether it is to be; None where all are
 
 
-def updated_in_trace(given: Tensors, terms: Terms, optimizer: str, kind: Kind) -> Tensors:
+def updated_in_trace(given: GroupTensors, terms: Terms, optimizer: str, kind: Kind) -> GroupTensors:
     """What becomes of them, in a step that is traced: see `passes.update_in_place`."""
     names = ",".join(kind.switches), ",".join(kind.numbers)
     state = [*itertools.chain.from_iterable(given.state)]
@@ -219,7 +219,7 @@ def updated_in_trace(given: Tensors, terms: Terms, optimizer: str, kind: Kind) -
     lists = [found[begin : begin + len(given.params)] for begin in range(0, len(found), len(given.params))]
     params, *state_lists = lists
     steps = state_lists.pop() if given.steps else []
-    return Tensors(params, given.gradients, state_lists, steps)
+    return GroupTensors(params, given.gradients, state_lists, steps)
 
 
 def _update(
@@ -238,7 +238,7 @@ def _update(
     kind = Kind(tuple(names.split(",")), tuple(filter(None, switches.split(","))))
     count = len(params)
     lists = [[*state[begin : begin + count]] for begin in range(0, len(state), count)]
-    given = Tensors([*params], [*gradients], lists, [*steps])
+    given = GroupTensors([*params], [*gradients], lists, [*steps])
     if applies is not None:
         given = given.chosen([place for place, applied in enumerate(applies.tolist()) if applied])
     fused = _can_be_fused(given)
@@ -256,7 +256,7 @@ def _update(
     _BY_NAME[optimizer].apply(given, own, kind, fused=fused, skip=skip)
 
 
-def _can_be_fused(given: Tensors) -> bool:
+def _can_be_fused(given: GroupTensors) -> bool:
     """Whether torch's fused kernels may be given these: they go through memory, and read counts on their device."""
     if not all(each.is_contiguous() for each in itertools.chain(given.params, *given.state)):
         return False

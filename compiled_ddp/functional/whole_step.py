@@ -21,6 +21,7 @@ from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.compiled import Backend, CompiledStep
 from compiled_ddp.functional.kept import Arguments, Unchanged, dictionaries_of
+from compiled_ddp.functional.reduction import Options
 from compiled_ddp.functional.sharded_state import ShardedState
 from compiled_ddp.functional.step_graph import (
     USED,
@@ -71,18 +72,15 @@ def compile_step(
 
     Args:
         model: a bare module. Its parameters and buffers are overwritten with those of the group's rank 0.
-        optimizer: the update of torch.optim's SGD, Adam and AdamW is part of the graph; any other optimizer's `step()`
-            is called behind it. Parameters of the model that it does not have are not trained.
+        optimizer: torch.optim's SGD, Adam and AdamW update in the graph; any other's `step()` is called behind it.
         loss_fn: called as `loss_fn(model, *batch)`, returns this rank's loss; None calls `model(*batch)`.
         has_aux: whether that returns a pair of the loss and anything else, which the step then returns too, detached.
         process_group: the ranks to average over; None is all of them.
         accumulate: how many calls make one update, with the mean of their gradients, which the last one alone sends.
         clip_grad_norm: the largest norm of all reduced gradients together, as of `torch.nn.utils.clip_grad_norm_`.
-        scaler: for float16's autocast. Scales losses, leaves out updates where a gradient of any rank is not finite,
-            and is updated behind each.
-        shard_optimizer: let each rank keep the optimizer's state of its share of every parameter alone, and update
-            that: gradients are scattered, and parameters gathered, as ZeRO-1 does. `optimizer.state_dict()` is a
-            collective then, and has the whole; so is the optimizer's own `step()`, which finds it.
+        scaler: for float16: scales losses, and leaves out updates that are not finite on some rank. Is updated, too.
+        shard_optimizer: let each rank update its share of every parameter, and keep the state of that alone, as ZeRO-1
+            does. `optimizer.state_dict()` and `.step()` are collectives then, and have the whole.
         bucket_cap_mb: size of a bucket in MiB; None plans them (docs/planner.md).
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
         mode: as in torch.compile; for Inductor.
@@ -91,39 +89,27 @@ def compile_step(
     Raises TypeError or ValueError for arguments that are not as described, and RuntimeError on every rank where ranks
     have different models or optimizers.
     """
-    begin_alone()
-    check_environment()
     check_compiler(backend, mode, None)
-    _check(model, optimizer, loss_fn, has_aux, accumulate, clip_grad_norm, scaler, shard_optimizer)
+    check_switches(has_aux=has_aux, shard_optimizer=shard_optimizer)
+    _check(model, optimizer, loss_fn, accumulate, clip_grad_norm, scaler)
     options = torch_private.compiler_options.inductor_options(mode, options, None)
     compiler = functools.partial(CompiledStep, backend=backend, options=options, keeps_donated=True)
     _begin(model, optimizer, accumulate, RankGroup(process_group), shares=shard_optimizer)
-    with_loss = WithLoss(model, loss_fn, has_aux=has_aux)
-    is_scaled = scaler is not None
-    graph = StepGraph(
-        with_loss,
-        optimizer,
-        process_group,
-        clip_grad_norm,
-        bucket_cap_mb,
-        is_scaled=is_scaled,
-        is_shared=shard_optimizer,
-    )
-    shared = ShardedState(optimizer, graph.reduction) if shard_optimizer else None
-    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, shared)
+    options_of_graph = Options(process_group, "mean", bucket_cap_mb, is_scattered=shard_optimizer)
+    graph = StepGraph(WithLoss(model, loss_fn, has_aux=has_aux), optimizer, options_of_graph, clip_grad_norm, scaler)
+    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler)
 
 
 def _check(
     model: object,
     optimizer: object,
     loss_fn: object,
-    has_aux: object,
     accumulate: object,
     clip_grad_norm: object,
     scaler: object,
-    shard_optimizer: object,
 ) -> None:
-    check_switches(has_aux=has_aux, shard_optimizer=shard_optimizer)
+    begin_alone()
+    check_environment()
     if not isinstance(model, nn.Module):
         raise TypeError(f"compile_step takes a model, an nn.Module, found {type(model).__name__}.")
     if is_wrapper(model):
@@ -215,11 +201,11 @@ class TrainingStep:
         compiler: Callable[..., CompiledStep],
         accumulate: int,
         scaler: torch.amp.GradScaler | None,
-        shared: ShardedState | None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._graph, self._compiler = graph, compiler
-        self._accumulate, self._scaler, self._shared = accumulate, scaler, shared
+        self._accumulate, self._scaler = accumulate, scaler
+        self._shared = ShardedState(optimizer, graph.reduction) if graph.is_shared else None
         self._known: dict[Layout, list[_Known]] = {}
         self._latest: _Now | None = None
         self._explained: tuple[Layout, CompiledStep, Sequence[str]] | None = None

@@ -34,7 +34,7 @@ def _planned(rank: int, way: str, bytes_per_second: float) -> tuple[int, list[in
         run(self, *args, **kwargs)
 
     def wide(params: Any, x: torch.Tensor) -> torch.Tensor:
-        return loss(params, x) + sum(params[f"wide {n}"].sum() for n in range(6))
+        return loss(params, x) + sum((torch.ones(512, 256) @ params[f"wide {n}"]).sum() for n in range(6))
 
     params = parameters() | {f"wide {n}": torch.zeros(256, 256 + n) for n in range(6)}
     with pytest.MonkeyPatch.context() as patch:
@@ -59,7 +59,7 @@ SPEEDS = (5e7, 2e9, 1e12)
 
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 def test_every_rank_plans_for_the_link_which_is_measured_once(ranks2: RankPool, way: str) -> None:
-    """Without knowing the work, as many buckets as the start-up of each is worth."""
+    """As many buckets as the start-up of each is worth: of a slow link most where nobody knows the work."""
     found = {}
     for speed in SPEEDS:
         first, second = ranks2.run(_planned, way, speed)
@@ -67,7 +67,8 @@ def test_every_rank_plans_for_the_link_which_is_measured_once(ranks2: RankPool, 
         number, found[speed], keys = first
         assert number == 1 and len(keys) == (way == "compiled")
     sizes = [len(buckets) for buckets in found.values()]
-    assert sizes[0] > sizes[1] >= sizes[2] == 1, sizes
+    assert sizes[2] == 1 < sizes[1], sizes
+    assert sizes[0] > sizes[1] if way == "eager" else sizes[0] > 1, sizes
 
 
 def test_another_plan_is_another_key_of_the_compile_cache(ranks2: RankPool) -> None:

@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from test_whole_step import OPTIMIZERS, Loop, Net, assert_same, batch, both
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 
 from compiled_ddp import compile_step
+from compiled_ddp.functional import unit
+from compiled_ddp.passes import scatter_buckets
 from ranks import RankError, RankPool
 
 
@@ -242,6 +245,50 @@ def test_a_step_that_raises_changes_nothing_on_any_rank(ranks2: RankPool, accumu
 
 def test_what_a_graph_raises_is_raised_on_every_rank(ranks2: RankPool) -> None:
     ranks2.run(_sharded, whole._raises_in_graph, 1)
+
+
+def _leaves_out_a_gradient(rank: int) -> str:
+    """Rank 1's graph sends zeros for the first gradient of each bucket."""
+    rows_of = scatter_buckets._rows
+
+    def rows(graph: Graph, gradient: Node, numel: int, ranks: int) -> Node:
+        found = rows_of(graph, gradient, numel, ranks)
+        return graph.call_function(torch.ops.aten.mul.Scalar, (found, 0.0)) if rank == 1 else found
+
+    with sharding(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scatter_buckets, "_rows", rows)
+        step, _ = both("AdamW")
+        with pytest.raises(RuntimeError) as raised:
+            step(*batch(rank, 0))
+    return str(raised.value)
+
+
+def test_a_graph_that_scatters_something_else_is_an_error_on_every_rank(ranks2: RankPool) -> None:
+    for told in ranks2.run(_leaves_out_a_gradient):
+        assert "first.weight" in told and "left something else" in told, told
+
+
+def _sums_up_wrongly(rank: int) -> str:
+    """What rank 0 is sent by rank 1 comes to nothing."""
+    start = unit._Watched.start
+
+    def half(self: Any, number: int, operator: Any, args: Any) -> Tensor:
+        result = start(self, number, operator, args)
+        if operator is torch.ops._c10d_functional.all_to_all_single.default and rank == 0:
+            torch.ops._c10d_functional.wait_tensor(result)[1].zero_()
+        return result
+
+    with sharding(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit._Watched, "start", half)
+        step, _ = both("AdamW")
+        with pytest.raises(RuntimeError) as raised:
+            step(*batch(rank, 0))
+    return str(raised.value)
+
+
+def test_shares_that_are_not_the_sum_are_an_error_on_every_rank(ranks2: RankPool) -> None:
+    for told in ranks2.run(_sums_up_wrongly):
+        assert "first.weight" in told and "are not the sum over ranks" in told, told
 
 
 def _is_refused(rank: int) -> None:

@@ -7,6 +7,7 @@ dimensions, so that one is never taken for the other: `optimizer.load_state_dict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from compiled_ddp import torch_private
@@ -68,12 +69,12 @@ class ShardedState:
                 own.update(self._whole(own, parameter))
 
     def _agree(self, what: str) -> None:
-        if not self._reduction.communicators:
+        if not (dist.is_initialized() and self._reduction.communicators):
             raise RuntimeError(
                 f"{what} gathers the optimizer's state, which lies in shares on all ranks, and torch.distributed is "
                 "not initialised any more: call it on every rank before destroy_process_group()."
             )
-        agree_apart(self._reduction.communicator, f"the gathering of the optimizer's state for {what}")
+        agree_apart(self._reduction.communicator, f"the gathering of the optimizer's state for {what}", what)
 
     def _whole(self, own: State, parameter: Tensor) -> State:
         """A collective for each share, in the order in which the state has them."""

@@ -332,16 +332,22 @@ def break_off(communicators: Sequence[Communicator], agreements: Agreements, wha
     agreements.tell(error, what, next((each.made for each in communicators), None))
 
 
-def agree_apart(communicator: Communicator, what: str) -> None:
-    """All ranks are about to do `what`, which is none of their reductions, on the user's own group.
+def agree_apart(communicator: Communicator, what: str, call: str) -> None:
+    """All ranks are about to do `what`, which is none of their reductions, on the user's own group, in this `call`.
 
-    Raises RuntimeError, on every rank, where some are about to do something else.
+    Raises RuntimeError: on every rank, where some are about to reduce; here, where they do not come to that either.
     """
     agreements, is_alone = communicator.agreements, False
     if agreements.groups.are_several((communicator,)):
         agreements.call()
     elif communicator.made is not None:
-        is_alone = _depart((communicator,))
+        try:
+            is_alone = _depart((communicator,))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {communicator.rank}: {call} is a collective, for {what}, and other ranks have not called it: "
+                f"call it on every rank, not behind `if rank == 0:`. ({error})"
+            ) from error
     communicator.forget_departures()
     agreements.compare(lambda: agreed_apart(what), what, communicator.made)
     if is_alone:

@@ -11,8 +11,9 @@ part of the formula on (`weight_decay` other than 0), is part of the graph, and 
 State is torch's own: `optimizer.state[parameter]` has what `optimizer.step()` would have put there, under its names.
 """
 
+import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -164,7 +165,10 @@ class _Adam:
 
     def begin(self, name: str, parameter: Tensor, group: Group) -> Tensor:
         if name == "step":
-            return torch.tensor(0.0, dtype=torch.float32, device=parameter.device if group.get("fused") else "cpu")
+            fused = bool(group.get("fused"))
+            is_wide = torch.get_default_dtype() == torch.float64 and not fused
+            dtype = torch.float64 if is_wide else torch.float32
+            return torch.tensor(0.0, dtype=dtype, device=parameter.device if fused else "cpu")
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
     def apply(self, given: GroupTensors, numbers: Mapping[str, Any], kind: Kind, *, fused: bool, skip: Any) -> None:
@@ -250,10 +254,33 @@ def _update(
         return
     if factor is not None:
         given = given._replace(gradients=[each * factor.to(each.device, each.dtype) for each in given.gradients])
-    if fused:
-        given = given._replace(gradients=[each.contiguous() for each in given.gradients])
     own = dict(zip(kind.numbers, numbers.tolist(), strict=True))
-    _BY_NAME[optimizer].apply(given, own, kind, fused=fused, skip=skip)
+    with _widened(given) as wide:
+        if fused:
+            wide = wide._replace(gradients=[each.contiguous() for each in wide.gradients])
+        _BY_NAME[optimizer].apply(wide, own, kind, fused=fused, skip=skip)
+
+
+_HALF = frozenset({torch.float16, torch.bfloat16})
+
+
+@contextlib.contextmanager
+def _widened(given: GroupTensors) -> Iterator[GroupTensors]:
+    """Tensors of 16 bits on the CPU as copies in float32, which are written back.
+
+    Torch's fused SGD leaves such parameters as they are there, or takes what lies in memory (torch 2.13, from 16
+    elements on).
+    """
+
+    def wide(every: Sequence[Tensor]) -> list[Tensor]:
+        return [each.float() if each.is_cpu and each.dtype in _HALF else each for each in every]
+
+    copies = GroupTensors(wide(given.params), wide(given.gradients), [*map(wide, given.state)], given.steps)
+    yield copies
+    for old, new in zip((given.params, *given.state), (copies.params, *copies.state), strict=True):
+        for tensor, copy in zip(old, new, strict=True):
+            if copy is not tensor:
+                tensor.copy_(copy)
 
 
 def _can_be_fused(given: GroupTensors) -> bool:

@@ -63,6 +63,11 @@ def test_parameters_of_other_dtypes(ranks2: RankPool, dtype: torch.dtype) -> Non
     ranks2.run(_sharded, whole._in_half, dtype)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "momentum"])
+def test_sgd_in_half_precision(ranks2: RankPool, kind: str) -> None:
+    ranks2.run(_sharded, whole._in_half_by_sgd, kind, torch.bfloat16)
+
+
 def test_an_update_of_several_batches_is_that_of_their_mean(ranks2: RankPool) -> None:
     ranks2.run(_sharded, whole._accumulates, "AdamW", "aot_eager")
 
@@ -245,6 +250,34 @@ def test_a_step_that_raises_changes_nothing_on_any_rank(ranks2: RankPool, accumu
 
 def test_what_a_graph_raises_is_raised_on_every_rank(ranks2: RankPool) -> None:
     ranks2.run(_sharded, whole._raises_in_graph, 1)
+
+
+def _saves_and_waits(rank: int) -> str:
+    with sharding():
+        step, _ = both("AdamW")
+    step(*batch(rank, 0))
+    with pytest.raises(RuntimeError) as raised:
+        (step.optimizer.state_dict if rank == 0 else dist.barrier)()
+    return str(raised.value)
+
+
+def test_where_the_others_wait_elsewhere_the_error_says_what_was_asked(ranks2: RankPool) -> None:
+    told, _ = ranks2.run(_saves_and_waits, collective_timeout_seconds=5.0)
+    assert "rank 0: optimizer.state_dict() is a collective" in told and "not behind `if rank == 0:`" in told, told
+
+
+def _saves_behind_the_end(rank: int) -> None:
+    group = dist.new_group([0, 1])
+    with sharding():
+        step, _ = both("AdamW", process_group=group)
+    step(*batch(rank, 0))
+    dist.destroy_process_group()
+    with pytest.raises(RuntimeError, match=r"call it on every rank before destroy_process_group\(\)"):
+        step.optimizer.state_dict()
+
+
+def test_behind_destroy_process_group_there_is_nothing_to_gather_by(ranks2: RankPool) -> None:
+    ranks2.run(_saves_behind_the_end)
 
 
 def _leaves_out_a_gradient(rank: int) -> str:

@@ -5,6 +5,7 @@ operation with f floating-point operations takes f again for each of its operand
 first, as the passes schedule it. Elementwise work, which compilers fuse, is counted by the memory of its results.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -58,7 +59,8 @@ def count_gradients(gradients: Sequence[Node]) -> BackwardWork | None:
     for gradient in gradients:
         before = len(ordered)
         emit_with_inputs(gradient, ordered)
-        done = sum((count.of_operator(node) for node in [*ordered][before:] if node in hangs), done)
+        new = itertools.islice(reversed(ordered), len(ordered) - before)
+        done = sum((count.of_operator(node) for node in new if node in hangs), done)
         until_ready.append(done)
     return BackwardWork(tuple(until_ready), done) if done.flops else None
 

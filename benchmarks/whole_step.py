@@ -58,8 +58,8 @@ class _Whole:
 
 def measure(
     workload: Workload, variants: Sequence[Variant], *, warmup: int, rounds: int, rank: Rank
-) -> list[dict[str, list[float]]]:
-    """The seconds of each variant's steps, by rank; of a whole step behind them the MiB of the optimizer's state."""
+) -> list[dict[str, dict[str, list[float]]]]:
+    """By rank: the seconds of each variant's steps, and of whole steps the MiB of the optimizer's state."""
     contenders, _ = warm_up(variants, workload, warmup, rank)
     wholes = {name: _Whole(workload, rank, **options) for name, options in WHOLE.items()}
     for whole in wholes.values():
@@ -76,17 +76,12 @@ def measure(
 
 
 def table(by_rank: Sequence[dict[str, dict[str, list[float]]]]) -> str:
-    def mean(kind: str, name: str) -> float | None:
-        if name not in by_rank[0][kind]:
-            return None
-        return statistics.mean(statistics.median(of_rank[kind][name]) for of_rank in by_rank)
+    def means(kind: str) -> dict[str, float]:
+        names = by_rank[0][kind]
+        return {name: statistics.mean(statistics.median(each[kind][name]) for each in by_rank) for name in names}
 
-    first = mean("seconds", "torch DDP")
-    rows = [
-        (name, 1e3 * seconds, seconds / first, mean("MiB of state", name))
-        for name in by_rank[0]["seconds"]
-        if (seconds := mean("seconds", name)) is not None and first is not None
-    ]
+    seconds, state = means("seconds"), means("MiB of state")
+    rows = [(name, 1e3 * each, each / seconds["torch DDP"], state.get(name)) for name, each in seconds.items()]
     headers = ("", "step ms", "x torch DDP", "MiB of state")
     return str(tabulate(rows, headers=headers, floatfmt=("s", ".3f", ".3f", ".1f"), tablefmt="simple"))
 

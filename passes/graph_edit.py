@@ -54,6 +54,18 @@ def set_output_values(graph: Graph, values: Sequence[Node | None]) -> None:
     graph.output_node().args = (tuple(values),)
 
 
+def results_of(node: Node) -> dict[int, Node]:
+    """The results that are read of a node which has several, by their places."""
+    return {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
+
+
+def erase_with_results(graph: Graph, node: Node) -> None:
+    """Remove a node with several results, which nothing reads any more."""
+    for result in [*node.users]:
+        graph.erase_node(result)
+    graph.erase_node(node)
+
+
 def replace_nodes(graph: Graph, replacements: Mapping[Node, Node]) -> None:
     """Let everything that reads a key read its value instead.
 

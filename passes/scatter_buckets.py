@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import emit
+from compiled_ddp.passes.graph_edit import emit, erase_with_results, results_of
 from compiled_ddp.passes.ops import (
     all_gather,
     all_reduce,
@@ -24,7 +24,7 @@ from compiled_ddp.passes.ops import (
     wait_tensor,
 )
 from compiled_ddp.passes.unfold_sums import emit_riders, replace_riders
-from compiled_ddp.plan import Bucket, BucketPlan, share_elements
+from compiled_ddp.plan import BucketPlan, share_elements
 
 _aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
     and the riders are summed behind the gradients' buckets, as everywhere. An update in between becomes one of each
     bucket, unless it waits for all of them, as clipping does: then a bucket is gathered while others are on their way.
     """
-    _split_updates(graph, plan, _results(reduction))
+    _split_updates(graph, plan, results_of(reduction))
     summed, gathered = (graph.find_nodes(op="call_function", target=target) for target in (sum_numbers, gather_shares))
     for node in summed:
         with graph.inserting_before(node):
@@ -63,7 +63,7 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
 
 def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -> None:
     gradients: Sequence[Node] = reduction.args[0]  # type: ignore[assignment]
-    results = _results(reduction)
+    results = results_of(reduction)
     rows_each = [1] * plan.world_size  # that every rank is sent
     *buckets, _ = plan.buckets  # the last one has the riders alone
     with graph.inserting_before(reduction):
@@ -76,19 +76,19 @@ def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -
             else:
                 launch = emit(graph, all_to_all, matrix, rows_each, rows_each, group_name)
                 share = emit(graph, _aten.sum.dim_IntList, emit(graph, wait_tensor, launch), [0])
-            for gradient, begin, end in _shares(bucket):
+            for gradient, begin, end in bucket.shares:
                 if gradient in results:
                     part = emit(graph, _aten.slice.Tensor, share, 0, begin, end)
                     results[gradient].replace_all_uses_with(part)
         riders = emit_riders(graph, plan, reduction)
         summed = emit(graph, wait_tensor, emit(graph, all_reduce, riders, "sum", group_name))
     replace_riders(graph, reduction, results, summed, len(gradients))
-    _erase(graph, reduction)
+    erase_with_results(graph, reduction)
 
 
 def _gather(graph: Graph, plan: BucketPlan, node: Node, group_name: str) -> None:
     shares: Sequence[Node] = node.args[0]  # type: ignore[assignment]
-    results = _results(node)
+    results = results_of(node)
     rows_each = [1] * plan.world_size
     *buckets, _ = plan.buckets
     with graph.inserting_before(node):
@@ -100,11 +100,11 @@ def _gather(graph: Graph, plan: BucketPlan, node: Node, group_name: str) -> None
                 repeated = emit(graph, _aten.repeat.default, flat, [bucket.ranks, 1])
                 launch = emit(graph, all_to_all, repeated, rows_each, rows_each, group_name)
             matrix = emit(graph, _aten.reshape.default, emit(graph, wait_tensor, launch), [bucket.ranks, -1])
-            for index, begin, end in _shares(bucket):
+            for index, begin, end in bucket.shares:
                 if index in results:
                     rows = emit(graph, _aten.slice.Tensor, matrix, 1, begin, end)
                     results[index].replace_all_uses_with(emit(graph, _aten.reshape.default, rows, [-1]))
-    _erase(graph, node)
+    erase_with_results(graph, node)
 
 
 def _split_updates(graph: Graph, plan: BucketPlan, sums: dict[int, Node]) -> None:
@@ -117,7 +117,7 @@ def _split_updates(graph: Graph, plan: BucketPlan, sums: dict[int, Node]) -> Non
         waits_for_all = any(each is not None for each in (factor, skip, applies))
         if waits_for_all or not all(gradient in bucket_of for gradient in gradients):
             continue
-        results, count = _results(node), len(params)
+        results, count = results_of(node), len(params)
         for bucket in range(len(plan.buckets)):
             own = [place for place in range(count) if bucket_of[gradients[place]] == bucket]
             if not own:
@@ -136,7 +136,7 @@ def _split_updates(graph: Graph, plan: BucketPlan, sums: dict[int, Node]) -> Non
                 for place, before in enumerate(old):
                     if before in results:
                         results[before].replace_all_uses_with(emit(graph, operator.getitem, updated, place))
-        _erase(graph, node)
+        erase_with_results(graph, node)
 
 
 def _rows(graph: Graph, gradient: Node, numel: int, ranks: int) -> Node:
@@ -146,21 +146,3 @@ def _rows(graph: Graph, gradient: Node, numel: int, ranks: int) -> Node:
     if missing:
         flat = emit(graph, _aten.constant_pad_nd.default, flat, [0, missing])
     return emit(graph, _aten.reshape.default, flat, [ranks, -1])
-
-
-def _shares(bucket: Bucket) -> list[tuple[int, int, int]]:
-    """Each gradient's index, and where a share of it begins and ends."""
-    return [
-        (each.index, each.offset_elements, each.offset_elements + share_elements(each.numel, bucket.ranks))
-        for each in bucket.gradients
-    ]
-
-
-def _results(node: Node) -> dict[int, Node]:
-    return {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
-
-
-def _erase(graph: Graph, node: Node) -> None:
-    for result in [*node.users]:
-        graph.erase_node(result)
-    graph.erase_node(node)

@@ -1,12 +1,18 @@
 """A step's reductions as the naive program: one all-reduce and one wait for every gradient, where it is produced."""
 
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import emit, output_values, replace_nodes, set_output_values
+from compiled_ddp.passes.graph_edit import (
+    emit,
+    erase_with_results,
+    output_values,
+    replace_nodes,
+    results_of,
+    set_output_values,
+)
 from compiled_ddp.passes.ops import all_reduce, sum_over_ranks, wait_tensor
 from compiled_ddp.plan import BucketPlan
 
@@ -41,7 +47,7 @@ def unfold_sum(graph: Graph, plan: BucketPlan, *, reduction: Node, group_name: s
     them there; `drop_outputs` takes them away again.
     """
     gradients: Sequence[Node] = reduction.args[0]  # type: ignore[assignment]
-    results = {int(user.args[1]): user for user in reduction.users if user.target is operator.getitem}  # type: ignore[arg-type]
+    results = results_of(reduction)
     riders = emit_riders(graph, plan, reduction)
     waits = [_emit_reduction(graph, gradient, group_name) for gradient in gradients]
     riders_wait = _emit_reduction(graph, riders, group_name)
@@ -49,9 +55,7 @@ def unfold_sum(graph: Graph, plan: BucketPlan, *, reduction: Node, group_name: s
     replace_riders(graph, reduction, results, riders_wait, len(gradients))
     outputs = output_values(graph)
     set_output_values(graph, [*outputs, *waits, riders_wait])
-    for result in results.values():
-        graph.erase_node(result)
-    graph.erase_node(reduction)
+    erase_with_results(graph, reduction)
     return {index: len(outputs) + index for index in range(len(gradients))}
 
 

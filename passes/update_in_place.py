@@ -1,12 +1,11 @@
 """No second copy of parameters and of an optimizer's state: they are updated where they are."""
 
 import itertools
-import operator
 
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import emit
+from compiled_ddp.passes.graph_edit import emit, results_of
 from compiled_ddp.passes.ops import optimizer_step, optimizer_step_in_place
 
 _aten = torch.ops.aten
@@ -25,7 +24,7 @@ def update_in_place(graph: Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=optimizer_step):
         params, _, state, steps, *_ = node.args
         updated: list[Node] = [*params, *state, *steps]
-        results = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        results = results_of(node)
         chains = [_written(results[number], into) for number, into in enumerate(updated) if number in results]
         if len(chains) < len(updated) or not all(chains):
             continue

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compiled_ddp.functional.shares import rows_of, scatter
+from compiled_ddp.functional.shares import added, launch_scatter, rows_of
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.passes.ops import all_reduce_in_place, wait_tensor
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
@@ -82,56 +82,39 @@ def _sum_over_ranks(
     scattered_by: str = "",
 ) -> list[Tensor]:
     """All buckets launched one after the other, then awaited; the results are views of them."""
-    if scattered_by:
-        return _scattered(gradients, passengers, leading, order, lengths, world_size, group_name, scattered_by)
     specs = tuple(spec_of(index, tuple(g.shape), g.dtype, g.device) for index, g in enumerate(gradients))
     ridden = sum(passenger.numel() for passenger in passengers)
-    plan = plan_of(specs, tuple(order), tuple(lengths), world_size, ridden)
+    plan = plan_of(specs, tuple(order), tuple(lengths), world_size, ridden, is_scattered=bool(scattered_by))
     used = torch.ones(len(gradients), dtype=torch.float32, device=leading.device)
-    name, flat_buffers = _bucket_name.get(), []
+    name, launched = _bucket_name.get(), []
     for position, bucket in enumerate(plan.buckets):
         with profiled("fold", name, position):
-            parts = [gradients[index].reshape(-1) for index in bucket.indices]
-            if bucket.riders is not None:
-                parts += [part.to(bucket.device).reshape(-1) for part in (leading, used, *passengers)]
-            flat = torch.cat(parts)
+            if bucket.ranks > 1:
+                flat = torch.cat([rows_of(gradients[index], bucket.ranks) for index in bucket.indices], dim=1)
+            else:
+                parts = [gradients[index].reshape(-1) for index in bucket.indices]
+                if bucket.riders is not None:
+                    parts += [part.to(bucket.device).reshape(-1) for part in (leading, used, *passengers)]
+                flat = torch.cat(parts)
         with profiled("launch", name, position):
-            flat_buffers.append(all_reduce_in_place(flat, "sum", group_name))
+            if bucket.ranks > 1:
+                launched.append(launch_scatter(flat, group_name, scattered_by))
+            else:
+                launched.append(all_reduce_in_place(flat, "sum", group_name))
     views: dict[int, Tensor] = {}
-    for position, (bucket, flat) in enumerate(zip(plan.buckets, flat_buffers, strict=True)):
+    for position, (bucket, flat) in enumerate(zip(plan.buckets, launched, strict=True)):
         with profiled("wait for", name, position):
             wait_tensor(flat)
-        views |= {gradient.index: gradient.view(flat) for gradient in bucket.gradients}
-    riders = plan.riders.view(flat_buffers[-1])
+        if bucket.ranks > 1:
+            share = added(flat, bucket)
+            views |= {index: share[begin:end] for index, begin, end in bucket.shares}
+        else:
+            views |= {gradient.index: gradient.view(flat) for gradient in bucket.gradients}
+    riders = plan.riders.view(launched[-1])
     first_passenger = plan.riders.numel - ridden
     sums = riders[first_passenger:].split([passenger.numel() for passenger in passengers])
     shaped = [part.view(passenger.shape) for part, passenger in zip(sums, passengers, strict=True)]
     return [*(views[index] for index in range(len(gradients))), *shaped, riders[: leading.numel()]]
-
-
-def _scattered(
-    gradients: Sequence[Tensor],
-    passengers: Sequence[Tensor],
-    leading: Tensor,
-    order: Sequence[int],
-    lengths: Sequence[int],
-    world_size: int,
-    group_name: str,
-    scattered_by: str,
-) -> list[Tensor]:
-    """The same, one bucket after the other, of which this rank gets its share; the riders are summed last."""
-    in_order, found = iter(order), dict[int, Tensor]()
-    for length in filter(None, lengths):
-        indices = [*itertools.islice(in_order, length)]
-        rows = [rows_of(gradients[index], world_size) for index in indices]
-        share = scatter(torch.cat(rows, dim=1), group_name, scattered_by)
-        found |= zip(indices, share.split([each.shape[1] for each in rows]), strict=True)
-    used = torch.ones(len(gradients), dtype=torch.float32, device=leading.device)
-    sizes = [part.numel() for part in (leading, used, *passengers)]
-    riders = torch.cat([part.reshape(-1) for part in (leading, used, *passengers)])
-    leading, _, *sums = wait_tensor(all_reduce_in_place(riders, "sum", group_name)).split(sizes)
-    shaped = [part.view(passenger.shape) for part, passenger in zip(sums, passengers, strict=True)]
-    return [*(found[index] for index in range(len(gradients))), *shaped, leading]
 
 
 Reduce = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]  # gradients, passengers -> their sums

@@ -19,7 +19,7 @@ from compiled_ddp.passes.ops import (
     sum_numbers,
     wait_tensor,
 )
-from compiled_ddp.plan import share_elements
+from compiled_ddp.plan import Bucket, share_elements
 
 
 def scattered_by(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -49,13 +49,18 @@ def whole_of(rows: Tensor, size: torch.Size) -> Tensor:
 # ---- over ranks ------------------------------------------------------------------------------------------------------
 
 
-def scatter(rows: Tensor, group_name: str, by: str) -> Tensor:
-    """This rank's row of the sum over ranks."""
+def launch_scatter(rows: Tensor, group_name: str, by: str) -> Tensor:
+    """Start to sum the rows of all ranks, contiguous, each for the rank that it is of; `added` is what came of it."""
     if by == "reduce_scatter":
-        summed: Tensor = wait_tensor(reduce_scatter(rows.contiguous(), "sum", len(rows), group_name))
-        return summed.view(-1)
-    received: Tensor = wait_tensor(all_to_all(rows.contiguous(), [1] * len(rows), [1] * len(rows), group_name))
-    return received.sum(0)
+        launched: Tensor = reduce_scatter(rows, "sum", len(rows), group_name)
+    else:
+        launched = all_to_all(rows, [1] * len(rows), [1] * len(rows), group_name)
+    return launched
+
+
+def added(received: Tensor, bucket: Bucket) -> Tensor:
+    """This rank's row of the sum, of what a scatter of this bucket has brought: by an all-to-all a row of each rank."""
+    return received.view(-1, bucket.numel // bucket.ranks).sum(0)
 
 
 def gather(share: Tensor, ranks: int, group_name: str, by: str) -> Tensor:

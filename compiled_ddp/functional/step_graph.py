@@ -16,7 +16,7 @@ from compiled_ddp.functional.reduction import GradientReduction, Options
 from compiled_ddp.functional.session import current_session, note_settled
 from compiled_ddp.functional.shares import gathered_in_trace, own_row, scattered_by, summed_in_trace
 from compiled_ddp.functional.transforms import GradientFunction
-from compiled_ddp.functional.updates import GroupTensors, Kind, Terms, rule_of, updated_in_trace, why_outside
+from compiled_ddp.functional.updates import GroupTensors, Kind, Terms, rule_of, updated_in_trace, why_outside, widened
 
 Loss = Callable[..., Any]
 Tensors = dict[str, Tensor]
@@ -169,10 +169,8 @@ class StepGraph:
     ) -> None:
         """Ranks share the update where the options say that sums are scattered."""
         self.has_aux, self._optimizer, self._clip_grad_norm = whole.has_aux, optimizer, clip_grad_norm
-        self.is_shared = options.is_scattered
-        self._sums_numbers = self.is_shared and (scaler is not None or clip_grad_norm is not None)
-        # How many gradients are infinite, and the square of their norm.
-        options = replace(options, numbers=2 if self._sums_numbers else 0)
+        if options.is_scattered and (scaler is not None or clip_grad_norm is not None):
+            options = replace(options, numbers=2)  # how many gradients are infinite, and the square of their norm
         self._gradient = GradientFunction(_loss_of(whole), 0, True, options, "grad_and_value", before_sum=_summed)
 
     @property
@@ -259,15 +257,13 @@ class StepGraph:
 
     def _gathered(self, shares: Tensors, params: Tensors, ranks: int) -> Tensors:
         """Parameters as their ranks have updated them, each rank its shares."""
-        sent = [share.to(params[name].dtype) for name, share in shares.items()]
+        sent, sizes = [*shares.values()], [params[name].shape for name in shares]
         by = scattered_by(self.reduction.communicator.process_group, sent[0].device)
-        return dict(
-            zip(shares, gathered_in_trace(sent, [params[name].shape for name in shares], ranks, by), strict=True)
-        )
+        return dict(zip(shares, gathered_in_trace(sent, sizes, ranks, by), strict=True))
 
     def _reduced_of(self, layout: Layout) -> Callable[[Written, Read, Given], tuple[Outcome, Tensors]]:
         gradient, most = self._gradient, self._clip_grad_norm
-        sums_numbers = self._sums_numbers and layout.ranks > 1
+        sums_numbers = layout.ranks > 1 and self.reduction.options.numbers > 0
 
         def reduced(written: Written, read: Read, given: Given) -> tuple[Outcome, Tensors]:
             (gradients, (used,)), (_, (value, aux, buffers, unused)) = gradient(
@@ -301,18 +297,17 @@ def _loss_of(whole: WithLoss) -> Loss:
     users_loss = whole.loss_fn  # so that what it closes over is followed, as of any function of a compiled step
 
     def loss(params: Tensors, written: Written, read: Read, given: Given) -> Any:
-        own = dict(params)
         if given.batch is None:
-            nothing = next(iter(own.values())).real.sum() * 0.0
-            return nothing, (nothing, None, written.buffers, tuple(own))
+            nothing = next(iter(params.values())).real.sum() * 0.0
+            return nothing, (nothing, None, written.buffers, tuple(params))
         # A gradient function may not write into what it is given.
         copies = {name: buffer.clone() for name, buffer in written.buffers.items()}
-        tensors = {f"model.{name}": each for name, each in {**own, **read.others, **copies}.items()}
+        tensors = {f"model.{name}": each for name, each in {**params, **read.others, **copies}.items()}
         result = torch.func.functional_call(whole, tensors, given.batch, given.named)
         value, aux = result if whole.has_aux else (result, None)
         assert users_loss is whole.loss_fn
         is_loss = isinstance(value, Tensor)  # torch.func refuses anything else
-        unused = tuple(torch_private.autograd.not_reached(value, own)) if is_loss else ()
+        unused = tuple(torch_private.autograd.not_reached(value, params)) if is_loss else ()
         # Those that forward has written into, or replaced by others: `functional_call` puts these into `tensors`.
         buffers = {name: tensors[f"model.{name}"].detach() for name in written.buffers}
         return value if given.scale is None else value * given.scale, (value, aux, buffers, unused)
@@ -350,10 +345,6 @@ def _zeros(held: Tensors) -> Tensors:
     return {name: torch.zeros_like(each) for name, each in held.items()}
 
 
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
-
-
 def _infinite(gradients: Tensors, device: torch.device) -> Tensor:
     """How many of these have an element that is not finite; float64."""
     return torch.stack([(~each.isfinite().all()).to(device, torch.float64) for each in gradients.values()]).sum()
@@ -361,7 +352,7 @@ def _infinite(gradients: Tensors, device: torch.device) -> Tensor:
 
 def _squares(gradients: Tensors, device: torch.device) -> Tensor:
     """The square of the norm of all together; float64."""
-    norms = [torch.linalg.vector_norm(_widened(each)) for each in gradients.values()]
+    norms = [torch.linalg.vector_norm(widened(each)) for each in gradients.values()]
     return torch.stack([each.to(device, torch.float64) for each in norms]).square().sum()
 
 

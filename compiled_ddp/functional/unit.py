@@ -17,7 +17,7 @@ from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
-from compiled_ddp.functional.shares import gather
+from compiled_ddp.functional.shares import added, gather
 from compiled_ddp.functional.wanted import Agreed, Arrival, Wanted, agreed_apart, describe
 from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.plan import Bucket
@@ -436,7 +436,7 @@ class _Watched:
             return
         bucket = expected.bucket
         if bucket.ranks > 1:  # what an all-to-all brings is added up behind its wait
-            expected.launched.shares.append((bucket, result.view(-1, bucket.numel // bucket.ranks).sum(0)))
+            expected.launched.shares.append((bucket, added(result, bucket)))
         else:
             views = [gradient.view(result) for gradient in bucket.gradients]
             expected.launched.recording.come_out(bucket.indices, views)

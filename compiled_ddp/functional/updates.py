@@ -255,17 +255,19 @@ def _update(
     if factor is not None:
         given = given._replace(gradients=[each * factor.to(each.device, each.dtype) for each in given.gradients])
     own = dict(zip(kind.numbers, numbers.tolist(), strict=True))
-    with _widened(given) as wide:
+    with _widened_on_cpu(given) as wide:
         if fused:
             wide = wide._replace(gradients=[each.contiguous() for each in wide.gradients])
         _BY_NAME[optimizer].apply(wide, own, kind, fused=fused, skip=skip)
 
 
-_HALF = frozenset({torch.float16, torch.bfloat16})
+def widened(tensor: Tensor) -> Tensor:
+    """In float32 what has 16 bits; anything else as it is."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 @contextlib.contextmanager
-def _widened(given: GroupTensors) -> Iterator[GroupTensors]:
+def _widened_on_cpu(given: GroupTensors) -> Iterator[GroupTensors]:
     """Tensors of 16 bits on the CPU as copies in float32, which are written back.
 
     Torch's fused SGD leaves such parameters as they are there, or takes what lies in memory (torch 2.13, from 16
@@ -273,7 +275,7 @@ def _widened(given: GroupTensors) -> Iterator[GroupTensors]:
     """
 
     def wide(every: Sequence[Tensor]) -> list[Tensor]:
-        return [each.float() if each.is_cpu and each.dtype in _HALF else each for each in every]
+        return [widened(each) if each.is_cpu else each for each in every]
 
     copies = GroupTensors(wide(given.params), wide(given.gradients), [*map(wide, given.state)], given.steps)
     yield copies

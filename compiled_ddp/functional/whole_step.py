@@ -205,7 +205,7 @@ class TrainingStep:
         self.model, self.optimizer = model, optimizer
         self._graph, self._compiler = graph, compiler
         self._accumulate, self._scaler = accumulate, scaler
-        self._shared = ShardedState(optimizer, graph.reduction) if graph.is_shared else None
+        self._shared = ShardedState(optimizer, graph.reduction) if graph.reduction.options.is_scattered else None
         self._known: dict[Layout, list[_Known]] = {}
         self._latest: _Now | None = None
         self._explained: tuple[Layout, CompiledStep, Sequence[str]] | None = None
@@ -452,16 +452,18 @@ class _Now:
         unchanged: Unchanged,
         of_groups: list[list[object]],
     ) -> None:
-        """`unchanged` tells of the model and of the optimizer's own attributes and state, `of_groups` of its groups."""
+        """`unchanged` tells of the model and of the optimizer's own attributes and state, `of_groups` of its groups.
+
+        They are held, so that nothing else comes to have the ids by which they are compared.
+        """
         self.layout, self.known, self.parameters, self.trained = layout, known, parameters, trained
         self.buffers, self.held, self.read = buffers, held, read
-        self._unchanged, self._of_groups = unchanged, of_groups
-        self.in_update: tuple[Arguments, Arguments] | None = (
-            None  # once each parameter has the state that an update needs
-        )
+        self._unchanged, self._of_groups, self._ids_of_groups = unchanged, of_groups, _ids(of_groups)
+        # Once each parameter has the state that an update needs.
+        self.in_update: tuple[Arguments, Arguments] | None = None
 
     def is_still(self, optimizer: torch.optim.Optimizer) -> bool:
-        are_same = self._unchanged.holds() and _ids(_of_groups(optimizer)) == _ids(self._of_groups)
+        are_same = self._unchanged.holds() and _ids(_of_groups(optimizer)) == self._ids_of_groups
         return are_same and self.layout.has_kinds_of(optimizer)
 
     @functools.cached_property

@@ -125,12 +125,19 @@ class Bucket:
     def indices(self) -> tuple[int, ...]:
         return tuple(gradient.index for gradient in self.gradients)
 
+    @functools.cached_property
+    def shares(self) -> tuple[tuple[int, int, int], ...]:
+        """Of each gradient its index, and where a share of it begins and ends in a row."""
+        return tuple((each.index, each.offset_elements, self._end_of_share(each)) for each in self.gradients)
+
+    def _end_of_share(self, gradient: Gradient) -> int:
+        return gradient.offset_elements + share_elements(gradient.numel, self.ranks)
+
     def view(self, gradient: Gradient, flat_buffer: torch.Tensor) -> torch.Tensor:
         """One of its gradients in its flat buffer; of one that is scattered a copy."""
         if self.ranks == 1:
             return gradient.view(flat_buffer)
-        begin = gradient.offset_elements
-        rows = flat_buffer.view(self.ranks, -1)[:, begin : begin + share_elements(gradient.numel, self.ranks)]
+        rows = flat_buffer.view(self.ranks, -1)[:, gradient.offset_elements : self._end_of_share(gradient)]
         return rows.reshape(-1)[: gradient.numel].view(gradient.size)
 
     @functools.cached_property

@@ -280,6 +280,16 @@ def test_behind_destroy_process_group_there_is_nothing_to_gather_by(ranks2: Rank
     ranks2.run(_saves_behind_the_end)
 
 
+def _told(rank: int, patched: object, name: str, value: object) -> str:
+    """What a first step raises, where this has been put in the place of what is called so."""
+    with sharding(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patched, name, value)
+        step, _ = both("AdamW")
+        with pytest.raises(RuntimeError) as raised:
+            step(*batch(rank, 0))
+    return str(raised.value)
+
+
 def _leaves_out_a_gradient(rank: int) -> str:
     """Rank 1's graph sends zeros for the first gradient of each bucket."""
     rows_of = scatter_buckets._rows
@@ -288,12 +298,7 @@ def _leaves_out_a_gradient(rank: int) -> str:
         found = rows_of(graph, gradient, numel, ranks)
         return graph.call_function(torch.ops.aten.mul.Scalar, (found, 0.0)) if rank == 1 else found
 
-    with sharding(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scatter_buckets, "_rows", rows)
-        step, _ = both("AdamW")
-        with pytest.raises(RuntimeError) as raised:
-            step(*batch(rank, 0))
-    return str(raised.value)
+    return _told(rank, scatter_buckets, "_rows", rows)
 
 
 def test_a_graph_that_scatters_something_else_is_an_error_on_every_rank(ranks2: RankPool) -> None:
@@ -311,12 +316,7 @@ def _sums_up_wrongly(rank: int) -> str:
             torch.ops._c10d_functional.wait_tensor(result)[1].zero_()
         return result
 
-    with sharding(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unit._Watched, "start", half)
-        step, _ = both("AdamW")
-        with pytest.raises(RuntimeError) as raised:
-            step(*batch(rank, 0))
-    return str(raised.value)
+    return _told(rank, unit._Watched, "start", half)
 
 
 def test_shares_that_are_not_the_sum_are_an_error_on_every_rank(ranks2: RankPool) -> None:

@@ -28,7 +28,11 @@ from compiled_ddp.tools.comparison.variants import Variant
 
 OUTPUT = Path("benchmarks/out/whole-step.json")
 VARIANTS = ("torch DDP", "torch.compile(DDP)", "EagerDDP", "compile_ddp")
-WHOLE: dict[str, dict[str, Any]] = {"compile_step": {}, "compile_step, sharded": {"shard_optimizer": True}}
+WHOLE: dict[str, dict[str, Any]] = {
+    "compile_step": {},
+    "compile_step, sharded": {"shard_optimizer": True},
+    "compile_step, pipelined": {"shard_optimizer": True, "pipeline_updates": True},
+}
 
 
 class _Whole:

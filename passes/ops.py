@@ -18,6 +18,9 @@ gradients, contiguous, of the passengers, and last of `leading`. Where it is `sc
 `gather_shares` is the way back: in are shares of this rank, out is what all ranks have, one-dimensional, each with what
 fills it up. It is launched in the same buckets. `sum_numbers` sums a small tensor over ranks.
 
+`gathered_before` is what the step before has left under way of these parameters: `passes.gather_later`. Run as it is it
+copies them, as nothing is under way.
+
 `optimizer_step` is what an optimizer makes of the parameters of a group and of their state (`functional.updates`):
 lists of them in, for each name of the state one behind the other, and in the same order out. `optimizer_step_` leaves
 it in place of what it was given.
@@ -99,6 +102,19 @@ def _sum_numbers_fake(numbers: torch.Tensor, _: str) -> torch.Tensor:
     return torch.empty_like(numbers)
 
 
+torch.library.define("compiled_ddp::gathered_before", "(Tensor[] params) -> Tensor[]")
+
+
+@torch.library.impl("compiled_ddp::gathered_before", "CompositeExplicitAutograd")
+def _gathered_before(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [each.clone(memory_format=torch.contiguous_format) for each in params]
+
+
+@torch.library.register_fake("compiled_ddp::gathered_before")
+def _gathered_before_fake(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in params]
+
+
 _STEP = "Tensor numbers, Tensor? factor, Tensor? skip, Tensor? applies, str optimizer, str switches, str names"
 torch.library.define(
     "compiled_ddp::optimizer_step",
@@ -146,6 +162,7 @@ pack = torch.ops.compiled_ddp.pack.default
 pack_into = torch.ops.compiled_ddp.pack_into.default
 sum_over_ranks = torch.ops.compiled_ddp.sum_over_ranks.default
 gather_shares = torch.ops.compiled_ddp.gather_shares.default
+gathered_before = torch.ops.compiled_ddp.gathered_before.default
 sum_numbers = torch.ops.compiled_ddp.sum_numbers.default
 optimizer_step = torch.ops.compiled_ddp.optimizer_step.default
 optimizer_step_in_place = torch.ops.compiled_ddp.optimizer_step_.default

@@ -23,8 +23,9 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
     the order of `group_names` and on each of them in that of the graph, with what they need. Then comes what hangs on
     no wait; then each wait, in the order of the launches, with all that can be computed once it is over: the updates of
     a bucket's parameters run while later buckets are on their way. Launches `following` them, of what comes of these
-    waits, are made in this order as soon as that is there, and awaited last. Other collectives, a loss's, keep their
-    order, and so do draws of random numbers, before the waits and behind them.
+    waits, are made in this order as soon as that is there, and awaited last. Waits for what is an input come right
+    before what reads them. Other collectives, a loss's, keep their order, and so do draws of random numbers, before the
+    waits and behind them.
 
     Leaves the graph as it is where something else is mutated, where nothing is launched, and where these orders exclude
     each other: draws that other collectives bring behind a draw that follows a wait.
@@ -45,8 +46,10 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
     behind = behind_each_other(others) | behind_each_other(following) | behind_each_other(drawn)
     if _goes_round(nodes, behind):
         return
+    place, arrivals = {node: number for number, node in enumerate(nodes)}, _arrivals(nodes)
     for launch in launches:
-        emit_with_inputs(launch, order, behind)
+        for node in sorted(_missing(launch, order) - arrivals, key=place.__getitem__):
+            emit_with_inputs(node, order, behind)
     rest = _Rest(nodes, order, behind, held_back={*tail, *waits.values()})
     rest.emit_ready()
     for launch in (*launches, *following):
@@ -55,6 +58,27 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
     order.update(dict.fromkeys(node for node in nodes if node not in order and node not in tail))
     order.update(dict.fromkeys(tail))
     apply_order(graph, list(order))
+
+
+def _arrivals(nodes: Sequence[Node]) -> set[Node]:
+    """Waits for inputs of the graph, and what is computed of these alone."""
+    found = set[Node]()
+    for node in nodes:
+        inputs = node.all_input_nodes
+        is_first = is_wait(node) and inputs[0].op == "placeholder"
+        if is_first or (inputs and found.issuperset(inputs)):
+            found.add(node)
+    return found
+
+
+def _missing(launch: Node, order: Mapping[Node, None]) -> set[Node]:
+    """The launch, and what it needs that is not in `order`."""
+    found, stack = {launch}, [launch]
+    while stack:
+        needed = [each for each in stack.pop().all_input_nodes if each not in order and each not in found]
+        found.update(needed)
+        stack += needed
+    return found
 
 
 def _mutating_tail(nodes: Sequence[Node]) -> dict[Node, None] | None:

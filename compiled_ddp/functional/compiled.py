@@ -21,6 +21,7 @@ from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.closed_over import OwnContainers, closed_over, generators_shared, reached
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.donations import Donations, donations
+from compiled_ddp.functional.in_flight import InFlight, land_what_is_read
 from compiled_ddp.functional.kept import Arguments
 from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
 from compiled_ddp.functional.reduction import current_world
@@ -35,6 +36,7 @@ from compiled_ddp.graph.backward_work import count_gradients, counted
 from compiled_ddp.graph.telling import compiling
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.options import check_compiler
+from compiled_ddp.passes.gather_later import buckets_to_gather
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
 from compiled_ddp.plan import Bucket, BucketPlan
@@ -143,6 +145,7 @@ def _check_arguments(
         raise ValueError("a functional step is one graph of fixed shapes: leave out fullgraph=False and dynamic=True.")
 
 
+_NOTHING = contextlib.nullcontext()
 _MANY = 16  # compilations of one step
 
 
@@ -161,12 +164,18 @@ class _Runnable:
         in_cuda_graphs: Callable[[torch.device], bool],
         reference: ReferenceStep | None,
         donations: Donations | None,
+        in_flight: InFlight | None,
+        to_gather: tuple[Bucket, ...],
     ) -> None:
-        """`donations` are told of what it writes its results into; None where that stays its owner's."""
+        """`donations` are told of what it writes its results into; None where that stays its owner's.
+
+        It begins with what is `in_flight`, and leaves what is `to_gather` so; None where nothing is.
+        """
         self._name, self._donations = name, donations
         self._traced, self._run, self._runs, self._unit = traced, run, session.runs, unit
         self._loss_launches = LossLaunches([each for each in launches if isinstance(each, LossLaunch)])
         self._flat_buffers, self._in_cuda_graphs = flat_buffers, in_cuda_graphs
+        self._in_flight, self._to_gather = in_flight, to_gather
         self._is_new = True  # has not run yet
         self._reference = reference  # until a run that ranks verify has been compared with it
         self._arrivals = [Arrival.last_first(run.wanted) for run in session.runs]  # of what ranks know by now
@@ -197,7 +206,10 @@ class _Runnable:
         with torch.no_grad():
             for generator in generators:
                 generator.load(leaves)
-            given = [*tensors, *self._traced.constants, *self._flat_buffers.memory]
+            if self._traced.constants:
+                land_what_is_read(self._traced.constants)
+            gathered = [] if self._in_flight is None else self._in_flight.given_to(self._to_gather)
+            given = [*tensors, *self._traced.constants, *gathered, *self._flat_buffers.memory]
             donated = [] if self._donations is None else [leaves[place] for place in self._traced.written]
             results = self._communicated(given, donated) if self._unit is None else self._reduced(given, donated)
         first_state = len(results) - len(generators)
@@ -209,9 +221,12 @@ class _Runnable:
 
     def _ran(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
         """What the graph returns. It may have written to what is donated wherever it raises."""
+        in_flight = self._in_flight
         try:
-            with torch_private.tensors.without_autocast():  # whose casts have been traced
-                return list(self._run(*inputs))
+            # Autocast's casts have been traced.
+            with torch_private.tensors.without_autocast(), in_flight.awaited_by_graph() if in_flight else _NOTHING:
+                results = list(self._run(*inputs))
+            return results if in_flight is None else in_flight.launched(self._to_gather, results)
         finally:
             if self._donations is not None:
                 self._donations.note(self._name, donated)
@@ -229,7 +244,10 @@ class _Runnable:
         launching = unit.launching(self._flat_buffers.memory)
         reference_of = None
         if self._reference is not None and unit.verifies:
-            reference_of = self._reference.run(inputs[: len(inputs) - len(self._flat_buffers.memory)])
+            if self._in_flight is not None:  # into the parameters, from which the reference begins
+                self._in_flight.land()
+            of_passes = len(self._to_gather) + len(self._flat_buffers.memory)
+            reference_of = self._reference.run(inputs[: len(inputs) - of_passes])
             self._reference = None
             for flat_buffer in self._flat_buffers.memory:
                 fill_with_pattern(flat_buffer)
@@ -237,7 +255,8 @@ class _Runnable:
         with launching, watching, self._loss_launches.launching():
             results = self._ran(inputs, donated)
         first_state = len(results) - len(self._traced.generators)
-        unit.check(results[first_state - len(self._runs) : first_state])
+        with contextlib.nullcontext() if self._in_flight is None else self._in_flight.if_sound():
+            unit.check(results[first_state - len(self._runs) : first_state])
         unit.prove()
         return results
 
@@ -254,8 +273,9 @@ class CompiledStep:
         *,
         keeps_donated: bool = False,
         tells: bool = True,
+        in_flight: InFlight | None = None,
     ) -> None:
-        """Without `tells` its caller tells other ranks of what a call raises.
+        """Without `tells` its caller tells other ranks of what a call raises. `in_flight` is of a step that departs.
 
         `keeps_donated` is for a caller whose own tensors are donated in each call. Its `step` returns what
         becomes of each donated argument, in their order, and last its result, which alone is returned from here: the
@@ -263,6 +283,7 @@ class CompiledStep:
         """
         self._step, self._backend, self._options, self._donated = step, backend, options, donated
         self._donations, self._tells = None if keeps_donated else donations, tells
+        self._in_flight = in_flight
         self._compiled: dict[tuple[Any, ...], list[_Runnable]] = {}
         self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
@@ -379,8 +400,9 @@ class CompiledStep:
             plans = tuple(
                 (one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)
             )
+            traced, to_gather = self._gathering_later(traced, session, plans)
             flat_buffers = self._flat_buffers_of([plan for plan, _ in plans if not plan.is_scattered])
-            traced = traced.add_inputs(flat_buffers.memory)
+            traced = traced.add_inputs(flat_buffers.memory, "flat_buffer")
             pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True)
             identity = f"{pipeline.cache_identity} {torch_private.tracing.labels_of(traced.graph_module.graph)}"
             rewriting = torch_private.inductor.rewriting_step(pipeline.run, identity)
@@ -396,7 +418,23 @@ class CompiledStep:
         name = _name_of(self._step)
         traced = dataclasses.replace(traced, inputs=())  # of the first call: they would live as long as the step
         what = name, traced, run, session, unit, launches
-        return _Runnable(*what, flat_buffers, in_cuda_graphs, reference, self._donations)
+        in_flight = self._in_flight if to_gather else None
+        return _Runnable(*what, flat_buffers, in_cuda_graphs, reference, self._donations, in_flight, to_gather)
+
+    def _gathering_later(
+        self, traced: TracedStep, session: Session, plans: Sequence[tuple[BucketPlan, str]]
+    ) -> tuple[TracedStep, tuple[Bucket, ...]]:
+        """The step with what departs gathered behind it, and the buckets of that; as it is where nothing departs."""
+        if self._in_flight is None or not session.departing:
+            return traced, ()
+        (plan, group_name), wanted = plans[0], session.runs[0].wanted
+        assert len(plans) == 1 and wanted.scattered is not None
+        if torch_private.compiler_options.uses_cuda_graphs(self._options, wanted.device):
+            raise ValueError(
+                "pipeline_updates leaves results of a call under way, where a CUDA graph writes those of the next one: "
+                'leave out mode="reduce-overhead" and options that turn on cudagraphs.'
+            )
+        return traced.gathering_later(plan, group_name, wanted.scattered.by), buckets_to_gather(plan)
 
     def _in_turn(
         self, traced: TracedStep, identity: str, slow_work: Callable[..., SlowWork]

@@ -38,6 +38,7 @@ class Options:
     bucket_cap_mb: float | None
     is_scattered: bool = False  # whether each rank gets its share, in a compiled step that gathers what becomes of it
     numbers: int = 0  # that it sums up in between: see `Scattered`
+    is_gathered_later: bool = False  # likewise
 
     def __post_init__(self) -> None:
         if not isinstance(self.process_group, Communicator):
@@ -176,7 +177,8 @@ class GradientReduction:
         ridden = sum(passenger.numel() for passenger in passengers)
         options, scattered = self.options, None
         if options.is_scattered:
-            scattered = Scattered(scattered_by(self.communicator.process_group, gradients[0].device), options.numbers)
+            by = scattered_by(self.communicator.process_group, gradients[0].device)
+            scattered = Scattered(by, options.numbers, options.is_gathered_later)
         return Wanted(self.name, self.place, options.reduction, options.bucket_cap_mb, tuple(found), ridden, scattered)
 
     def _reduce(

@@ -79,6 +79,7 @@ class Session:
     parameters: list[dict[str, Node | Tensor]] = field(default_factory=list)  # of each run, see `origin_of`
     loss_launches: list[LossLaunch] = field(default_factory=list)  # as their nodes count them
     settled: list[Tensor] = field(default_factory=list)  # what its caller's tensors become, also where it is not sound
+    departing: list[Tensor] = field(default_factory=list)  # shares of parameters, to be gathered behind the step
     generators: TracedGenerators = field(default_factory=TracedGenerators)
     regions: RecomputedRegions = field(init=False)
 
@@ -160,6 +161,13 @@ def note_settled(tensors: Iterable[Tensor]) -> None:
     session = _session.get()
     if session is not None:
         session.settled += tensors
+
+
+def note_departing(shares: Iterable[Tensor]) -> None:
+    """These are gathered while the next step begins: `passes.gather_later`."""
+    session = _session.get()
+    assert session is not None, "a step that leaves something under way is a compiled one"
+    session.departing += shares
 
 
 def current_loss_call() -> LossCall | None:

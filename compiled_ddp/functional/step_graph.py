@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.reduction import GradientReduction, Options
-from compiled_ddp.functional.session import current_session, note_settled
+from compiled_ddp.functional.session import current_session, note_departing, note_settled
 from compiled_ddp.functional.shares import gathered_in_trace, own_row, scattered_by, summed_in_trace
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.updates import GroupTensors, Kind, Terms, rule_of, updated_in_trace, why_outside, widened
+from compiled_ddp.passes.ops import gathered_before
 
 Loss = Callable[..., Any]
 Tensors = dict[str, Tensor]
@@ -205,8 +206,11 @@ class StepGraph:
     def update_of(self, layout: Layout) -> Callable[..., Any]:
         """A function that updates; `numbers` are those of each group."""
         reduced_of = self._reduced_of(layout)
+        is_gathered_later = layout.ranks > 1 and self.reduction.options.is_gathered_later
 
         def update(written: Written, read: Read, numbers: Sequence[Tensor], given: Given) -> Any:
+            if is_gathered_later:
+                written = written._replace(params=_arrived(written.params))
             outcome, buffers = reduced_of(written, read, given)
             # Shares are updated as they come, whether or not ranks turn out to be sound, and parameters written then.
             skip = _skip(outcome.finite, None if layout.ranks > 1 else _are_sound())
@@ -219,7 +223,11 @@ class StepGraph:
                 terms = Terms(vector, outcome.factor, skip, of_group)
                 of_params, of_state = self._updated(layout, places, kind, written, read, outcome.gradients, terms)
                 params, state = params | of_params, state | of_state
-            if layout.ranks > 1:
+            if is_gathered_later:
+                note_departing(params[name] for name in written.params)
+                params = written.params
+                note_settled(params.values())
+            elif layout.ranks > 1:
                 params = self._gathered(params, written.params, layout.ranks)
             else:
                 note_settled([*params.values(), *(each for own in state.values() for each in own.values())])
@@ -339,6 +347,12 @@ def _summed(
         share = given.share
         gradients = {name: each * share.to(each.device, each.dtype) for name, each in gradients.items()}
     return gradients, [used]
+
+
+def _arrived(params: Tensors) -> Tensors:
+    """Parameters as the step before has left them under way."""
+    found: list[Tensor] = gathered_before([*params.values()])
+    return dict(zip(params, found, strict=True))
 
 
 def _zeros(held: Tensors) -> Tensors:

@@ -18,6 +18,8 @@ from compiled_ddp.functional.closed_over import Surroundings, modules_called, re
 from compiled_ddp.functional.left_behind import refuse_left_behind, refusing_optimizers
 from compiled_ddp.functional.random_state import DrawnGenerator
 from compiled_ddp.functional.session import Session
+from compiled_ddp.passes.gather_later import buckets_to_gather, gather_later
+from compiled_ddp.plan import BucketPlan
 from compiled_ddp.users_code import line_that_raised
 
 # ---- the graph -------------------------------------------------------------------------------------------------------
@@ -102,15 +104,25 @@ class TracedStep:
         nodes = self.graph_module.graph.find_nodes(op="placeholder")
         return {node.name: value for node, value in zip(nodes, self.inputs, strict=True)}
 
-    def add_inputs(self, values: Sequence[Tensor]) -> "TracedStep":
-        """With inputs behind all others, which nothing reads yet."""
+    def add_inputs(self, values: Sequence[Tensor], name: str) -> "TracedStep":
+        """With inputs of this `name` behind all others, which nothing reads yet."""
         graph = self.graph_module.graph
         *_, last = graph.find_nodes(op="placeholder")
         for number in reversed(range(len(values))):
             with graph.inserting_after(last):
-                graph.placeholder(f"flat_buffer_{number}")
+                graph.placeholder(f"{name}_{number}")
         self.graph_module.recompile()
         return dataclasses.replace(self, inputs=[*self.inputs, *values])
+
+    def gathering_later(self, plan: BucketPlan, group_name: str, by: str) -> "TracedStep":
+        """With its last outputs, shares of parameters, gathered behind it: see `gather_later`."""
+        buckets = buckets_to_gather(plan)
+        values = [torch.empty(each.numel, dtype=each.dtype, device=each.device) for each in buckets]
+        added, graph = self.add_inputs(values, "gathered"), self.graph_module.graph
+        arrived = graph.find_nodes(op="placeholder")[-len(values) :]
+        gather_later(graph, plan, arrived=arrived, group_name=group_name, by=by)
+        self.graph_module.recompile()
+        return added
 
     def rebuild(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
         """The step's results, of those of its graph, called with arguments of these leaves."""
@@ -150,8 +162,8 @@ def trace(
 ) -> TracedStep:
     """Trace `step` with these arguments.
 
-    Its last results are the sums of its reductions' leading riders, and then the states of its generators. With
-    `writes_if_sound` only the last of what the step returns is a result. Those before it are written into what is
+    Its last results are the sums of its reductions' leading riders, the states of its generators, and what departs.
+    With `writes_if_sound` only the last of what the step returns is a result. Those before it are written into what is
     donated, which is kept as it was if a rank has failed.
     """
     given, structure = torch_private.trees.flatten((args, kwargs))
@@ -179,7 +191,8 @@ def trace(
         kept = [result for result in results if isinstance(result, Tensor)]
         targets = _targets(memory, kept)
         found.setdefault("written", [place for place in targets if place is not None])
-        return [*_copied(memory, targets, kept), *session.sums, *session.generators.states()]
+        of_session = [*session.sums, *session.generators.states(), *session.departing]
+        return [*_copied(memory, targets, kept), *of_session]
 
     inputs = [given[place].detach() for place in places]
     graph_module, constants, surroundings = _graph_of(step, flat, inputs, given)

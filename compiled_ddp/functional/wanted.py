@@ -27,11 +27,12 @@ class Scattered:
     """A reduction of which each rank gets its share: by which collective, and what is launched behind it.
 
     That is, for the graph's update, a sum of so many float64 `numbers`, where there are any, and then the gathering of
-    all shares.
+    all shares, of the last bucket first where that goes on when the step has returned: `passes.gather_later`.
     """
 
     by: str
     numbers: int
+    is_gathered_later: bool
 
 
 @dataclass(frozen=True)
@@ -231,6 +232,7 @@ class Agreed:
         if scattered is not None:
             if scattered.numbers:
                 sum_numbers(torch.zeros(scattered.numbers, dtype=torch.float64, device=wanted.device), group_name)
-            order, lengths = map(list, self._places)
+            buckets = [*reversed(self._buckets)] if scattered.is_gathered_later else self._buckets
+            order, lengths = [*itertools.chain.from_iterable(buckets)], [*map(len, buckets)]
             gather_shares(sums[: len(gradients)], order, lengths, self.world_size, group_name, scattered.by)
         return leading_sums

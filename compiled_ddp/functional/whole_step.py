@@ -20,6 +20,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_names
 from compiled_ddp.functional.compiled import Backend, CompiledStep
+from compiled_ddp.functional.in_flight import InFlight, refuse_other_classes
 from compiled_ddp.functional.kept import Arguments, Unchanged, dictionaries_of
 from compiled_ddp.functional.reduction import Options
 from compiled_ddp.functional.sharded_state import ShardedState
@@ -58,6 +59,8 @@ def compile_step(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
+    pipeline_updates: bool = False,
+    check_stale: bool = False,
     shard_optimizer: bool = False,
     bucket_cap_mb: float | None = None,
     backend: Backend = "inductor",
@@ -79,6 +82,8 @@ def compile_step(
         accumulate: how many calls make one update, with the mean of their gradients, which the last one alone sends.
         clip_grad_norm: the largest norm of all reduced gradients together, as of `torch.nn.utils.clip_grad_norm_`.
         scaler: for float16: scales losses, and leaves out updates that are not finite on some rank. Is updated, too.
+        pipeline_updates: let ranks gather updated parameters while the next call begins. With `shard_optimizer`.
+        check_stale: for debugging that: until then the memory of parameters is NaN, for who has another name for it.
         shard_optimizer: let each rank update its share of every parameter, and keep the state of that alone, as ZeRO-1
             does. `optimizer.state_dict()` and `.step()` are collectives then, and have the whole.
         bucket_cap_mb: size of a bucket in MiB; None plans them (docs/planner.md).
@@ -90,14 +95,29 @@ def compile_step(
     have different models or optimizers.
     """
     check_compiler(backend, mode, None)
-    check_switches(has_aux=has_aux, shard_optimizer=shard_optimizer)
+    check_switches(has_aux=has_aux, pipeline_updates=pipeline_updates, check_stale=check_stale)
+    check_switches(shard_optimizer=shard_optimizer)
+    _check_pipelining(pipeline_updates, check_stale, shard_optimizer)
     _check(model, optimizer, loss_fn, accumulate, clip_grad_norm, scaler)
     options = torch_private.compiler_options.inductor_options(mode, options, None)
-    compiler = functools.partial(CompiledStep, backend=backend, options=options, keeps_donated=True)
-    _begin(model, optimizer, accumulate, RankGroup(process_group), shares=shard_optimizer)
-    options_of_graph = Options(process_group, "mean", bucket_cap_mb, is_scattered=shard_optimizer)
-    graph = StepGraph(WithLoss(model, loss_fn, has_aux=has_aux), optimizer, options_of_graph, clip_grad_norm, scaler)
-    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler)
+    of_graph = Options(process_group, "mean", bucket_cap_mb, shard_optimizer, is_gathered_later=pipeline_updates)
+    _begin(model, optimizer, accumulate, RankGroup(process_group), of_graph)
+    in_flight = InFlight(model, check_stale=check_stale) if pipeline_updates else None
+    compiler = functools.partial(
+        CompiledStep, backend=backend, options=options, keeps_donated=True, in_flight=in_flight
+    )
+    graph = StepGraph(WithLoss(model, loss_fn, has_aux=has_aux), optimizer, of_graph, clip_grad_norm, scaler)
+    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, in_flight)
+
+
+def _check_pipelining(pipeline_updates: bool, check_stale: bool, shard_optimizer: bool) -> None:
+    if pipeline_updates and not shard_optimizer:
+        raise ValueError(
+            "pipeline_updates leaves under way what ranks have made of their shares of parameters: give "
+            "shard_optimizer=True too."
+        )
+    if check_stale and not pipeline_updates:
+        raise ValueError("check_stale is about parameters that are under way: give pipeline_updates=True too.")
 
 
 def _check(
@@ -135,7 +155,7 @@ def _check(
 
 @torch.no_grad()
 def _begin(
-    model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, ranks: RankGroup, *, shares: bool
+    model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, ranks: RankGroup, options: Options
 ) -> None:
     """Compare what ranks have, and send the values of the group's first one."""
 
@@ -144,9 +164,14 @@ def _begin(
         check_writable(contents)
         parameters = dict(model.named_parameters())
         _refuse_hooks(parameters)
-        layout = Layout.of(parameters, optimizer, ranks=ranks.world_size if shares else 1)
+        if options.is_gathered_later:
+            refuse_other_classes(parameters)
+        layout = Layout.of(parameters, optimizer, ranks=ranks.world_size if options.is_scattered else 1)
         description: Description = {"optimizer": [type(optimizer).__name__], "accumulate": [accumulate]}
-        description["shard_optimizer"] = [shares]
+        description |= {
+            "shard_optimizer": [options.is_scattered],
+            "pipeline_updates": [options.is_gathered_later],
+        }
         description |= {
             f"group {number} of the optimizer": [*kind.switches] for number, kind in enumerate(layout.kinds)
         }
@@ -188,6 +213,10 @@ class TrainingStep:
 
     With `accumulate=K` every K-th call is an update, and those before it hold gradients; `flush()` ends them early.
 
+    With `pipeline_updates` parameters are under way when a call returns. Whatever reads one awaits all, as `flush()`
+    does; a tensor that was taken earlier and shares a parameter's memory (`.data`, `.detach()`, an array) has old
+    values until then.
+
     Where a rank raises, all do, and nothing has been updated on any; gradients that were held are forgotten. One that
     fails before its last micro-batch raises there, the others in their update: each begins an update anew behind it.
     Raises RuntimeError, too, for a model that no single graph can hold, with the place.
@@ -201,8 +230,9 @@ class TrainingStep:
         compiler: Callable[..., CompiledStep],
         accumulate: int,
         scaler: torch.amp.GradScaler | None,
+        in_flight: InFlight | None,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer, self._in_flight = model, optimizer, in_flight
         self._graph, self._compiler = graph, compiler
         self._accumulate, self._scaler = accumulate, scaler
         self._shared = ShardedState(optimizer, graph.reduction) if graph.reduction.options.is_scattered else None
@@ -214,7 +244,7 @@ class TrainingStep:
     @untraced
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take a step with this batch; returns this rank's loss, detached, and with `has_aux` a pair."""
-        with self._forgetting_what_is_held():
+        with self._calling():
             value, aux = self._take(batch, named, is_update=self._batches + 1 >= self._accumulate)
         return (value, aux) if self._graph.has_aux else value
 
@@ -222,11 +252,14 @@ class TrainingStep:
     def flush(self) -> None:
         """Update with the gradients that are held, where fewer than `accumulate` calls have been made. A collective.
 
-        What is applied is the mean of those; where there are none, nothing is.
+        What is applied is the mean of those; where there are none, nothing is. Parameters that are under way are
+        awaited, which is no collective: one rank alone may do so.
         """
         if self._batches:
-            with self._forgetting_what_is_held():
+            with self._calling():
                 self._take(None, {}, is_update=True)
+        if self._in_flight is not None:
+            self._in_flight.land()
 
     def explain(self) -> str:
         """What the latest update was: one graph or more, its all-reduces, and what was left out of it."""
@@ -250,6 +283,10 @@ class TrainingStep:
                 "that alone: of the sums of a bucket it is sent its shares, and parameters are gathered in the same "
                 "buckets. The riders, in the last one, are summed on all ranks."
             )
+        if layout.ranks > 1 and self._in_flight is not None:
+            told += (
+                " That is under way when a call returns, the last bucket first, and awaited where the next one reads."
+            )
         lines = [told, *(f"  {each}" for each in buckets)]
         if self._accumulate > 1:
             lines.append(f"{self._accumulate} calls make an update; {self._batches} were made for the next one.")
@@ -258,18 +295,21 @@ class TrainingStep:
         return "\n".join(lines)
 
     @contextlib.contextmanager
-    def _forgetting_what_is_held(self) -> Iterator[None]:
+    def _calling(self) -> Iterator[None]:
         """What raises in here ends an update: its micro-batches do not belong to the next one."""
-        try:
-            yield
-        except BaseException:
-            self._held, self._batches = {}, 0
-            raise
+        with contextlib.nullcontext() if self._in_flight is None else self._in_flight.within_step():
+            try:
+                yield
+            except BaseException:
+                self._held, self._batches = {}, 0
+                raise
 
     def _take(self, batch: Any, named: Any, *, is_update: bool) -> tuple[Any, Any]:
         """The loss, and what comes with it."""
         with contextlib.nullcontext() if self._latest is None else self._latest.known.update.telling():
             now = self._latest = self._now()
+            if self._in_flight is not None:
+                self._in_flight.of([parameter for _, _, parameter in now.trained])
         scale = self._scale(now.trained[0][2].device)
         if is_update:
             outcome = self._update(now, Given(self._share(batch), scale, batch, named))
@@ -277,6 +317,8 @@ class TrainingStep:
             if batch is not None:
                 self._explained = now.layout, now.known.update, outcome.unused
         else:
+            if self._in_flight is not None:
+                self._in_flight.land()
             with now.known.update.telling():
                 value, aux = now.known.add.run((Given(None, scale, batch, named),), {}, now.beside_update)
             self._batches += 1
@@ -498,7 +540,7 @@ class _Known:
             self.update = compiler(graph.reduce_of(layout), donated=("written",))
         else:
             self.update = compiler(graph.update_of(layout), donated=("written",))
-        self.add = compiler(graph.add_of(layout), donated=("written",), tells=False)
+        self.add = compiler(graph.add_of(layout), donated=("written",), tells=False, in_flight=None)
         self.plain = plain
         self._graphs = 0
 

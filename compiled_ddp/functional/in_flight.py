@@ -1,0 +1,216 @@
+"""Parameters that ranks still gather when a step returns, as the next one awaits them: `pipeline_updates`.
+
+[Note: whoever reads a parameter has it] While they are under way, parameters are of a class whose `__torch_function__`
+awaits them: whatever reads one through torch, in Python, finds what it would have found without pipelining. What has
+other names for their memory (`parameter.data` of an earlier time, an array of numpy's) reads that of the step before.
+"""
+
+import atexit
+import contextlib
+import copy
+import inspect
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_ddp import torch_private
+from compiled_ddp.functional.shares import rows_of
+from compiled_ddp.passes.ops import wait_tensor
+from compiled_ddp.plan import Bucket
+from compiled_ddp.torch_private.dynamo import untraced
+from compiled_ddp.users_code import warn_user
+
+
+class InFlight:
+    """What one rank has launched, and not awaited yet, of one model's parameters: a flat buffer for each bucket."""
+
+    def __init__(self, model: nn.Module, *, check_stale: bool) -> None:
+        """Registers a hook with the model. With `check_stale` parameters' memory has NaN in it while they are under way."""
+        self._model, self._check_stale = model, check_stale
+        self._parameters: list[nn.Parameter] = []
+        self._buckets: tuple[Bucket, ...] = ()
+        self._gathered: list[Tensor] = []  # empty where the parameters are what they are
+        self._sent: list[Tensor] = []  # from which they are gathered
+        self._awaited_class = _awaited_by(self)
+        _every.add(self)
+        model.register_forward_pre_hook(_land_before_forward)
+
+    def of(self, parameters: Sequence[nn.Parameter]) -> None:
+        """From now on it is about these; `Bucket.gradients` have their places."""
+        if [*map(id, parameters)] != [*map(id, self._parameters)]:
+            self.land()
+            self._parameters = [*parameters]
+
+    # ---- for a graph -------------------------------------------------------------------------------------------------
+
+    def given_to(self, buckets: tuple[Bucket, ...]) -> list[Tensor]:
+        """What a graph of these buckets begins with."""
+        if self._gathered and self._buckets == buckets:
+            return self._gathered
+        self.land()
+        with torch.no_grad():
+            return [self._packed(bucket) for bucket in buckets]
+
+    def _packed(self, bucket: Bucket) -> Tensor:
+        rows = [rows_of(self._parameters[index].detach(), bucket.ranks) for index in bucket.indices]
+        return torch.cat(rows, dim=1).view(-1)
+
+    @contextlib.contextmanager
+    def awaited_by_graph(self) -> Iterator[None]:
+        """In here a graph runs that writes what it has begun with into parameters. Where it raises, that is done."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self.land()
+            except RuntimeError as error:
+                warn_user(
+                    "parameters of this rank are partly those of the step before, as what other ranks made of theirs "
+                    f"has not come: load a checkpoint ({error})."
+                )
+            raise
+
+    def launched(self, buckets: tuple[Bucket, ...], results: list[Tensor]) -> list[Tensor]:
+        """The results of a graph, without the last ones: what it has launched of these buckets, for the next."""
+        others, count = len(results) - 2 * len(buckets), len(buckets)
+        self._buckets = buckets
+        self._gathered, self._sent = results[others : others + count], results[others + count :]
+        return results[:others]
+
+    @contextlib.contextmanager
+    def if_sound(self) -> Iterator[None]:
+        """Where this raises, as a rank has failed, parameters stay what they are, and what was launched is dropped."""
+        try:
+            yield
+        except BaseException:
+            dropped, self._gathered, self._sent = self._gathered, [], []
+            for each in dropped:
+                with contextlib.suppress(RuntimeError):
+                    wait_tensor(each)
+            raise
+
+    # ---- for everybody else ------------------------------------------------------------------------------------------
+
+    def land(self) -> None:
+        """Await what is under way, and write it into the parameters, which are of their own class again."""
+        self._show()
+        gathered, buckets = self._gathered, self._buckets
+        self._gathered, self._sent = [], []
+        if not gathered:
+            return
+        with torch_private.tracing.outside_of_traces():  # of a loss that reads the parameters of another model
+            for bucket, flat in zip(buckets, gathered, strict=True):
+                wait_tensor(flat)
+                for gradient in bucket.gradients:
+                    self._parameters[gradient.index].copy_(bucket.view(gradient, flat))
+
+    @contextlib.contextmanager
+    def within_step(self) -> Iterator[None]:
+        """In here parameters are of their own class, whether or not they are under way."""
+        self._show()
+        try:
+            yield
+        finally:
+            if self._gathered:
+                self._hide()
+
+    def has(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of these has the memory of a parameter that is under way."""
+        if not self._gathered:
+            return False
+        with self.within_step():
+            memory = {*torch_private.tensors.memory_of_each(self._parameters)}
+        return any(each in memory for each in torch_private.tensors.memory_of_each(tensors))
+
+    def is_of(self, model: nn.Module) -> bool:
+        return self._model is model
+
+    def _show(self) -> None:
+        for parameter in self._parameters:
+            parameter.__class__ = nn.Parameter
+
+    def _hide(self) -> None:
+        if self._check_stale:
+            with torch.no_grad():
+                for parameter in self._parameters:
+                    parameter.fill_(float("nan"))
+        for parameter in self._parameters:
+            parameter.__class__ = self._awaited_class
+
+
+_every = weakref.WeakSet[InFlight]()
+
+
+@untraced
+def _land_before_forward(model: nn.Module, _: object) -> None:
+    """Before compiled code looks at parameters: Dynamo cannot trace what changes their class.
+
+    One function for all models: it is copied and pickled with them, and does nothing there.
+    """
+    for in_flight in [*_every]:
+        if in_flight.is_of(model):
+            in_flight.land()
+
+
+def land_what_is_read(tensors: Sequence[Tensor]) -> None:
+    """Of what other steps have left under way, what a graph is about to read by these names for its memory."""
+    for in_flight in [*_every]:
+        if in_flight.has(tensors):
+            in_flight.land()
+
+
+@atexit.register
+def _land_all() -> None:
+    """Before a process ends, whose ranks may still need what it sends."""
+    for in_flight in [*_every]:
+        with contextlib.suppress(RuntimeError):
+            in_flight.land()
+
+
+def refuse_other_classes(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise TypeError for parameters of a class of their own, which cannot be given another one for a time."""
+    other = next((name for name, each in parameters.items() if type(each) is not nn.Parameter), None)
+    if other is not None:
+        raise TypeError(
+            f"pipeline_updates watches parameters while they are under way, and {other} is of a class of its own, "
+            f"{type(parameters[other]).__name__}: leave out pipeline_updates."
+        )
+
+
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "grad", "layout", "grad_fn")
+_GRAD = inspect.getattr_static(Tensor, "grad")
+# What tells of a parameter without reading it.
+_TELLING = {
+    *(inspect.getattr_static(Tensor, name).__get__ for name in _ATTRIBUTES),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point")),
+    *(_GRAD.__set__, _GRAD.__delete__),
+}
+
+
+def _awaited_by(in_flight: InFlight) -> type[nn.Parameter]:
+    """The class of parameters as long as they are under way."""
+
+    class Awaited(nn.Parameter):
+        """A parameter that is being gathered."""
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func in _TELLING:
+                return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+            in_flight.land()
+            return func(*args, **(kwargs or {}))
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            in_flight.land()
+            return copy.deepcopy(self, memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            in_flight.land()
+            return self.__reduce_ex__(protocol)
+
+    return Awaited

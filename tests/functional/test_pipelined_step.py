@@ -1,0 +1,349 @@
+"""compile_step(pipeline_updates=True): parameters that are under way when a call returns."""
+
+import contextlib
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import test_whole_step as whole
+import torch
+import torch.distributed as dist
+from test_whole_step import OPTIMIZERS, Net, assert_same, batch, both
+from torch import Tensor, nn
+
+from compiled_ddp import compile_step
+from compiled_ddp.functional import in_flight
+from ranks import RankPool
+
+
+@contextlib.contextmanager
+def pipelining() -> Iterator[None]:
+    """Let the steps of the tests of whole steps leave parameters under way."""
+    before = dict(whole.DEFAULTS)
+    whole.DEFAULTS.update(shard_optimizer=True, pipeline_updates=True)
+    try:
+        yield
+    finally:
+        whole.DEFAULTS.clear()
+        whole.DEFAULTS.update(before)
+
+
+def _pipelined(rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    with pipelining():
+        return function(rank, *args)
+
+
+def is_under_way(model: nn.Module) -> bool:
+    return all(type(each) is not nn.Parameter for each in model.parameters() if each.requires_grad)
+
+
+# ---- what every step does --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["momentum", "AdamW"])
+def test_a_step_is_what_the_loop_does(ranks2: RankPool, kind: str) -> None:
+    ranks2.run(_pipelined, whole._trains, kind, "aot_eager")
+
+
+def test_on_three_ranks(ranks3: RankPool) -> None:
+    ranks3.run(_pipelined, whole._trains, "AdamW", "aot_eager")
+
+
+@pytest.mark.parametrize(
+    "function", [whole._clips, whole._between_steps, whole._two_steps, whole._follows], ids=lambda each: each.__name__
+)
+def test_the_rest_is_as_without(ranks2: RankPool, function: Callable[..., Any]) -> None:
+    ranks2.run(_pipelined, function)
+
+
+def test_parameters_of_16_bits(ranks2: RankPool) -> None:
+    ranks2.run(_pipelined, whole._in_half, torch.bfloat16)
+
+
+def test_an_update_of_several_batches_is_that_of_their_mean(ranks2: RankPool) -> None:
+    ranks2.run(_pipelined, whole._accumulates, "AdamW", "aot_eager")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_parameter_that_no_rank_uses_is_left_as_it_is(ranks2: RankPool, accumulate: int) -> None:
+    ranks2.run(_pipelined, whole._uses, "AdamW", accumulate)
+
+
+def test_a_scaler_leaves_out_what_is_infinite_on_one_rank(ranks2: RankPool) -> None:
+    ranks2.run(_pipelined, whole._scales, "AdamW")
+
+
+# ---- the same bits, and what is under way in between -----------------------------------------------------------------
+
+
+def _is_equal_bit_for_bit(rank: int, kind: str, backend: str, steps: int) -> None:
+    """Of 200 steps in a row, of which nobody looks at parameters."""
+    made = []
+    for pipelines in (False, True):
+        torch.manual_seed(0)
+        options = {"backend": backend, "shard_optimizer": True, "pipeline_updates": pipelines, "bucket_cap_mb": 0.0001}
+        model = Net(dropout=0.2)
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        step = compile_step(model, optimizer, **options)
+        made.append((step, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)))
+    losses: list[list[Tensor]] = [[], []]
+    for n in range(steps):
+        for (step, scheduler), found in zip(made, losses, strict=True):
+            torch.manual_seed(n)
+            found.append(step(*batch(rank, n)))
+            scheduler.step()
+        assert is_under_way(made[1][0].model) and not is_under_way(made[0][0].model)
+    assert len(made[1][0]._explained[1].reductions[0].plan.buckets) > 2
+    assert torch.equal(torch.stack(losses[0]), torch.stack(losses[1]))
+    plain, pipelined = (step.model.state_dict() for step, _ in made)
+    assert all(torch.equal(plain[name], pipelined[name]) for name in plain)
+    plain, pipelined = (step.optimizer.state_dict()["state"] for step, _ in made)
+    assert all(torch.equal(plain[number][name], pipelined[number][name]) for number in plain for name in plain[number])
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_200_steps_give_the_same_bits_as_without(ranks2: RankPool, kind: str) -> None:
+    ranks2.run(_is_equal_bit_for_bit, kind, "aot_eager", 200)
+
+
+def test_inductors_code_gives_the_same_bits_as_without(ranks2: RankPool) -> None:
+    ranks2.run(_is_equal_bit_for_bit, "AdamW", "inductor", 20)
+
+
+def _goes_on(rank: int, into: str) -> None:
+    """A checkpoint between steps is that of a step which has been taken to its end."""
+    with pipelining():
+        step, _ = both("AdamW")
+        for n in range(3):
+            step(*batch(rank, n))
+        saved = io.BytesIO()
+        torch.save({"model": step.model.state_dict(), "optimizer": step.optimizer.state_dict()}, saved)
+        for n in range(3, 6):
+            step(*batch(rank, n))
+        other, _ = both("AdamW")
+        checkpoint = torch.load(io.BytesIO(saved.getvalue()))
+        other.model.load_state_dict(checkpoint["model"])
+        other.optimizer.load_state_dict(checkpoint["optimizer"])
+        for n in range(3, 6):
+            other(*batch(rank, n))
+    one, two = step.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_run_from_a_checkpoint_gives_the_same_bits(ranks2: RankPool) -> None:
+    ranks2.run(_goes_on, "")
+
+
+# ---- whoever reads a parameter has it --------------------------------------------------------------------------------
+
+READINGS: dict[str, Callable[[Any], Any]] = {
+    "flush": lambda step: step.flush(),
+    "state_dict": lambda step: step.model.state_dict(),
+    "a value": lambda step: step.model.scale.item(),
+    "data": lambda step: step.model.scale.data,
+    "detach": lambda step: next(iter(step.model.parameters())).detach(),
+    "numpy": lambda step: step.model.scale.detach().numpy(),
+    "a norm of all": lambda step: torch.nn.utils.parameters_to_vector(step.model.parameters()),
+    "stack": lambda step: torch.cat([each.flatten() for each in step.model.parameters()]),
+    "deepcopy": lambda step: copy.deepcopy(step.model),
+    "pickle": lambda step: pickle.dumps(step.model),
+    "save": lambda step: torch.save(step.model, io.BytesIO()),
+    "evaluation": lambda step: step.model.eval()(*batch(0, 0)),
+    "a compiled evaluation": lambda step: torch.compile(step.model.eval(), backend="eager")(*batch(0, 0)),
+    "an average of weights": lambda step: torch.optim.swa_utils.AveragedModel(step.model),
+    "load_state_dict": lambda step: step.model.load_state_dict(Net().state_dict()),
+    "printing": lambda step: repr(step.model.scale),
+    "all_reduce": lambda step: dist.all_reduce(step.model.scale),
+    "freezing": lambda step: step.model.scale.requires_grad_(False),
+}
+TELLING: dict[str, Callable[[Any], Any]] = {
+    "zero_grad": lambda step: step.optimizer.zero_grad(),
+    "shapes": lambda step: [(each.shape, each.numel(), each.dtype, each.device) for each in step.model.parameters()],
+    "isinstance": lambda step: all(isinstance(each, nn.Parameter) for each in step.model.parameters()),
+    "grad": lambda step: [each.grad for each in step.model.parameters() if each.requires_grad],
+    "printing the model": lambda step: repr(step.model),
+    "a scheduler": lambda step: torch.optim.lr_scheduler.StepLR(step.optimizer, 1),
+    "parameters": lambda step: list(step.model.parameters()),
+}
+
+
+def _lands(rank: int) -> None:
+    with pipelining():
+        step, loop = both("AdamW", lambda: Net().requires_grad_(True))
+    for name, read in READINGS.items():
+        step(*batch(rank, 0)), loop.step(*batch(rank, 0))
+        assert is_under_way(step.model), name
+        for telling, tell in TELLING.items():
+            tell(step)
+            assert is_under_way(step.model), telling
+        read(step)
+        assert all(type(each) is nn.Parameter for each in step.model.parameters()), name
+        step.model.train().load_state_dict(loop.model.state_dict())
+        step.model.scale.requires_grad_(True)
+        step.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+
+def test_whatever_reads_a_parameter_awaits_all(ranks2: RankPool) -> None:
+    ranks2.run(_lands)
+
+
+def _is_right_where_read(rank: int) -> None:
+    """One rank alone may read: that is no collective."""
+    with pipelining():
+        step, loop = both("AdamW")
+    for n in range(4):
+        step(*batch(rank, n)), loop.step(*batch(rank, n))
+        if rank == n % 2:
+            for name, value in copy.deepcopy(step.model).state_dict().items():
+                torch.testing.assert_close(value, loop.model.state_dict()[name])
+    assert_same(step, loop)
+
+
+def test_one_rank_alone_may_read(ranks2: RankPool) -> None:
+    ranks2.run(_is_right_where_read)
+
+
+def _keeps_other_names(rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
+    for check_stale in (False, True):
+        step = compile_step(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            lambda model, x, y: model(x).square().mean(),
+            backend="aot_eager",
+            shard_optimizer=True,
+            pipeline_updates=True,
+            check_stale=check_stale,
+        )
+        alias = model[0].weight.data
+        for n in range(3):
+            before = alias.clone()
+            step(*batch(rank, n))
+            assert alias.isnan().all() if check_stale else torch.equal(alias, before)
+            step(*batch(rank, n))
+            step.flush()
+            assert torch.equal(alias, model[0].weight) and alias.isfinite().all() and not torch.equal(alias, before)
+
+
+def test_another_name_for_its_memory_has_old_values_or_none(ranks2: RankPool) -> None:
+    ranks2.run(_keeps_other_names)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("accumulate", "fails_at"), [(1, 0), (2, 0), (2, 1)])
+def test_a_step_that_raises_changes_nothing_on_any_rank(ranks2: RankPool, accumulate: int, fails_at: int) -> None:
+    ranks2.run(_pipelined, whole._raises, "AdamW", accumulate, fails_at)
+
+
+def test_what_a_graph_raises_is_raised_on_every_rank(ranks2: RankPool) -> None:
+    ranks2.run(_pipelined, whole._raises_in_graph, 1)
+
+
+def _fails_while_under_way(rank: int) -> str:
+    """Rank 1 fails before its call has launched anything, with its parameters on their way."""
+    fails, message = {"now": False}, ""
+
+    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if fails["now"]:
+            raise ValueError("no labels")
+        result: Tensor = net(x, y)
+        return result
+
+    with pipelining():
+        step, loop = both("AdamW", loss_fn=loss)
+    for n in range(6):
+        fails["now"] = n == 3 and rank == 1
+        try:
+            step(*batch(rank, n))
+        except (RuntimeError, ValueError) as error:
+            message = str(error)
+            step.model.norm.load_state_dict(loop.model.norm.state_dict())  # as buffers may have been written
+            continue
+        loop.step(*batch(rank, n))
+    assert_same(step, loop)
+    return message
+
+
+def test_a_rank_that_fails_while_parameters_are_under_way_loses_none(ranks2: RankPool) -> None:
+    other, own = ranks2.run(_fails_while_under_way)
+    assert own == "no labels" and "no labels" in other, (own, other)
+
+
+def _ends(rank: int) -> None:
+    with pipelining():
+        step, loop = both("AdamW")
+    for n in range(2):
+        step(*batch(rank, n)), loop.step(*batch(rank, n))
+    dist.destroy_process_group()
+    for name, value in step.model.state_dict().items():
+        torch.testing.assert_close(value, loop.model.state_dict()[name])
+
+
+def test_behind_destroy_process_group_parameters_are_there(ranks2: RankPool) -> None:
+    ranks2.run(_ends)
+
+
+def _is_left(rank: int) -> None:
+    with pipelining():
+        step, loop = both("AdamW")
+    step(*batch(rank, 0)), loop.step(*batch(rank, 0))
+    model, optimizer = step.model, step.optimizer
+    del step
+    loss: Tensor = model(*batch(rank, 1))
+    loss.backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+    optimizer.step()
+    loop.step(*batch(rank, 1))
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, loop.model.state_dict()[name])
+
+
+def test_an_ordinary_loop_goes_on_where_the_step_is_gone(ranks2: RankPool) -> None:
+    ranks2.run(_is_left)
+
+
+class Own(nn.Parameter):
+    pass
+
+
+def _is_refused(rank: int) -> None:
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    with pytest.raises(ValueError, match="give shard_optimizer=True too"):
+        compile_step(model, optimizer, pipeline_updates=True)
+    with pytest.raises(ValueError, match="give pipeline_updates=True too"):
+        compile_step(model, optimizer, check_stale=True)
+    with pytest.raises(TypeError, match="pipeline_updates"):
+        compile_step(model, optimizer, pipeline_updates=1)  # type: ignore[arg-type]
+    model.scale = Own(torch.ones(()))
+    with pytest.raises(TypeError, match="scale is of a class of its own, Own"):
+        compile_step(model, torch.optim.Adam(model.parameters()), shard_optimizer=True, pipeline_updates=True)
+
+
+def test_what_cannot_be_under_way_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_is_refused)
+
+
+def test_what_is_told_of_a_parameter_is_what_torch_asks() -> None:
+    """The names by which `__torch_function__` is told are torch's own, another time."""
+    asked = []
+
+    class Asking(nn.Parameter):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    parameter = Asking(torch.ones(3))
+    parameter.shape, parameter.dtype, parameter.device, parameter.grad, parameter.numel()
+    parameter.grad = None
+    assert asked and in_flight._TELLING.issuperset(asked)

@@ -4,11 +4,13 @@ So what ranks have made of their shares of parameters is gathered while the next
 DeAR (arXiv 2302.12445).
 """
 
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
 
+from compiled_ddp.passes import ops
 from compiled_ddp.passes.graph_edit import (
     emit,
     erase_with_results,
@@ -16,7 +18,7 @@ from compiled_ddp.passes.graph_edit import (
     results_of,
     set_output_values,
 )
-from compiled_ddp.passes.ops import all_gather, all_to_all, gathered_before, wait_tensor
+from compiled_ddp.passes.ops import all_gather, all_to_all, gathered_before, put_together, wait_tensor
 from compiled_ddp.plan import Bucket, BucketPlan
 
 _aten = torch.ops.aten
@@ -42,16 +44,21 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
 
     becomes, for each bucket,
 
-        arrived -> wait -> slice -> view -> ...                    ... -> share -> cat -> all_gather -> output
+        arrived -> wait -> put_together -> getitem -> ...          ... -> share -> cat -> all_gather -> output
 
     (gloo: repeat -> all_to_all, see `scatter_buckets`). Behind the outputs of all buckets stands, of each, what is
     gathered: memory that nothing else may come to lie in before the wait.
     """
     (before,) = graph.find_nodes(op="call_function", target=gathered_before)
+    params: Sequence[Node] = before.args[0]
     results, count = results_of(before), len(plan.indices)
     with graph.inserting_before(before):
         for bucket, gathered in zip(buckets_to_gather(plan), arrived, strict=True):
-            _read(graph, bucket, gathered, results)
+            awaited, own = emit(graph, wait_tensor, gathered), [params[index] for index in bucket.indices]
+            made = emit(graph, put_together, awaited, own, bucket.ranks)
+            for number, index in enumerate(bucket.indices):
+                if index in results:
+                    results[index].replace_all_uses_with(emit(graph, operator.getitem, made, number))
     erase_with_results(graph, before)
     outputs = output_values(graph)
     shares = outputs[len(outputs) - count :]
@@ -63,15 +70,6 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
     set_output_values(graph, [*outputs[: len(outputs) - count], *launched, *sent])
 
 
-def _read(graph: Graph, bucket: Bucket, gathered: Node, results: dict[int, Node]) -> None:
-    matrix = emit(graph, _aten.reshape.default, emit(graph, wait_tensor, gathered), [bucket.ranks, -1])
-    for gradient, (index, begin, end) in zip(bucket.gradients, bucket.shares, strict=True):
-        if index in results:
-            flat = emit(graph, _aten.reshape.default, emit(graph, _aten.slice.Tensor, matrix, 1, begin, end), [-1])
-            whole = emit(graph, _aten.slice.Tensor, flat, 0, 0, gradient.numel)
-            results[index].replace_all_uses_with(emit(graph, _aten.reshape.default, whole, list(gradient.size)))
-
-
 def _launch(graph: Graph, bucket: Bucket, shares: Sequence[Node | None], group_name: str, by: str) -> tuple[Node, Node]:
     """What gathers the shares of a bucket, and what it is given."""
     flat = emit(graph, _aten.cat.default, [shares[each.index] for each in bucket.gradients])
@@ -80,3 +78,50 @@ def _launch(graph: Graph, bucket: Bucket, shares: Sequence[Node | None], group_n
     splits = [bucket.numel // bucket.ranks] * bucket.ranks
     sent = emit(graph, _aten.repeat.default, flat, [bucket.ranks])
     return emit(graph, all_to_all, sent, splits, splits, group_name), sent
+
+
+def put_together_in_place(graph: Graph) -> None:
+    """Let what arrives be put together where the parameters are, and be read there.
+
+    Assumes that what mutates an input stands behind everything else, as AOTAutograd leaves it, and that nothing is
+    moved any more. Then
+
+        put_together(gathered, inputs) -> getitem -> ..., copy_(input, getitem)
+
+    becomes
+
+        put_together_(gathered, inputs), input -> ...
+
+    where `put_together` stood. One with an input that is read elsewhere stays as it is.
+    """
+    for node in graph.find_nodes(op="call_function", target=put_together):
+        params: Sequence[Node] = node.args[1]
+        results = results_of(node)
+        copies = {place: _copies(results[place], param) for place, param in enumerate(params) if place in results}
+        is_read_here = all(
+            {*param.users} <= {node, *copies.get(place, ())} and param.op == "placeholder"
+            for place, param in enumerate(params)
+        )
+        if not is_read_here or not all(copies.get(place) for place in range(len(params))):
+            continue
+        with graph.inserting_before(node):
+            emit(graph, ops.put_together_in_place, *node.args)
+        for place, param in enumerate(params):
+            for copy in reversed(copies[place]):
+                graph.erase_node(copy)
+            results[place].replace_all_uses_with(param)
+        erase_with_results(graph, node)
+
+
+def _copies(result: Node, into: Node) -> list[Node]:
+    """The nodes by which a result is written into an input, and nothing else is read of; empty where it is not."""
+    found, value = list[Node](), result
+    while not found or found[-1].target is not _aten.copy_.default:
+        copies = [user for user in value.users if user.target in _COPIES and user.args[:2] == (into, value)]
+        if len(copies) != 1:
+            return []
+        found, value = [*found, copies[0]], copies[0]
+    return [] if found[-1].users else found
+
+
+_COPIES = (_aten.copy.default, _aten.copy_.default)

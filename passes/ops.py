@@ -19,7 +19,8 @@ gradients, contiguous, of the passengers, and last of `leading`. Where it is `sc
 fills it up. It is launched in the same buckets. `sum_numbers` sums a small tensor over ranks.
 
 `gathered_before` is what the step before has left under way of these parameters: `passes.gather_later`. Run as it is it
-copies them, as nothing is under way.
+copies them, as nothing is under way. `put_together` makes parameters of a bucket of shares that were gathered, with a
+row for each of `ranks`; `put_together_` does so in their memory.
 
 `optimizer_step` is what an optimizer makes of the parameters of a group and of their state (`functional.updates`):
 lists of them in, for each name of the state one behind the other, and in the same order out. `optimizer_step_` leaves
@@ -107,12 +108,48 @@ torch.library.define("compiled_ddp::gathered_before", "(Tensor[] params) -> Tens
 
 @torch.library.impl("compiled_ddp::gathered_before", "CompositeExplicitAutograd")
 def _gathered_before(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [each.clone(memory_format=torch.contiguous_format) for each in params]
+    return [each.clone() for each in params]
 
 
 @torch.library.register_fake("compiled_ddp::gathered_before")
 def _gathered_before_fake(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in params]
+    return [torch.empty_like(each) for each in params]
+
+
+torch.library.define("compiled_ddp::put_together", "(Tensor gathered, Tensor[] params, int ranks) -> Tensor[]")
+torch.library.define("compiled_ddp::put_together_", "(Tensor gathered, Tensor(a!)[] params, int ranks) -> ()")
+
+
+@torch.library.impl("compiled_ddp::put_together", "CompositeExplicitAutograd")
+def _put_together(gathered: torch.Tensor, params: Sequence[torch.Tensor], ranks: int) -> list[torch.Tensor]:
+    made = [torch.empty_like(each) for each in params]
+    _put_together_in_place(gathered, made, ranks)
+    return made
+
+
+def _put_together_in_place(gathered: torch.Tensor, params: Sequence[torch.Tensor], ranks: int) -> None:
+    rows, begin = gathered.view(ranks, -1), 0
+    for param in params:
+        share = share_elements(param.numel(), ranks)
+        own = rows[:, begin : begin + share]
+        if param.numel() == ranks * share and param.is_contiguous():
+            param.view(ranks, share).copy_(own)
+        else:
+            param.copy_(own.reshape(-1)[: param.numel()].view(param.shape))
+        begin += share
+
+
+torch.library.impl("compiled_ddp::put_together_", "CompositeExplicitAutograd", _put_together_in_place)
+
+
+@torch.library.register_fake("compiled_ddp::put_together")
+def _put_together_fake(_: torch.Tensor, params: Sequence[torch.Tensor], __: int) -> list[torch.Tensor]:
+    return [torch.empty_like(each) for each in params]
+
+
+@torch.library.register_fake("compiled_ddp::put_together_")
+def _put_together_in_place_fake(*_: object) -> None:
+    return
 
 
 _STEP = "Tensor numbers, Tensor? factor, Tensor? skip, Tensor? applies, str optimizer, str switches, str names"
@@ -163,6 +200,8 @@ pack_into = torch.ops.compiled_ddp.pack_into.default
 sum_over_ranks = torch.ops.compiled_ddp.sum_over_ranks.default
 gather_shares = torch.ops.compiled_ddp.gather_shares.default
 gathered_before = torch.ops.compiled_ddp.gathered_before.default
+put_together = torch.ops.compiled_ddp.put_together.default
+put_together_in_place = torch.ops.compiled_ddp.put_together_.default
 sum_numbers = torch.ops.compiled_ddp.sum_numbers.default
 optimizer_step = torch.ops.compiled_ddp.optimizer_step.default
 optimizer_step_in_place = torch.ops.compiled_ddp.optimizer_step_.default

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.ops import is_launch, is_wait, meets_other_ranks, wait_tensor
+from compiled_ddp.passes.ops import is_launch, is_wait, meets_other_ranks, put_together, wait_tensor
 from compiled_ddp.passes.schedule_collectives import (
     apply_order,
     behind_each_other,
@@ -61,12 +61,12 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
 
 
 def _arrivals(nodes: Sequence[Node]) -> set[Node]:
-    """Waits for inputs of the graph, and what is computed of these alone."""
+    """Waits for inputs of the graph, and what is made of these alone."""
     found = set[Node]()
     for node in nodes:
         inputs = node.all_input_nodes
         is_first = is_wait(node) and inputs[0].op == "placeholder"
-        if is_first or (inputs and found.issuperset(inputs)):
+        if is_first or (inputs and found.issuperset(inputs[:1] if node.target is put_together else inputs)):
             found.add(node)
     return found
 

@@ -206,8 +206,7 @@ class _Runnable:
         with torch.no_grad():
             for generator in generators:
                 generator.load(leaves)
-            if self._traced.constants:
-                land_what_is_read(self._traced.constants)
+            land_what_is_read(self._traced.constants)
             gathered = [] if self._in_flight is None else self._in_flight.given_to(self._to_gather)
             given = [*tensors, *self._traced.constants, *gathered, *self._flat_buffers.memory]
             donated = [] if self._donations is None else [leaves[place] for place in self._traced.written]
@@ -406,12 +405,13 @@ class CompiledStep:
             pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True)
             identity = f"{pipeline.cache_identity} {torch_private.tracing.labels_of(traced.graph_module.graph)}"
             rewriting = torch_private.inductor.rewriting_step(pipeline.run, identity)
-            with self._in_turn(traced, identity, work):
+            options = {**self._options, **(torch_private.compiler_options.KEEPS_ORDER if to_gather else {})}
+            with self._in_turn(traced, options, identity, work):
                 run = torch_private.inductor.compile_step(
                     traced.graph_module,
                     traced.inputs,
                     backend=self._backend,
-                    options=self._options,
+                    options=options,
                     rewriting=rewriting,
                 )
         in_cuda_graphs = functools.partial(torch_private.compiler_options.uses_cuda_graphs, self._options)
@@ -437,14 +437,14 @@ class CompiledStep:
         return traced.gathering_later(plan, group_name, wanted.scattered.by), buckets_to_gather(plan)
 
     def _in_turn(
-        self, traced: TracedStep, identity: str, slow_work: Callable[..., SlowWork]
+        self, traced: TracedStep, options: Mapping[str, Any], identity: str, slow_work: Callable[..., SlowWork]
     ) -> contextlib.AbstractContextManager[object]:
         """To compile it in: one rank of a host does, and the others load it."""
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if not several or self._backend != "inductor" or not compile_once.is_on():
             return contextlib.nullcontext()
         torch_private.vector_checks.remember()
-        work = compile_once.work_on(traced.graph_module, traced.inputs, self._options, identity)
+        work = compile_once.work_on(traced.graph_module, traced.inputs, options, identity)
         waiting = functools.partial(slow_work, ("waiting", "waited"))
         return compile_once.in_turn(work, lambda owner: waiting(what=compile_once.waiting_for(owner)))
 

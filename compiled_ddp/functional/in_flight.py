@@ -10,7 +10,7 @@ import contextlib
 import copy
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.shares import rows_of
-from compiled_ddp.passes.ops import wait_tensor
+from compiled_ddp.passes.ops import put_together_in_place, wait_tensor
 from compiled_ddp.plan import Bucket
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
@@ -28,9 +28,10 @@ class InFlight:
     """What one rank has launched, and not awaited yet, of one model's parameters: a flat buffer for each bucket."""
 
     def __init__(self, model: nn.Module, *, check_stale: bool) -> None:
-        """Registers a hook with the model. With `check_stale` parameters' memory has NaN in it while they are under way."""
+        """Registers a hook with the model. With `check_stale` the memory of what is under way has NaN in it."""
         self._model, self._check_stale = model, check_stale
         self._parameters: list[nn.Parameter] = []
+        self._memory: set[int] = set()  # theirs; empty where it may have become other memory since it was known
         self._buckets: tuple[Bucket, ...] = ()
         self._gathered: list[Tensor] = []  # empty where the parameters are what they are
         self._sent: list[Tensor] = []  # from which they are gathered
@@ -67,10 +68,7 @@ class InFlight:
             try:
                 self.land()
             except RuntimeError as error:
-                warn_user(
-                    "parameters of this rank are partly those of the step before, as what other ranks made of theirs "
-                    f"has not come: load a checkpoint ({error})."
-                )
+                warn_user(str(error))
             raise
 
     def launched(self, buckets: tuple[Bucket, ...], results: list[Tensor]) -> list[Tensor]:
@@ -95,17 +93,25 @@ class InFlight:
     # ---- for everybody else ------------------------------------------------------------------------------------------
 
     def land(self) -> None:
-        """Await what is under way, and write it into the parameters, which are of their own class again."""
+        """Await what is under way, and write it into the parameters, which are of their own class again.
+
+        Raises RuntimeError where it does not come.
+        """
         self._show()
         gathered, buckets = self._gathered, self._buckets
-        self._gathered, self._sent = [], []
+        self._gathered, self._sent, self._memory = [], [], set()
         if not gathered:
             return
-        with torch_private.tracing.outside_of_traces():  # of a loss that reads the parameters of another model
-            for bucket, flat in zip(buckets, gathered, strict=True):
-                wait_tensor(flat)
-                for gradient in bucket.gradients:
-                    self._parameters[gradient.index].copy_(bucket.view(gradient, flat))
+        try:
+            with torch_private.tracing.outside_of_traces():  # of a loss that reads the parameters of another model
+                for bucket, flat in zip(buckets, gathered, strict=True):
+                    own = [self._parameters[index] for index in bucket.indices]
+                    put_together_in_place(wait_tensor(flat), own, bucket.ranks)
+        except RuntimeError as error:
+            raise RuntimeError(
+                "what other ranks have made of their shares in the latest step has not come, so that parameters of "
+                f"this rank are partly those of the step before: load a checkpoint ({error})."
+            ) from error
 
     @contextlib.contextmanager
     def within_step(self) -> Iterator[None]:
@@ -117,13 +123,9 @@ class InFlight:
             if self._gathered:
                 self._hide()
 
-    def has(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether one of these has the memory of a parameter that is under way."""
-        if not self._gathered:
-            return False
-        with self.within_step():
-            memory = {*torch_private.tensors.memory_of_each(self._parameters)}
-        return any(each in memory for each in torch_private.tensors.memory_of_each(tensors))
+    def has(self, memory: Collection[int]) -> bool:
+        """Whether there is a parameter under way in some of this memory."""
+        return bool(self._gathered) and not self._memory.isdisjoint(memory)
 
     def is_of(self, model: nn.Module) -> bool:
         return self._model is model
@@ -133,6 +135,8 @@ class InFlight:
             parameter.__class__ = nn.Parameter
 
     def _hide(self) -> None:
+        if not self._memory:
+            self._memory = {*torch_private.tensors.memory_of_each(self._parameters)}
         if self._check_stale:
             with torch.no_grad():
                 for parameter in self._parameters:
@@ -156,10 +160,12 @@ def _land_before_forward(model: nn.Module, _: object) -> None:
 
 
 def land_what_is_read(tensors: Sequence[Tensor]) -> None:
-    """Of what other steps have left under way, what a graph is about to read by these names for its memory."""
-    for in_flight in [*_every]:
-        if in_flight.has(tensors):
-            in_flight.land()
+    """What a graph is about to read by these names, if a step has left that under way."""
+    if _every:
+        memory = torch_private.tensors.memory_of_each(tensors)
+        for in_flight in [*_every]:
+            if in_flight.has(memory):
+                in_flight.land()
 
 
 @atexit.register

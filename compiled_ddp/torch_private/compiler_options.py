@@ -35,6 +35,11 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None, dynami
     return patches
 
 
+# Of a graph whose order is that of its nodes. Torch may change it for less memory, and would put first what allocates
+# none, as waiting for what is in a graph's inputs.
+KEEPS_ORDER: Mapping[str, Any] = {"reorder_for_peak_memory": False}
+
+
 def uses_cuda_graphs(options: Mapping[str, Any], device: torch.device) -> bool:
     """Whether Inductor, with these config patches, replays what it compiles for `device` as CUDA graphs."""
     from torch._inductor import config

@@ -1,0 +1,140 @@
+"""Parameters that a step leaves under way, on graphs built by hand."""
+
+import operator
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from compiled_ddp import passes
+from compiled_ddp.functional.operator import plan_of, spec_of
+from compiled_ddp.functional.shares import rows_of
+from compiled_ddp.passes.gather_later import buckets_to_gather, gather_later
+from compiled_ddp.passes.ops import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    gathered_before,
+    put_together,
+    put_together_in_place,
+    reduce_scatter,
+    sum_over_ranks,
+    wait_tensor,
+)
+from compiled_ddp.passes.step_pipeline import StepPipeline
+from compiled_ddp.plan import FIRST_USED, BucketPlan
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+SIZES = (4, 4)  # of two parameters, the first of which the forward reads first
+
+
+def plan(lengths: tuple[int, ...] = (1, 1)) -> BucketPlan:
+    specs = tuple(spec_of(index, (size,), torch.float32, CPU) for index, size in enumerate(SIZES))
+    return plan_of(specs, (1, 0), (*lengths, 0), 2, 0, is_scattered=True)
+
+
+def step_graph(by: str, lengths: tuple[int, ...] = (1, 1)) -> Graph:
+    """x * first * second, of which each parameter reads its gradient last; what arrives is read in the other order."""
+    graph, planned = Graph(), plan(lengths)
+    x, first, second, leading = map(graph.placeholder, ("x", "first", "second", "leading"))
+    arrived = [graph.placeholder(f"gathered_{n}") for n, _ in enumerate(buckets_to_gather(planned))]
+    leading.meta["val"] = torch.empty(FIRST_USED, device="meta")
+    before = graph.call_function(gathered_before, ([first, second],))
+    weights = [graph.call_function(operator.getitem, (before, index)) for index in (0, 1)]
+    hidden = graph.call_function(aten.mul.Tensor, (x, weights[0]))
+    # Its first argument is the weight: what a depth-first order of inputs would await first.
+    result = graph.call_function(aten.mul.Tensor, (weights[1], hidden))
+    of_second = graph.call_function(aten.mul.Tensor, (result, hidden))
+    of_first = graph.call_function(aten.mul.Tensor, (of_second, x))
+    sums = graph.call_function(sum_over_ranks, ([of_first, of_second], [], leading, [1, 0], [1, 1], 2, "", by))
+    shares = [graph.call_function(operator.getitem, (sums, index)) for index in (0, 1)]
+    riders = graph.call_function(operator.getitem, (sums, 2))
+    graph.output((result, riders, *shares))
+    gather_later(graph, planned, arrived=arrived, group_name="g", by=by)
+    return graph
+
+
+def order(graph: Graph) -> list[object]:
+    """Of what communicates, and of products; waits for inputs as their names."""
+    found: list[object] = []
+    for node in graph.nodes:
+        if node.target is wait_tensor:
+            awaited: Node = node.args[0]
+            found.append(awaited.name if awaited.op == "placeholder" else wait_tensor)
+        elif node.target in (all_reduce, all_gather, all_to_all, reduce_scatter, aten.mul.Tensor):
+            found.append(node.target)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("by", "scatters", "gathers"),
+    [("all_to_all", all_to_all, all_to_all), ("reduce_scatter", reduce_scatter, all_gather)],
+)
+def test_each_bucket_is_awaited_where_it_is_read_and_gathered_behind_all_others(
+    by: str, scatters: object, gathers: object
+) -> None:
+    graph = step_graph(by)
+    StepPipeline(((plan(), "g"),)).run(graph)
+    mul = aten.mul.Tensor
+    forward = ["gathered_0", mul, "gathered_1", mul]
+    # The last sum is that of what the next forward reads first, and so is the first to be gathered.
+    backward = [mul, scatters, mul, scatters, all_reduce, wait_tensor, wait_tensor, gathers, gathers, wait_tensor]
+    assert order(graph) == [*forward, *backward]
+    graph.lint()
+
+
+def test_nothing_of_what_departs_is_awaited_and_its_memory_is_kept() -> None:
+    graph = step_graph("all_to_all")
+    (outputs,) = graph.output_node().args
+    launched, sent = outputs[2:4], outputs[4:6]
+    assert [each.target for each in launched] == [all_to_all, all_to_all]
+    assert [each.args[0] for each in launched] == [*sent]
+    assert not any(user.target is wait_tensor for each in launched for user in each.users)
+
+
+def test_what_arrives_is_a_row_of_each_rank() -> None:
+    """Of a bucket of both: first the shares of the second parameter, then those of the first."""
+    row = torch.arange(8.0)
+    second, first = put_together(row, [torch.ones(4), torch.ones(2, 2)], 2)
+    assert second.tolist() == [0, 1, 4, 5] and first.tolist() == [[2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize("size", [(5, 3), (4, 4), (1,), ()])
+def test_what_is_put_together_is_what_was_shared(size: tuple[int, ...]) -> None:
+    """Also where shares are filled up, and into memory of another order."""
+    value = torch.randn(size)
+    gathered = rows_of(value, 3).reshape(-1)
+    (found,) = put_together(gathered, [torch.empty(size)], 3)
+    transposed = torch.empty(size).t() if len(size) == 2 and size[0] == size[1] else torch.empty(size)
+    put_together_in_place(gathered, [transposed], 3)
+    assert torch.equal(found, value) and torch.equal(transposed, value)
+
+
+def writing_graph(*, reads_before: bool) -> Graph:
+    graph = Graph()
+    param, gathered = graph.placeholder("param"), graph.placeholder("gathered")
+    early = [graph.call_function(aten.neg.default, (param,))] if reads_before else []
+    made = graph.call_function(put_together, (graph.call_function(wait_tensor, (gathered,)), [param], 2))
+    weight = graph.call_function(operator.getitem, (made, 0))
+    result = graph.call_function(aten.exp.default, (weight,))
+    graph.call_function(aten.copy_.default, (param, weight))
+    graph.output((result, *early))
+    return graph
+
+
+def test_parameters_are_put_together_where_they_are() -> None:
+    graph = writing_graph(reads_before=False)
+    passes.gather_later.put_together_in_place(graph)
+    graph.lint()
+    targets = [node.target for node in graph.nodes if node.op == "call_function"]
+    assert targets == [wait_tensor, put_together_in_place, aten.exp.default]
+    exp = graph.find_nodes(op="call_function", target=aten.exp.default)[0]
+    assert exp.args[0].name == "param"
+
+
+def test_what_reads_the_old_values_keeps_them() -> None:
+    graph = writing_graph(reads_before=True)
+    before = [node.target for node in graph.nodes]
+    passes.gather_later.put_together_in_place(graph)
+    assert [node.target for node in graph.nodes] == before

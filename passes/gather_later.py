@@ -7,21 +7,19 @@ DeAR (arXiv 2302.12445).
 import operator
 from collections.abc import Sequence
 
-import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes import ops
 from compiled_ddp.passes.graph_edit import (
+    copies_into,
     emit,
     erase_with_results,
     output_values,
     results_of,
     set_output_values,
 )
-from compiled_ddp.passes.ops import all_gather, all_to_all, gathered_before, put_together, wait_tensor
+from compiled_ddp.passes.ops import gathered_before, put_together, put_together_in_place, wait_tensor
+from compiled_ddp.passes.scatter_buckets import emit_gather
 from compiled_ddp.plan import Bucket, BucketPlan
-
-_aten = torch.ops.aten
 
 
 def buckets_to_gather(plan: BucketPlan) -> tuple[Bucket, ...]:
@@ -37,8 +35,9 @@ def buckets_to_gather(plan: BucketPlan) -> tuple[Bucket, ...]:
 def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], group_name: str, by: str) -> None:
     """Let a step begin with what the one before has left under way, and leave its own so.
 
-    Assumes that the last outputs are shares of parameters, in the order of the plan's gradients, and one input for each
-    of `buckets_to_gather` that nothing reads yet. With these, `arrived`,
+    Assumes that the last outputs are shares of parameters, in the order of the plan's gradients, and then whether they
+    are sound; and inputs that nothing reads yet, one for each of `buckets_to_gather` and one for that. With these,
+    `arrived`,
 
         params -> gathered_before -> getitem -> ...                ... -> share -> output
 
@@ -46,66 +45,56 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
 
         arrived -> wait -> put_together -> getitem -> ...          ... -> share -> cat -> all_gather -> output
 
-    (gloo: repeat -> all_to_all, see `scatter_buckets`). Behind the outputs of all buckets stands, of each, what is
-    gathered: memory that nothing else may come to lie in before the wait.
+    (gloo: repeat -> all_to_all, see `scatter_buckets`). The last outputs are what is launched of all buckets, of each
+    what is gathered, which is memory that nothing else may come to lie in before the wait, and whether that is sound.
     """
     (before,) = graph.find_nodes(op="call_function", target=gathered_before)
     params: Sequence[Node] = before.args[0]
     results, count = results_of(before), len(plan.indices)
+    *gathered, was_sound = arrived
     with graph.inserting_before(before):
-        for bucket, gathered in zip(buckets_to_gather(plan), arrived, strict=True):
-            awaited, own = emit(graph, wait_tensor, gathered), [params[index] for index in bucket.indices]
-            made = emit(graph, put_together, awaited, own, bucket.ranks)
+        for bucket, one in zip(buckets_to_gather(plan), gathered, strict=True):
+            own = [params[index] for index in bucket.indices]
+            made = emit(graph, put_together, emit(graph, wait_tensor, one), was_sound, own, bucket.ranks)
             for number, index in enumerate(bucket.indices):
                 if index in results:
                     results[index].replace_all_uses_with(emit(graph, operator.getitem, made, number))
     erase_with_results(graph, before)
-    outputs = output_values(graph)
-    shares = outputs[len(outputs) - count :]
+    *others, is_sound = output_values(graph)
+    others, shares = others[:-count], others[-count:]
     place = {node: number for number, node in enumerate(graph.nodes)}
     latest = max(filter(None, shares), key=place.__getitem__)
     with graph.inserting_before(latest.next):  # what mutates stays behind everything else
-        pairs = [_launch(graph, bucket, shares, group_name, by) for bucket in buckets_to_gather(plan)]
+        pairs = [emit_gather(graph, bucket, shares, group_name, by) for bucket in buckets_to_gather(plan)]
     launched, sent = zip(*pairs, strict=True)
-    set_output_values(graph, [*outputs[: len(outputs) - count], *launched, *sent])
+    set_output_values(graph, [*others, *launched, *sent, is_sound])
 
 
-def _launch(graph: Graph, bucket: Bucket, shares: Sequence[Node | None], group_name: str, by: str) -> tuple[Node, Node]:
-    """What gathers the shares of a bucket, and what it is given."""
-    flat = emit(graph, _aten.cat.default, [shares[each.index] for each in bucket.gradients])
-    if by == "reduce_scatter":
-        return emit(graph, all_gather, flat, bucket.ranks, group_name), flat
-    splits = [bucket.numel // bucket.ranks] * bucket.ranks
-    sent = emit(graph, _aten.repeat.default, flat, [bucket.ranks])
-    return emit(graph, all_to_all, sent, splits, splits, group_name), sent
-
-
-def put_together_in_place(graph: Graph) -> None:
+def arrive_in_place(graph: Graph) -> None:
     """Let what arrives be put together where the parameters are, and be read there.
 
     Assumes that what mutates an input stands behind everything else, as AOTAutograd leaves it, and that nothing is
     moved any more. Then
 
-        put_together(gathered, inputs) -> getitem -> ..., copy_(input, getitem)
+        put_together(gathered, sound, inputs) -> getitem -> ..., copy_(input, getitem)
 
     becomes
 
-        put_together_(gathered, inputs), input -> ...
+        put_together_(gathered, sound, inputs), input -> ...
 
-    where `put_together` stood. One with an input that is read elsewhere stays as it is.
+    where `put_together` stood. One stays as it is whose input is read elsewhere, or whose result the graph returns, by
+    whatever name: later steps would write into that.
     """
     for node in graph.find_nodes(op="call_function", target=put_together):
-        params: Sequence[Node] = node.args[1]
+        params: Sequence[Node] = node.args[2]
         results = results_of(node)
-        copies = {place: _copies(results[place], param) for place, param in enumerate(params) if place in results}
-        is_read_here = all(
-            {*param.users} <= {node, *copies.get(place, ())} and param.op == "placeholder"
-            for place, param in enumerate(params)
-        )
-        if not is_read_here or not all(copies.get(place) for place in range(len(params))):
+        copies = {place: copies_into(results[place], param) for place, param in enumerate(params) if place in results}
+        is_written_here = len(copies) == len(params) and all(copies.values())
+        is_read_here = all({*param.users} <= {node, *copies.get(place, ())} for place, param in enumerate(params))
+        if not (is_read_here and is_written_here) or any(map(_is_returned, results.values())):
             continue
         with graph.inserting_before(node):
-            emit(graph, ops.put_together_in_place, *node.args)
+            emit(graph, put_together_in_place, *node.args)
         for place, param in enumerate(params):
             for copy in reversed(copies[place]):
                 graph.erase_node(copy)
@@ -113,15 +102,13 @@ def put_together_in_place(graph: Graph) -> None:
         erase_with_results(graph, node)
 
 
-def _copies(result: Node, into: Node) -> list[Node]:
-    """The nodes by which a result is written into an input, and nothing else is read of; empty where it is not."""
-    found, value = list[Node](), result
-    while not found or found[-1].target is not _aten.copy_.default:
-        copies = [user for user in value.users if user.target in _COPIES and user.args[:2] == (into, value)]
-        if len(copies) != 1:
-            return []
-        found, value = [*found, copies[0]], copies[0]
-    return [] if found[-1].users else found
+def _is_returned(value: Node) -> bool:
+    """Whether the graph returns a value, or a view of it."""
+    views = [user for user in value.users if user.op == "output" or _is_view_of(user, value)]
+    return any(user.op == "output" or _is_returned(user) for user in views)
 
 
-_COPIES = (_aten.copy.default, _aten.copy_.default)
+def _is_view_of(node: Node, value: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    is_first = bool(node.args) and node.args[0] is value
+    return is_first and schema is not None and any(each.alias_info is not None for each in schema.returns)

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+_aten = torch.ops.aten
+_COPIES = (_aten.copy.default, _aten.copy_.default)
+
 
 @contextlib.contextmanager
 def fake_mode_of(graph: Graph) -> Iterator[bool]:
@@ -75,3 +78,15 @@ def replace_nodes(graph: Graph, replacements: Mapping[Node, Node]) -> None:
     for node, replacement in replacements.items():
         node.replace_all_uses_with(replacement, delete_user_cb=functools.partial(operator.is_not, output))
     set_output_values(graph, [node and replacements.get(node, node) for node in output_values(graph)])
+
+
+def copies_into(result: Node, into: Node) -> list[Node]:
+    """The nodes by which a result is written into an input of the graph, at last in place; empty where it is not."""
+    found, value = list[Node](), result
+    while not found or value.target is not _aten.copy_.default:
+        copies = [user for user in value.users if user.target in _COPIES and user.args[:2] == (into, value)]
+        if len(copies) != 1:
+            return []
+        value = copies[0]
+        found.append(value)
+    return found if into.op == "placeholder" and not value.users else []

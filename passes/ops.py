@@ -20,7 +20,7 @@ fills it up. It is launched in the same buckets. `sum_numbers` sums a small tens
 
 `gathered_before` is what the step before has left under way of these parameters: `passes.gather_later`. Run as it is it
 copies them, as nothing is under way. `put_together` makes parameters of a bucket of shares that were gathered, with a
-row for each of `ranks`; `put_together_` does so in their memory.
+row for each of `ranks`, or leaves them as they are where that is not `sound`, a bool; `put_together_` does so in place.
 
 `optimizer_step` is what an optimizer makes of the parameters of a group and of their state (`functional.updates`):
 lists of them in, for each name of the state one behind the other, and in the same order out. `optimizer_step_` leaves
@@ -116,26 +116,34 @@ def _gathered_before_fake(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty_like(each) for each in params]
 
 
-torch.library.define("compiled_ddp::put_together", "(Tensor gathered, Tensor[] params, int ranks) -> Tensor[]")
-torch.library.define("compiled_ddp::put_together_", "(Tensor gathered, Tensor(a!)[] params, int ranks) -> ()")
+_ARRIVED = "Tensor gathered, Tensor sound"
+torch.library.define("compiled_ddp::put_together", f"({_ARRIVED}, Tensor[] params, int ranks) -> Tensor[]")
+torch.library.define("compiled_ddp::put_together_", f"({_ARRIVED}, Tensor(a!)[] params, int ranks) -> ()")
 
 
 @torch.library.impl("compiled_ddp::put_together", "CompositeExplicitAutograd")
-def _put_together(gathered: torch.Tensor, params: Sequence[torch.Tensor], ranks: int) -> list[torch.Tensor]:
-    made = [torch.empty_like(each) for each in params]
-    _put_together_in_place(gathered, made, ranks)
-    return made
+def _put_together(
+    gathered: torch.Tensor, sound: torch.Tensor, params: Sequence[torch.Tensor], ranks: int
+) -> list[torch.Tensor]:
+    copies = [each.clone() for each in params]
+    _put_together_in_place(gathered, sound, copies, ranks)
+    return copies
 
 
-def _put_together_in_place(gathered: torch.Tensor, params: Sequence[torch.Tensor], ranks: int) -> None:
+def _put_together_in_place(
+    gathered: torch.Tensor, sound: torch.Tensor, params: Sequence[torch.Tensor], ranks: int
+) -> None:
+    if sound.is_cpu and not sound:
+        return
     rows, begin = gathered.view(ranks, -1), 0
     for param in params:
         share = share_elements(param.numel(), ranks)
         own = rows[:, begin : begin + share]
-        if param.numel() == ranks * share and param.is_contiguous():
+        if sound.is_cpu and param.numel() == ranks * share and param.is_contiguous():
             param.view(ranks, share).copy_(own)
         else:
-            param.copy_(own.reshape(-1)[: param.numel()].view(param.shape))
+            whole = own.reshape(-1)[: param.numel()].view(param.shape)
+            param.copy_(whole if sound.is_cpu else torch.where(sound, whole, param))
         begin += share
 
 
@@ -143,7 +151,9 @@ torch.library.impl("compiled_ddp::put_together_", "CompositeExplicitAutograd", _
 
 
 @torch.library.register_fake("compiled_ddp::put_together")
-def _put_together_fake(_: torch.Tensor, params: Sequence[torch.Tensor], __: int) -> list[torch.Tensor]:
+def _put_together_fake(
+    _: torch.Tensor, __: torch.Tensor, params: Sequence[torch.Tensor], ___: int
+) -> list[torch.Tensor]:
     return [torch.empty_like(each) for each in params]
 
 

@@ -7,6 +7,7 @@ reduce-scatter is an all-reduce of the whole (pytorch 118911), and two of its al
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -24,7 +25,7 @@ from compiled_ddp.passes.ops import (
     wait_tensor,
 )
 from compiled_ddp.passes.unfold_sums import emit_riders, replace_riders
-from compiled_ddp.plan import BucketPlan, share_elements
+from compiled_ddp.plan import Bucket, BucketPlan, share_elements
 
 _aten = torch.ops.aten
 
@@ -41,7 +42,7 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
     becomes, for each bucket on its way,
 
         gradient -> rows -> cat -> reduce_scatter -> wait -> slice       (gloo: all_to_all -> wait -> sum)
-        share -> cat -> all_gather -> wait -> slice                      (gloo: expand -> all_to_all -> wait)
+        share -> cat -> all_gather -> wait -> slice                      (gloo: repeat -> all_to_all -> wait)
 
     and the riders are summed behind the gradients' buckets, as everywhere. An update in between becomes one of each
     bucket, unless it waits for all of them, as clipping does: then a bucket is gathered while others are on their way.
@@ -89,22 +90,26 @@ def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -
 def _gather(graph: Graph, plan: BucketPlan, node: Node, group_name: str) -> None:
     shares: Sequence[Node] = node.args[0]  # type: ignore[assignment]
     results = results_of(node)
-    rows_each = [1] * plan.world_size
     *buckets, _ = plan.buckets
     with graph.inserting_before(node):
         for bucket in buckets:
-            flat = emit(graph, _aten.cat.default, [shares[each.index] for each in bucket.gradients])
-            if node.args[-1] == "reduce_scatter":
-                launch = emit(graph, all_gather, flat, bucket.ranks, group_name)
-            else:
-                repeated = emit(graph, _aten.repeat.default, flat, [bucket.ranks, 1])
-                launch = emit(graph, all_to_all, repeated, rows_each, rows_each, group_name)
+            launch, _ = emit_gather(graph, bucket, shares, group_name, str(node.args[-1]))
             matrix = emit(graph, _aten.reshape.default, emit(graph, wait_tensor, launch), [bucket.ranks, -1])
             for index, begin, end in bucket.shares:
                 if index in results:
                     rows = emit(graph, _aten.slice.Tensor, matrix, 1, begin, end)
                     results[index].replace_all_uses_with(emit(graph, _aten.reshape.default, rows, [-1]))
     erase_with_results(graph, node)
+
+
+def emit_gather(graph: Graph, bucket: Bucket, shares: Sequence[Any], group_name: str, by: str) -> tuple[Node, Node]:
+    """What gathers this rank's shares of a bucket, and what it is given; `shares` are by the places of gradients."""
+    flat = emit(graph, _aten.cat.default, [shares[index] for index in bucket.indices])
+    if by == "reduce_scatter":
+        return emit(graph, all_gather, flat, bucket.ranks, group_name), flat
+    splits = [bucket.numel // bucket.ranks] * bucket.ranks
+    sent = emit(graph, _aten.repeat.default, flat, [bucket.ranks])
+    return emit(graph, all_to_all, sent, splits, splits, group_name), sent
 
 
 def _split_updates(graph: Graph, plan: BucketPlan, sums: dict[int, Node]) -> None:

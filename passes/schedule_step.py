@@ -20,12 +20,12 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
     """Reorder a step so that launches follow the last gradient of their buckets, and waits stand where they are read.
 
     Assumes that what mutates an input stands behind everything else, as AOTAutograd leaves it. Launches come first, in
-    the order of `group_names` and on each of them in that of the graph, with what they need. Then comes what hangs on
-    no wait; then each wait, in the order of the launches, with all that can be computed once it is over: the updates of
-    a bucket's parameters run while later buckets are on their way. Launches `following` them, of what comes of these
-    waits, are made in this order as soon as that is there, and awaited last. Waits for what is an input come right
-    before what reads them. Other collectives, a loss's, keep their order, and so do draws of random numbers, before the
-    waits and behind them.
+    the order of `group_names` and on each of them in that of the graph, each behind what it needs, which keeps its
+    order. Then comes what hangs on no wait; then each wait, in the order of the launches, with all that can be computed
+    once it is over: the updates of a bucket's parameters run while later buckets are on their way. Launches `following`
+    them, of what comes of these waits, are made in this order as soon as that is there, and awaited last. Waits for
+    what is an input come right before what reads them. Other collectives, a loss's, keep their order, and so do draws
+    of random numbers, before the waits and behind them.
 
     Leaves the graph as it is where something else is mutated, where nothing is launched, and where these orders exclude
     each other: draws that other collectives bring behind a draw that follows a wait.

@@ -21,7 +21,7 @@ Then, for all of them:
 
 5. `update_in_place`       lets a step's update write into its inputs
 6. `schedule_step`         launches early, waits where the sums are read
-7. `put_together_in_place` lets what the step before has left under way be put into parameters (`gather_later`)
+7. `arrive_in_place`       lets what the step before has left under way be put into parameters (`gather_later`)
 8. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
 """
 
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.form_buckets import form_buckets
-from compiled_ddp.passes.gather_later import put_together_in_place
+from compiled_ddp.passes.gather_later import arrive_in_place
 from compiled_ddp.passes.ops import is_launch, pack_into
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.passes.pipeline import source_hash
@@ -102,8 +102,8 @@ class StepPipeline:
         graph.eliminate_dead_code()
         schedule_step(graph, group_names=names, following=following)
         tell("schedule_step", graph)
-        put_together_in_place(graph)
-        tell("put_together_in_place", graph)
+        arrive_in_place(graph)
+        tell("arrive_in_place", graph)
         for name, (_, group_name) in zip(names, self.reductions, strict=True):
             _rename(graph, name, group_name)
         if self.in_place:

@@ -2,13 +2,10 @@
 
 import itertools
 
-import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import emit, results_of
+from compiled_ddp.passes.graph_edit import copies_into, emit, results_of
 from compiled_ddp.passes.ops import optimizer_step, optimizer_step_in_place
-
-_aten = torch.ops.aten
 
 
 def update_in_place(graph: Graph) -> None:
@@ -37,11 +34,6 @@ def update_in_place(graph: Graph) -> None:
 
 def _written(result: Node, into: Node) -> list[Node]:
     """The nodes from `result` to where it is written `into` an input, and goes nowhere else; empty if not so."""
-    chain = [result]
-    while chain[-1].target is not _aten.copy_.default:
-        users = list(chain[-1].users)
-        is_copy = len(users) == 1 and users[0].target in (_aten.copy.default, _aten.copy_.default)
-        if not is_copy or users[0].args[:2] != (into, chain[-1]):
-            return []
-        chain.append(users[0])
-    return chain if into.op == "placeholder" and not chain[-1].users else []
+    copies = copies_into(result, into)
+    is_all = all(len(each.users) == 1 for each in (result, *copies[:-1]))
+    return [result, *copies] if copies and is_all else []

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
+from compiled_ddp.functional.in_flight import wait_for_all
 from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Arrival, Wanted
 from compiled_ddp.planning.planners import OptimalBuckets, Planner
 from compiled_ddp.ranks import communicator as ranks
@@ -93,6 +94,7 @@ class OpenGroups:
     def close(self) -> None:
         """Close all; none of other backends than gloo, where ranks would wait for each other to close."""
         if self._ranks.is_gloo:
+            wait_for_all()
             for user in [*self._users]:
                 user.close()
             self._open.clear()

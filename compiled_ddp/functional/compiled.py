@@ -169,7 +169,7 @@ class _Runnable:
     ) -> None:
         """`donations` are told of what it writes its results into; None where that stays its owner's.
 
-        It begins with what is `in_flight`, and leaves what is `to_gather` so; None where nothing is.
+        It begins with what is `in_flight`, and leaves what is `to_gather` so; None, and empty, where nothing is.
         """
         self._name, self._donations = name, donations
         self._traced, self._run, self._runs, self._unit = traced, run, session.runs, unit
@@ -245,7 +245,7 @@ class _Runnable:
         if self._reference is not None and unit.verifies:
             if self._in_flight is not None:  # into the parameters, from which the reference begins
                 self._in_flight.land()
-            of_passes = len(self._to_gather) + len(self._flat_buffers.memory)
+            of_passes = len(self._to_gather) + bool(self._to_gather) + len(self._flat_buffers.memory)
             reference_of = self._reference.run(inputs[: len(inputs) - of_passes])
             self._reference = None
             for flat_buffer in self._flat_buffers.memory:
@@ -254,8 +254,7 @@ class _Runnable:
         with launching, watching, self._loss_launches.launching():
             results = self._ran(inputs, donated)
         first_state = len(results) - len(self._traced.generators)
-        with contextlib.nullcontext() if self._in_flight is None else self._in_flight.if_sound():
-            unit.check(results[first_state - len(self._runs) : first_state])
+        unit.check(results[first_state - len(self._runs) : first_state])
         unit.prove()
         return results
 

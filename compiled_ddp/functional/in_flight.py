@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import copy
 import inspect
+import os
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,25 +36,34 @@ class InFlight:
         self._buckets: tuple[Bucket, ...] = ()
         self._gathered: list[Tensor] = []  # empty where the parameters are what they are
         self._sent: list[Tensor] = []  # from which they are gathered
+        self._sound = torch.ones((), dtype=torch.bool, device="cpu")  # whether that is what ranks meant to send
         self._awaited_class = _awaited_by(self)
         _every.add(self)
         model.register_forward_pre_hook(_land_before_forward)
 
-    def of(self, parameters: Sequence[nn.Parameter]) -> None:
-        """From now on it is about these; `Bucket.gradients` have their places."""
-        if [*map(id, parameters)] != [*map(id, self._parameters)]:
+    def of(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """From now on it is about these, of which no other step has any under way; `Bucket.indices` are their places.
+
+        Raises TypeError for parameters of a class of their own.
+        """
+        if [*map(id, parameters.values())] != [*map(id, self._parameters)]:
             self.land()
-            self._parameters = [*parameters]
+            refuse_other_classes(parameters)
+            self._parameters = [*parameters.values()]
+        for other in [*_every]:
+            if other is not self and other.shares_with(self):
+                other.land()
 
     # ---- for a graph -------------------------------------------------------------------------------------------------
 
     def given_to(self, buckets: tuple[Bucket, ...]) -> list[Tensor]:
-        """What a graph of these buckets begins with."""
+        """What a graph of these buckets begins with: what was gathered of each, and whether it is sound."""
         if self._gathered and self._buckets == buckets:
-            return self._gathered
+            return [*self._gathered, self._sound]
         self.land()
         with torch.no_grad():
-            return [self._packed(bucket) for bucket in buckets]
+            packed = [self._packed(bucket) for bucket in buckets]
+        return [*packed, torch.ones((), dtype=torch.bool, device=packed[0].device)]
 
     def _packed(self, bucket: Bucket) -> Tensor:
         rows = [rows_of(self._parameters[index].detach(), bucket.ranks) for index in bucket.indices]
@@ -73,29 +83,18 @@ class InFlight:
 
     def launched(self, buckets: tuple[Bucket, ...], results: list[Tensor]) -> list[Tensor]:
         """The results of a graph, without the last ones: what it has launched of these buckets, for the next."""
+        *results, self._sound = results
         others, count = len(results) - 2 * len(buckets), len(buckets)
         self._buckets = buckets
         self._gathered, self._sent = results[others : others + count], results[others + count :]
         return results[:others]
-
-    @contextlib.contextmanager
-    def if_sound(self) -> Iterator[None]:
-        """Where this raises, as a rank has failed, parameters stay what they are, and what was launched is dropped."""
-        try:
-            yield
-        except BaseException:
-            dropped, self._gathered, self._sent = self._gathered, [], []
-            for each in dropped:
-                with contextlib.suppress(RuntimeError):
-                    wait_tensor(each)
-            raise
 
     # ---- for everybody else ------------------------------------------------------------------------------------------
 
     def land(self) -> None:
         """Await what is under way, and write it into the parameters, which are of their own class again.
 
-        Raises RuntimeError where it does not come.
+        They stay what they were where a rank had failed. Raises RuntimeError where something does not come.
         """
         self._show()
         gathered, buckets = self._gathered, self._buckets
@@ -104,13 +103,15 @@ class InFlight:
             return
         try:
             with torch_private.tracing.outside_of_traces():  # of a loss that reads the parameters of another model
+                for flat in gathered:
+                    wait_tensor(flat)
                 for bucket, flat in zip(buckets, gathered, strict=True):
                     own = [self._parameters[index] for index in bucket.indices]
-                    put_together_in_place(wait_tensor(flat), own, bucket.ranks)
+                    put_together_in_place(flat, self._sound, own, bucket.ranks)
         except RuntimeError as error:
             raise RuntimeError(
-                "what other ranks have made of their shares in the latest step has not come, so that parameters of "
-                f"this rank are partly those of the step before: load a checkpoint ({error})."
+                "what other ranks have made of their shares in the latest step has not come, and parameters of this "
+                f"rank are those of the step before: load a checkpoint ({error})."
             ) from error
 
     @contextlib.contextmanager
@@ -123,16 +124,27 @@ class InFlight:
             if self._gathered:
                 self._hide()
 
+    def wait(self) -> None:
+        """Until nothing is under way on a group that is about to be closed; what does not come fails in `land`."""
+        for flat in self._gathered:
+            with contextlib.suppress(RuntimeError):
+                wait_tensor(flat)
+
     def has(self, memory: Collection[int]) -> bool:
         """Whether there is a parameter under way in some of this memory."""
         return bool(self._gathered) and not self._memory.isdisjoint(memory)
+
+    def shares_with(self, other: "InFlight") -> bool:
+        """Whether there is a parameter under way that is the other one's too."""
+        return bool(self._gathered) and not {*map(id, self._parameters)}.isdisjoint(map(id, other._parameters))
 
     def is_of(self, model: nn.Module) -> bool:
         return self._model is model
 
     def _show(self) -> None:
         for parameter in self._parameters:
-            parameter.__class__ = nn.Parameter
+            if type(parameter) is self._awaited_class:  # and not that of another step
+                parameter.__class__ = nn.Parameter
 
     def _hide(self) -> None:
         if not self._memory:
@@ -168,12 +180,21 @@ def land_what_is_read(tensors: Sequence[Tensor]) -> None:
                 in_flight.land()
 
 
-@atexit.register
+def wait_for_all() -> None:
+    for in_flight in [*_every]:
+        in_flight.wait()
+
+
 def _land_all() -> None:
-    """Before a process ends, whose ranks may still need what it sends."""
+    """Before a process ends, from which other ranks still need something, or is forked, without what receives it."""
     for in_flight in [*_every]:
         with contextlib.suppress(RuntimeError):
             in_flight.land()
+
+
+atexit.register(_land_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_land_all)
 
 
 def refuse_other_classes(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -201,6 +222,10 @@ def _awaited_by(in_flight: InFlight) -> type[nn.Parameter]:
 
     class Awaited(nn.Parameter):
         """A parameter that is being gathered."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            """One that is made anew, as `type(parameter)(...)`, is not."""
+            return nn.Parameter(*args, **kwargs)
 
         @classmethod
         def __torch_function__(

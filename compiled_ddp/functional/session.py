@@ -79,7 +79,7 @@ class Session:
     parameters: list[dict[str, Node | Tensor]] = field(default_factory=list)  # of each run, see `origin_of`
     loss_launches: list[LossLaunch] = field(default_factory=list)  # as their nodes count them
     settled: list[Tensor] = field(default_factory=list)  # what its caller's tensors become, also where it is not sound
-    departing: list[Tensor] = field(default_factory=list)  # shares of parameters, to be gathered behind the step
+    departing: list[Tensor] = field(default_factory=list)  # what is gathered behind the step, and whether it is sound
     generators: TracedGenerators = field(default_factory=TracedGenerators)
     regions: RecomputedRegions = field(init=False)
 
@@ -167,7 +167,9 @@ def note_departing(shares: Iterable[Tensor]) -> None:
     """These are gathered while the next step begins: `passes.gather_later`."""
     session = _session.get()
     assert session is not None, "a step that leaves something under way is a compiled one"
-    session.departing += shares
+    is_sound = session.are_sound()
+    assert is_sound is not None
+    session.departing += [*shares, is_sound]
 
 
 def current_loss_call() -> LossCall | None:

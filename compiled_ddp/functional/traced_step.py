@@ -115,9 +115,10 @@ class TracedStep:
         return dataclasses.replace(self, inputs=[*self.inputs, *values])
 
     def gathering_later(self, plan: BucketPlan, group_name: str, by: str) -> "TracedStep":
-        """With its last outputs, shares of parameters, gathered behind it: see `gather_later`."""
+        """With shares of parameters, among its last outputs, gathered behind it: `gather_later`. Changes its graph."""
         buckets = buckets_to_gather(plan)
         values = [torch.empty(each.numel, dtype=each.dtype, device=each.device) for each in buckets]
+        values.append(torch.empty((), dtype=torch.bool, device=values[0].device))
         added, graph = self.add_inputs(values, "gathered"), self.graph_module.graph
         arrived = graph.find_nodes(op="placeholder")[-len(values) :]
         gather_later(graph, plan, arrived=arrived, group_name=group_name, by=by)

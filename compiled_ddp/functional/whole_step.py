@@ -309,7 +309,7 @@ class TrainingStep:
         with contextlib.nullcontext() if self._latest is None else self._latest.known.update.telling():
             now = self._latest = self._now()
             if self._in_flight is not None:
-                self._in_flight.of([parameter for _, _, parameter in now.trained])
+                self._in_flight.of({name: parameter for name, _, parameter in now.trained})
         scale = self._scale(now.trained[0][2].device)
         if is_update:
             outcome = self._update(now, Given(self._share(batch), scale, batch, named))

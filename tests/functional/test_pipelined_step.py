@@ -190,6 +190,43 @@ def test_whatever_reads_a_parameter_awaits_all(ranks2: RankPool) -> None:
     ranks2.run(_lands)
 
 
+def _takes_turns(rank: int) -> None:
+    """Two steps of one model, each with its loss."""
+    losses = [lambda net, x, y: net(x, y), lambda net, x, y: net(x, -y) * 0.5]
+    with pipelining():
+        step, loop = both("AdamW", loss_fn=losses[0])
+        other = compile_step(step.model, step.optimizer, losses[1], **whole.DEFAULTS)
+    for n in range(6):
+        (step, other)[n % 2](*batch(rank, n))
+        losses[n % 2](loop.model, *batch(rank, n)).backward()
+        loop.update()
+    assert_same(step, loop)
+
+
+def test_two_steps_of_one_model_take_turns(ranks2: RankPool) -> None:
+    ranks2.run(_takes_turns)
+
+
+def _returns_parameters(rank: int) -> None:
+    """What a loss returns beside itself stays what it was when the next call writes into parameters."""
+
+    def loss(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return net(x, y), net.scale.view(1)
+
+    with pipelining():
+        step, loop = both("AdamW", loss_fn=loss, has_aux=True)
+    found, expected = [], []
+    for n in range(4):
+        expected.append(loop.model.scale.detach().clone())
+        loop.step(*batch(rank, n))
+        found.append(step(*batch(rank, n))[1])
+    torch.testing.assert_close(torch.cat(found), torch.stack(expected))
+
+
+def test_what_a_loss_returns_is_not_written_into(ranks2: RankPool) -> None:
+    ranks2.run(_returns_parameters)
+
+
 def _is_right_where_read(rank: int) -> None:
     """One rank alone may read: that is no collective."""
     with pipelining():

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp import passes
 from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.functional.shares import rows_of
-from compiled_ddp.passes.gather_later import buckets_to_gather, gather_later
+from compiled_ddp.passes.gather_later import arrive_in_place, buckets_to_gather, gather_later
 from compiled_ddp.passes.ops import (
     all_gather,
     all_reduce,
@@ -39,6 +38,7 @@ def step_graph(by: str, lengths: tuple[int, ...] = (1, 1)) -> Graph:
     graph, planned = Graph(), plan(lengths)
     x, first, second, leading = map(graph.placeholder, ("x", "first", "second", "leading"))
     arrived = [graph.placeholder(f"gathered_{n}") for n, _ in enumerate(buckets_to_gather(planned))]
+    sound = graph.placeholder("sound")
     leading.meta["val"] = torch.empty(FIRST_USED, device="meta")
     before = graph.call_function(gathered_before, ([first, second],))
     weights = [graph.call_function(operator.getitem, (before, index)) for index in (0, 1)]
@@ -50,8 +50,8 @@ def step_graph(by: str, lengths: tuple[int, ...] = (1, 1)) -> Graph:
     sums = graph.call_function(sum_over_ranks, ([of_first, of_second], [], leading, [1, 0], [1, 1], 2, "", by))
     shares = [graph.call_function(operator.getitem, (sums, index)) for index in (0, 1)]
     riders = graph.call_function(operator.getitem, (sums, 2))
-    graph.output((result, riders, *shares))
-    gather_later(graph, planned, arrived=arrived, group_name="g", by=by)
+    graph.output((result, riders, *shares, graph.call_function(aten.eq.Scalar, (riders, 1))))
+    gather_later(graph, planned, arrived=[*arrived, sound], group_name="g", by=by)
     return graph
 
 
@@ -96,7 +96,7 @@ def test_nothing_of_what_departs_is_awaited_and_its_memory_is_kept() -> None:
 def test_what_arrives_is_a_row_of_each_rank() -> None:
     """Of a bucket of both: first the shares of the second parameter, then those of the first."""
     row = torch.arange(8.0)
-    second, first = put_together(row, [torch.ones(4), torch.ones(2, 2)], 2)
+    second, first = put_together(row, torch.tensor(True), [torch.ones(4), torch.ones(2, 2)], 2)
     assert second.tolist() == [0, 1, 4, 5] and first.tolist() == [[2, 3], [6, 7]]
 
 
@@ -105,17 +105,19 @@ def test_what_is_put_together_is_what_was_shared(size: tuple[int, ...]) -> None:
     """Also where shares are filled up, and into memory of another order."""
     value = torch.randn(size)
     gathered = rows_of(value, 3).reshape(-1)
-    (found,) = put_together(gathered, [torch.empty(size)], 3)
+    (found,) = put_together(gathered, torch.tensor(True), [torch.empty(size)], 3)
     transposed = torch.empty(size).t() if len(size) == 2 and size[0] == size[1] else torch.empty(size)
-    put_together_in_place(gathered, [transposed], 3)
+    put_together_in_place(gathered, torch.tensor(True), [transposed], 3)
     assert torch.equal(found, value) and torch.equal(transposed, value)
+    (kept,) = put_together(gathered, torch.tensor(False), [torch.ones(size)], 3)
+    assert torch.equal(kept, torch.ones(size))
 
 
 def writing_graph(*, reads_before: bool) -> Graph:
     graph = Graph()
-    param, gathered = graph.placeholder("param"), graph.placeholder("gathered")
+    param, gathered, sound = map(graph.placeholder, ("param", "gathered", "sound"))
     early = [graph.call_function(aten.neg.default, (param,))] if reads_before else []
-    made = graph.call_function(put_together, (graph.call_function(wait_tensor, (gathered,)), [param], 2))
+    made = graph.call_function(put_together, (graph.call_function(wait_tensor, (gathered,)), sound, [param], 2))
     weight = graph.call_function(operator.getitem, (made, 0))
     result = graph.call_function(aten.exp.default, (weight,))
     graph.call_function(aten.copy_.default, (param, weight))
@@ -125,7 +127,7 @@ def writing_graph(*, reads_before: bool) -> Graph:
 
 def test_parameters_are_put_together_where_they_are() -> None:
     graph = writing_graph(reads_before=False)
-    passes.gather_later.put_together_in_place(graph)
+    arrive_in_place(graph)
     graph.lint()
     targets = [node.target for node in graph.nodes if node.op == "call_function"]
     assert targets == [wait_tensor, put_together_in_place, aten.exp.default]
@@ -136,5 +138,16 @@ def test_parameters_are_put_together_where_they_are() -> None:
 def test_what_reads_the_old_values_keeps_them() -> None:
     graph = writing_graph(reads_before=True)
     before = [node.target for node in graph.nodes]
-    passes.gather_later.put_together_in_place(graph)
+    arrive_in_place(graph)
     assert [node.target for node in graph.nodes] == before
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_what_is_returned_keeps_memory_of_its_own(as_view: bool) -> None:
+    graph = writing_graph(reads_before=False)
+    (weight,) = graph.find_nodes(op="call_function", target=operator.getitem)
+    with graph.inserting_before(graph.output_node()):
+        returned = graph.call_function(aten.detach.default, (weight,)) if as_view else weight
+    graph.output_node().args = ((*graph.output_node().args[0], returned),)
+    arrive_in_place(graph)
+    assert graph.find_nodes(op="call_function", target=put_together)

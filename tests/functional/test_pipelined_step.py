@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import io
+import os
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -310,6 +311,53 @@ def _fails_while_under_way(rank: int) -> str:
 def test_a_rank_that_fails_while_parameters_are_under_way_loses_none(ranks2: RankPool) -> None:
     other, own = ranks2.run(_fails_while_under_way)
     assert own == "no labels" and "no labels" in other, (own, other)
+
+
+def _fails_beside_another(rank: int) -> str:
+    """With the parameters of two models on their way, each on a group of its own, of which errors close both."""
+    fails, message = {"now": False}, ""
+
+    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if fails["now"]:
+            raise ValueError("no labels")
+        result: Tensor = net(x, y)
+        return result
+
+    with pipelining():
+        pairs = [both("SGD", loss_fn=loss), both("momentum", loss_fn=loss)]
+    for n in range(8):
+        step, loop = pairs[n % 2]
+        fails["now"] = n == 4 and rank == 1
+        try:
+            step(*batch(rank, n))
+        except (RuntimeError, ValueError) as error:
+            message = str(error)
+            step.model.norm.load_state_dict(loop.model.norm.state_dict())
+            continue
+        loop.step(*batch(rank, n))
+    for step, loop in pairs:
+        assert_same(step, loop)
+    return message
+
+
+def test_what_other_steps_have_under_way_is_awaited_before_groups_are_closed(ranks2: RankPool) -> None:
+    other, own = ranks2.run(_fails_beside_another)
+    assert own == "no labels" and "no labels" in other, (own, other)
+
+
+def _forks(rank: int) -> None:
+    with pipelining():
+        step, _ = both("AdamW")
+    step(*batch(rank, 0))
+    assert is_under_way(step.model)
+    if (child := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert not is_under_way(step.model)
+
+
+def test_a_fork_has_nothing_under_way(ranks2: RankPool) -> None:
+    ranks2.run(_forks)
 
 
 def _ends(rank: int) -> None:

@@ -14,7 +14,7 @@ from compiled_ddp.passes.graph_edit import (
     set_output_values,
 )
 from compiled_ddp.passes.ops import all_reduce, sum_over_ranks, wait_tensor
-from compiled_ddp.plan import BucketPlan
+from compiled_ddp.plan import FIRST_USED, BucketPlan
 
 _aten = torch.ops.aten
 
@@ -91,10 +91,9 @@ def _behind(graph: Graph, node: Node) -> Node:
 
 def replace_riders(graph: Graph, reduction: Node, results: dict[int, Node], riders: Node, gradients: int) -> None:
     """Let the sums of passengers and of the leading riders be parts of the summed riders."""
-    _, passengers, leading = reduction.args[:3]
-    sizes = [node.meta["val"].shape for node in passengers]  # type: ignore[union-attr]
-    head = leading.meta["val"].numel()  # type: ignore[union-attr]
-    ends = [head + gradients]
+    passengers: Sequence[Node] = reduction.args[1]  # type: ignore[assignment]
+    sizes = [node.meta["val"].shape for node in passengers]
+    ends = [FIRST_USED + gradients]
     with graph.inserting_before(reduction):
         for number, size in enumerate(sizes):
             ends.append(ends[-1] + size.numel())
@@ -103,5 +102,5 @@ def replace_riders(graph: Graph, reduction: Node, results: dict[int, Node], ride
                 shaped = emit(graph, _aten.reshape.default, part, list(size))
                 results[gradients + number].replace_all_uses_with(shaped)
         if gradients + len(sizes) in results:
-            first = emit(graph, _aten.slice.Tensor, riders, 0, 0, head)
+            first = emit(graph, _aten.slice.Tensor, riders, 0, 0, FIRST_USED)
             results[gradients + len(sizes)].replace_all_uses_with(first)

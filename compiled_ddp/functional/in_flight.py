@@ -37,6 +37,7 @@ class InFlight:
         self._gathered: list[Tensor] = []  # empty where the parameters are what they are
         self._sent: list[Tensor] = []  # from which they are gathered
         self._sound = torch.ones((), dtype=torch.bool, device="cpu")  # whether that is what ranks meant to send
+        self._failure: RuntimeError | None = None  # of waiting for it, which torch tells once
         self._awaited_class = _awaited_by(self)
         _every.add(self)
         model.register_forward_pre_hook(_land_before_forward)
@@ -97,22 +98,20 @@ class InFlight:
         They stay what they were where a rank had failed. Raises RuntimeError where something does not come.
         """
         self._show()
-        gathered, buckets = self._gathered, self._buckets
-        self._gathered, self._sent, self._memory = [], [], set()
-        if not gathered:
+        if not self._gathered:
             return
-        try:
-            with torch_private.tracing.outside_of_traces():  # of a loss that reads the parameters of another model
-                for flat in gathered:
-                    wait_tensor(flat)
-                for bucket, flat in zip(buckets, gathered, strict=True):
-                    own = [self._parameters[index] for index in bucket.indices]
-                    put_together_in_place(flat, self._sound, own, bucket.ranks)
-        except RuntimeError as error:
-            raise RuntimeError(
-                "what other ranks have made of their shares in the latest step has not come, and parameters of this "
-                f"rank are those of the step before: load a checkpoint ({error})."
-            ) from error
+        with torch_private.tracing.outside_of_traces():  # of a loss that reads the parameters of another model
+            self.wait()
+            gathered, failure = self._gathered, self._failure
+            self._gathered, self._sent, self._memory, self._failure = [], [], set(), None
+            if failure is not None:
+                raise RuntimeError(
+                    "what other ranks have made of their shares in the latest step has not come, and parameters of "
+                    f"this rank are those of the step before: load a checkpoint ({failure})."
+                ) from failure
+            for bucket, flat in zip(self._buckets, gathered, strict=True):
+                own = [self._parameters[index] for index in bucket.indices]
+                put_together_in_place(flat, self._sound, own, bucket.ranks)
 
     @contextlib.contextmanager
     def within_step(self) -> Iterator[None]:
@@ -125,10 +124,12 @@ class InFlight:
                 self._hide()
 
     def wait(self) -> None:
-        """Until nothing is under way on a group that is about to be closed; what does not come fails in `land`."""
+        """Until nothing is under way any more, as before its group is closed; where it does not come, `land` raises."""
         for flat in self._gathered:
-            with contextlib.suppress(RuntimeError):
+            try:
                 wait_tensor(flat)
+            except RuntimeError as error:
+                self._failure = error
 
     def has(self, memory: Collection[int]) -> bool:
         """Whether there is a parameter under way in some of this memory."""
@@ -149,7 +150,7 @@ class InFlight:
     def _hide(self) -> None:
         if not self._memory:
             self._memory = {*torch_private.tensors.memory_of_each(self._parameters)}
-        if self._check_stale:
+        if self._check_stale and self._sound:  # else they stay what they are
             with torch.no_grad():
                 for parameter in self._parameters:
                     parameter.fill_(float("nan"))

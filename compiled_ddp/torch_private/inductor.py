@@ -142,8 +142,7 @@ def _for_caches() -> Iterator[None]:
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    shape_env = ShapeEnv(assume_static_by_default=True)  # or sizes of what only passes read would be symbols
-    mode = FakeTensorMode(shape_env=shape_env, static_shapes=True, allow_non_fake_inputs=True)
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     with tracing(TracingContext(mode)):
         yield
 

@@ -283,7 +283,7 @@ def test_what_a_graph_raises_is_raised_on_every_rank(ranks2: RankPool) -> None:
     ranks2.run(_pipelined, whole._raises_in_graph, 1)
 
 
-def _fails_while_under_way(rank: int) -> str:
+def _fails_while_under_way(rank: int, check_stale: bool) -> str:
     """Rank 1 fails before its call has launched anything, with its parameters on their way."""
     fails, message = {"now": False}, ""
 
@@ -294,7 +294,7 @@ def _fails_while_under_way(rank: int) -> str:
         return result
 
     with pipelining():
-        step, loop = both("AdamW", loss_fn=loss)
+        step, loop = both("AdamW", loss_fn=loss, check_stale=check_stale)
     for n in range(6):
         fails["now"] = n == 3 and rank == 1
         try:
@@ -308,8 +308,9 @@ def _fails_while_under_way(rank: int) -> str:
     return message
 
 
-def test_a_rank_that_fails_while_parameters_are_under_way_loses_none(ranks2: RankPool) -> None:
-    other, own = ranks2.run(_fails_while_under_way)
+@pytest.mark.parametrize("check_stale", [False, True])
+def test_a_rank_that_fails_while_parameters_are_under_way_loses_none(ranks2: RankPool, check_stale: bool) -> None:
+    other, own = ranks2.run(_fails_while_under_way, check_stale)
     assert own == "no labels" and "no labels" in other, (own, other)
 
 
@@ -358,6 +359,26 @@ def _forks(rank: int) -> None:
 
 def test_a_fork_has_nothing_under_way(ranks2: RankPool) -> None:
     ranks2.run(_forks)
+
+
+def _does_not_come(rank: int) -> str:
+    """What is gathered fails on the way, and somebody has waited for it before, as where groups are closed."""
+    with pipelining():
+        step, loop = both("SGD")
+    step(*batch(rank, 0)), loop.step(*batch(rank, 0))
+    step.flush()
+    step(*batch(rank, 1))
+    step._in_flight._failure = RuntimeError("Connection closed by peer")
+    with pytest.raises(RuntimeError) as raised:
+        step.model.state_dict()
+    for name, value in loop.model.named_parameters():  # of the step before, none of them in part
+        torch.testing.assert_close(step.model.get_parameter(name), value)
+    return str(raised.value)
+
+
+def test_what_does_not_come_is_an_error_with_what_to_do(ranks2: RankPool) -> None:
+    for told in ranks2.run(_does_not_come):
+        assert "load a checkpoint (Connection closed by peer)" in told, told
 
 
 def _ends(rank: int) -> None:

@@ -50,10 +50,10 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
     """
     (before,) = graph.find_nodes(op="call_function", target=gathered_before)
     params: Sequence[Node] = before.args[0]
-    results, count = results_of(before), len(plan.indices)
+    results, count, buckets = results_of(before), len(plan.indices), buckets_to_gather(plan)
     *gathered, was_sound = arrived
     with graph.inserting_before(before):
-        for bucket, one in zip(buckets_to_gather(plan), gathered, strict=True):
+        for bucket, one in zip(buckets, gathered, strict=True):
             own = [params[index] for index in bucket.indices]
             made = emit(graph, put_together, emit(graph, wait_tensor, one), was_sound, own, bucket.ranks)
             for number, index in enumerate(bucket.indices):
@@ -65,7 +65,7 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
     place = {node: number for number, node in enumerate(graph.nodes)}
     latest = max(filter(None, shares), key=place.__getitem__)
     with graph.inserting_before(latest.next):  # what mutates stays behind everything else
-        pairs = [emit_gather(graph, bucket, shares, group_name, by) for bucket in buckets_to_gather(plan)]
+        pairs = [emit_gather(graph, bucket, shares, group_name, by) for bucket in buckets]
     launched, sent = zip(*pairs, strict=True)
     set_output_values(graph, [*others, *launched, *sent, is_sound])
 

@@ -36,7 +36,7 @@ from collections.abc import Sequence
 import torch
 from torch._ops import OpOverload
 
-from compiled_ddp.plan import is_called, share_elements
+from compiled_ddp.plan import is_called, share_elements, whole_of
 
 torch.library.define("compiled_ddp::pack", "(Tensor[] parts) -> Tensor")
 torch.library.define("compiled_ddp::pack_into", "(Tensor[] parts, Tensor(a!) into) -> Tensor(a!)")
@@ -142,7 +142,7 @@ def _put_together_in_place(
         if sound.is_cpu and param.numel() == ranks * share and param.is_contiguous():
             param.view(ranks, share).copy_(own)
         else:
-            whole = own.reshape(-1)[: param.numel()].view(param.shape)
+            whole = whole_of(own, param.shape)
             param.copy_(whole if sound.is_cpu else torch.where(sound, whole, param))
         begin += share
 

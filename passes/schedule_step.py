@@ -50,7 +50,7 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
     for launch in launches:
         for node in sorted(_missing(launch, order) - arrivals, key=place.__getitem__):
             emit_with_inputs(node, order, behind)
-    rest = _Rest(nodes, order, behind, held_back={*tail, *waits.values()})
+    rest = _Rest(place, order, behind, held_back={*tail, *waits.values()})
     rest.emit_ready()
     for launch in (*launches, *following):
         rest.emit(waits[launch])
@@ -105,11 +105,11 @@ class _Rest:
     """What is not in `order` yet: each node with the number of those missing there that it must stand behind."""
 
     def __init__(
-        self, nodes: Sequence[Node], order: dict[Node, None], behind: Mapping[Node, Node], *, held_back: set[Node]
+        self, place: Mapping[Node, int], order: dict[Node, None], behind: Mapping[Node, Node], *, held_back: set[Node]
     ) -> None:
-        """`nodes` are all of the graph, in their old order."""
-        self._nodes, self._order, self._held_back = nodes, order, held_back
-        self._place = {node: place for place, node in enumerate(nodes)}
+        """All nodes of the graph, in their old order, each with its `place` in that."""
+        nodes = [*place]
+        self._nodes, self._place, self._order, self._held_back = nodes, place, order, held_back
         self._follower = {earlier: later for later, earlier in behind.items()}
         self._missing = {node: 0 for node in nodes if node not in order}
         for node in nodes:

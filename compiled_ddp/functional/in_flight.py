@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.shares import rows_of
+from compiled_ddp.functional.shares import rows_of_bucket
 from compiled_ddp.passes.ops import put_together_in_place, wait_tensor
 from compiled_ddp.plan import Bucket
 from compiled_ddp.torch_private.dynamo import untraced
@@ -63,12 +63,8 @@ class InFlight:
             return [*self._gathered, self._sound]
         self.land()
         with torch.no_grad():
-            packed = [self._packed(bucket) for bucket in buckets]
+            packed = [rows_of_bucket(bucket, self._parameters).view(-1) for bucket in buckets]
         return [*packed, torch.ones((), dtype=torch.bool, device=packed[0].device)]
-
-    def _packed(self, bucket: Bucket) -> Tensor:
-        rows = [rows_of(self._parameters[index].detach(), bucket.ranks) for index in bucket.indices]
-        return torch.cat(rows, dim=1).view(-1)
 
     @contextlib.contextmanager
     def awaited_by_graph(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compiled_ddp.functional.shares import added, launch_scatter, rows_of
+from compiled_ddp.functional.shares import added, launch_scatter, rows_of_bucket
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.passes.ops import all_reduce_in_place, wait_tensor
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
@@ -90,7 +90,7 @@ def _sum_over_ranks(
     for position, bucket in enumerate(plan.buckets):
         with profiled("fold", name, position):
             if bucket.ranks > 1:
-                flat = torch.cat([rows_of(gradients[index], bucket.ranks) for index in bucket.indices], dim=1)
+                flat = rows_of_bucket(bucket, gradients)
             else:
                 parts = [gradients[index].reshape(-1) for index in bucket.indices]
                 if bucket.riders is not None:

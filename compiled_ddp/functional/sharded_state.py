@@ -12,9 +12,9 @@ from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.reduction import GradientReduction
-from compiled_ddp.functional.shares import gather, rows_of, scattered_by, whole_of
+from compiled_ddp.functional.shares import gather, rows_of, scattered_by
 from compiled_ddp.functional.unit import agree_apart
-from compiled_ddp.plan import share_elements
+from compiled_ddp.plan import share_elements, whole_of
 
 State = dict[str, Any]
 

@@ -19,7 +19,7 @@ from compiled_ddp.passes.ops import (
     sum_numbers,
     wait_tensor,
 )
-from compiled_ddp.plan import Bucket, share_elements
+from compiled_ddp.plan import Bucket, share_elements, whole_of
 
 
 def scattered_by(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -36,14 +36,14 @@ def rows_of(tensor: Tensor, ranks: int) -> Tensor:
     return flat.view(ranks, -1)
 
 
+def rows_of_bucket(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
+    """The matrix that is its flat buffer, of tensors by the places of its gradients."""
+    return torch.cat([rows_of(tensors[index], bucket.ranks) for index in bucket.indices], dim=1)
+
+
 def own_row(tensor: Tensor, ranks: int, rank: Tensor) -> Tensor:
     """The share of the rank whose number is `rank`, of shape (1,): read when a graph runs, so that ranks share it."""
     return rows_of(tensor, ranks).index_select(0, rank).view(-1)
-
-
-def whole_of(rows: Tensor, size: torch.Size) -> Tensor:
-    """A tensor of this size, of the rows of all ranks."""
-    return rows.reshape(-1)[: size.numel()].view(size)
 
 
 # ---- over ranks ------------------------------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Bucket:
         if self.ranks == 1:
             return gradient.view(flat_buffer)
         rows = flat_buffer.view(self.ranks, -1)[:, gradient.offset_elements : self._end_of_share(gradient)]
-        return rows.reshape(-1)[: gradient.numel].view(gradient.size)
+        return whole_of(rows, gradient.size)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -157,6 +157,11 @@ class Bucket:
 def share_elements(numel: int, ranks: int) -> int:
     """How many elements of a tensor are each rank's, where it is scattered: the last rank's may be filled up."""
     return -(-numel // ranks)
+
+
+def whole_of(rows: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
+    """A tensor of this size, of the rows of all ranks."""
+    return rows.reshape(-1)[: math.prod(size)].view(size)
 
 
 def name_for_rows(name: str, row: int | None) -> str:

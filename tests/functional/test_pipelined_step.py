@@ -1,11 +1,11 @@
 """compile_step(pipeline_updates=True): parameters that are under way when a call returns."""
 
-import contextlib
 import copy
+import functools
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,17 +19,7 @@ from compiled_ddp import compile_step
 from compiled_ddp.functional import in_flight
 from ranks import RankPool
 
-
-@contextlib.contextmanager
-def pipelining() -> Iterator[None]:
-    """Let the steps of the tests of whole steps leave parameters under way."""
-    before = dict(whole.DEFAULTS)
-    whole.DEFAULTS.update(shard_optimizer=True, pipeline_updates=True)
-    try:
-        yield
-    finally:
-        whole.DEFAULTS.clear()
-        whole.DEFAULTS.update(before)
+pipelining = functools.partial(whole.stepping_with, shard_optimizer=True, pipeline_updates=True)
 
 
 def _pipelined(rank: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -283,8 +273,8 @@ def test_what_a_graph_raises_is_raised_on_every_rank(ranks2: RankPool) -> None:
     ranks2.run(_pipelined, whole._raises_in_graph, 1)
 
 
-def _fails_while_under_way(rank: int, check_stale: bool) -> str:
-    """Rank 1 fails before its call has launched anything, with its parameters on their way."""
+def _fails_while_under_way(rank: int, kinds: list[str], fails_at: int, steps: int, check_stale: bool) -> str:
+    """Rank 1 fails before its call has launched anything, with parameters of one or of several models on their way."""
     fails, message = {"now": False}, ""
 
     def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -294,9 +284,10 @@ def _fails_while_under_way(rank: int, check_stale: bool) -> str:
         return result
 
     with pipelining():
-        step, loop = both("AdamW", loss_fn=loss, check_stale=check_stale)
-    for n in range(6):
-        fails["now"] = n == 3 and rank == 1
+        pairs = [both(kind, loss_fn=loss, check_stale=check_stale) for kind in kinds]
+    for n in range(steps):
+        step, loop = pairs[n % len(pairs)]
+        fails["now"] = n == fails_at and rank == 1
         try:
             step(*batch(rank, n))
         except (RuntimeError, ValueError) as error:
@@ -304,45 +295,20 @@ def _fails_while_under_way(rank: int, check_stale: bool) -> str:
             step.model.norm.load_state_dict(loop.model.norm.state_dict())  # as buffers may have been written
             continue
         loop.step(*batch(rank, n))
-    assert_same(step, loop)
-    return message
-
-
-@pytest.mark.parametrize("check_stale", [False, True])
-def test_a_rank_that_fails_while_parameters_are_under_way_loses_none(ranks2: RankPool, check_stale: bool) -> None:
-    other, own = ranks2.run(_fails_while_under_way, check_stale)
-    assert own == "no labels" and "no labels" in other, (own, other)
-
-
-def _fails_beside_another(rank: int) -> str:
-    """With the parameters of two models on their way, each on a group of its own, of which errors close both."""
-    fails, message = {"now": False}, ""
-
-    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        if fails["now"]:
-            raise ValueError("no labels")
-        result: Tensor = net(x, y)
-        return result
-
-    with pipelining():
-        pairs = [both("SGD", loss_fn=loss), both("momentum", loss_fn=loss)]
-    for n in range(8):
-        step, loop = pairs[n % 2]
-        fails["now"] = n == 4 and rank == 1
-        try:
-            step(*batch(rank, n))
-        except (RuntimeError, ValueError) as error:
-            message = str(error)
-            step.model.norm.load_state_dict(loop.model.norm.state_dict())
-            continue
-        loop.step(*batch(rank, n))
     for step, loop in pairs:
         assert_same(step, loop)
     return message
 
 
+@pytest.mark.parametrize("check_stale", [False, True])
+def test_a_rank_that_fails_while_parameters_are_under_way_loses_none(ranks2: RankPool, check_stale: bool) -> None:
+    other, own = ranks2.run(_fails_while_under_way, ["AdamW"], 3, 6, check_stale)
+    assert own == "no labels" and "no labels" in other, (own, other)
+
+
 def test_what_other_steps_have_under_way_is_awaited_before_groups_are_closed(ranks2: RankPool) -> None:
-    other, own = ranks2.run(_fails_beside_another)
+    """Each model is on a group of its own, of which an error closes both."""
+    other, own = ranks2.run(_fails_while_under_way, ["SGD", "momentum"], 4, 8, False)
     assert own == "no labels" and "no labels" in other, (own, other)
 
 

@@ -1,9 +1,9 @@
 """compile_step(shard_optimizer=True): the same training, with a share of the optimizer's state on each rank."""
 
-import contextlib
 import copy
+import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,15 +19,7 @@ from compiled_ddp.functional import unit
 from compiled_ddp.passes import scatter_buckets
 from ranks import RankError, RankPool
 
-
-@contextlib.contextmanager
-def sharding() -> Iterator[None]:
-    """Let the steps of the tests of whole steps share their updates."""
-    whole.DEFAULTS["shard_optimizer"] = True
-    try:
-        yield
-    finally:
-        del whole.DEFAULTS["shard_optimizer"]
+sharding = functools.partial(whole.stepping_with, shard_optimizer=True)
 
 
 def _sharded(rank: int, function: Callable[..., Any], *args: Any) -> Any:
@@ -171,11 +163,8 @@ def _saves(rank: int) -> tuple[bytes, list[Tensor]]:
 
 
 def _loads(rank: int, saved: bytes, shard: bool) -> list[Tensor]:
-    whole.DEFAULTS["shard_optimizer"] = shard
-    try:
+    with whole.stepping_with(shard_optimizer=shard):
         step, _ = both("AdamW")
-    finally:
-        del whole.DEFAULTS["shard_optimizer"]
     checkpoint = torch.load(io.BytesIO(saved))
     step.model.load_state_dict(checkpoint["model"])
     step.optimizer.load_state_dict(checkpoint["optimizer"])

@@ -31,6 +31,18 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 DEFAULTS: dict[str, Any] = {"backend": "aot_eager"}
 
 
+@contextlib.contextmanager
+def stepping_with(**options: Any) -> Iterator[None]:
+    """Let the steps of these tests be made with other options too."""
+    before = dict(DEFAULTS)
+    DEFAULTS.update(options)
+    try:
+        yield
+    finally:
+        DEFAULTS.clear()
+        DEFAULTS.update(before)
+
+
 class Net(nn.Module):
     """A norm with buffers, a tied weight, a frozen layer, and a scalar."""
 

@@ -1,12 +1,17 @@
 """Names, sizes and errors in messages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 def format_names(names: Sequence[str], most: int = 5) -> str:
     """At most `most` of these names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def format_function(function: Callable[..., object]) -> str:
+    """The name of a function, or an object that is called, with its settings."""
+    return str(getattr(function, "__name__", repr(function)))
 
 
 def format_bytes(nbytes: int) -> str:

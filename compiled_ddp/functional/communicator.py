@@ -217,12 +217,7 @@ class Communicator:
             self.agreements.groups.note_open(self.name)
         agreed = self.order.known(wanted)
         if agreed is None:
-            cap_mb = wanted.bucket_cap_mb
-            if cap_mb is not None:
-                planner: Planner = SizedBuckets((cap_mb * MEBIBYTE,))
-            else:
-                planner = self.agreements.planner(self._made, wanted.device)
-            agreed = Agreed(wanted, arrival, self.world_size, planner)
+            agreed = Agreed(wanted, arrival, self.world_size, self._planner(wanted))
             self.order.add(agreed)
         if is_next:
             self.order.note_next(agreed)
@@ -230,6 +225,13 @@ class Communicator:
             self._is_in_graphs = True
             self.agreements.groups.note_kept(self.name)
         return agreed
+
+    def _planner(self, wanted: Wanted) -> Planner:
+        if wanted.plan is not None:
+            return wanted.plan
+        if wanted.bucket_cap_mb is not None:
+            return SizedBuckets((wanted.bucket_cap_mb * MEBIBYTE,))
+        return self.agreements.planner(self._own(), wanted.device)
 
     def begin(
         self, leading: Tensor, *, remaining: int, groups: int = 1, departs: bool = False, wishes: bool = False

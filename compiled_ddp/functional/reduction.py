@@ -14,6 +14,7 @@ from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.agreements import Agreements
+from compiled_ddp.functional.around_sum import AroundSum
 from compiled_ddp.functional.communicator import Communicator, new_leading
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.operator import SumOverRanks, naming_buckets
@@ -23,6 +24,7 @@ from compiled_ddp.functional.unit import Run, Unit, break_off
 from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Arrival, Scattered, Wanted
 from compiled_ddp.options import is_number
 from compiled_ddp.plan import FIRST_USED
+from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.ranks.rank_group import check_kind
 from compiled_ddp.users_code import warn_user
 
@@ -39,6 +41,8 @@ class Options:
     is_scattered: bool = False  # whether each rank gets its share, in a compiled step that gathers what becomes of it
     numbers: int = 0  # that it sums up in between: see `Scattered`
     is_gathered_later: bool = False  # likewise
+    hook: AroundSum | None = None  # of a compiled step; makes the mean of a sum
+    plan: SavedPlan | None = None  # of a compiled step, in place of one that is made for the link
 
     def __post_init__(self) -> None:
         if not isinstance(self.process_group, Communicator):
@@ -179,7 +183,8 @@ class GradientReduction:
         if options.is_scattered:
             by = scattered_by(self.communicator.process_group, gradients[0].device)
             scattered = Scattered(by, options.numbers, options.is_gathered_later)
-        return Wanted(self.name, self.place, options.reduction, options.bucket_cap_mb, tuple(found), ridden, scattered)
+        buckets = options.bucket_cap_mb, options.plan
+        return Wanted(self.name, self.place, options.reduction, *buckets, tuple(found), ridden, scattered)
 
     def _reduce(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]

@@ -158,7 +158,8 @@ class GradientFunction:
         before_sum: Callable[..., Any] | None = None,
     ) -> None:
         """`before_sum` makes of this rank's gradients, of aux and of the call's arguments what is summed, and a list of
-        float32 tensors that ride along: then calls return a pair of the reduced gradients and of the sums of these.
+        float32 tensors that ride along: then calls return a pair of the reduced gradients and of the sums of these. Its
+        first argument is a dict of a model's parameters, which are called by their own names.
         """
         if not callable(f):
             raise TypeError(f"{transform} takes a function, f, found {type(f).__name__}.")
@@ -185,7 +186,7 @@ class GradientFunction:
         return self._differentiate(args, kwargs)
 
     def _differentiate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        reduction = self.reduction
+        reduction, hook = self.reduction, self.reduction.options.hook
         reduction.find_ranks()
         if reduction.is_alone:
             weight = self._take_weight(kwargs)
@@ -193,6 +194,7 @@ class GradientFunction:
             gradients, riding, value, aux = self._local(args, kwargs, None, ())
             if weight is not None:
                 gradients, value = self._weighed_alone(gradients, value, weight)
+            gradients = self._hooked_alone(gradients)
             return self._with_riding(gradients, riding), (value, aux) if self._has_aux else value
         reduction.note_call()
         failures = reduction.failures
@@ -206,6 +208,8 @@ class GradientFunction:
                 flat, value = _batched(list(tensors.values()), flat, value)
             self._prove_division(list(tensors), flat)
             sent, passengers = self._sent(flat, value, weight)
+            if hook is not None:
+                sent = [hook.sent(each, reduction.world_size) for each in sent]
         except BaseException as error:
             # Who traces tells of it; and what has failed in the loss may have been told.
             if not torch_private.tracing.is_tracing() and reduction.failures == failures:
@@ -214,9 +218,20 @@ class GradientFunction:
         sums = reduction.sum(tensors, sent, [*passengers, *riding])
         ridden = len(sums) - len(riding)
         reduced, value = self._results(sums[:ridden], len(flat), value)
+        if hook is not None:
+            pairs = zip(reduced, dtypes, strict=True)
+            reduced = [hook.mean(each, dtype, reduction.world_size) for each, dtype in pairs]
         reduced = [each.to(dtype) for each, dtype in zip(reduced, dtypes, strict=True)]
         reduced = torch_private.trees.unflatten(reduced, structure)
         return self._with_riding(reduced, sums[ridden:]), (value, aux) if self._has_aux else value
+
+    def _hooked_alone(self, gradients: Any) -> Any:
+        """What a communication hook makes of gradients that nobody else adds anything to."""
+        hook = self.reduction.options.hook
+        if hook is None:
+            return gradients
+        flat, structure = torch_private.trees.flatten(gradients)
+        return torch_private.trees.unflatten([hook.mean(hook.sent(each, 1), each.dtype, 1) for each in flat], structure)
 
     def _with_riding(self, gradients: Any, riding: Sequence[Tensor]) -> Any:
         return gradients if self._before_sum is None else (gradients, riding)
@@ -230,6 +245,8 @@ class GradientFunction:
     def _differentiated(self, args: Sequence[Any]) -> dict[str, Tensor]:
         """What gradients are taken of, by name. Raises as `named_tensors`, and RuntimeError for what was donated."""
         tensors = named_tensors(args, self._argnums, self.reduction.name)
+        if self._before_sum is not None:
+            tensors = dict(zip(args[0], tensors.values(), strict=True))
         donations.refuse(self.reduction.name, tensors.values(), tensors.items)
         return tensors
 

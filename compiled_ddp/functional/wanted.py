@@ -15,6 +15,7 @@ from compiled_ddp.passes.ops import gather_shares, sum_numbers, sum_over_ranks
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.cost_model import BackwardWork, Work
 from compiled_ddp.planning.planners import Planner, SizedBuckets
+from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.ranks.progress import format_bucket
 
@@ -43,6 +44,7 @@ class Wanted:
     place: str  # where it is defined
     reduction: str
     bucket_cap_mb: float | None  # None for what suits the link
+    plan: SavedPlan | None  # that has the buckets; None for one of that size
     gradients: tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device], ...]  # name, shape, ...
     passengers: int  # float32 elements of the user's
     scattered: "Scattered | None" = None  # None where every rank gets all sums
@@ -59,6 +61,7 @@ class Wanted:
             "where it is defined": [self.place],
             "reduction": [self.reduction],
             "bucket_cap_mb": [self.bucket_cap_mb],
+            "plan": [repr(self.plan)],
         }
         properties |= {name: [str(dtype), list(shape)] for name, shape, dtype, _ in self.gradients}
         properties["the number of values that ride along"] = [self.passengers]

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compiled_ddp import torch_private
+from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.environment import check_environment
-from compiled_ddp.formatting import format_names
+from compiled_ddp.formatting import format_function, format_names
+from compiled_ddp.functional.around_sum import AroundSum
 from compiled_ddp.functional.compiled import Backend, CompiledStep
 from compiled_ddp.functional.in_flight import InFlight, refuse_other_classes
 from compiled_ddp.functional.kept import Arguments, Unchanged, dictionaries_of
@@ -41,6 +43,9 @@ from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.model.checks import check_model, check_writable, properties_of
 from compiled_ddp.model.managed import is_wrapper
 from compiled_ddp.options import check_compiler, is_number
+from compiled_ddp.plan import gradient_dtype
+from compiled_ddp.plan.sequence import described
+from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.alone import begin_alone
 from compiled_ddp.ranks.progress import format_bucket
@@ -62,8 +67,11 @@ def compile_step(
     pipeline_updates: bool = False,
     check_stale: bool = False,
     shard_optimizer: bool = False,
+    comm_hook: CommHook | None = None,
     bucket_cap_mb: float | None = None,
+    plan: SavedPlan | None = None,
     backend: Backend = "inductor",
+    dynamic: bool | None = None,
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> "TrainingStep":
@@ -86,21 +94,34 @@ def compile_step(
         check_stale: for debugging that: until then the memory of parameters is NaN, for who has another name for it.
         shard_optimizer: let each rank update its share of every parameter, and keep the state of that alone, as ZeRO-1
             does. `optimizer.state_dict()` and `.step()` are collectives then, and have the whole.
+        comm_hook: what is sent in place of gradients, and what becomes of its sum: one of `compiled_ddp.comm_hooks`
+            that does something to each element before and after one all-reduce, as `bf16_compress`.
         bucket_cap_mb: size of a bucket in MiB; None plans them (docs/planner.md).
+        plan: buckets as they were saved, by `step.plan.save()` or `ddp.plan.save()` of a wrapper's.
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
+        dynamic: must be None or False; batches of other shapes get a graph of their own.
         mode: as in torch.compile; for Inductor.
         options: as in torch.compile; for Inductor.
 
     Raises TypeError or ValueError for arguments that are not as described, and RuntimeError on every rank where ranks
     have different models or optimizers.
     """
-    check_compiler(backend, mode, None)
+    check_compiler(backend, mode, dynamic)
     check_switches(has_aux=has_aux, pipeline_updates=pipeline_updates, check_stale=check_stale)
     check_switches(shard_optimizer=shard_optimizer)
     _check_pipelining(pipeline_updates, check_stale, shard_optimizer)
     _check(model, optimizer, loss_fn, accumulate, clip_grad_norm, scaler)
-    options = torch_private.compiler_options.inductor_options(mode, options, None)
-    of_graph = Options(process_group, "mean", bucket_cap_mb, shard_optimizer, is_gathered_later=pipeline_updates)
+    _check_reduction(comm_hook, bucket_cap_mb, plan, dynamic)
+    options = torch_private.compiler_options.inductor_options(mode, options, dynamic)
+    of_graph = Options(
+        process_group,
+        "mean" if comm_hook is None else "sum",  # of which the hook makes the mean
+        bucket_cap_mb,
+        shard_optimizer,
+        is_gathered_later=pipeline_updates,
+        hook=None if comm_hook is None else AroundSum(comm_hook),
+        plan=plan,
+    )
     _begin(model, optimizer, accumulate, RankGroup(process_group), of_graph)
     in_flight = InFlight(model, check_stale=check_stale) if pipeline_updates else None
     compiler = functools.partial(
@@ -118,6 +139,17 @@ def _check_pipelining(pipeline_updates: bool, check_stale: bool, shard_optimizer
         )
     if check_stale and not pipeline_updates:
         raise ValueError("check_stale is about parameters that are under way: give pipeline_updates=True too.")
+
+
+def _check_reduction(comm_hook: object, bucket_cap_mb: object, plan: object, dynamic: bool | None) -> None:
+    if comm_hook is not None and not callable(comm_hook):
+        raise TypeError(f"comm_hook must be a function (gradients, ranks), found {comm_hook!r}.")
+    if not isinstance(plan, SavedPlan | None):
+        raise TypeError(f"plan must be a SavedPlan, as SavedPlan.load(path) returns, found {plan!r}.")
+    if plan is not None and bucket_cap_mb is not None:
+        raise ValueError("plan= and bucket_cap_mb= are alternatives: pass one of them.")
+    if dynamic:
+        raise ValueError("a whole step is one graph of fixed shapes: leave out dynamic=True.")
 
 
 def _check(
@@ -167,15 +199,21 @@ def _begin(
         if options.is_gathered_later:
             refuse_other_classes(parameters)
         layout = Layout.of(parameters, optimizer, ranks=ranks.world_size if options.is_scattered else 1)
+        trained = layout.trained(parameters)
+        differentiated: dict[str, Tensor] = {name: parameter for name, _, parameter in trained}
+        if options.plan is not None:
+            options.plan.check(differentiated)
+        hook = [] if options.hook is None else options.hook.check(differentiated, ranks.world_size)
         description: Description = {"optimizer": [type(optimizer).__name__], "accumulate": [accumulate]}
         description |= {
             "shard_optimizer": [options.is_scattered],
             "pipeline_updates": [options.is_gathered_later],
+            "comm_hook": [*hook],
         }
         description |= {
             f"group {number} of the optimizer": [*kind.switches] for number, kind in enumerate(layout.kinds)
         }
-        for name, group, parameter in layout.trained(parameters):
+        for name, group, parameter in trained:
             description[f"parameter {name}"] = [f"group {group}", *properties_of(parameter)]
         return description
 
@@ -261,6 +299,21 @@ class TrainingStep:
         if self._in_flight is not None:
             self._in_flight.land()
 
+    @property
+    def plan(self) -> SavedPlan | None:
+        """The buckets of the latest update in launch order, to be saved; None before it, and where one rank is alone.
+
+        `step.plan.save("plan.json")` writes what `plan=` of `compile_step` and `compile_ddp` takes.
+        """
+        reductions = [] if self._explained is None else self._explained[1].reductions
+        own = [each for each in reductions if each.wanted.function == self._graph.reduction.name]
+        if not own:
+            return None
+        names, parameters = own[0].names, dict(self.model.named_parameters())
+        buckets = [tuple(names[index] for index in bucket.indices) for bucket in own[0].plan.buckets if bucket.indices]
+        told = {name: described(tuple(parameters[name].shape), gradient_dtype(parameters[name])) for name in names}
+        return SavedPlan(tuple(told.items()), tuple(buckets), own[0].world_size)
+
     def explain(self) -> str:
         """What the latest update was: one graph or more, its all-reduces, and what was left out of it."""
         if self._explained is None:
@@ -268,7 +321,7 @@ class TrainingStep:
         layout, compiled, unused = self._explained
         optimizer, model = type(self.optimizer).__name__, type(self.model).__name__
         buckets = [
-            format_bucket(place, bucket, [_name_of(each) for each in agreed.names])
+            format_bucket(place, bucket, agreed.names)
             for agreed in compiled.reductions
             for place, bucket in enumerate(agreed.plan.buckets)
         ]
@@ -290,6 +343,9 @@ class TrainingStep:
         lines = [told, *(f"  {each}" for each in buckets)]
         if self._accumulate > 1:
             lines.append(f"{self._accumulate} calls make an update; {self._batches} were made for the next one.")
+        hook = self._graph.reduction.options.hook
+        if hook is not None:
+            lines.append(f"Gradients are sent, and averaged, as {format_function(hook.hook)} has it.")
         if unused:
             lines.append(f"The latest batch of this rank did not use {format_names(unused)}.")
         return "\n".join(lines)
@@ -385,6 +441,8 @@ class TrainingStep:
         layout = Layout.of(parameters, self.optimizer, ranks=1 if self._shared is None else self._shared.ranks)
         trained = layout.trained(parameters)
         params: Tensors = {name: parameter for name, _, parameter in trained}
+        if self._graph.reduction.options.plan is not None:
+            self._graph.reduction.options.plan.check(params)
         device = trained[0][2].device
         read = Read(
             params,
@@ -472,11 +530,6 @@ def _refuse_other_shapes(name: str, state: dict[str, Tensor], needed: Sequence[s
             f"{tuple(parameter.shape)}: a share of it, as shard_optimizer leaves? Call optimizer.state_dict() on the "
             "ranks that have trained with it, and load what it returns."
         )
-
-
-def _name_of(gradient: str) -> str:
-    """A parameter's own name, as of "argument 0['first.weight']"."""
-    return gradient.removeprefix("argument 0['").removesuffix("']")
 
 
 class _Now:

@@ -100,12 +100,16 @@ class SavedPlan:
     def fill(
         self, gradients: Sequence[GradientSpec], names: Names, work: BackwardWork | None = None
     ) -> list[list[GradientSpec]]:
-        """Its buckets, as far as these gradients go: of a bucket that a graph has in part, this part."""
-        buckets: dict[int, list[tuple[int, GradientSpec]]] = {}
+        """Its buckets, as far as these gradients go: of a bucket that a graph has in part, this part.
+
+        Of one that has gradients of several dtypes, or on several devices, one for each.
+        """
+        buckets: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, GradientSpec]]] = {}
         for gradient in gradients:
             number, place = self._bucket_of[names[gradient.index]]
-            buckets.setdefault(number, []).append((place, gradient))
-        ordered = [sorted(bucket, key=lambda pair: pair[0]) for _, bucket in sorted(buckets.items())]
+            buckets.setdefault((number, gradient.dtype, gradient.device), []).append((place, gradient))
+        ordered = [sorted(bucket, key=lambda pair: pair[0]) for bucket in buckets.values()]
+        ordered.sort(key=lambda bucket: self._bucket_of[names[bucket[0][1].index]])
         return [[gradient for _, gradient in bucket] for bucket in ordered]
 
     def __str__(self) -> str:

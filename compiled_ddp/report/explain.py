@@ -7,8 +7,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from compiled_ddp.comm_hooks import CommHook
-from compiled_ddp.formatting import format_names
+from compiled_ddp.formatting import format_function, format_names
 from compiled_ddp.options import Options
 from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence
 from compiled_ddp.planning.cost_model import BackwardWork
@@ -316,14 +315,9 @@ class Times:
         return {"predicted": predicted, "not_predicted": not_predicted, "measured": measured, "waits": lines}
 
 
-def hook_name(hook: CommHook) -> str:
-    """What tables call a hook of `comm_hook=`: a function's name, or an object with its settings."""
-    return getattr(hook, "__name__", repr(hook))
-
-
 def _format_reduction(options: Options) -> str:
     if options.comm_hook is not None:
-        name = hook_name(options.comm_hook)
+        name = format_function(options.comm_hook)
         return f"The communication hook {name} reduces each bucket; in graphs the proof does not see what it launches."
     if options.reduction == "sum":
         return "Gradients are summed over ranks."

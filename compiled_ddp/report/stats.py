@@ -6,10 +6,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from compiled_ddp.formatting import format_function
 from compiled_ddp.model.managed import ManagedState
 from compiled_ddp.options import Options
 from compiled_ddp.plan import ReductionSequence
-from compiled_ddp.report.explain import hook_name
 from compiled_ddp.step.runtime import Runtime
 
 
@@ -48,7 +48,7 @@ def _comm_hook(runtime: Runtime, options: Options) -> str:
     """The name of the hook, registered or given at construction; empty without one."""
     if runtime.reduction.ddp_hook is not None:
         return runtime.reduction.ddp_hook.name
-    return "" if options.comm_hook is None else hook_name(options.comm_hook)
+    return "" if options.comm_hook is None else format_function(options.comm_hook)
 
 
 def _positions(module: nn.Module, runtime: Runtime, sequence: ReductionSequence | None) -> tuple[tuple[int, ...], ...]:

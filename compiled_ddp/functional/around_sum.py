@@ -1,0 +1,119 @@
+"""A communication hook as a whole step takes it: what it does to each element before one sum over ranks, and behind it.
+
+So it needs to know of no bucket: what it makes of gradients is planned, summed, scattered and proven as gradients are,
+and a compiler has it in the kernels that make them, and in those that read the sums.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from compiled_ddp.comm_hooks import CommHook, Ranks, StatefulHook
+from compiled_ddp.passes.graph_edit import output_values
+from compiled_ddp.passes.ops import all_reduce
+from compiled_ddp.plan import gradient_dtype
+from compiled_ddp.reducers.traced_hook import HookProgram, check_hook, example
+from compiled_ddp.torch_private.tracing import outside_of_traces
+
+_aten = torch.ops.aten
+_CONVERSIONS = (_aten._to_copy.default, _aten.clone.default, torch.ops.prims.convert_element_type.default)
+_ELEMENTS = 64  # of the gradient that a hook is traced with
+
+
+class AroundSum:
+    """A hook around the sum over so many ranks. It divides, and so what comes of the sum is the mean."""
+
+    def __init__(self, hook: CommHook) -> None:
+        self.hook = hook
+        self._programs: dict[tuple[torch.dtype, torch.device, int], _Program] = {}
+
+    def check(self, parameters: Mapping[str, Tensor], ranks: int) -> list[str]:
+        """What ranks compare: which hook, and what it does to gradients of these parameters.
+
+        Raises TypeError or ValueError for what is no hook, and for one that is not elementwise around one sum.
+        """
+        if isinstance(self.hook, StatefulHook):
+            raise _not_around(self.hook, "keeps tensors for each bucket from step to step")
+        check_hook(self.hook, parameters)
+        like = {(gradient_dtype(each), each.device) for each in parameters.values()}
+        return sorted(self._program(dtype, device, ranks).program.identity for dtype, device in like)
+
+    def sent(self, gradient: Tensor, ranks: int) -> Tensor:
+        """What is summed of this rank's gradient."""
+        program = self._program(gradient.dtype, gradient.device, ranks)
+        return program.before(torch.view_as_real(gradient) if gradient.is_complex() else gradient)
+
+    def mean(self, summed: Tensor, dtype: torch.dtype, ranks: int) -> Tensor:
+        """The mean of gradients of this dtype, of the sum of what is sent of them."""
+        mean = self._program(dtype, summed.device, ranks).behind(summed)
+        return torch.view_as_complex(mean) if dtype.is_complex else mean
+
+    def _program(self, dtype: torch.dtype, device: torch.device, ranks: int) -> "_Program":
+        if (dtype, device, ranks) not in self._programs:
+            with outside_of_traces():
+                self._programs[dtype, device, ranks] = _Program.of(self.hook, dtype, device, ranks)
+        return self._programs[dtype, device, ranks]
+
+
+@dataclass(frozen=True)
+class _Program:
+    """The nodes of a hook before its sum and behind that, from `given` to `sent` and from `summed` to `mean`."""
+
+    program: HookProgram
+    given: Node
+    sent: Node
+    summed: Node
+    mean: Node
+
+    @classmethod
+    def of(cls, hook: CommHook, dtype: torch.dtype, device: torch.device, ranks: int) -> "_Program":
+        """Raises ValueError where it is not elementwise around one sum."""
+        program = HookProgram(hook, Ranks(ranks, "sum"), example(_ELEMENTS, dtype, device), [])
+        if [node.target for node in program.launches] != [all_reduce]:
+            raise _not_around(hook, f"launches {len(program.launches)} collectives, or another one")
+        (launch,), (given,) = program.launches, program.graph.find_nodes(op="placeholder")
+        (summed,) = launch.users
+        (mean,) = output_values(program.graph)
+        assert mean is not None
+        for node in (*program.first, *program.then):
+            if node.op == "call_function" and node not in (launch, summed) and not _is_elementwise(node, given):
+                raise _not_around(hook, f"calls {node.target}")
+        later = {*program.then}
+        if any(not later.issuperset(node.all_input_nodes) for node in later - {summed}):
+            raise _not_around(hook, "reads what it was given, or a number of its own, behind the sum")
+        sent = launch.args[0]
+        assert isinstance(sent, Node)
+        return cls(program, given, sent, summed, mean)
+
+    def before(self, gradient: Tensor) -> Tensor:
+        return self._run(self.program.first, self.given, gradient, self.sent)
+
+    def behind(self, summed: Tensor) -> Tensor:
+        return self._run(self.program.then, self.summed, summed, self.mean)
+
+    def _run(self, nodes: Sequence[Node], into: Node, value: Tensor, result: Node) -> Tensor:
+        values = {into: value}
+        apart = (into, self.program.launches[0])
+        self.program.run([node for node in nodes if node not in apart], values)
+        return values[result]
+
+
+def _is_elementwise(node: Node, given: Node) -> bool:
+    """Whether each element of the result is made of that at its place of what is `given`, and of no chance."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
+        return False
+    is_pointwise = torch.Tag.pointwise in target.tags or target in _CONVERSIONS
+    return is_pointwise and node.meta["val"].shape == given.meta["val"].shape and bool(node.all_input_nodes)
+
+
+def _not_around(hook: CommHook, why: str) -> ValueError:
+    return ValueError(
+        "compile_step takes a communication hook that does something to each element before and after one all-reduce, "
+        f"as bf16_compress, fp16_compress and fp32_reduce of compiled_ddp.comm_hooks do, and {hook!r} {why}: train "
+        "with compile_ddp(model, comm_hook=...)."
+    )

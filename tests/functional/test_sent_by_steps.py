@@ -1,0 +1,277 @@
+"""compile_step: what a step sends of its gradients, by a communication hook, and in which buckets, by a plan."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_whole_step import OPTIMIZERS, Net, batch
+from torch import Tensor, nn
+
+from compiled_ddp import SavedPlan, compile_ddp, compile_step
+from compiled_ddp.comm_hooks import PowerSGD, TopK, bf16_compress, fp16_compress, fp32_reduce
+from compiled_ddp.plan import GradientSpec, contiguous_stride
+from ranks import RankPool
+
+
+def stretched(gradients: Tensor, ranks: Any) -> Tensor:
+    """Something that no mean is: its square is sent in half the bytes, and the root is taken of the sum."""
+    sent = (gradients * gradients).to(torch.bfloat16)
+    return ranks.all_reduce(sent).to(gradients.dtype).sqrt() / ranks.size
+
+
+# Each hook with what it does to a gradient, by hand: before the sum over two ranks, and behind it.
+HOOKS: dict[str, tuple[Any, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "bf16_compress": (bf16_compress, lambda g: (g / 2).bfloat16(), lambda s: s.float()),
+    "fp16_compress": (fp16_compress, lambda g: (g / 2).half(), lambda s: s.float()),
+    "stretched": (stretched, lambda g: (g * g).bfloat16(), lambda s: s.float().sqrt() / 2),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "": {},
+    "sharded": {"shard_optimizer": True},
+    "pipelined": {"shard_optimizer": True, "pipeline_updates": True},
+    "accumulated and clipped": {"accumulate": 2, "clip_grad_norm": 0.2},
+}
+
+
+class Hooked:
+    """The loop that a step with a hook stands for, by hand."""
+
+    def __init__(self, step: Any, before: Callable[[Tensor], Tensor], behind: Callable[[Tensor], Tensor]) -> None:
+        self.model = type(step.model)()
+        self.model.load_state_dict(step.model.state_dict())
+        self.optimizer = OPTIMIZERS["momentum"](self.model.parameters())
+        self.before, self.behind = before, behind
+
+    def step(self, batches: list[Any], clip: float | None = None) -> None:
+        for each in batches:
+            (self.model(*each) / len(batches)).backward()
+        used = [each for each in self.model.parameters() if each.grad is not None]
+        for parameter in used:
+            assert parameter.grad is not None
+            sent = self.before(parameter.grad)
+            dist.all_reduce(sent)
+            parameter.grad = self.behind(sent)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(used, clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def made(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    return compile_step(model, optimizer, **{"backend": "aot_eager", **options})
+
+
+def sent_dtypes(step: Any) -> set[torch.dtype]:
+    _, compiled, _ = step._explained
+    return {bucket.dtype for bucket in compiled.reductions[0].plan.buckets if bucket.indices}
+
+
+# ---- communication hooks ---------------------------------------------------------------------------------------------
+
+
+def _sends(rank: int, hook: str, options: str) -> str:
+    given, before, behind = HOOKS[hook]
+    step = made(comm_hook=given, **OPTIONS[options])
+    loop, batches = Hooked(step, before, behind), OPTIONS[options].get("accumulate", 1)
+    for n in range(3):
+        taken = [batch(rank, n * batches + number) for number in range(batches)]
+        for each in taken:
+            step(*each)
+        loop.step(taken, OPTIONS[options].get("clip_grad_norm"))
+    found = step.model.state_dict()
+    for name, value in loop.model.state_dict().items():
+        # Of gradients that round to another number of 16 bits there is one or the other.
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-4, msg=lambda told, name=name: name + told)
+    assert sent_dtypes(step) == {before(torch.ones(1)).dtype}
+    everywhere = [torch.empty_like(step.model.scale) for _ in range(2)]
+    dist.all_gather(everywhere, step.model.scale.detach())
+    assert torch.equal(*everywhere)
+    return str(step.explain())
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_what_a_hook_makes_of_gradients_is_sent(ranks2: RankPool, hook: str) -> None:
+    assert f"Gradients are sent, and averaged, as {hook} has it." in ranks2.run(_sends, hook, "")[0]
+
+
+@pytest.mark.parametrize("options", [name for name in OPTIONS if name])
+def test_with_other_options_too(ranks2: RankPool, options: str) -> None:
+    ranks2.run(_sends, "bf16_compress", options)
+
+
+def _inductor_sends(rank: int) -> None:
+    step = made(comm_hook=bf16_compress, backend="inductor")
+    loop = Hooked(step, *HOOKS["bf16_compress"][1:])
+    for n in range(2):
+        step(*batch(rank, n))
+        loop.step([batch(rank, n)])
+    for found, value in zip(step.model.parameters(), loop.model.parameters(), strict=True):
+        torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-4)
+
+
+def test_inductors_code_sends_it(ranks2: RankPool) -> None:
+    ranks2.run(_inductor_sends)
+
+
+class Small(nn.Module):
+    """Parameters of 16 bits, and complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow = nn.Linear(6, 3).to(torch.bfloat16)
+        self.turn = nn.Parameter(torch.tensor([0.5 + 0.1j, 0.3j, 1.0 - 0.2j]))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = (self.narrow(x.to(torch.bfloat16)).float() * self.turn).abs()
+        return ((hidden.sum(1) - y) ** 2).mean()
+
+
+def _sums_in_float32(rank: int) -> None:
+    model = Small()
+    own = Small()
+    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), comm_hook=fp32_reduce, backend="aot_eager")
+    own.load_state_dict(model.state_dict())
+    step(*batch(rank, 0))
+    own(*batch(rank, 0)).backward()
+    for found, parameter in zip(model.parameters(), own.parameters(), strict=True):
+        gradient = parameter.grad
+        assert gradient is not None
+        wide = gradient.clone() if gradient.is_complex() else gradient.float()
+        dist.all_reduce(torch.view_as_real(wide) if wide.is_complex() else wide)
+        expected = parameter - 0.1 * (wide / 2).to(parameter.dtype)
+        torch.testing.assert_close(found, expected.to(parameter.dtype), rtol=1e-2, atol=1e-3)
+    assert sent_dtypes(step) == {torch.float32}
+
+
+def test_16_bits_and_complex_numbers_are_summed_in_float32(ranks2: RankPool) -> None:
+    ranks2.run(_sums_in_float32)
+
+
+def _alone_as_among_others(rank: int) -> None:
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    step = made(comm_hook=fp16_compress, process_group=alone)
+    loop = Hooked(step, lambda g: g, lambda s: s)
+    step(*batch(rank, 0))
+    loop.model(*batch(rank, 0)).backward()
+    gradient = loop.model.scale.grad
+    assert gradient is not None
+    with torch.no_grad():
+        weighed = gradient.half().float() + 0.1 * loop.model.scale
+        torch.testing.assert_close(step.model.scale, loop.model.scale - 0.1 * weighed, rtol=0, atol=1e-7)
+
+
+def test_a_rank_alone_has_its_hook_too(ranks2: RankPool) -> None:
+    ranks2.run(_alone_as_among_others)
+
+
+def by_largest(gradients: Tensor, ranks: Any) -> Tensor:
+    largest = gradients.abs().amax()
+    return ranks.all_reduce(gradients / largest) * largest / ranks.size
+
+
+def with_the_rest(gradients: Tensor, ranks: Any) -> Tensor:
+    sent = gradients.to(torch.bfloat16)
+    return ranks.all_reduce(sent) / ranks.size + (gradients - sent)
+
+
+def at_random(gradients: Tensor, ranks: Any) -> Tensor:
+    return ranks.all_reduce(gradients + torch.rand_like(gradients)) / ranks.size
+
+
+def twice(gradients: Tensor, ranks: Any) -> Tensor:
+    return (ranks.all_reduce(gradients) + ranks.all_reduce(gradients * 2)) / (3 * ranks.size)
+
+
+REFUSED = {
+    "TopK": (TopK(), "keeps tensors for each bucket"),
+    "PowerSGD": (PowerSGD(), "keeps tensors for each bucket"),
+    "by_largest": (by_largest, "amax"),
+    "with_the_rest": (with_the_rest, "reads what it was given"),
+    "at_random": (at_random, "rand"),
+    "twice": (twice, "launches 2 collectives"),
+}
+
+
+def _is_refused(rank: int) -> list[str]:
+    told = []
+    for hook, _ in REFUSED.values():
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            made(comm_hook=hook if rank == 1 else None)
+        told.append(str(caught.value))
+    with pytest.raises(RuntimeError, match="comm_hook"):
+        made(comm_hook=bf16_compress if rank == 1 else fp16_compress)
+    step = made(comm_hook=bf16_compress)
+    step(*batch(rank, 0))
+    return told
+
+
+def test_what_is_not_elementwise_is_refused_on_every_rank(ranks2: RankPool) -> None:
+    for told, (_, why) in zip(ranks2.run(_is_refused)[1], REFUSED.values(), strict=True):
+        assert why in told, told
+        assert "compile_ddp(model, comm_hook=...)" in told
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def _is_pinned(rank: int, folder: str) -> None:
+    torch.manual_seed(0)
+    path = Path(folder) / f"plan-{rank}.json"
+    ddp = compile_ddp(Net(), bucket_cap_mb=0.0002, backend="aot_eager")
+    ddp(*batch(rank, 0)).backward()
+    ddp.plan.save(path)
+    of_wrapper = SavedPlan.load(path)
+    assert len(of_wrapper.buckets) > 1
+    step = made(plan=of_wrapper, shard_optimizer=True)
+    assert step.plan is None
+    step(*batch(rank, 0))
+    assert step.plan is not None and step.plan.buckets == of_wrapper.buckets
+    step.plan.save(path)
+    again = made(plan=SavedPlan.load(path), comm_hook=bf16_compress)
+    again(*batch(rank, 0))
+    assert again.plan == step.plan
+    compile_ddp(Net(), plan=again.plan)
+    other = made(bucket_cap_mb=25.0)
+    other(*batch(rank, 0))
+    assert other.plan is not None and len(other.plan.buckets) == 1
+    again.model.first.bias.requires_grad_(False)
+    with pytest.raises((ValueError, RuntimeError), match=r"first\.bias is not trained here"):
+        again(*batch(rank, 1))
+    again.model.first.bias.requires_grad_(True)
+    again(*batch(rank, 1))
+
+
+def test_a_plan_is_pinned(ranks2: RankPool, tmp_path: Path) -> None:
+    ranks2.run(_is_pinned, str(tmp_path))
+
+
+def _does_not_fit(rank: int, plan: SavedPlan) -> None:
+    with pytest.raises((ValueError, RuntimeError), match="it has no bucket for scale"):
+        made(plan=plan if rank else None)
+    with pytest.raises(TypeError, match="plan must be a SavedPlan"):
+        made(plan="plan.json")
+    with pytest.raises(ValueError, match="alternatives"):
+        made(plan=plan, bucket_cap_mb=1.0)
+    with pytest.raises(ValueError, match="dynamic"):
+        made(dynamic=True)
+
+
+def test_what_does_not_fit_is_refused(ranks2: RankPool) -> None:
+    ranks2.run(_does_not_fit, SavedPlan((("other", "float32 [2]"),), (("other",),), 2))
+
+
+def test_a_bucket_of_a_plan_holds_gradients_of_one_dtype() -> None:
+    """Where a file was edited, or saved by a step that sent all of them in one."""
+    cpu = torch.device("cpu")
+    names = ("a", "b", "c", "d")
+    plan = SavedPlan(tuple((name, "") for name in names), (("d", "a"), ("c", "b")), 2)
+    dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+    gradients = [GradientSpec(n, (2,), contiguous_stride((2,)), dtype, cpu) for n, dtype in enumerate(dtypes)]
+    filled = [[names[gradient.index] for gradient in bucket] for bucket in plan.fill(gradients, names)]
+    assert filled == [["d", "a"], ["c"], ["b"]]

@@ -13,6 +13,7 @@ from compiled_ddp.passes.graph_edit import (
     copies_into,
     emit,
     erase_with_results,
+    is_view_of,
     output_values,
     results_of,
     set_output_values,
@@ -28,8 +29,7 @@ def buckets_to_gather(plan: BucketPlan) -> tuple[Bucket, ...]:
     That is the reverse of the order in which they are scattered: the parameters that a forward reads first have their
     gradients last.
     """
-    *buckets, _ = plan.buckets  # the last one has the riders alone
-    return tuple(reversed(buckets))
+    return tuple(reversed(plan.of_gradients))
 
 
 def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], group_name: str, by: str) -> None:
@@ -104,11 +104,5 @@ def arrive_in_place(graph: Graph) -> None:
 
 def _is_returned(value: Node) -> bool:
     """Whether the graph returns a value, or a view of it."""
-    views = [user for user in value.users if user.op == "output" or _is_view_of(user, value)]
+    views = [user for user in value.users if user.op == "output" or is_view_of(user, value)]
     return any(user.op == "output" or _is_returned(user) for user in views)
-
-
-def _is_view_of(node: Node, value: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    is_first = bool(node.args) and node.args[0] is value
-    return is_first and schema is not None and any(each.alias_info is not None for each in schema.returns)

@@ -90,3 +90,10 @@ def copies_into(result: Node, into: Node) -> list[Node]:
         value = copies[0]
         found.append(value)
     return found if into.op == "placeholder" and not value.users else []
+
+
+def is_view_of(node: Node, value: Node) -> bool:
+    """Whether a node's result may lie in the memory of `value`, its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    is_first = bool(node.args) and node.args[0] is value
+    return is_first and schema is not None and any(each.alias_info is not None for each in schema.returns)

@@ -6,7 +6,7 @@ reduce-scatter is an all-reduce of the whole (pytorch 118911), and two of its al
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,9 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
         gradient -> rows -> cat -> reduce_scatter -> wait -> slice       (gloo: all_to_all -> wait -> sum)
         share -> cat -> all_gather -> wait -> slice                      (gloo: repeat -> all_to_all -> wait)
 
-    and the riders are summed behind the gradients' buckets, as everywhere. An update in between becomes one of each
-    bucket, unless it waits for all of them, as clipping does: then a bucket is gathered while others are on their way.
+    and the riders are summed before all buckets, so that an update knows whether their sums are sound. One in between
+    becomes one of each bucket, unless it waits for all of them, as clipping does: then a bucket is updated and gathered
+    while others are on their way.
     """
     _split_updates(graph, plan, results_of(reduction))
     summed, gathered = (graph.find_nodes(op="call_function", target=target) for target in (sum_numbers, gather_shares))
@@ -57,7 +58,7 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
     for node in gathered:
         _gather(graph, plan, node, group_name)
     following = [node for node in graph.nodes if is_launch(node, group_name)]
-    assert len(following) == len(summed) + len(gathered) * (len(plan.buckets) - 1), f"{len(following)} launches follow"
+    assert len(following) == len(summed) + len(gathered) * len(plan.of_gradients), f"{len(following)} launches follow"
     _scatter(graph, plan, reduction, group_name)
     return following
 
@@ -66,9 +67,10 @@ def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -
     gradients: Sequence[Node] = reduction.args[0]  # type: ignore[assignment]
     results = results_of(reduction)
     rows_each = [1] * plan.world_size  # that every rank is sent
-    *buckets, _ = plan.buckets  # the last one has the riders alone
+    riders = emit_riders(graph, plan, reduction)
     with graph.inserting_before(reduction):
-        for bucket in buckets:
+        summed = emit(graph, wait_tensor, emit(graph, all_reduce, riders, "sum", group_name))
+        for bucket in plan.of_gradients:
             rows = [_rows(graph, gradients[each.index], each.numel, bucket.ranks) for each in bucket.gradients]
             matrix = emit(graph, _aten.cat.default, rows, 1)
             if reduction.args[-1] == "reduce_scatter":
@@ -81,8 +83,6 @@ def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -
                 if gradient in results:
                     part = emit(graph, _aten.slice.Tensor, share, 0, begin, end)
                     results[gradient].replace_all_uses_with(part)
-        riders = emit_riders(graph, plan, reduction)
-        summed = emit(graph, wait_tensor, emit(graph, all_reduce, riders, "sum", group_name))
     replace_riders(graph, reduction, results, summed, len(gradients))
     erase_with_results(graph, reduction)
 
@@ -90,9 +90,8 @@ def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -
 def _gather(graph: Graph, plan: BucketPlan, node: Node, group_name: str) -> None:
     shares: Sequence[Node] = node.args[0]  # type: ignore[assignment]
     results = results_of(node)
-    *buckets, _ = plan.buckets
     with graph.inserting_before(node):
-        for bucket in buckets:
+        for bucket in plan.of_gradients:
             launch, _ = emit_gather(graph, bucket, shares, group_name, str(node.args[-1]))
             matrix = emit(graph, _aten.reshape.default, emit(graph, wait_tensor, launch), [bucket.ranks, -1])
             for index, begin, end in bucket.shares:
@@ -114,17 +113,15 @@ def emit_gather(graph: Graph, bucket: Bucket, shares: Sequence[Any], group_name:
 
 def _split_updates(graph: Graph, plan: BucketPlan, sums: dict[int, Node]) -> None:
     """Let an update of parameters whose gradients are these `sums` be one for each bucket."""
-    bucket_of = {
-        sums[index]: place for place, each in enumerate(plan.buckets) for index in each.indices if index in sums
-    }
+    bucket_of = {sums[index]: bucket for bucket in plan.of_gradients for index in bucket.indices if index in sums}
     for node in graph.find_nodes(op="call_function", target=optimizer_step):
         params, gradients, state, steps, numbers, factor, skip, applies, *names = node.args
-        waits_for_all = any(each is not None for each in (factor, skip, applies))
-        if waits_for_all or not all(gradient in bucket_of for gradient in gradients):
+        buckets = [bucket_of.get(_begin_of(gradient, bucket_of)) for gradient in gradients]
+        if factor is not None or applies is not None or None in buckets:
             continue
         results, count = results_of(node), len(params)
-        for bucket in range(len(plan.buckets)):
-            own = [place for place in range(count) if bucket_of[gradients[place]] == bucket]
+        for bucket in plan.of_gradients:
+            own = [place for place in range(count) if buckets[place] is bucket]
             if not own:
                 continue
             of_state = [begin + place for begin in range(0, len(state), count) for place in own]
@@ -135,13 +132,20 @@ def _split_updates(graph: Graph, plan: BucketPlan, sums: dict[int, Node]) -> Non
                 [steps[place] for place in own] if steps else [],
             )
             with graph.inserting_before(node):
-                updated = emit(graph, optimizer_step, *lists, numbers, None, None, None, *names)
+                updated = emit(graph, optimizer_step, *lists, numbers, None, skip, None, *names)
                 old = [*own, *(count + place for place in of_state)]
                 old += [count + len(state) + place for place in own] if steps else []
                 for place, before in enumerate(old):
                     if before in results:
                         results[before].replace_all_uses_with(emit(graph, operator.getitem, updated, place))
         erase_with_results(graph, node)
+
+
+def _begin_of(gradient: Node, sums: Container[Node]) -> Node:
+    """The sum that a gradient is made of alone, as behind a communication hook; or where it comes from otherwise."""
+    while gradient not in sums and len(gradient.all_input_nodes) == 1:
+        (gradient,) = gradient.all_input_nodes
+    return gradient
 
 
 def _rows(graph: Graph, gradient: Node, numel: int, ranks: int) -> Node:

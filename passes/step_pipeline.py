@@ -19,9 +19,9 @@ or, where each rank gets its share of the sums, `scatter_buckets`, which does al
 
 Then, for all of them:
 
-5. `update_in_place`       lets a step's update write into its inputs
-6. `schedule_step`         launches early, waits where the sums are read
-7. `arrive_in_place`       lets what the step before has left under way be put into parameters (`gather_later`)
+5. `schedule_step`         launches early, waits where the sums are read
+6. `arrive_in_place`       lets what the step before has left under way be put into parameters (`gather_later`)
+7. `update_in_place`       lets a step's update write into its inputs
 8. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
 """
 
@@ -97,13 +97,13 @@ class StepPipeline:
         if self.lent:
             planned = zip(self.reductions, names, strict=True)
             _pack_into_last_inputs(graph, [name for (plan, _), name in planned if not plan.is_scattered])
-        update_in_place(graph)
-        tell("update_in_place", graph)
         graph.eliminate_dead_code()
         schedule_step(graph, group_names=names, following=following)
         tell("schedule_step", graph)
         arrive_in_place(graph)
         tell("arrive_in_place", graph)
+        update_in_place(graph)
+        tell("update_in_place", graph)
         for name, (_, group_name) in zip(names, self.reductions, strict=True):
             _rename(graph, name, group_name)
         if self.in_place:

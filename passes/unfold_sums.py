@@ -70,7 +70,7 @@ def emit_riders(graph: Graph, plan: BucketPlan, reduction: Node) -> Node:
     parts: list[Node] = [leading, *passengers]  # type: ignore[list-item, misc]
     place = {node: number for number, node in enumerate(graph.nodes)}
     with graph.inserting_before(_behind(graph, max(parts, key=place.__getitem__))):
-        device = plan.buckets[-1].device
+        device = plan.buckets[plan.place_of_riders].device
         used = emit(graph, _aten.full.default, [len(plan.indices)], 1.0, dtype=torch.float32, device=device)
         flat = [emit(graph, _aten.reshape.default, part, [-1]) for part in parts[1:]]
         return emit(graph, _aten.cat.default, [parts[0], used, *flat])

@@ -1,39 +1,103 @@
 """No second copy of parameters and of an optimizer's state: they are updated where they are."""
 
-import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
 
+import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import copies_into, emit, results_of
+from compiled_ddp.passes.graph_edit import copies_into, emit, is_view_of, results_of
 from compiled_ddp.passes.ops import optimizer_step, optimizer_step_in_place
+
+_VIEW = torch.ops.aten.view.default
 
 
 def update_in_place(graph: Graph) -> None:
-    """Let the updates of a step write into the graph's inputs, where all that is done with their results is that.
+    """Let the updates of a step write into what they are given, where nothing reads that behind them.
 
-    Assumes that what mutates an input stands behind everything else, as AOTAutograd leaves it. Then
+    Assumes that nothing is moved any more. With inputs of the graph, and memory that it has made itself,
 
-        optimizer_step(inputs) -> getitem -> copy_(input, getitem)        becomes        optimizer_step_(inputs)
+        optimizer_step(input, made) -> getitem -> copy_(input, getitem)
+                                    -> getitem -> ...
 
-    where the first of these copies stood. An update with a result that goes elsewhere stays as it is.
+    becomes
+
+        optimizer_step_(input, made), made -> ...
+
+    where the first of these results was read. Views in between do not matter. An update stays as it is that returns
+    what becomes of an input to anything else than this copy.
     """
-    place = {node: number for number, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=optimizer_step):
         params, _, state, steps, *_ = node.args
-        updated: list[Node] = [*params, *state, *steps]
         results = results_of(node)
-        chains = [_written(results[number], into) for number, into in enumerate(updated) if number in results]
-        if len(chains) < len(updated) or not all(chains):
+        updates = [_update(into, results.get(number)) for number, into in enumerate((*params, *state, *steps))]
+        written = [each for each in updates if each is not None]
+        place = {other: number for number, other in enumerate(graph.nodes)}
+        first = min((reader for each in written for reader in each.readers), key=place.__getitem__, default=node.next)
+        others = (place[other] for each in written for other in each.others(node))
+        if len(written) < len(updates) or any(other >= place[first] for other in others):
             continue
-        with graph.inserting_before(min((chain[-1] for chain in chains), key=place.__getitem__)):
+        with graph.inserting_before(first):
             emit(graph, optimizer_step_in_place, *node.args)
-        for written in itertools.chain.from_iterable(reversed(chain) for chain in chains):
-            graph.erase_node(written)
+        for each in written:
+            each.leave_in_place(graph)
         graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class _Update:
+    """`result` is what becomes of `into`, a view of `memory`: by these nodes `written` into it, where that is an input."""
+
+    into: Node
+    memory: Node
+    result: Node | None
+    written: list[Node]
+
+    @property
+    def readers(self) -> list[Node]:
+        """What reads the result."""
+        if self.written:
+            return self.written[-1:]
+        return [] if self.result is None else [*self.result.users]
+
+    def others(self, update: Node) -> Iterator[Node]:
+        """What reads the memory besides the update, by whatever view."""
+        ahead = [self.memory]
+        for node in ahead:  # which grows
+            for user in node.users:
+                if user is not update and user not in self.written:
+                    yield user
+                    if is_view_of(user, node):
+                        ahead.append(user)
+
+    def leave_in_place(self, graph: Graph) -> None:
+        for node in reversed(self.written):
+            graph.erase_node(node)
+        if self.result is not None and not self.written:
+            self.result.replace_all_uses_with(self.into)
+            graph.erase_node(self.result)
+
+
+def _update(into: Node, result: Node | None) -> _Update | None:
+    """None where it cannot be in place."""
+    memory = into
+    while memory.target is _VIEW:
+        (memory,) = memory.all_input_nodes
+    if memory.op != "placeholder":
+        return _Update(into, memory, result, []) if _is_made_here(memory) else None
+    written = [] if result is None else _written(result, memory)
+    return _Update(into, memory, result, written) if written else None
+
+
+def _is_made_here(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and not any(each.alias_info for each in node.target._schema.returns)
 
 
 def _written(result: Node, into: Node) -> list[Node]:
     """The nodes from `result` to where it is written `into` an input, and goes nowhere else; empty if not so."""
-    copies = copies_into(result, into)
-    is_all = all(len(each.users) == 1 for each in (result, *copies[:-1]))
-    return [result, *copies] if copies and is_all else []
+    nodes = [result]
+    while len(nodes[-1].users) == 1 and next(iter(nodes[-1].users)).target is _VIEW:
+        nodes += nodes[-1].users
+    nodes += copies_into(nodes[-1], into)
+    return nodes if not nodes[-1].users and all(len(each.users) == 1 for each in nodes[:-1]) else []

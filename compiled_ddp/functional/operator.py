@@ -110,7 +110,7 @@ def _sum_over_ranks(
             views |= {index: share[begin:end] for index, begin, end in bucket.shares}
         else:
             views |= {gradient.index: gradient.view(flat) for gradient in bucket.gradients}
-    riders = plan.riders.view(launched[-1])
+    riders = plan.riders.view(launched[plan.place_of_riders])
     first_passenger = plan.riders.numel - ridden
     sums = riders[first_passenger:].split([passenger.numel() for passenger in passengers])
     shaped = [part.view(passenger.shape) for part, passenger in zip(sums, passengers, strict=True)]

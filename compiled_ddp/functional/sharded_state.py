@@ -24,13 +24,29 @@ class ShardedState:
 
     def __init__(self, optimizer: torch.optim.Optimizer, reduction: GradientReduction) -> None:
         """Shared among the ranks of `reduction`. Registers hooks with the optimizer."""
-        self._reduction = reduction
+        self._reduction, self._is_torn = reduction, False
         optimizer.register_state_dict_post_hook(self._fill, prepend=True)
+        optimizer.register_load_state_dict_post_hook(self._note_loaded)
         torch_private.optimizers.register_own_step_pre_hook(optimizer, self._leave)
 
     @property
     def ranks(self) -> int:
         return self._reduction.world_size
+
+    def note_torn(self) -> None:
+        """An update has raised when it had changed some of the shares, on this rank or another: they are no state."""
+        self._is_torn = True
+
+    def refuse_torn(self) -> None:
+        """Raise RuntimeError while they are torn."""
+        if self._is_torn:
+            raise RuntimeError(
+                "an update has raised an error in its middle, when this rank had updated some buckets of the "
+                "optimizer's state and not all: load the model and the optimizer from a checkpoint, on every rank."
+            )
+
+    def _note_loaded(self, _: torch.optim.Optimizer) -> None:
+        self._is_torn = False
 
     def share_like(self, parameter: Tensor) -> Tensor:
         """Memory for a share of what is like this parameter."""
@@ -74,6 +90,11 @@ class ShardedState:
                 f"{what} gathers the optimizer's state, which lies in shares on all ranks, and torch.distributed is "
                 "not initialised any more: call it on every rank before destroy_process_group()."
             )
+        try:
+            self.refuse_torn()
+        except RuntimeError as error:
+            self._reduction.break_off(error)
+            raise
         agree_apart(self._reduction.communicator, f"the gathering of the optimizer's state for {what}", what)
 
     def _whole(self, own: State, parameter: Tensor) -> State:

@@ -212,8 +212,7 @@ class StepGraph:
             if is_gathered_later:
                 written = written._replace(params=_arrived(written.params))
             outcome, buffers = reduced_of(written, read, given)
-            # Shares are updated as they come, whether or not ranks turn out to be sound, and parameters written then.
-            skip = _skip(outcome.finite, None if layout.ranks > 1 else _are_sound())
+            skip = _skip(outcome.finite, _are_sound())
             applies = outcome.used > 0 if outcome.unused else None
             params, state = dict[str, Tensor](), dict[str, Tensors]()
             for places, kind, vector in zip(layout.places, layout.kinds, numbers, strict=True):
@@ -223,14 +222,14 @@ class StepGraph:
                 terms = Terms(vector, outcome.factor, skip, of_group)
                 of_params, of_state = self._updated(layout, places, kind, written, read, outcome.gradients, terms)
                 params, state = params | of_params, state | of_state
+            note_settled(each for own in state.values() for each in own.values())
             if is_gathered_later:
                 note_departing(params[name] for name in written.params)
                 params = written.params
+            if layout.ranks == 1 or is_gathered_later:
                 note_settled(params.values())
-            elif layout.ranks > 1:
-                params = self._gathered(params, written.params, layout.ranks)
             else:
-                note_settled([*params.values(), *(each for own in state.values() for each in own.values())])
+                params = self._gathered(params, written.params, layout.ranks)
             return Written(params, buffers, state, _zeros(written.held)), outcome._replace(gradients={}, factor=None)
 
         return update

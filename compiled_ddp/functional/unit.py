@@ -416,10 +416,12 @@ class _Watched:
                 recording.graph_launches(expected.bucket, flat_buffer)
                 if expected.reference is not None:
                     expected.launched.proof.note_wrong(compare(expected.bucket, flat_buffer, expected.reference))
-        if self._place < 0 or every[self._place].bucket.numel != size:
+        latest = every[self._place] if self._place >= 0 else None
+        is_gathered = following is None and latest is not None and latest.bucket.ranks > 1  # and of the same size
+        if latest is None or latest.bucket.numel != size or is_gathered:
             return UNNAMED
-        self._under_way[number] = every[self._place], flat_buffer  # where it is launched again too
-        return every[self._place].named("launch")
+        self._under_way[number] = latest, flat_buffer  # where it is launched again too
+        return latest.named("launch")
 
     def start(self, number: int, operator: Any, args: tuple[Any, ...]) -> Tensor:
         result: Tensor = operator(*args)

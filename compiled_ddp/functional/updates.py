@@ -12,6 +12,7 @@ State is torch's own: `optimizer.state[parameter]` has what `optimizer.step()` w
 """
 
 import contextlib
+import contextvars
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -226,6 +227,20 @@ def updated_in_trace(given: GroupTensors, terms: Terms, optimizer: str, kind: Ki
     return GroupTensors(params, given.gradients, state_lists, steps)
 
 
+_made: contextvars.ContextVar[list[Tensor | None] | None] = contextvars.ContextVar("made", default=None)
+
+
+@contextlib.contextmanager
+def noting_updates() -> Iterator[list[Tensor | None]]:
+    """For each update in here the `Terms.skip` that tells whether it was left out after all; None where it was not."""
+    made: list[Tensor | None] = []
+    token = _made.set(made)
+    try:
+        yield made
+    finally:
+        _made.reset(token)
+
+
 def _update(
     params: Sequence[Tensor],
     gradients: Sequence[Tensor],
@@ -252,6 +267,8 @@ def _update(
         skip = None
     if not given.params:
         return
+    if (made := _made.get()) is not None:
+        made.append(skip)
     if factor is not None:
         given = given._replace(gradients=[each * factor.to(each.device, each.dtype) for each in given.gradients])
     own = dict(zip(kind.numbers, numbers.tolist(), strict=True))

@@ -186,7 +186,7 @@ class Agreed:
         arrival = self.arrival
         filled = self.planner.fill([self.gradients[index] for index in arrival.order], self.names, arrival.work)
         buckets = [tuple(gradient.index for gradient in bucket) for bucket in filled]
-        return (*buckets, ()) if self.planner.naive or self.wanted.scattered is not None else tuple(buckets)
+        return (*buckets, ()) if self.planner.naive else tuple(buckets)
 
     @functools.cached_property
     def _places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

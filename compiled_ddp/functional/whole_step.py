@@ -38,7 +38,7 @@ from compiled_ddp.functional.step_graph import (
     WithLoss,
     Written,
 )
-from compiled_ddp.functional.updates import as_vectors, rule_of
+from compiled_ddp.functional.updates import as_vectors, noting_updates, rule_of
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.model.checks import check_model, check_writable, properties_of
 from compiled_ddp.model.managed import is_wrapper
@@ -363,6 +363,8 @@ class TrainingStep:
     def _take(self, batch: Any, named: Any, *, is_update: bool) -> tuple[Any, Any]:
         """The loss, and what comes with it."""
         with contextlib.nullcontext() if self._latest is None else self._latest.known.update.telling():
+            if self._shared is not None:
+                self._shared.refuse_torn()
             now = self._latest = self._now()
             if self._in_flight is not None:
                 self._in_flight.of({name: parameter for name, _, parameter in now.trained})
@@ -402,7 +404,8 @@ class TrainingStep:
             with now.known.update.telling():
                 kept = now.in_update or self._in_update(now, begun)
                 numbers = as_vectors(rule_of(self.optimizer), self.optimizer.param_groups)
-            outcome: Outcome = now.known.update.run((numbers, given), {}, kept)
+            with self._noting_what_is_torn(is_first=len(begun) == len(now.trained)):
+                outcome: Outcome = now.known.update.run((numbers, given), {}, kept)
             torch_private.optimizers.note_step(self.optimizer)
             if begun:
                 updated = outcome.updated(now.layout)
@@ -411,6 +414,23 @@ class TrainingStep:
             for name, parameter in begun.items():
                 if name not in updated:
                     del self.optimizer.state[parameter]
+
+    @contextlib.contextmanager
+    def _noting_what_is_torn(self, *, is_first: bool) -> Iterator[None]:
+        """Buckets of shares are updated as they come: an error behind some of them leaves neither old state nor new.
+
+        Of the first update nothing is left.
+        """
+        if self._shared is None or is_first:
+            yield
+            return
+        with noting_updates() as made:
+            try:
+                yield
+            except BaseException:
+                if any(skip is None or not skip for skip in made):
+                    self._shared.note_torn()
+                raise
 
     def _update_outside(self, now: "_Now", outcome: Outcome) -> None:
         updated = outcome.updated(now.layout)

@@ -187,7 +187,7 @@ class BucketPlan:
 
     The constructor asserts what every pass and every rank relies on: each gradient stands in exactly one bucket,
     gradients fill their flat buffer without gap or overlap, and the riders name every gradient once, at the end of
-    the last bucket.
+    the last bucket; of a plan that is scattered in the first one, by themselves, as an update of shares asks for them.
     """
 
     buckets: tuple[Bucket, ...]
@@ -209,11 +209,11 @@ class BucketPlan:
             end *= bucket.ranks
             assert bucket.numel == end, f"the flat buffer has {bucket.numel} elements, its contents {end}"
         if self.buckets:
-            *earlier, last = self.buckets
-            assert all(bucket.riders is None for bucket in earlier), "riders belong to the last bucket alone"
-            assert last.riders is not None, "the last bucket has no riders"
-            assert last.dtype == torch.float32, f"riders are float32, their bucket is {last.dtype}"
-            assert last.riders.indices == indices, "the riders do not name every gradient of the plan once, in order"
+            where = [place for place, bucket in enumerate(self.buckets) if bucket.riders is not None]
+            own = self.buckets[self.place_of_riders]
+            assert where == [self.place_of_riders], f"riders belong to bucket {self.place_of_riders}, found in {where}"
+            assert own.dtype == torch.float32, f"riders are float32, their bucket is {own.dtype}"
+            assert self.riders.indices == indices, "the riders do not name every gradient of the plan once, in order"
 
     @functools.cached_property
     def indices(self) -> tuple[int, ...]:
@@ -235,6 +235,16 @@ class BucketPlan:
         """Whether each rank gets its share of the sums; the riders, in a bucket of their own, are everybody's."""
         return any(bucket.ranks > 1 for bucket in self.buckets)
 
+    @property
+    def of_gradients(self) -> tuple[Bucket, ...]:
+        """The buckets that have gradients."""
+        return tuple(bucket for bucket in self.buckets if bucket.gradients)
+
+    @property
+    def place_of_riders(self) -> int:
+        """The place of the bucket that has the riders."""
+        return 0 if self.is_scattered else len(self.buckets) - 1
+
     @functools.cached_property
     def share(self) -> float:
         """The factor of a rank's gradient in the sum over ranks; in a weighted mean its weight comes on top."""
@@ -242,7 +252,7 @@ class BucketPlan:
 
     @functools.cached_property
     def riders(self) -> Riders:
-        riders = self.buckets[-1].riders
+        riders = self.buckets[self.place_of_riders].riders
         assert riders is not None
         return riders
 

@@ -68,12 +68,13 @@ def place_buckets(
     """The plan that has these buckets in this order: gradients back to back, riders at the end.
 
     The riders follow the last bucket, in a bucket of their own where that one is not float32, or is summed by rows.
-    `riders_apart` gives them one everywhere, and so does a communication hook, which must not see them, and a plan that
-    is scattered, of which each rank sees its share.
+    `riders_apart` gives them one everywhere, and so does a communication hook, which must not see them. In a plan that
+    is scattered, of which each rank sees its share, that is the first one.
     """
     placed = [_place(gradients, world_size if is_scattered else 1) for gradients in buckets]
     apart = riders_apart or reduction == "hook" or is_scattered
-    return BucketPlan(tuple(_with_riders(placed, passengers, apart=apart)), world_size, reduction)
+    first = is_scattered and world_size > 1
+    return BucketPlan(tuple(_with_riders(placed, passengers, apart=apart, first=first)), world_size, reduction)
 
 
 def _place(gradients: Sequence[GradientSpec], ranks: int) -> Bucket:
@@ -87,7 +88,7 @@ def _place(gradients: Sequence[GradientSpec], ranks: int) -> Bucket:
     return Bucket(tuple(placed), gradients[0].dtype, gradients[0].device, offset * ranks, row=row, ranks=ranks)
 
 
-def _with_riders(buckets: Sequence[Bucket], passengers: int, *, apart: bool) -> Sequence[Bucket]:
+def _with_riders(buckets: Sequence[Bucket], passengers: int, *, apart: bool, first: bool) -> Sequence[Bucket]:
     if not buckets:
         return buckets
     indices = tuple(index for bucket in buckets for index in bucket.indices)
@@ -95,4 +96,5 @@ def _with_riders(buckets: Sequence[Bucket], passengers: int, *, apart: bool) -> 
     if apart or last.dtype != torch.float32 or last.row is not None:
         earlier, last = [*buckets], Bucket((), torch.float32, last.device, 0)
     riders = Riders(last.numel, indices, passengers)
-    return [*earlier, replace(last, numel=last.numel + riders.numel, riders=riders)]
+    last = replace(last, numel=last.numel + riders.numel, riders=riders)
+    return [last, *earlier] if first else [*earlier, last]

@@ -10,6 +10,7 @@ import pytest
 import test_whole_step as whole
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from test_whole_step import OPTIMIZERS, Loop, Net, assert_same, batch, both
 from torch import Tensor, nn
 from torch.fx import Graph, Node
@@ -239,6 +240,85 @@ def test_a_step_that_raises_changes_nothing_on_any_rank(ranks2: RankPool, accumu
 
 def test_what_a_graph_raises_is_raised_on_every_rank(ranks2: RankPool) -> None:
     ranks2.run(_sharded, whole._raises_in_graph, 1)
+
+
+torch.library.define("compiled_ddp_tests::raising", "(Tensor x, Tensor fails) -> Tensor")
+
+
+@torch.library.impl("compiled_ddp_tests::raising", "CompositeExplicitAutograd")
+def _raising(x: Tensor, fails: Tensor) -> Tensor:
+    """`x`, unless it fails: when the graph runs."""
+    if bool(fails):
+        raise ValueError("a kernel has raised")
+    return x.clone()
+
+
+torch.library.register_fake("compiled_ddp_tests::raising", lambda x, fails: torch.empty_like(x))
+
+
+class _RaisingBehind(torch.autograd.Function):
+    """Its argument, whose gradient raises where `fails`."""
+
+    @staticmethod
+    def forward(x: Tensor, fails: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return torch.ops.compiled_ddp_tests.raising(*gradients, *ctx.saved_tensors), None
+
+
+class Breaking(nn.Module):
+    """Raises in its backward, between the gradients of its two layers, where it `fails`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor, fails: Tensor) -> Tensor:
+        hidden = _RaisingBehind.apply(torch.tanh(self.first(x)), fails)
+        return F.mse_loss(self.second(hidden).squeeze(1), y)
+
+
+def _breaks_off(rank: int, pipelined: bool, fails_at: int) -> str:
+    options = {"shard_optimizer": True, "pipeline_updates": pipelined, "bucket_cap_mb": 0.0}
+    step, loop = both("AdamW", Breaking, **options)
+    good, bad = torch.tensor(False), torch.tensor(rank == 1)
+    saved = {}
+    for n in range(3):
+        if n == fails_at:
+            saved = copy.deepcopy({"model": step.model.state_dict(), "optimizer": step.optimizer.state_dict()})
+            with pytest.raises((RuntimeError, ValueError), match="a kernel has raised"):
+                step(*batch(rank, n), bad)
+            told = _messages(step, rank) if fails_at else ""
+            if fails_at:
+                step.model.load_state_dict(saved["model"])
+                step.optimizer.load_state_dict(saved["optimizer"])
+        step(*batch(rank, n), good)
+        loop.step(*batch(rank, n), good)
+    assert_same(step, loop)
+    return told
+
+
+def _messages(step: Any, rank: int) -> str:
+    """What is said of a state that has been updated in part, to whoever asks for it."""
+    told = []
+    for call in (step.optimizer.state_dict, lambda: step(*batch(rank, 0), torch.tensor(False))):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        told.append(str(caught.value))
+    assert all("load the model and the optimizer from a checkpoint" in each for each in told), told
+    return told[0]
+
+
+@pytest.mark.parametrize(("pipelined", "fails_at"), [(False, 2), (True, 2), (False, 0)])
+def test_state_that_was_updated_in_part_is_no_state(ranks2: RankPool, pipelined: bool, fails_at: int) -> None:
+    """Rank 0 has updated its share of the last layer when rank 1 raises; of a first update nothing is left."""
+    ranks2.run(_breaks_off, pipelined, fails_at)
 
 
 def _saves_and_waits(rank: int) -> str:

@@ -79,8 +79,8 @@ def test_each_bucket_is_awaited_where_it_is_read_and_gathered_behind_all_others(
     mul = aten.mul.Tensor
     forward = ["gathered_0", mul, "gathered_1", mul]
     # The last sum is that of what the next forward reads first, and so is the first to be gathered.
-    backward = [mul, scatters, mul, scatters, all_reduce, wait_tensor, wait_tensor, gathers, gathers, wait_tensor]
-    assert order(graph) == [*forward, *backward]
+    backward = [mul, scatters, mul, scatters, wait_tensor, wait_tensor, wait_tensor, gathers, gathers]
+    assert order(graph) == [all_reduce, *forward, *backward]
     graph.lint()
 
 

@@ -22,7 +22,7 @@ from compiled_ddp.passes.ops import (
 )
 from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.passes.update_in_place import update_in_place
-from compiled_ddp.plan import FIRST_USED, Bucket, BucketPlan
+from compiled_ddp.plan import FIRST_USED, BucketPlan
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -71,18 +71,19 @@ def targets(graph: Graph, among: tuple[object, ...]) -> list[object]:
 def test_each_bucket_is_scattered_updated_and_gathered(by: str, scatters: object, gathers: object) -> None:
     graph = step_graph(by)
     StepPipeline(((plan((1, 1)), "g"),)).run(graph)
-    assert targets(graph, LAUNCHES) == [scatters, scatters, all_reduce, gathers, gathers]
+    assert targets(graph, LAUNCHES) == [all_reduce, scatters, scatters, gathers, gathers]
     assert all(node.args[-1] == "g" for node in graph.nodes if node.target in LAUNCHES)
-    # The first bucket is on its way back before the second one is awaited, and what has come back is awaited last.
+    # Riders come first. The first bucket is on its way back before the second one is awaited, and what has come back is
+    # awaited last.
     order = targets(graph, (*LAUNCHES, wait_tensor, optimizer_step))
     of_a_bucket = [wait_tensor, optimizer_step, gathers]
-    assert order[order.index(all_reduce) + 1 :] == [*of_a_bucket, *of_a_bucket, *[wait_tensor] * 3]
+    assert order[3:] == [wait_tensor, *of_a_bucket, *of_a_bucket, wait_tensor, wait_tensor]
 
 
 def test_one_bucket_of_both_is_updated_at_once() -> None:
     graph = step_graph("all_to_all")
     StepPipeline(((plan((2,)), "g"),)).run(graph)
-    assert targets(graph, LAUNCHES) == [all_to_all, all_reduce, all_to_all]
+    assert targets(graph, LAUNCHES) == [all_reduce, all_to_all, all_to_all]
     (update,) = graph.find_nodes(op="call_function", target=optimizer_step)
     assert len(update.args[0]) == 2
 
@@ -90,12 +91,13 @@ def test_one_bucket_of_both_is_updated_at_once() -> None:
 def test_clipping_waits_for_all_and_comes_before_the_gathers() -> None:
     graph = step_graph("all_to_all", clips=True)
     StepPipeline(((plan((1, 1)), "g"),)).run(graph)
-    assert targets(graph, LAUNCHES) == [all_to_all, all_to_all, all_reduce, all_reduce, all_to_all, all_to_all]
+    assert targets(graph, LAUNCHES) == [all_reduce, all_to_all, all_to_all, all_reduce, all_to_all, all_to_all]
     assert len(graph.find_nodes(op="call_function", target=optimizer_step)) == 1
 
 
 def test_a_scattered_bucket_is_a_row_of_shares_for_each_rank() -> None:
-    bucket: Bucket = plan((2,)).buckets[0]
+    riders, bucket = plan((2,)).buckets
+    assert riders.riders is not None and not riders.gradients
     assert bucket.numel == 2 * (3 + 2)  # of 5 elements 3 and 2 filled up, of 4 elements 2 and 2
     rows = torch.tensor([[0.0, 1, 2, 10, 11], [3, 4, -1, 12, 13]])
     second, first = bucket.gradients
@@ -144,3 +146,42 @@ def test_another_input_is_no_place_for_it() -> None:
     graph.output(())
     update_in_place(graph)
     assert optimizer_step in [node.target for node in graph.nodes]
+
+
+def shared_graph(*, reads_behind: bool = False) -> Graph:
+    """An update of a share that the graph makes, and of a state that it is given; the share goes on from there."""
+    graph = Graph()
+    inputs = [graph.placeholder(name) for name in ("param", "rank", "gradient", "state", "numbers", "skip")]
+    param, rank, gradient, state, numbers, skip = inputs
+    row = graph.call_function(aten.index_select.default, (param, 0, rank))
+    share, flat = (graph.call_function(aten.view.default, (each, [-1])) for each in (row, state))
+    other = graph.call_function(aten.t.default, (state,))
+    lists = [share], [gradient], [flat], []
+    updated = graph.call_function(optimizer_step, (*lists, numbers, None, skip, None, "SGD", "", "lr"))
+    new = [graph.call_function(operator.getitem, (updated, index)) for index in range(2)]
+    sent = graph.call_function(aten.cat.default, ([new[0]],))
+    before = graph.call_function(aten.neg.default, (other,))
+    shaped = graph.call_function(aten.view.default, (new[1], [1, 3]))
+    graph.call_function(aten.copy_.default, (state, shaped))
+    graph.output((sent, before))
+    if not reads_behind:
+        updated.prepend(before)
+    return graph
+
+
+def test_a_share_and_its_state_are_updated_where_the_share_is_read() -> None:
+    graph = shared_graph()
+    update_in_place(graph)
+    graph.lint()
+    found = [node.target for node in graph.nodes if node.op == "call_function"]
+    view = aten.view.default
+    made = [aten.index_select.default, view, view, aten.t.default, aten.neg.default]
+    assert found == [*made, optimizer_step_in_place, aten.cat.default]
+    (sent,) = graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert sent.args[0][0].args[0].target is aten.index_select.default
+
+
+def test_an_update_stays_as_it_is_where_its_old_state_is_read_behind_it() -> None:
+    graph = shared_graph(reads_behind=True)
+    update_in_place(graph)
+    assert graph.find_nodes(op="call_function", target=optimizer_step)

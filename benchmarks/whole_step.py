@@ -21,6 +21,7 @@ from benchmarks.link import LOOPBACK, link_or_loopback
 from benchmarks.tasks import EXTENTS, WORKLOADS
 from benchmarks.workload import Workload
 from compiled_ddp import compile_step
+from compiled_ddp.comm_hooks import bf16_compress
 from compiled_ddp.tools.comparison.measure import warm_up
 from compiled_ddp.tools.comparison.ranks import Rank
 from compiled_ddp.tools.comparison.record import recipe
@@ -32,6 +33,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "compile_step": {},
     "compile_step, sharded": {"shard_optimizer": True},
     "compile_step, pipelined": {"shard_optimizer": True, "pipeline_updates": True},
+    "compile_step, bf16_compress": {"comm_hook": bf16_compress},
 }
 
 

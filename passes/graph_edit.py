@@ -93,7 +93,14 @@ def copies_into(result: Node, into: Node) -> list[Node]:
 
 
 def is_view_of(node: Node, value: Node) -> bool:
-    """Whether a node's result may lie in the memory of `value`, its first argument."""
+    """Whether a node's result may lie in the memory of `value`, its first argument, or be one of several that do."""
+    if not node.args or node.args[0] is not value:
+        return False
+    return returns_views(value if node.target is operator.getitem else node)
+
+
+def returns_views(node: Node) -> bool:
+    """Whether what a node returns may lie in the memory of its first argument."""
     schema = getattr(node.target, "_schema", None)
-    is_first = bool(node.args) and node.args[0] is value
-    return is_first and schema is not None and any(each.alias_info is not None for each in schema.returns)
+    is_told = schema is not None and any(each.alias_info is not None for each in schema.returns)
+    return is_told or node.target is _aten._unsafe_view.default

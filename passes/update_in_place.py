@@ -7,7 +7,7 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import copies_into, emit, is_view_of, results_of
+from compiled_ddp.passes.graph_edit import copies_into, emit, is_view_of, results_of, returns_views
 from compiled_ddp.passes.ops import optimizer_step, optimizer_step_in_place
 
 _VIEW = torch.ops.aten.view.default
@@ -47,7 +47,7 @@ def update_in_place(graph: Graph) -> None:
 
 @dataclass(frozen=True)
 class _Update:
-    """`result` is what becomes of `into`, a view of `memory`: by these nodes `written` into it, where that is an input."""
+    """`result` is what becomes of `into`, a view of `memory`; where that is an input, these nodes have `written` it there."""
 
     into: Node
     memory: Node
@@ -85,13 +85,10 @@ def _update(into: Node, result: Node | None) -> _Update | None:
     while memory.target is _VIEW:
         (memory,) = memory.all_input_nodes
     if memory.op != "placeholder":
-        return _Update(into, memory, result, []) if _is_made_here(memory) else None
+        is_made_here = isinstance(memory.target, OpOverload) and not returns_views(memory)
+        return _Update(into, memory, result, []) if is_made_here else None
     written = [] if result is None else _written(result, memory)
     return _Update(into, memory, result, written) if written else None
-
-
-def _is_made_here(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and not any(each.alias_info for each in node.target._schema.returns)
 
 
 def _written(result: Node, into: Node) -> list[Node]:
@@ -99,5 +96,5 @@ def _written(result: Node, into: Node) -> list[Node]:
     nodes = [result]
     while len(nodes[-1].users) == 1 and next(iter(nodes[-1].users)).target is _VIEW:
         nodes += nodes[-1].users
-    nodes += copies_into(nodes[-1], into)
-    return nodes if not nodes[-1].users and all(len(each.users) == 1 for each in nodes[:-1]) else []
+    copies = copies_into(nodes[-1], into)
+    return [*nodes, *copies] if copies and all(len(each.users) == 1 for each in (*nodes, *copies[:-1])) else []

@@ -21,7 +21,7 @@ from compiled_ddp.torch_private.tracing import outside_of_traces
 
 _aten = torch.ops.aten
 _CONVERSIONS = (_aten._to_copy.default, _aten.clone.default, torch.ops.prims.convert_element_type.default)
-_ELEMENTS = 64  # of the gradient that a hook is traced with
+_ELEMENTS = (64, 65)  # of the gradients that a hook is traced with: it may not ask how many there are
 
 
 class AroundSum:
@@ -72,7 +72,10 @@ class _Program:
     @classmethod
     def of(cls, hook: CommHook, dtype: torch.dtype, device: torch.device, ranks: int) -> "_Program":
         """Raises ValueError where it is not elementwise around one sum."""
-        program = HookProgram(hook, Ranks(ranks, "sum"), example(_ELEMENTS, dtype, device), [])
+        programs = [HookProgram(hook, Ranks(ranks, "sum"), example(size, dtype, device), []) for size in _ELEMENTS]
+        program, other = programs
+        if str(program.graph) != str(other.graph):
+            raise _not_around(hook, "does another thing for another number of elements")
         if [node.target for node in program.launches] != [all_reduce]:
             raise _not_around(hook, f"launches {len(program.launches)} collectives, or another one")
         (launch,), (given,) = program.launches, program.graph.find_nodes(op="placeholder")
@@ -87,6 +90,8 @@ class _Program:
             raise _not_around(hook, "reads what it was given, or a number of its own, behind the sum")
         sent = launch.args[0]
         assert isinstance(sent, Node)
+        if not sent.meta["val"].is_floating_point():
+            raise _not_around(hook, f"sends {sent.meta['val'].dtype}, in which a sum is not proven")
         return cls(program, given, sent, summed, mean)
 
     def before(self, gradient: Tensor) -> Tensor:
@@ -104,11 +109,11 @@ class _Program:
 
 def _is_elementwise(node: Node, given: Node) -> bool:
     """Whether each element of the result is made of that at its place of what is `given`, and of no chance."""
-    target = node.target
+    target, value, like = node.target, node.meta["val"], given.meta["val"]
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
         return False
-    is_pointwise = torch.Tag.pointwise in target.tags or target in _CONVERSIONS
-    return is_pointwise and node.meta["val"].shape == given.meta["val"].shape and bool(node.all_input_nodes)
+    is_alike = value.shape == like.shape and value.device == like.device
+    return is_alike and bool(node.all_input_nodes) and (torch.Tag.pointwise in target.tags or target in _CONVERSIONS)
 
 
 def _not_around(hook: CommHook, why: str) -> ValueError:

@@ -34,15 +34,17 @@ class ShardedState:
         return self._reduction.world_size
 
     def note_torn(self) -> None:
-        """An update has raised when it had changed some of the shares, on this rank or another: they are no state."""
+        """An update has raised when it had changed shares: those of some buckets are the new ones, others the old."""
         self._is_torn = True
 
     def refuse_torn(self) -> None:
         """Raise RuntimeError while they are torn."""
         if self._is_torn:
             raise RuntimeError(
-                "an update has raised an error in its middle, when this rank had updated some buckets of the "
-                "optimizer's state and not all: load the model and the optimizer from a checkpoint, on every rank."
+                f"rank {self._reduction.global_rank}: an update has raised an error when this rank had updated its "
+                "shares of some buckets, and so the optimizer's state is neither the old one nor the new one. On every "
+                "rank load a checkpoint, by model.load_state_dict() and optimizer.load_state_dict(), or make model, "
+                "optimizer and step anew."
             )
 
     def _note_loaded(self, _: torch.optim.Optimizer) -> None:

@@ -232,7 +232,7 @@ _made: contextvars.ContextVar[list[Tensor | None] | None] = contextvars.ContextV
 
 @contextlib.contextmanager
 def noting_updates() -> Iterator[list[Tensor | None]]:
-    """For each update in here the `Terms.skip` that tells whether it was left out after all; None where it was not."""
+    """For each update of state in here the `Terms.skip` that tells whether it was left out; None where it was not."""
     made: list[Tensor | None] = []
     token = _made.set(made)
     try:
@@ -267,8 +267,8 @@ def _update(
         skip = None
     if not given.params:
         return
-    if (made := _made.get()) is not None:
-        made.append(skip)
+    if (state or steps) and (made := _made.get()) is not None:
+        made.append(None if skip is None else skip.clone())  # whose memory others may get later in the graph
     if factor is not None:
         given = given._replace(gradients=[each * factor.to(each.device, each.dtype) for each in given.gradients])
     own = dict(zip(kind.numbers, numbers.tolist(), strict=True))

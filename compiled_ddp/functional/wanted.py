@@ -63,7 +63,8 @@ class Wanted:
             "bucket_cap_mb": [self.bucket_cap_mb],
             "plan": [repr(self.plan)],
         }
-        properties |= {name: [str(dtype), list(shape)] for name, shape, dtype, _ in self.gradients}
+        for name, shape, dtype, _ in self.gradients:  # a parameter may be called as one of these
+            properties[f"parameter {name}" if name in properties else name] = [str(dtype), list(shape)]
         properties["the number of values that ride along"] = [self.passengers]
         return properties | {"what each rank gets": ["all" if self.scattered is None else f"shares, {self.scattered}"]}
 
@@ -182,7 +183,7 @@ class Agreed:
 
     @functools.cached_property
     def _buckets(self) -> tuple[tuple[int, ...], ...]:
-        """The gradients of each; a last one without any has the riders alone."""
+        """The gradients of each; a last one without any has the riders alone, as where the plan is scattered."""
         arrival = self.arrival
         filled = self.planner.fill([self.gradients[index] for index in arrival.order], self.names, arrival.work)
         buckets = [tuple(gradient.index for gradient in bucket) for bucket in filled]

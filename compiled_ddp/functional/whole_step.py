@@ -257,6 +257,8 @@ class TrainingStep:
 
     Where a rank raises, all do, and nothing has been updated on any; gradients that were held are forgotten. One that
     fails before its last micro-batch raises there, the others in their update: each begins an update anew behind it.
+    With `shard_optimizer` one that raises in its backward, when others have updated their shares of some buckets,
+    leaves a state that is none: from there on every call raises, until `optimizer.load_state_dict()` is called.
     Raises RuntimeError, too, for a model that no single graph can hold, with the place.
     """
 
@@ -334,7 +336,7 @@ class TrainingStep:
             told += (
                 f" Each of {layout.ranks} ranks updates its share of every parameter, and has the optimizer's state of "
                 "that alone: of the sums of a bucket it is sent its shares, and parameters are gathered in the same "
-                "buckets. The riders, in the last one, are summed on all ranks."
+                "buckets. The riders, in the first one, are summed on all ranks."
             )
         if layout.ranks > 1 and self._in_flight is not None:
             told += (
@@ -428,7 +430,7 @@ class TrainingStep:
             try:
                 yield
             except BaseException:
-                if any(skip is None or not skip for skip in made):
+                if any(map(_was_made, made)):
                     self._shared.note_torn()
                 raise
 
@@ -540,6 +542,14 @@ class TrainingStep:
                 own["step"] = torch.tensor(float(own["step"]), dtype=torch.float32, device="cpu")
             states[name] = {each: own[each] for each in needed}
         return states
+
+
+def _was_made(skip: Tensor | None) -> bool:
+    """Whether an update was made, of what told it to be left out."""
+    try:
+        return skip is None or not skip
+    except RuntimeError:  # a GPU that has failed tells nothing any more
+        return True
 
 
 def _refuse_other_shapes(name: str, state: dict[str, Tensor], needed: Sequence[str], parameter: Tensor) -> None:

@@ -11,7 +11,8 @@ launch
 wait
     The point after which a launched bucket may be read.
 riders
-    A few float32 elements at the end of a plan's last bucket that carry what ranks must share.
+    A few float32 elements at the end of a plan's last bucket that carry what ranks must share; of a plan whose sums are
+    scattered in a first bucket of their own.
 plan
     All buckets of one captured segment (or of the hooks), in launch order: `BucketPlan`.
 sequence

@@ -1,4 +1,4 @@
-"""The riders: the float32 elements that travel with a plan's last bucket, and what each of them carries."""
+"""The riders: the float32 elements that travel with one of a plan's buckets, and what each of them carries."""
 
 import functools
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ COUNT_MODULUS = 16  # sums of squares stay exact in float32, in any order, up to
 
 @dataclass(frozen=True)
 class Riders:
-    """Layout of the float32 elements that travel at the end of a plan's last bucket.
+    """Layout of the float32 elements that travel at the end of a plan's last bucket, or in a first one of their own.
 
     | element | value on each rank, summed over ranks |
     |---|---|

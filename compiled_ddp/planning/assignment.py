@@ -65,7 +65,7 @@ def place_buckets(
     passengers: int = 0,
     is_scattered: bool = False,
 ) -> BucketPlan:
-    """The plan that has these buckets in this order: gradients back to back, riders at the end.
+    """The plan that has these buckets in this order, of gradients back to back.
 
     The riders follow the last bucket, in a bucket of their own where that one is not float32, or is summed by rows.
     `riders_apart` gives them one everywhere, and so does a communication hook, which must not see them. In a plan that

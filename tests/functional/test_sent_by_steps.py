@@ -188,6 +188,14 @@ def twice(gradients: Tensor, ranks: Any) -> Tensor:
     return (ranks.all_reduce(gradients) + ranks.all_reduce(gradients * 2)) / (3 * ranks.size)
 
 
+def by_size(gradients: Tensor, ranks: Any) -> Tensor:
+    return ranks.all_reduce(gradients / gradients.numel()) * gradients.numel() / ranks.size
+
+
+def signs(gradients: Tensor, ranks: Any) -> Tensor:
+    return ranks.all_reduce(gradients.sign().to(torch.int8)).to(gradients.dtype) / ranks.size
+
+
 REFUSED = {
     "TopK": (TopK(), "keeps tensors for each bucket"),
     "PowerSGD": (PowerSGD(), "keeps tensors for each bucket"),
@@ -195,6 +203,8 @@ REFUSED = {
     "with_the_rest": (with_the_rest, "reads what it was given"),
     "at_random": (at_random, "rand"),
     "twice": (twice, "launches 2 collectives"),
+    "by_size": (by_size, "does another thing for another number of elements"),
+    "signs": (signs, "sends torch.int8"),
 }
 
 

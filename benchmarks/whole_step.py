@@ -6,6 +6,7 @@ foreach).
 """
 
 import argparse
+import functools
 import json
 import statistics
 import time
@@ -23,6 +24,7 @@ from benchmarks.workload import Workload
 from compiled_ddp import compile_step
 from compiled_ddp.comm_hooks import bf16_compress
 from compiled_ddp.tools.comparison.measure import warm_up
+from compiled_ddp.tools.comparison.probe import peak_within
 from compiled_ddp.tools.comparison.ranks import Rank
 from compiled_ddp.tools.comparison.record import recipe
 from compiled_ddp.tools.comparison.variants import Variant
@@ -65,7 +67,10 @@ class _Whole:
 def measure(
     workload: Workload, variants: Sequence[Variant], *, warmup: int, rounds: int, rank: Rank
 ) -> list[dict[str, dict[str, list[float]]]]:
-    """By rank: the seconds of each variant's steps, and of whole steps the MiB of the optimizer's state."""
+    """By rank: seconds of each variant's steps, the MiB that one needs meanwhile, and those of its optimizer's state.
+
+    Only whole steps tell of their state.
+    """
     contenders, _ = warm_up(variants, workload, warmup, rank)
     wholes = {name: _Whole(workload, rank, **options) for name, options in WHOLE.items()}
     for whole in wholes.values():
@@ -77,8 +82,13 @@ def measure(
             batch = each.next_batch()
             rank.barrier()
             taken[name].append(sum(each.step(batch)))
+    within = dict[str, list[float]]()
+    for name, each in zip(taken, (*contenders, *wholes.values()), strict=True):
+        batch = each.next_batch()
+        rank.barrier()
+        within[name] = [peak_within(functools.partial(each.step, batch)) / 2**20]
     state = {name: [whole.bytes_of_state / 2**20] for name, whole in wholes.items()}
-    return rank.gather({"seconds": taken, "MiB of state": state})
+    return rank.gather({"seconds": taken, "MiB within": within, "MiB of state": state})
 
 
 def table(by_rank: Sequence[dict[str, dict[str, list[float]]]]) -> str:
@@ -86,10 +96,12 @@ def table(by_rank: Sequence[dict[str, dict[str, list[float]]]]) -> str:
         names = by_rank[0][kind]
         return {name: statistics.mean(statistics.median(each[kind][name]) for each in by_rank) for name in names}
 
-    seconds, state = means("seconds"), means("MiB of state")
-    rows = [(name, 1e3 * each, each / seconds["torch DDP"], state.get(name)) for name, each in seconds.items()]
-    headers = ("", "step ms", "x torch DDP", "MiB of state")
-    return str(tabulate(rows, headers=headers, floatfmt=("s", ".3f", ".3f", ".1f"), tablefmt="simple"))
+    seconds, within, state = means("seconds"), means("MiB within"), means("MiB of state")
+    rows = [
+        (name, 1e3 * each, each / seconds["torch DDP"], within[name], state.get(name)) for name, each in seconds.items()
+    ]
+    headers = ("", "step ms", "x torch DDP", "MiB within a step", "MiB of state")
+    return str(tabulate(rows, headers=headers, floatfmt=("s", ".3f", ".3f", ".1f", ".1f"), tablefmt="simple"))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -47,7 +47,7 @@ def update_in_place(graph: Graph) -> None:
 
 @dataclass(frozen=True)
 class _Update:
-    """`result` is what becomes of `into`, a view of `memory`; where that is an input, these nodes have `written` it there."""
+    """`result` is what becomes of `into`, a view of `memory`, and `written` by these nodes where that is an input."""
 
     into: Node
     memory: Node

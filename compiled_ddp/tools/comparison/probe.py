@@ -10,7 +10,7 @@ import ctypes
 import gc
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,16 @@ def _cuda_peak(contender: Contender, steps: int) -> int:
     return torch.cuda.max_memory_allocated()
 
 
+def peak_within(call: Callable[[], object]) -> int:
+    """The resident memory that a call needs at its peak beyond what there is before it, in bytes; on Linux."""
+    _forget_peak()
+    before = _status_bytes("VmRSS")
+    call()
+    return _status_bytes("VmHWM") - before
+
+
 def _resident_peak(contender: Contender, steps: int) -> int:
-    if not Path("/proc/self/clear_refs").exists():
-        raise MemoryUnknown("there is no /proc/self/clear_refs: peak memory on the CPU needs Linux")
-    _return_freed_memory()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+    _forget_peak()
     for _ in range(steps):
         contender.step(contender.next_batch())
     peak = _status_bytes("VmHWM")
@@ -110,6 +115,13 @@ def _resident_peak(contender: Contender, steps: int) -> int:
             "expected none, or peak memory would be understated"
         )
     return peak - _status_bytes("VmRSS")
+
+
+def _forget_peak() -> None:
+    if not Path("/proc/self/clear_refs").exists():
+        raise MemoryUnknown("there is no /proc/self/clear_refs: peak memory on the CPU needs Linux")
+    _return_freed_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
 
 def _return_freed_memory() -> None:

@@ -1,6 +1,5 @@
 """The mean of a functional step's reductions, taken where its derivatives begin: there it costs nothing."""
 
-import bisect
 import functools
 import operator
 from collections.abc import Collection, Sequence
@@ -11,7 +10,6 @@ from torch.fx import Graph, Node
 from compiled_ddp.passes.graph_edit import emit
 from compiled_ddp.passes.ops import sum_over_ranks
 from compiled_ddp.passes.prove_linearity import prove_linearity
-from compiled_ddp.passes.schedule_collectives import mutates
 
 _aten = torch.ops.aten
 _MUL, _SEED = _aten.mul.Tensor, _aten.ones_like.default
@@ -30,19 +28,15 @@ def scale_seeds(graph: Graph) -> None:
 
         ones_like -> mul(1 / world) -> ... -> gradient -> sum_over_ranks
 
-    Where gradients are not all proven linear in one seed, or that leads to something besides them, each is multiplied
-    right where it is produced, unless something is written in place behind that: a step as it was traced holds what
-    users' hooks and losses write. Does nothing with a reduction whose gradients are not all multiplied by one factor.
+    Does nothing with a reduction whose gradients are not all multiplied by one factor, or not all proven linear in one
+    seed, or where that leads to something besides them.
     """
     graph.eliminate_dead_code()
     for reduction in graph.find_nodes(op="call_function", target=sum_over_ranks):
         scaled: Sequence[Node] = reduction.args[0]
         factor = _common_factor(scaled)
-        if factor is None:
-            continue
-        seed = _seed_of(graph, reduction, [_unscaled(node) for node in scaled])
-        if seed is None:
-            _scale_where_produced(graph, scaled)
+        seed = None if factor is None else _seed_of(graph, reduction, [_unscaled(node) for node in scaled])
+        if factor is None or seed is None:
             continue
         _scale(graph, seed, factor)
         reduction.update_arg(0, [_unscaled(node) for node in scaled])
@@ -72,15 +66,6 @@ def _seed_of(graph: Graph, reduction: Node, gradients: Sequence[Node]) -> Node |
         ):
             return seed
     return None
-
-
-def _scale_where_produced(graph: Graph, scaled: Sequence[Node]) -> None:
-    place = {node: number for number, node in enumerate(graph.nodes)}
-    writes = [place[node] for node in graph.nodes if mutates(node)]
-    for node in scaled:
-        gradient = _unscaled(node)
-        if bisect.bisect(writes, place[gradient]) == bisect.bisect(writes, place[node]):
-            gradient.append(node)
 
 
 def _ancestors(node: Node) -> set[Node]:

@@ -3,6 +3,7 @@
 On the step as it was traced, before a compiler has it:
 
    `scale_seeds`           takes the mean where derivatives begin, where that is the same
+   `finish_gradients`      does what is done to each gradient before it is summed where it is produced
 
 For the whole of it, as the compiler hands it on:
 
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
+from compiled_ddp.passes.finish_gradients import finish_gradients
 from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.gather_later import arrive_in_place
 from compiled_ddp.passes.ops import is_launch, pack_into
@@ -52,6 +54,7 @@ Observer = Callable[[str, Graph], None]
 def prepare_step(graph: Graph) -> None:
     """What is done to a step as it was traced."""
     scale_seeds(graph)
+    finish_gradients(graph)
 
 
 @dataclass(frozen=True)

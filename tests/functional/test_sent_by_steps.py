@@ -227,6 +227,21 @@ def test_what_is_not_elementwise_is_refused_on_every_rank(ranks2: RankPool) -> N
         assert "compile_ddp(model, comm_hook=...)" in told
 
 
+def _buckets_with(rank: int, options: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
+    step = made(bucket_cap_mb=0.0, **options)
+    for n in range(options.get("accumulate", 1)):
+        step(*batch(rank, n))
+    assert step.plan is not None
+    return step.plan.buckets
+
+
+def test_gradients_are_ready_in_the_order_of_the_backward_whatever_is_done_to_them(ranks2: RankPool) -> None:
+    (expected, _) = ranks2.run(_buckets_with, {})
+    assert expected[-1] in (("first.weight",), ("first.bias",)) and len(expected) > 4
+    for options in ({"comm_hook": stretched}, {"accumulate": 2}, {"accumulate": 2, "shard_optimizer": True}):
+        assert ranks2.run(_buckets_with, options)[0] == expected, options
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 

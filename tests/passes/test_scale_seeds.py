@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from compiled_ddp.passes.finish_gradients import finish_gradients
 from compiled_ddp.passes.ops import sum_over_ranks
 from compiled_ddp.passes.scale_seeds import scale_seeds
+from compiled_ddp.passes.unfold_sums import arrival_order
 
 aten = torch.ops.aten
 FLOAT = torch.empty((), dtype=torch.float32, device="meta")
@@ -84,6 +86,7 @@ def test_without_a_proof_each_gradient_is_multiplied_where_it_is_produced(option
     expected = run(step(**options))  # type: ignore[arg-type]
     graph = step(**options)  # type: ignore[arg-type]
     scale_seeds(graph)
+    finish_gradients(graph)
     assert multiplied(graph) == ["gradient", "other"]
     for node in graph.nodes:
         if node.target is aten.mul.Tensor and node.args[1] == 0.5:
@@ -107,6 +110,29 @@ def test_factor_stays_behind_what_writes_to_the_gradient() -> None:
     with graph.inserting_after(gradient):
         call(graph, aten.mul_.Tensor, gradient, 2.0)
     scale_seeds(graph)
-    assert multiplied(graph) == ["other", "gradient"]
+    finish_gradients(graph)
+    assert multiplied(graph) == ["gradient", "other"]
     found = run(graph)
     assert torch.equal(found[0], X) and torch.equal(found[1], 3 * X)
+
+
+def test_what_is_done_to_gradients_at_the_end_is_done_where_they_are_produced() -> None:
+    """As a trace holds it: all derivatives, then for each gradient what was held, a share, and a conversion."""
+    graph = Graph()
+    names = ("x", "leading", "held_0", "held_1", "share")
+    x, leading, *held, share = map(graph.placeholder, names)
+    second = call(graph, aten.mm.default, x, x, name="second")
+    first = call(graph, aten.mm.default, second, x, name="first")
+    sent = []
+    for number, gradient in enumerate((first, second)):
+        added = call(graph, aten.add.Tensor, held[number], gradient)
+        shared = call(graph, aten.mul.Tensor, added, call(graph, aten._to_copy.default, share))
+        sent.append(call(graph, aten._to_copy.default, shared))
+    sums = graph.call_function(sum_over_ranks, (sent, [], leading, [1, 0], [1, 1], 2, "g"))
+    graph.output((sums,))
+    assert arrival_order(sums) == [0, 1]
+    finish_gradients(graph)
+    graph.lint()
+    assert arrival_order(sums) == [1, 0]
+    order = [node for node in graph.nodes if node.op == "call_function"]
+    assert order[0] is second and order[4] is sent[1] and order[5] is first and order[9] is sent[0]

@@ -1,0 +1,65 @@
+"""What is done to each gradient on its way into a sum over ranks, done where the gradient is produced."""
+
+import bisect
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from compiled_ddp.passes.ops import sum_over_ranks
+from compiled_ddp.passes.schedule_collectives import mutates
+
+_aten = torch.ops.aten
+_COPIES = (_aten._to_copy.default, _aten.clone.default, _aten.view_as_real.default)
+
+
+def finish_gradients(graph: Graph) -> None:
+    """Move what stands between a gradient and its sum right behind what it needs.
+
+    A step as it was traced does it for one gradient after the other, behind all derivatives: a mean, the sum with what
+    micro-batches before have left, what a communication hook does. So
+
+        gradient_1 ... gradient_0, (gradient_0 -> mul -> ...), (gradient_1 -> mul -> ...), sum_over_ranks
+
+    becomes
+
+        gradient_1 -> mul -> ... gradient_0 -> mul -> ..., sum_over_ranks
+
+    Else each would count as ready at the end, and buckets be filled in the order of parameters, of which the first ones
+    have their gradients last.
+
+    What goes elsewhere, too, stays where it is, and nothing passes what is written in place: a step as it was traced
+    holds what users' hooks and losses write.
+    """
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    writes = [node for node in graph.nodes if mutates(node)]
+    latest = dict[Node, Node]()  # by what they need the nodes that were moved behind that last
+    for reduction in graph.find_nodes(op="call_function", target=sum_over_ranks):
+        for gradient in reduction.args[0]:
+            earlier = writes[: bisect.bisect(writes, place[gradient], key=place.__getitem__)][-1:]
+            begin = max(map(place.__getitem__, earlier), default=-1)
+            found = {node for node in _between(gradient, reduction) if place[node] > begin}
+            needed = {each for node in found for each in node.all_input_nodes if each not in found}
+            behind = max((*needed, *earlier), key=place.__getitem__, default=gradient)
+            if behind.op == "placeholder":
+                continue
+            for node in sorted(found, key=place.__getitem__):
+                latest.get(behind, behind).append(node)
+                latest[behind] = node
+
+
+def _between(gradient: Node, reduction: Node) -> set[Node]:
+    """What is done element by element to a gradient, and leads to this reduction alone."""
+    found, ahead = set[Node](), [gradient]
+    for node in ahead:  # which grows
+        if _is_elementwise(node) and all(user is reduction or user in found for user in node.users):
+            found.add(node)
+            ahead += node.all_input_nodes
+    return found
+
+
+def _is_elementwise(node: Node) -> bool:
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags or mutates(node):
+        return False
+    return torch.Tag.pointwise in target.tags or target in _COPIES

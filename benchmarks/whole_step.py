@@ -1,8 +1,10 @@
 """A whole step in one graph beside the loops that it stands for: `python -m benchmarks.whole_step --model linears`.
 
-Each variant takes a step in turn, behind a barrier. A step is everything: forward, backward, the optimizer's update and
-clearing of gradients. `compile_step` has the workload's optimizer in its graph; the loops call it as it is (fused or
-foreach).
+Variants take turns: one step that is not timed, then some in a row that are. A step with `pipeline_updates` leaves
+collectives under way, which belong to the step behind it and not to the next variant's; behind a turn they are awaited.
+
+A step is everything: forward, backward, the optimizer's update and clearing of gradients. `compile_step` has the
+workload's optimizer in its graph; the loops call it as it is (fused or foreach).
 """
 
 import argparse
@@ -23,12 +25,14 @@ from benchmarks.tasks import EXTENTS, WORKLOADS
 from benchmarks.workload import Workload
 from compiled_ddp import compile_step
 from compiled_ddp.comm_hooks import bf16_compress
-from compiled_ddp.tools.comparison.measure import warm_up
+from compiled_ddp.tools.comparison.measure import Contender, warm_up
 from compiled_ddp.tools.comparison.probe import peak_within
 from compiled_ddp.tools.comparison.ranks import Rank
 from compiled_ddp.tools.comparison.record import recipe
 from compiled_ddp.tools.comparison.variants import Variant
 
+IN_A_ROW = 3  # timed steps in a turn
+PROVEN = 9  # steps of a graph, some of which are proven, which takes collectives more
 OUTPUT = Path("benchmarks/out/whole-step.json")
 VARIANTS = ("torch DDP", "torch.compile(DDP)", "EagerDDP", "compile_ddp")
 WHOLE: dict[str, dict[str, Any]] = {
@@ -57,6 +61,10 @@ class _Whole:
         tensors = [each for own in self._optimizer.state.values() for each in own.values() if isinstance(each, Tensor)]
         return sum(each.untyped_storage().nbytes() for each in tensors)
 
+    def rest(self) -> None:
+        """Await what is under way."""
+        self._step.flush()
+
     def step(self, batch: Any) -> list[float]:
         """Its seconds, as one number."""
         begin = time.perf_counter()
@@ -74,21 +82,36 @@ def measure(
     contenders, _ = warm_up(variants, workload, warmup, rank)
     wholes = {name: _Whole(workload, rank, **options) for name, options in WHOLE.items()}
     for whole in wholes.values():
-        for _ in range(max(warmup, 3)):
+        for _ in range(max(warmup, PROVEN)):
             whole.step(whole.next_batch())
+        whole.rest()
     taken: dict[str, list[float]] = {name: [] for name in (*(variant.name for variant in variants), *wholes)}
     for _ in range(rounds):
         for name, each in zip(taken, (*contenders, *wholes.values()), strict=True):
-            batch = each.next_batch()
-            rank.barrier()
-            taken[name].append(sum(each.step(batch)))
+            taken[name].append(_turn(each, rank))
     within = dict[str, list[float]]()
     for name, each in zip(taken, (*contenders, *wholes.values()), strict=True):
         batch = each.next_batch()
         rank.barrier()
         within[name] = [peak_within(functools.partial(each.step, batch)) / 2**20]
+        _rest(each)
     state = {name: [whole.bytes_of_state / 2**20] for name, whole in wholes.items()}
     return rank.gather({"seconds": taken, "MiB within": within, "MiB of state": state})
+
+
+def _turn(each: Contender | _Whole, rank: Rank) -> float:
+    """The seconds of a step, of several in a row."""
+    batches = [each.next_batch() for _ in range(1 + IN_A_ROW)]
+    rank.barrier()
+    each.step(batches[0])
+    seconds = sum(sum(each.step(batch)) for batch in batches[1:])
+    _rest(each)
+    return seconds / IN_A_ROW
+
+
+def _rest(each: Contender | _Whole) -> None:
+    if isinstance(each, _Whole):
+        each.rest()
 
 
 def table(by_rank: Sequence[dict[str, dict[str, list[float]]]]) -> str:
@@ -112,7 +135,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", nargs="+", choices=[*WORKLOADS], default=["linears"])
     parser.add_argument("--link", default=LOOPBACK, help="loopback, or a rate like 1gbit (root)")
-    parser.add_argument("--steps", type=int, help="rounds, each one timed step of every variant")
+    parser.add_argument("--steps", type=int, help="rounds, each one turn of every variant")
     parser.add_argument("--json", type=Path, default=OUTPUT)
     return parser.parse_args(arguments)
 

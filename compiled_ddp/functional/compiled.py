@@ -203,7 +203,7 @@ class _Runnable:
     def __call__(self, leaves: Sequence[Any], tensors: Iterable[Tensor]) -> Any:
         """Run it with arguments of these leaves, whose `tensors` are detached."""
         generators = self._traced.generators
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for generator in generators:
                 generator.load(leaves)
             land_what_is_read(self._traced.constants)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.traced_step import Leaf
+from compiled_ddp.functional.traced_step import Leaf, in_plain_memory
 from compiled_ddp.model.watch import RememberedParts
 
 
@@ -34,7 +34,8 @@ class Arguments:
 
     def __init__(self, tree: Any) -> None:
         self.tree = tree
-        self.leaves, structure = torch_private.trees.flatten(tree)
+        leaves, structure = torch_private.trees.flatten(tree)
+        self.leaves = [*map(in_plain_memory, leaves)]
         self.structure = Hashed(structure)
         self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 

@@ -311,16 +311,57 @@ def _loss_of(whole: WithLoss) -> Loss:
         copies = {name: buffer.clone() for name, buffer in written.buffers.items()}
         tensors = {f"model.{name}": each for name, each in {**params, **read.others, **copies}.items()}
         result = torch.func.functional_call(whole, tensors, given.batch, given.named)
-        value, aux = result if whole.has_aux else (result, None)
+        value, aux = _loss_and_more(result, whole)
         assert users_loss is whole.loss_fn
-        is_loss = isinstance(value, Tensor)  # torch.func refuses anything else
-        unused = tuple(torch_private.autograd.not_reached(value, params)) if is_loss else ()
+        unused = tuple(torch_private.autograd.not_reached(value, params))
         # Those that forward has written into, or replaced by others: `functional_call` puts these into `tensors`.
         buffers = {name: tensors[f"model.{name}"].detach() for name in written.buffers}
-        return value if given.scale is None else value * given.scale, (value, aux, buffers, unused)
+        _refuse_other_buffers(whole.model, written.buffers, buffers)
+        scalar = value.reshape(())
+        return scalar if given.scale is None else scalar * given.scale, (value, aux, buffers, unused)
 
     loss.__qualname__ = f"loss of {type(whole.model).__name__}"
     return loss
+
+
+def _loss_and_more(result: Any, whole: WithLoss) -> tuple[Tensor, Any]:
+    """The loss, and what `has_aux` is for. Raises TypeError or ValueError for anything else, with what to do."""
+    returned_by = "the model" if whole.loss_fn is _call else "loss_fn"
+    if whole.has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
+        raise TypeError(
+            f"with has_aux {returned_by} returns a pair of the loss and anything else, found {_told(result)}."
+        )
+    value, aux = result if whole.has_aux else (result, None)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value, aux
+    if isinstance(value, Tensor):
+        raise ValueError(
+            f"{returned_by} returns a tensor of shape {tuple(value.shape)}, and a loss is one number: take its mean()."
+        )
+    remedy = "return the loss itself"
+    if isinstance(value, tuple | list):
+        remedy = "return the loss alone, or a pair of the loss and anything else with has_aux=True"
+    elif isinstance(value, Mapping) or hasattr(value, "loss"):
+        remedy = 'pass loss_fn=lambda model, batch: model(**batch).loss, or the like with ["loss"]'
+    raise TypeError(f"{returned_by} returns {_told(value)}, where compile_step takes a loss, a tensor: {remedy}.")
+
+
+def _told(value: object) -> str:
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)}" if isinstance(value, tuple | list) else "None" if value is None else f"a {kind}"
+
+
+def _refuse_other_buffers(model: nn.Module, before: Tensors, after: Tensors) -> None:
+    """Raise RuntimeError for what a step could not write into the buffers that there are."""
+    for name, old in before.items():
+        new = after[name]
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise RuntimeError(
+                f"the forward of {type(model).__name__} replaces the buffer {name}, of shape {tuple(old.shape)} and "
+                f"{old.dtype}, by one of shape {tuple(new.shape)} and {new.dtype}, and a graph writes into the memory "
+                "that there is: make the buffer as large as it gets when the model is made, or train with "
+                "compile_ddp(model)."
+            )
 
 
 def _summed(

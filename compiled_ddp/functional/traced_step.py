@@ -15,7 +15,13 @@ from torch.overrides import TorchFunctionMode
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.closed_over import Surroundings, modules_called, reached
-from compiled_ddp.functional.left_behind import refuse_left_behind, refusing_optimizers
+from compiled_ddp.functional.left_behind import (
+    DrawsOfPython,
+    ModuleAttributes,
+    emptying_caches,
+    refuse_left_behind,
+    refusing_optimizers,
+)
 from compiled_ddp.functional.random_state import DrawnGenerator
 from compiled_ddp.functional.session import Session
 from compiled_ddp.passes.gather_later import buckets_to_gather, gather_later
@@ -39,6 +45,12 @@ class Leaf:
         if isinstance(leaf, torch.Generator):
             return Leaf((torch.Generator, leaf.device))
         return Leaf((type(leaf), leaf)) if _is_value(leaf) else None
+
+
+def in_plain_memory(leaf: Any) -> Any:
+    """A leaf as graphs read it: of a lazy negative or conjugate the memory has something else."""
+    is_lazy = isinstance(leaf, Tensor) and (leaf.is_neg() or leaf.is_conj())
+    return leaf.resolve_neg().resolve_conj() if is_lazy else leaf
 
 
 def _is_value(leaf: Any) -> bool:
@@ -195,7 +207,7 @@ def trace(
         of_session = [*session.sums, *session.generators.states(), *session.departing]
         return [*_copied(memory, targets, kept), *of_session]
 
-    inputs = [given[place].detach() for place in places]
+    inputs = [in_plain_memory(given[place]).detach() for place in places]
     graph_module, constants, surroundings = _graph_of(step, flat, inputs, given)
     surroundings.refuse_as_donated([leaf for leaf in given if id(leaf) in to_reuse])
     generators = session.generators.drawn(given)
@@ -234,24 +246,50 @@ def _graph_of(
 ) -> tuple[GraphModule, list[Tensor], Surroundings]:
     """The graph of `flat`, which calls `step` with the leaves `given`; the tensors that it closes over; what it met."""
     others: list[nn.Module] = []
+    draws = DrawsOfPython()
+    attributes = ModuleAttributes(value for value in [*reached(step), *given] if isinstance(value, nn.Module))
 
     def whole(*tensors: Tensor) -> list[Tensor]:
-        results = flat(*tensors)
+        try:
+            with attributes.noting_reads():
+                results = flat(*tensors)
+        finally:
+            attributes.put_back()
+        attributes.refuse_kept()
         values = [*reached(step), *given]
         others.extend(value for value in values if isinstance(value, nn.Module))
         refuse_left_behind(values, [*called, *others])
         return results
 
     try:
-        with modules_called() as called, refusing_optimizers():
+        with modules_called() as called, refusing_optimizers(), emptying_caches(reached(step)):
             graph_module, constants = torch_private.tracing.trace_without_mutations(whole, inputs)
     except Exception as error:
-        if not torch_private.tracing.depends_on_values(error):
+        if torch_private.tracing.depends_on_values(error):
+            raise _asks_for_a_value(error) from None
+        remedy = next((remedy for text, remedy in _REMEDIES.items() if text in str(error)), None)
+        if remedy is None:
             raise
-        raise _asks_for_a_value(error) from None
-    _refuse_others_collectives(graph_module.graph)
+        raise RuntimeError(f"a compiled step cannot run {line_that_raised(error)}: {remedy} ({error})") from error
+    _refuse_others_collectives(graph_module.graph)  # whose stand-ins draw, too
+    draws.refuse()
     surroundings = Surroundings(called, others, constants)
     return graph_module, [constant.detach() for constant in constants], surroundings
+
+
+# By what torch says, which gradients in a graph are taken by torch.func, and traced by make_fx.
+_REMEDIES = {
+    "backward() called inside": "the step takes the gradients itself; return the loss without calling backward().",
+    "support saved tensor hooks": "torch.utils.checkpoint goes by hooks that no graph has; call "
+    "compiled_ddp.functional.checkpoint, which recomputes in the graph, or train with compile_ddp(model).",
+    "must override the setup_context": "an autograd.Function needs a setup_context for graphs, and so does what "
+    "register_full_backward_hook puts around a module; define it, remove the hook, or train with compile_ddp(model).",
+    "Tensor.requires_grad_()": "gradients within a loss are taken by torch.func.grad there, not by autograd.grad; or "
+    "train with compile_ddp(model).",
+    "mutating directly with `.data`": "write with torch.no_grad() and copy_(), or between two steps.",
+    "symbolically trace a dynamo-optimized": "a part of it is compiled by itself; pass what is not compiled yet, as "
+    "the step is one graph.",
+}
 
 
 def _asks_for_a_value(error: Exception) -> RuntimeError:

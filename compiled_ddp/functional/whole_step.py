@@ -21,6 +21,7 @@ from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_function, format_names
 from compiled_ddp.functional.around_sum import AroundSum
+from compiled_ddp.functional.closed_over import numbers_of
 from compiled_ddp.functional.compiled import Backend, CompiledStep
 from compiled_ddp.functional.in_flight import InFlight, refuse_other_classes
 from compiled_ddp.functional.kept import Arguments, Unchanged, dictionaries_of
@@ -51,6 +52,7 @@ from compiled_ddp.ranks.alone import begin_alone
 from compiled_ddp.ranks.progress import format_bucket
 from compiled_ddp.ranks.rank_group import RankGroup
 from compiled_ddp.torch_private.dynamo import untraced
+from compiled_ddp.users_code import warn_user
 
 
 @suggests_keywords
@@ -123,6 +125,7 @@ def compile_step(
         plan=plan,
     )
     _begin(model, optimizer, accumulate, RankGroup(process_group), of_graph)
+    _warn_of_others(model, optimizer)
     in_flight = InFlight(model, check_stale=check_stale) if pipeline_updates else None
     compiler = functools.partial(
         CompiledStep, backend=backend, options=options, keeps_donated=True, in_flight=in_flight
@@ -165,6 +168,14 @@ def _check(
     if is_wrapper(model):
         raise TypeError(
             f"compile_step reduces gradients itself: give it the bare model, `{type(model).__name__}(...).module`."
+        )
+    compiled = next(
+        (name for name, part in model.named_modules() if torch_private.modules.compile_wrappers(part)), None
+    )
+    if compiled is not None:
+        raise TypeError(
+            f"{compiled or 'the model'} is compiled by itself, and compile_step makes one graph of all: give it the "
+            "model without torch.compile."
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"compile_step takes an optimizer of torch.optim's, found {type(optimizer).__name__}.")
@@ -219,6 +230,18 @@ def _begin(
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
     if ranks.world_size > 1 and tensors:
         torch_private.groups.broadcast_coalesced(ranks.process_group, tensors, source=0)
+
+
+def _warn_of_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Warn of parameters that a loop would give gradients to."""
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    others = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own]
+    if others:
+        warn_user(
+            f"{format_names(others)} of the model require gradients, and are not the optimizer's: compile_step takes "
+            "none of them, so that another optimizer would not train them. Give all to one optimizer, as groups, or "
+            "freeze them."
+        )
 
 
 def _refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
@@ -499,7 +522,7 @@ class TrainingStep:
 
     def _known_of(self, layout: Layout) -> "_Known":
         """What is compiled for this layout, and for the numbers and texts that the model's modules have."""
-        plain = _plain(self.model)
+        plain = numbers_of(self.model.modules())
         every = self._known.setdefault(layout, [])
         known = next((each for each in every if each.plain == plain), None)
         if known is None:
@@ -633,12 +656,4 @@ class _Known:
     def note_traced(self, model: nn.Module) -> None:
         """A forward may count its own calls: what it does in Python happens while it is traced, and not again."""
         if self.graphs != self._graphs:
-            self._graphs, self.plain = self.graphs, _plain(model)
-
-
-_PLAIN = frozenset({int, float, bool, str, type(None)})
-
-
-def _plain(model: nn.Module) -> tuple[Hashable, ...]:
-    """What a graph has fixed of the attributes that a forward may read: numbers and texts of all modules."""
-    return tuple(value for module in model.modules() for value in vars(module).values() if type(value) in _PLAIN)
+            self._graphs, self.plain = self.graphs, numbers_of(model.modules())

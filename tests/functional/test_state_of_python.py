@@ -1,0 +1,385 @@
+"""What forward and loss read and keep in Python, whole steps against loops without a compiler: followed, or refused."""
+
+import functools
+import random
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compiled_ddp import compile_step
+
+Loss = Callable[..., Tensor]
+FACTOR = {"of": 1.0}  # a global of forward's
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Each of these steps says that there are no other ranks, and that there are many of them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(returns this process's own gradients|has been made 16 times)")
+        yield
+
+
+def square(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).pow(2).mean()
+
+
+def batch(number: int, rows: int = 3) -> Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(number))
+
+
+def losses(
+    make: Callable[[], nn.Module], change: Callable[[nn.Module], object], loss: Loss, *, is_compiled: bool
+) -> tuple[list[float], int]:
+    """Those of some steps, with a change before the third; and how many graphs there are."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = compile_step(model, optimizer, loss, backend="aot_eager") if is_compiled else None
+    found = []
+    for number in range(STEPS):
+        if number == 2:
+            change(model)
+        if step is not None:
+            found.append(step(batch(number)).item())
+            continue
+        value = loss(model, batch(number))
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(value.item())
+    return found, 0 if step is None else sum(known.graphs for every in step._known.values() for known in every)
+
+
+# ---- what is read ----------------------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    """Called by a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = {"t": 1.0}
+
+    def scale(self) -> float:
+        return self.settings["t"]
+
+
+class Reads(nn.Module):
+    """With a number in each place where a forward may read one."""
+
+    by_class = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.activation, self.tensor = nn.Linear(4, 2), torch.sin, torch.tensor(1.0)
+        self.settings, self.sizes, self.pair = {"t": 1.0}, [1.0], (1.0, 1.0)
+        self.config, self.inner = types.SimpleNamespace(t=1.0, inner=types.SimpleNamespace(t=1.0)), Inner()
+
+    def _scale(self) -> float:
+        return self.config.inner.t * self.by_class * self.inner.scale()
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = self.settings["t"] * self.sizes[0] * self.pair[0] * self.config.t * self._scale() * FACTOR["of"]
+        return self.activation(self.layer(x)) * self.tensor * numbers
+
+
+class Focal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = 1.0
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y.abs().pow(self.gamma).mean()
+
+
+class LossObject:
+    """Called as a function, and with a criterion of its own."""
+
+    def __init__(self) -> None:
+        self.weight, self.criterion, self.smoothed = 1.0, Focal(), nn.CrossEntropyLoss()
+
+    def __call__(self, model: nn.Module, x: Tensor) -> Tensor:
+        y = model(x)
+        return self.criterion(y) * self.weight + self.smoothed(y, torch.tensor([0, 1, 0]))
+
+
+def _replace_forward(model: Any) -> None:
+    before = model.layer.forward
+    model.layer.forward = lambda x: 3 * before(x)
+
+
+READ: dict[str, Callable[[Any], object]] = {
+    "a function": lambda model: setattr(model, "activation", torch.cos),
+    "a tensor": lambda model: setattr(model, "tensor", torch.tensor(3.0)),
+    "in a dict": lambda model: model.settings.update(t=3.0),
+    "in a list": lambda model: model.sizes.__setitem__(0, 3.0),
+    "in a tuple": lambda model: setattr(model, "pair", (3.0, 1.0)),
+    "of a config": lambda model: setattr(model.config, "t", 3.0),
+    "of a config's part, by a method": lambda model: setattr(model.config.inner, "t", 3.0),
+    "of a part, by a method": lambda model: model.inner.settings.update(t=3.0),
+    "of the class": lambda model: setattr(type(model), "by_class", 3.0),
+    "a global": lambda model: FACTOR.update(of=3.0),
+    "the forward of a part": _replace_forward,
+    "a hook": lambda model: model.layer.register_forward_hook(lambda module, args, out: 3 * out),
+}
+
+
+@pytest.mark.parametrize("what", READ)
+def test_what_forward_reads_is_followed(what: str) -> None:
+    found = []
+    for is_compiled in (False, True):
+        found.append(losses(Reads, READ[what], square, is_compiled=is_compiled))
+        Reads.by_class, FACTOR["of"] = 1.0, 1.0
+    (expected, _), (ours, graphs) = found
+    assert ours == pytest.approx(expected, rel=1e-4) and graphs == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda loss: setattr(loss, "weight", 3.0),
+        lambda loss: setattr(loss.criterion, "gamma", 3.0),
+        lambda loss: setattr(loss.smoothed, "label_smoothing", 0.5),
+    ],
+    ids=["its own", "a module's", "torch's"],
+)
+def test_what_a_loss_object_reads_is_followed(change: Callable[[LossObject], object]) -> None:
+    found = []
+    for is_compiled in (False, True):
+        loss = LossObject()
+        found.append(losses(lambda: nn.Linear(4, 2), lambda _, loss=loss: change(loss), loss, is_compiled=is_compiled))
+    (expected, _), (ours, graphs) = found
+    assert ours == pytest.approx(expected, rel=1e-4) and graphs == 2
+
+
+def test_attributes_are_compared_by_their_names() -> None:
+    class Shifted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * getattr(self, "scale", 1.0) + getattr(self, "shift", 0.0)
+
+    def make() -> nn.Module:
+        model = Shifted(4, 2)
+        model.scale = 3.0
+        return model
+
+    def change(model: Any) -> None:
+        del model.scale
+        model.shift = 3.0
+
+    expected, ours = (losses(make, change, square, is_compiled=each)[0] for each in (False, True))
+    assert ours == pytest.approx(expected, rel=1e-4)
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """What `how` does with the attribute `kept` in each forward."""
+
+    def __init__(self, begin: object, how: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.kept, self._how = nn.Linear(4, 2), begin, how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._how(self, self.layer(x))
+
+
+def _recurrent(model: Any, y: Tensor) -> Tensor:
+    y = y if model.kept is None else y + model.kept
+    model.kept = y.detach().mean(0)
+    return y
+
+
+def _cached(model: Any, y: Tensor) -> Tensor:
+    if model.kept is None:
+        model.kept = torch.arange(2.0)
+    return y + model.kept
+
+
+def _average(model: Any, y: Tensor) -> Tensor:
+    model.kept = 0.9 * model.kept + 0.1 * y.detach().mean(0)
+    return y - model.kept
+
+
+@pytest.mark.parametrize(
+    ("begin", "how"), [(None, _recurrent), (None, _cached), (torch.zeros(2), _average)], ids=["state", "cache", "mean"]
+)
+def test_a_tensor_that_forward_keeps_is_refused_and_the_model_is_as_it_was(
+    begin: object, how: Callable[[Any, Tensor], Tensor]
+) -> None:
+    model = Keeps(begin, how)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"forward of a Keeps keeps a tensor in 'kept'.*register_buffer\('kept'"):
+        step(batch(0))
+    assert model.kept is begin
+    torch.testing.assert_close(dict(model.state_dict()), before)
+    assert type(model(batch(0)).detach()) is Tensor
+
+
+def test_what_forward_sets_before_it_is_read_is_right_and_leaves_nothing_of_the_trace() -> None:
+    """As a loss of experts, which the loss of the step adds."""
+
+    def how(model: Any, y: Tensor) -> Tensor:
+        model.kept = y.abs().mean()
+        return y
+
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return square(model, x) + model.kept
+
+    expected, ours = (
+        losses(lambda: Keeps(None, how), lambda model: None, loss, is_compiled=each)[0] for each in (False, True)
+    )
+    assert ours == pytest.approx(expected, rel=1e-4)
+    model = Keeps(None, how)
+    compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, backend="aot_eager")(batch(0))
+    assert model.kept is None
+
+
+def test_a_forward_that_raises_leaves_nothing_of_the_trace() -> None:
+    def how(model: Any, y: Tensor) -> Tensor:
+        model.kept = y.abs().mean()
+        raise KeyError("of the user's")
+
+    model = Keeps(None, how)
+    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+    with pytest.raises(KeyError, match="of the user's"):
+        step(batch(0))
+    assert model.kept is None
+
+
+@pytest.mark.parametrize("begin", [0, {"n": 0}], ids=["a number", "in a dict"])
+def test_a_number_that_forward_changes_is_told_of(begin: Any) -> None:
+    def how(model: Any, y: Tensor) -> Tensor:
+        if isinstance(model.kept, dict):
+            model.kept["n"] += 1
+        else:
+            model.kept += 1
+        return y
+
+    model = Keeps(begin, how)
+    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+    with pytest.warns(UserWarning, match="forward of a Keeps reads 'kept' and changes it"):
+        step(batch(0))
+
+
+@functools.lru_cache
+def mask(rows: int) -> Tensor:
+    return torch.ones(rows, 2).tril()
+
+
+def test_a_cached_function_remembers_no_tensors_of_a_trace() -> None:
+    mask.cache_clear()
+    model = Keeps(None, lambda model, y: y * mask(len(y)))
+    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+    assert all(type(step(batch(0, rows)).detach()) is Tensor for rows in (3, 2, 3))
+    assert type(mask(3)) is Tensor and type(mask(2)) is Tensor
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.beta(1.0, 1.0))], ids=["random", "numpy"])
+def test_draws_of_python_are_refused(draw: Callable[[], float]) -> None:
+    model = nn.Linear(4, 2)
+    step = compile_step(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: square(m, x) * draw(), backend="aot_eager"
+    )
+    with pytest.raises(RuntimeError, match=r"draws numbers from `random` or `numpy.random`.*torch.rand"):
+        step(batch(0))
+
+
+# ---- buffers, batches, losses ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("of", [torch.zeros(3), torch.zeros(2, dtype=torch.int64)], ids=["shape", "dtype"])
+def test_a_buffer_that_becomes_another_is_refused_by_name(of: Tensor) -> None:
+    class Replaces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.register_buffer("seen", of)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            self.seen = y.detach().mean(0)
+            return y
+
+    model = Replaces()
+    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="forward of Replaces replaces the buffer seen, of shape"):
+        step(batch(0))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_batch_may_be_a_lazy_negative(backend: str) -> None:
+    z = torch.randn(3, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    assert z.conj().imag.is_neg()
+    model = nn.Linear(4, 2)
+    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.0), square, backend=backend)
+    for x in (z.imag, z.conj().imag, z.imag.contiguous()):
+        torch.testing.assert_close(step(x), square(model, x).detach())
+
+
+LOSSES: dict[str, tuple[Loss | Any, str]] = {
+    "a pair": (lambda model, x: (square(model, x), x), "has_aux=True"),
+    "a dict": (lambda model, x: {"loss": square(model, x)}, r"\.loss"),
+    "none": (lambda model, x: None, "returns None"),
+    "many numbers": (lambda model, x: model(x), r"of shape \(3, 2\).*mean\(\)"),
+    "backward": (lambda model, x: square(model, x).backward(), "without calling backward"),
+    "checkpoint": (
+        lambda model, x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).mean(),
+        r"compiled_ddp\.functional\.checkpoint",
+    ),
+    "autograd.grad": (lambda model, x: torch.autograd.grad(model(x.requires_grad_()).sum(), x)[0].sum(), "torch.func"),
+}
+
+
+@pytest.mark.parametrize("what", LOSSES)
+def test_what_is_no_loss_is_refused_with_what_to_do(what: str) -> None:
+    loss, remedy = LOSSES[what]
+    model = nn.Linear(4, 2)
+    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, backend="aot_eager")
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=remedy):
+        step(batch(0))
+
+
+def test_a_loss_may_be_a_tensor_of_one_element() -> None:
+    expected, ours = (
+        losses(lambda: nn.Linear(4, 2), lambda model: None, lambda m, x: square(m, x).reshape(1), is_compiled=each)[0]
+        for each in (False, True)
+    )
+    assert ours == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_part_that_is_compiled_by_itself_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), torch.compile(nn.Linear(2, 2), backend="aot_eager"))
+    with pytest.raises(TypeError, match="1 is compiled by itself"):
+        compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square)
+
+
+def test_parameters_that_the_optimizer_has_not_are_told_of() -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=r"1\.weight, 1\.bias of the model require gradients"):
+        compile_step(model, torch.optim.SGD(model[0].parameters(), lr=0.1), square, backend="aot_eager")
+    model[1].requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_step(model, torch.optim.SGD(model[0].parameters(), lr=0.1), square, backend="aot_eager")
+
+
+def test_inference_mode_around_some_steps_changes_nothing() -> None:
+    found = []
+    for modes in ([False] * STEPS, [False, True, True, False]):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+        for number, mode in enumerate(modes):
+            with torch.inference_mode(mode):
+                found.append(step(batch(number)).item())
+    assert found[:STEPS] == found[STEPS:]

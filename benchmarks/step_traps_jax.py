@@ -22,6 +22,9 @@ STEPS = 6
 Tree = dict[str, Any]
 
 
+_SWITCHES = ("is_training", "uses_spare", "frozen")
+
+
 @dataclass
 class Settings:
     """What a loop may change between steps."""
@@ -39,7 +42,11 @@ class Settings:
 
     @property
     def switches(self) -> tuple[Any, ...]:
-        return self.is_training, self.uses_spare, self.frozen
+        return tuple(getattr(self, name) for name in _SWITCHES)
+
+    @property
+    def numbers(self) -> Tree:
+        return {name: value for name, value in vars(self).items() if name not in _SWITCHES}
 
 
 def _loss(params: Tree, buffers: Tree, batch: tuple[Any, Any], now: Settings) -> tuple[Any, Tree]:
@@ -105,15 +112,12 @@ class Passed(Ordinary):
         @functools.partial(jax.jit, static_argnames="switches")
         def step(*trees: Any, numbers: Mapping[str, Any], switches: tuple[Any, ...]) -> tuple[Any, ...]:
             self.compilations += 1
-            names = ("is_training", "uses_spare", "frozen")
-            return _step(*trees, Settings(**numbers, **dict(zip(names, switches, strict=True))))
+            return _step(*trees, Settings(**numbers, **dict(zip(_SWITCHES, switches, strict=True))))
 
         self._step = step
 
     def step(self, *trees: Any) -> tuple[Any, ...]:
-        names = ("weight", "temperature", "betas", "eps", "weight_decay", "lr", "key")
-        numbers = {name: getattr(self.settings, name) for name in names}
-        return tuple(self._step(*trees, numbers=numbers, switches=self.settings.switches))
+        return tuple(self._step(*trees, numbers=self.settings.numbers, switches=self.settings.switches))
 
 
 WAYS: dict[str, type[Ordinary]] = {"jax.jit, settings closed over": ClosedOver, "jax.jit, settings passed": Passed}

@@ -9,7 +9,7 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,24 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 _MOST_ITEMS = 256  # of a container that is looked into, in each call; a larger one counts as itself
 
 
-class OwnContainers:
+class OwnChanges:
     """Lists and dicts that a step itself changes while it is traced, as a list that counts how often that happens.
 
-    No later call changes them: they say nothing of what a graph would compute.
+    And attributes that it sets before it reads them. No later call changes them, or reads what they were: they say
+    nothing of what a graph would compute.
     """
 
     def __init__(self) -> None:
         self._changed: dict[int, object] = {}  # kept, so that their places in memory stay theirs
+        self._set: dict[tuple[int, str], nn.Module] = {}
+
+    def add_set(self, attributes: Iterable[tuple[nn.Module, str]]) -> None:
+        """These attributes of modules are set before they are read."""
+        self._set.update(((id(module), name), module) for module, name in attributes)
+
+    def are_set(self, value: object, name: str) -> bool:
+        """Whether a step sets this attribute before it reads it."""
+        return bool(self._set) and (id(value), name) in self._set
 
     def __contains__(self, value: object) -> bool:
         return id(value) in self._changed
@@ -52,7 +62,7 @@ class OwnContainers:
         }
 
 
-def closed_over(function: Callable[..., Any], own: OwnContainers) -> tuple[Hashable, ...]:
+def closed_over(function: Callable[..., Any], own: OwnChanges) -> tuple[Hashable, ...]:
     """Equal as long as nothing that `function` reaches by a name has been replaced.
 
     It looks through functions and what they are wrapped in, at their defaults, into dicts, lists and tuples, at the
@@ -74,7 +84,7 @@ def closed_over(function: Callable[..., Any], own: OwnContainers) -> tuple[Hasha
             modules = _parts(value)
             found += _state_of(modules)
             if _package(type(value).__module__) != "compiled_ddp":  # whole steps look at their model's themselves
-                found.append(numbers_of(each for each in modules if _is_opaque(type(each))))
+                found.append(settings_of([each for each in modules if is_opaque(type(each))], own))
     return tuple(found)
 
 
@@ -91,12 +101,21 @@ def _state_of(modules: Collection[nn.Module]) -> tuple[Hashable, Hashable]:
 _trains = operator.attrgetter("training")
 
 _NUMBERS = frozenset({int, float, bool, str, type(None)})
+_SETTINGS = _NUMBERS | {torch.dtype, types.FunctionType, types.BuiltinFunctionType}
 
 
-def numbers_of(modules: Iterable[nn.Module]) -> tuple[Hashable, ...]:
-    """The attributes of modules that are numbers or texts, by their names."""
-    every = (each for module in modules for each in vars(module).items())
-    return tuple(each for each in every if type(each[1]) in _NUMBERS)
+def settings_of(modules: Iterable[nn.Module], but: OwnChanges) -> tuple[Hashable, ...]:
+    """The attributes of modules that are numbers, texts, tuples of these, or functions: with names and types."""
+    return tuple(
+        (name, type(value), value)
+        for module in modules
+        for name, value in vars(module).items()
+        if (type(value) in _SETTINGS or _is_row(value)) and not but.are_set(module, name)
+    )
+
+
+def _is_row(value: object) -> bool:
+    return type(value) is tuple and all(type(each) in _NUMBERS for each in value)
 
 
 class Surroundings:
@@ -175,8 +194,9 @@ def generators_shared(generators: Sequence[torch.Generator], closed: tuple[Hasha
     return tuple(zip(first, [each if each in closed else None for each in same], strict=True))
 
 
-def reached(function: Callable[..., Any], but: Container[object] = ()) -> Iterator[Any]:
+def reached(function: Callable[..., Any], but: OwnChanges | None = None) -> Iterator[Any]:
     """What `function` reaches by names, as it is, `but` for these: functions that others are wrapped in too."""
+    but = OwnChanges() if but is None else but
     seen: set[int] = set()
     ahead: list[Any] = [function]
     while ahead:
@@ -186,7 +206,7 @@ def reached(function: Callable[..., Any], but: Container[object] = ()) -> Iterat
         elif id(value) not in seen and value not in but:
             seen.add(id(value))
             yield value
-            ahead += _reached_from(value)
+            ahead += _reached_from(value, but)
 
 
 class _Same:
@@ -202,19 +222,19 @@ class _Same:
         return id(self._value)
 
 
-def _reached_from(value: Any) -> Iterator[Any]:
+def _reached_from(value: Any, but: OwnChanges) -> Iterator[Any]:
     if isinstance(value, _CONTAINERS):
         if len(value) <= _MOST_ITEMS:
             yield from value.values() if isinstance(value, dict) else value
     elif isinstance(value, nn.Module):
         for part in _parts(value):
-            yield from _read_by_call(part)
+            yield from _read_by_call(part, but)
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
         yield value.__self__
-        yield from _read_by_method(value.__func__, value.__self__)
-    elif isinstance(value, types.FunctionType) and _package(value.__module__) != "torch":
+        yield from _read_by_method(value.__func__, value.__self__, but)
+    elif isinstance(value, types.FunctionType) and not _is_library(_package(value.__module__)):
         named = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         named += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         if _package(value.__module__) == "compiled_ddp":  # our wrappers: what they close over is the user's
@@ -222,9 +242,9 @@ def _reached_from(value: Any) -> Iterator[Any]:
         else:
             named += [value.__globals__[name] for name in _globals_named(value.__code__) if name in value.__globals__]
             yield from named
-            yield from _attributes_read(value.__code__, named)
+            yield from _attributes_read(value.__code__, named, but)
     elif callable(value) and _has_own_attributes(value) and isinstance(type(value).__call__, types.FunctionType):
-        yield from _read_by_method(type(value).__call__, value)
+        yield from _read_by_method(type(value).__call__, value, but)
 
     if callable(value) and "__wrapped__" in getattr(value, "__dict__", ()):
         yield value.__wrapped__
@@ -241,32 +261,51 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     return parts
 
 
-def _read_by_call(module: nn.Module) -> Iterator[Any]:
+def _read_by_call(module: nn.Module, but: OwnChanges) -> Iterator[Any]:
     """What a call of this module runs and reads, besides what its parts and torch's own code do."""
     own = vars(module)
     if "forward" in own:
         yield own["forward"]
-    elif not _is_opaque(type(module)):
-        yield from _read_by_method(type(module).forward, module)
-    yield from own["_forward_pre_hooks"].values()
-    yield from own["_forward_hooks"].values()
+    elif not is_opaque(type(module)):
+        forward = next(vars(each)["forward"] for each in type(module).__mro__ if "forward" in vars(each))
+        yield from _read_by_method(forward, module, but)
+    if own["_forward_pre_hooks"] or own["_forward_hooks"]:
+        yield from own["_forward_pre_hooks"].values()
+        yield from own["_forward_hooks"].values()
 
 
-def _read_by_method(function: Any, owner: object) -> Iterator[Any]:
-    """A function that is called as a method of `owner`, and what it reads of that."""
-    yield function
-    inner = inspect.unwrap(function) if hasattr(function, "__wrapped__") else function
-    if isinstance(inner, types.FunctionType):
-        yield from _attributes_read(inner.__code__, [owner])
+def _read_by_method(method: Any, owner: object, but: OwnChanges) -> Iterator[Any]:
+    """What is called as a method of `owner`, as its class has it, and what it reads of that."""
+    function = _function_of(method)
+    yield method if function is None else function
+    if function is not None:
+        yield from _attributes_read(inspect.unwrap(function).__code__, [owner], but)
+
+
+def _function_of(attribute: Any) -> types.FunctionType | None:
+    """The function behind what a class has by a name: a method of any kind, or a property."""
+    if isinstance(attribute, property):
+        attribute = attribute.fget
+    elif isinstance(attribute, staticmethod | classmethod):
+        attribute = attribute.__func__
+    elif isinstance(attribute, functools.cached_property | functools.partialmethod):
+        attribute = attribute.func
+    elif isinstance(attribute, CACHING):
+        attribute = attribute.__wrapped__
+    return attribute if isinstance(attribute, types.FunctionType) else None
+
+
+CACHING = type(functools.lru_cache(lambda: None))  # of a function that remembers what it has returned
 
 
 # ---- what functions read by name -------------------------------------------------------------------------------------
 
 
-def _attributes_read(code: types.CodeType, of: Sequence[Any]) -> Iterator[Any]:
+def _attributes_read(code: types.CodeType, of: Sequence[Any], but: OwnChanges) -> Iterator[Any]:
     """What `code` reads of these objects, classes and modules of Python, and of what it finds there.
 
-    Methods are followed, as are properties. Any attribute of a name that the code reads somewhere counts as read.
+    Methods are followed, as are properties. Any attribute of a name that the code reads somewhere counts as read, `but`
+    for those that are set first.
     """
     ahead = [(value, code) for value in of]
     seen: set[tuple[int, int]] = set()
@@ -277,7 +316,7 @@ def _attributes_read(code: types.CodeType, of: Sequence[Any]) -> Iterator[Any]:
         seen.add((id(value), id(code)))
         own = vars(value)
         named = _attributes_named(code)
-        found = [own[name] for name in named if name in own]
+        found = [own[name] for name in named if name in own and not but.are_set(value, name)]
         ahead += [(each, code) for each in found]
         if isinstance(value, nn.Module):  # `self.encoder.embed(x)`
             ahead += [(value._modules[name], code) for name in named if name in value._modules]
@@ -285,11 +324,14 @@ def _attributes_read(code: types.CodeType, of: Sequence[Any]) -> Iterator[Any]:
         kind: Any = type(value)
         for owner, name in _of_class(kind, code):
             attribute = vars(owner).get(name)
-            function = attribute.fget if isinstance(attribute, property) else attribute
-            if isinstance(function, types.FunctionType):
-                ahead.append((value, function.__code__))
-                yield function
-            elif isinstance(attribute, _VALUES):
+            function = _function_of(attribute)
+            if function is not None:
+                ahead.append((value, inspect.unwrap(function).__code__))
+                yield attribute if isinstance(attribute, CACHING) else function
+            elif isinstance(attribute, (*_VALUES, *_CONTAINERS, torch.Tensor)) and name not in own:
+                yield attribute
+            elif _has_own_attributes(attribute) and name not in own:
+                ahead.append((attribute, code))
                 yield attribute
 
 
@@ -301,23 +343,33 @@ def _has_own_attributes(value: Any) -> bool:
     if isinstance(value, (*_VALUES, torch.Tensor, types.FunctionType, types.MethodType)):
         return False
     if isinstance(value, types.ModuleType):
-        package = _package(value.__name__)
-        return package not in _OPAQUE and package not in sys.stdlib_module_names
+        return not _is_library(_package(value.__name__)) and _package(value.__name__) not in _OPAQUE
     kind = value if isinstance(value, type) else type(value)
     return hasattr(value, "__dict__") and _package(kind.__module__) not in _OPAQUE
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=2**16)
 def _package(module: str | None) -> str:
     return str(module).partition(".")[0]
 
 
+def _is_library(package: str) -> bool:
+    """Whether functions of a package are not looked through: torch's and Python's own."""
+    return package == "torch" or package in sys.stdlib_module_names
+
+
+def is_opaque(kind: type) -> bool:
+    """Whether a class is torch's, or ours, whose code is not looked through, and not one that torch has derived."""
+    key: Any = kind
+    return _is_opaque(key)
+
+
+@functools.lru_cache(maxsize=2**16)
 def _is_opaque(kind: type) -> bool:
-    """Whether a class is torch's, or ours, whose code is not looked through."""
-    return _package(kind.__module__) in _OPAQUE
+    return all(_package(each.__module__) in _OPAQUE for each in kind.__mro__[:-1])
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=2**16)
 def _globals_named(code: types.CodeType) -> tuple[str, ...]:
     """The globals that a function reads, and the functions inside of it."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
@@ -325,20 +377,22 @@ def _globals_named(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(own.union(*map(_globals_named, inner))))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=2**16)
 def _attributes_named(code: types.CodeType) -> tuple[str, ...]:
     """The attributes that a function reads, and the functions inside of it; not those that it sets as it is traced."""
     inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     steps = [*dis.get_instructions(code)]
-    read = {str(step.argval) for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+    read = {str(step.argval) for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")}
     set_here = {str(step.argval) for step in steps if step.opname == "STORE_ATTR"}
     return tuple(sorted(read.union(*map(_attributes_named, inner)) - set_here))
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=2**16)
 def _of_class(kind: type, code: types.CodeType) -> tuple[tuple[type, str], ...]:
-    """Where the attributes that a function reads are defined, for objects of this class: (class, name)."""
-    named = [
-        (next((each for each in kind.__mro__ if name in vars(each)), None), name) for name in _attributes_named(code)
-    ]
-    return tuple((each, name) for each, name in named if each is not None and _package(each.__module__) not in _OPAQUE)
+    """Where the attributes that a function reads are defined, for objects of this class: (class, name).
+
+    Each class that has one, as methods call what they override.
+    """
+    packages = [(each, _package(each.__module__)) for each in kind.__mro__]
+    owners = [each for each, package in packages if package not in _OPAQUE and not _is_library(package)]
+    return tuple((each, name) for name in _attributes_named(code) for each in owners if name in vars(each))

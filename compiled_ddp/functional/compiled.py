@@ -18,7 +18,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.checks.values import fill_with_pattern
 from compiled_ddp.environment import check_environment
 from compiled_ddp.functional.agreements import Agreements
-from compiled_ddp.functional.closed_over import OwnContainers, closed_over, generators_shared, reached
+from compiled_ddp.functional.closed_over import OwnChanges, closed_over, generators_shared, reached
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.donations import Donations, donations
 from compiled_ddp.functional.in_flight import InFlight, land_what_is_read
@@ -271,6 +271,7 @@ class CompiledStep:
         keeps_donated: bool = False,
         tells: bool = True,
         in_flight: InFlight | None = None,
+        own_changes: OwnChanges | None = None,
     ) -> None:
         """Without `tells` its caller tells other ranks of what a call raises. `in_flight` is of a step that departs.
 
@@ -287,7 +288,7 @@ class CompiledStep:
         self._latest_of_losses: tuple[Agreements, ...] = ()  # by which it agrees on collectives outside of gradients
         self._world: Hashable = None  # of the latest call
         self.reductions: list[Agreed] = []  # that the latest call has launched
-        self._own_containers = OwnContainers()
+        self._own_changes = own_changes or OwnChanges()  # other steps of the same model may be given the same
         self._has_told = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -315,7 +316,7 @@ class CompiledStep:
                 runnable.refuse_constants(leaves)
         if runnable is None:
             why = why_another(self._compiled, key)
-            with self._own_containers.changing(self._step):
+            with self._own_changes.changing(self._step):
                 runnable = self._compile(args, kwargs, why=why)
             self._compiled.setdefault(self._key(every), []).insert(0, runnable)
             self._tell_of_many(why)
@@ -341,7 +342,7 @@ class CompiledStep:
 
     def _key(self, every: Sequence[Arguments]) -> tuple[Any, ...]:
         """All that a graph depends on that can be asked before it is known; `why_another` compares them."""
-        closed = closed_over(self._step, self._own_containers)
+        closed = closed_over(self._step, self._own_changes)
         generators = generators_shared([each for arguments in every for each in arguments.generators], closed)
         structure, kinds = [each.structure for each in every], [each.kinds for each in every]
         ambient = _ambient(frozenset[str]().union(*(each.device_types for each in every)))
@@ -382,6 +383,7 @@ class CompiledStep:
         with self._telling(session), tracing(session), work(("tracing", "traced")):
             keeps = self._donations is None
             traced = trace(self._step, args, kwargs, self._donated, session, writes_if_sound=keeps)
+            self._own_changes.add_set(traced.set_first)
             graph = traced.graph_module.graph
             first = session.first_parameters(traced.values_by_node())
             reference = ReferenceStep(traced.graph_module) if session.runs else None

@@ -6,11 +6,14 @@ happens once, while tracing.
 """
 
 import contextlib
+import copy
 import functools
+import inspect
 import random
 import sys
 import threading
 import types
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from compiled_ddp import torch_private
+from compiled_ddp.functional.closed_over import CACHING, is_opaque
 from compiled_ddp.users_code import warn_user
 
 _INSTEAD = (
@@ -92,13 +96,13 @@ def _is_of_the_trace(value: object) -> bool:
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
-_MOST_ITEMS = 256  # of a container that is looked into
+_MOST_ITEMS, _DEEPEST = 256, 3  # of a container that is looked into, and how far
 
 
 class ModuleAttributes:
     """The attributes that modules have before a step is traced, and which of these the trace reads.
 
-    What a forward sets and then reads, as a loss of its own, is a value of the trace like any other. What it reads
+    What a forward sets and then reads, as a loss of experts, is a value of the trace like any other. What it reads
     before it has set it is that of the call before, which a graph does not know.
     """
 
@@ -106,115 +110,189 @@ class ModuleAttributes:
         parts = {id(part): part for module in modules for part in module.modules()}
         self._parts = [*parts.values()]
         self._before = {place: {**vars(part)} for place, part in parts.items()}
-        self._contents = {
-            (place, name): _contents(value) for place, own in self._before.items() for name, value in own.items()
-        }
-        self._read = set[tuple[int, str]]()
-        self._kept = list[tuple[nn.Module, str]]()
+        every = [(place, name, value) for place, own in self._before.items() for name, value in own.items()]
+        self._contents = {(place, name): _contents(value) for place, name, value in every}
+        self._copies = {(place, name): copy.copy(value) for place, name, value in every if type(value) in (dict, list)}
+        self._read, self._set = set[tuple[int, str]](), set[tuple[int, str]]()
+        self._kept, self._changed = list[tuple[nn.Module, str]](), list[tuple[nn.Module, str]]()
 
     @contextlib.contextmanager
-    def noting_reads(self) -> Iterator[None]:
-        """Note what code of this thread reads in here while it is what it was; not torch's own modules."""
+    def noting(self) -> Iterator[None]:
+        """Note what the user's code, of this thread, reads and sets in here; not of torch's own modules."""
         thread = threading.get_ident()
 
-        def note(module: nn.Module, name: str) -> None:
-            before = self._before.get(id(module), {})
-            is_as_it_was = name in before and object.__getattribute__(module, "__dict__").get(name) is before[name]
-            if is_as_it_was and threading.get_ident() == thread:
-                self._read.add((id(module), name))
+        def note(module: nn.Module, name: str, is_set: bool) -> None:
+            place = id(module), name
+            if place[0] not in self._before or threading.get_ident() != thread:
+                return
+            if is_set:
+                self._set.add(place)
+                return
+            own, before = object.__getattribute__(module, "__dict__"), self._before[place[0]]
+            if place not in self._set and own.get(name, _MISSING) is before.get(name, _MISSING):
+                self._read.add(place)
 
         with contextlib.ExitStack() as stack:
             for kind in {type(part): None for part in self._parts}:
-                if kind.__module__.partition(".")[0] != "torch":
-                    stack.enter_context(_noting_reads_of(kind, note))
+                if not is_opaque(kind):
+                    stack.enter_context(_noting_for(kind, note))
             yield
 
+    @property
+    def set_first(self) -> list[tuple[nn.Module, str]]:
+        """Those that the trace has set before it has read them."""
+        return [(part, name) for part in self._parts for place, name in self._set - self._read if place == id(part)]
+
     def put_back(self) -> None:
-        """Put back, at the end of the trace, what has tensors of it, and warn of numbers that it has changed."""
+        """Let modules have what they had, where that has tensors of the trace now, at its end."""
         for part in self._parts:
             before, own = self._before[id(part)], vars(part)
             for name in [name for name in {**before, **own} if name not in _OF_EVERY_MODULE]:
-                old, new = before.get(name, _MISSING), own.get(name, _MISSING)
-                is_read = (id(part), name) in self._read
-                if new is old and _contents(new) == self._contents.get((id(part), name)):
+                old, new, place = before.get(name, _MISSING), own.get(name, _MISSING), (id(part), name)
+                contents = self._contents.get(place)
+                if _contents(new) == contents:
                     continue
-                if any(map(_is_of_the_trace, _items(new))):
-                    if is_read:
-                        self._kept.append((part, name))
-                    if new is old:  # what is in a container stays there, and is refused where the step reaches it
-                        continue
-                    if old is _MISSING:
-                        del own[name]
-                    else:
-                        own[name] = old
-                elif is_read:
-                    _warn_of_change(part, name)
+                is_read = place in self._read and not _is_computed_once(part, name)
+                if not any(map(_is_of_the_trace, _items(new))):
+                    self._changed += [(part, name)] if is_read else []
+                    continue
+                if is_read and contents != []:  # one that was empty is filled anew in each call
+                    self._kept.append((part, name))
+                _put_back(own, name, old, self._copies.get(place))
 
     def refuse_kept(self) -> None:
-        """Raise RuntimeError where the trace has read what it has replaced: that would be the first call's for ever."""
+        """Raise RuntimeError where the trace has read what it has replaced: that would be the first call's for ever.
+
+        Warns of numbers.
+        """
         for part, name in self._kept:
             raise RuntimeError(
                 f"the forward of a {type(part).__name__} keeps a tensor in {name!r} from call to call, and a graph "
                 f"would read that of the first one for ever. Make it a buffer, self.register_buffer({name!r}, ...), "
                 "which is followed; or pass it in with the batch, and return it. A cache that forward fills is to be "
-                "filled before the first step."
+                "filled, as large as it gets, before the first step."
+            )
+        for part, name in self._changed:
+            warn_user(
+                f"the forward of a {type(part).__name__} reads {name!r} and changes it: that is done while a step is "
+                "traced, and not in the calls after it. If what it computes depends on it, make it a buffer, a tensor."
             )
 
 
-def _warn_of_change(module: nn.Module, name: str) -> None:
-    warn_user(
-        f"the forward of a {type(module).__name__} reads {name!r} and changes it: that is done while a step is traced, "
-        "and not in the calls after it. If what it computes depends on it, make it a buffer, a tensor."
-    )
+def _put_back(own: dict[str, Any], name: str, old: Any, copied: Any) -> None:
+    """Let the attribute `name` be what it was, with what was in it, where that is a list or a dict."""
+    if isinstance(old, list):
+        old[:] = copied
+    elif isinstance(old, dict):
+        old.clear()
+        old.update(copied)
+    if old is _MISSING:
+        del own[name]
+    else:
+        own[name] = old
+
+
+def _is_computed_once(part: nn.Module, name: str) -> bool:
+    return isinstance(inspect.getattr_static(type(part), name, None), functools.cached_property)
+
+
+# ---- noting what is read and set of objects of a class ---------------------------------------------------------------
+
+Note = Callable[[Any, str, bool], None]  # is told of the object, the name, and whether it is set
+
+_noting: dict[type, list[Note]] = {}  # those that are told, of each class; threads may trace at once
+_lock = threading.Lock()
+_PATCHED = ("__getattribute__", "__setattr__")
 
 
 @contextlib.contextmanager
-def _noting_reads_of(kind: Any, note: Callable[[Any, str], None]) -> Iterator[None]:
-    """Tell `note` of each attribute that is asked for of objects of this class."""
-    own, inherited = vars(kind).get("__getattribute__"), kind.__getattribute__
-
-    def noting(self: Any, name: str) -> Any:
-        note(self, name)
-        return inherited(self, name)
-
-    kind.__getattribute__ = noting
+def _noting_for(kind: Any, note: Note) -> Iterator[None]:
+    """Tell `note` of each attribute that code of the user's asks for, or sets, of objects of this class."""
+    with _lock:
+        if kind not in _noting:
+            _noting[kind] = []
+            before = {name: vars(kind)[name] for name in _PATCHED if name in vars(kind)}
+            _note_all_of(kind, _noting[kind], before)
+        _noting[kind].append(note)
     try:
         yield
     finally:
-        if own is None:
-            del kind.__getattribute__
-        else:
-            kind.__getattribute__ = own
+        with _lock:
+            _noting[kind].remove(note)
+            if not _noting[kind]:
+                before = kind.__getattribute__.before
+                del _noting[kind]
+                for name in _PATCHED:
+                    if name in before:
+                        setattr(kind, name, before[name])
+                    else:
+                        delattr(kind, name)
 
 
-def _items(value: object) -> list[object]:
-    """What is in a container; of anything else itself."""
-    if isinstance(value, dict | list | tuple) and len(value) <= _MOST_ITEMS:
-        return [*(value.values() if isinstance(value, dict) else value)]
-    return [value]
+def _note_all_of(kind: Any, notes: list[Note], before: dict[str, Any]) -> None:
+    get, put = kind.__getattribute__, kind.__setattr__
+
+    def getting(self: Any, name: str) -> Any:
+        if not _is_of_torch_or_here(sys._getframe(1)):
+            for note in [*notes]:
+                note(self, name, False)
+        return get(self, name)
+
+    def setting(self: Any, name: str, value: Any) -> None:
+        for note in [*notes]:
+            note(self, name, True)
+        put(self, name, value)
+
+    getting.before = before  # type: ignore[attr-defined]
+    kind.__getattribute__, kind.__setattr__ = getting, setting
+
+
+def _is_of_torch_or_here(frame: types.FrameType) -> bool:
+    """Whether it is torch's, or what tells of the same access to a class that this one is derived from."""
+    return frame.f_globals is globals() or str(frame.f_globals.get("__name__")).startswith("torch.")
+
+
+# ---- what is in a value ----------------------------------------------------------------------------------------------
+
+
+def _items(value: object, deepest: int = _DEEPEST) -> list[object]:
+    """What is in containers, and in objects of the user's; of anything else itself."""
+    if deepest and isinstance(value, dict | list | tuple | set | deque):
+        if len(value) > _MOST_ITEMS:
+            return [value]
+        inner = [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
+    elif deepest and _is_plain_object(value):
+        inner = [*vars(value).values()]
+    else:
+        return [value]
+    return [each for one in inner for each in _items(one, deepest - 1)]
+
+
+def _is_plain_object(value: object) -> bool:
+    if isinstance(value, nn.Module | Tensor | type | types.ModuleType) or callable(value):
+        return False
+    return isinstance(getattr(value, "__dict__", None), dict) and not is_opaque(type(value))
 
 
 def _contents(value: object) -> list[Hashable]:
-    """Another list where something else is in a container."""
-    return [each if isinstance(each, int | float | str | None) else id(each) for each in _items(value)]
+    """Another list where something else is in a container; the empty one where nothing is in it, or in no attribute."""
+    items = [] if value is _MISSING else _items(value)
+    return [(type(each), each) if isinstance(each, int | float | str | None) else id(each) for each in items]
+
+
+# ---- what functions remember, and random numbers ---------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def emptying_caches(reached: Iterable[Any]) -> Iterator[None]:
     """Empty what functions with `functools.lru_cache` have remembered in here: it may be tensors of the trace."""
-    caches = [(value, value.cache_info().misses) for value in reached if isinstance(value, _CACHING)]
+    caches = [(value, value.cache_info().misses) for value in reached if isinstance(value, CACHING)]
     try:
         yield
     finally:
         for cache, misses in caches:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
-
-
-_CACHING = type(functools.lru_cache(lambda: None))
-
-
-# ---- random numbers --------------------------------------------------------------------------------------------------
 
 
 class DrawsOfPython:
@@ -224,17 +302,28 @@ class DrawsOfPython:
         self._numpy = sys.modules.get("numpy")  # what is imported later begins anew
         self._before = self._states()
 
-    def refuse(self) -> None:
-        """Raise RuntimeError where they have been."""
-        if self._states() != self._before:
-            raise RuntimeError(
-                "a compiled step draws numbers from `random` or `numpy.random`, as mixup and stochastic depth do: "
-                "those of its first call would be those of every call. Draw them with torch (torch.rand, "
-                "torch.distributions), which is done anew in each, or outside of the step, and pass a tensor."
-            )
+    def refuse(self, reached: Iterable[Any]) -> None:
+        """Raise RuntimeError where they have been, by what a step has `reached`; warn where it has reached neither.
+
+        In that case it may have been another thread.
+        """
+        if self._states() == self._before:
+            return
+        message = (
+            "a compiled step draws numbers from `random` or `numpy.random`, as mixup and stochastic depth do: those of "
+            "its first call would be those of every call. Draw them with torch (torch.rand, torch.distributions), "
+            "which is done anew in each, or outside of the step, and pass a tensor."
+        )
+        if any(map(self._is_drawn_from, reached)):
+            raise RuntimeError(message)
+        warn_user(f"Unless it was another thread, {message}")
+
+    def _is_drawn_from(self, value: object) -> bool:
+        """Whether it is one of the two modules, or a function of theirs."""
+        owners: list[object] = [random, random._inst]
+        if self._numpy is not None:
+            owners += [self._numpy, self._numpy.random, self._numpy.random.mtrand._rand]
+        return any(value is each or getattr(value, "__self__", None) is each for each in owners)
 
     def _states(self) -> Hashable:
-        if self._numpy is None:
-            return random.getstate()
-        name, keys, *others = self._numpy.random.get_state()
-        return random.getstate(), name, keys.tobytes(), *others
+        return random.getstate(), None if self._numpy is None else repr(self._numpy.random.get_state(legacy=False))

@@ -105,6 +105,7 @@ class TracedStep:
     written: Sequence[int]  # the leaves of its arguments in whose memory it leaves results
     requires_grad: Sequence[bool] | None  # of each tensor among the arguments; None where the step has not asked
     surroundings: Surroundings
+    set_first: Sequence[tuple[nn.Module, str]]  # attributes that it sets before it reads them
 
     def fits(self, leaves: Sequence[Any]) -> bool:
         """Whether what it has met while it was traced is as it was, for arguments of these leaves."""
@@ -208,11 +209,12 @@ def trace(
         return [*_copied(memory, targets, kept), *of_session]
 
     inputs = [in_plain_memory(given[place]).detach() for place in places]
-    graph_module, constants, surroundings = _graph_of(step, flat, inputs, given)
+    graph_module, constants, surroundings, set_first = _graph_of(step, flat, inputs, given)
     surroundings.refuse_as_donated([leaf for leaf in given if id(leaf) in to_reuse])
     generators = session.generators.drawn(given)
     tensors = [*inputs, *constants]
-    return TracedStep(graph_module, tensors, constants, generators=generators, surroundings=surroundings, **found)
+    found |= {"generators": generators, "surroundings": surroundings, "set_first": set_first}
+    return TracedStep(graph_module, tensors, constants, **found)
 
 
 def _requires_grad(leaves: Sequence[Any]) -> list[bool]:
@@ -243,15 +245,18 @@ _REQUIRES_GRAD: Callable[..., bool] = inspect.getattr_static(Tensor, "requires_g
 
 def _graph_of(
     step: Callable[..., Any], flat: Callable[..., list[Tensor]], inputs: Sequence[Tensor], given: Sequence[Any]
-) -> tuple[GraphModule, list[Tensor], Surroundings]:
-    """The graph of `flat`, which calls `step` with the leaves `given`; the tensors that it closes over; what it met."""
+) -> tuple[GraphModule, list[Tensor], Surroundings, list[tuple[nn.Module, str]]]:
+    """The graph of `flat`, which calls `step` with the leaves `given`; the tensors that it closes over; what it met.
+
+    And which attributes it sets first.
+    """
     others: list[nn.Module] = []
     draws = DrawsOfPython()
     attributes = ModuleAttributes(value for value in [*reached(step), *given] if isinstance(value, nn.Module))
 
     def whole(*tensors: Tensor) -> list[Tensor]:
         try:
-            with attributes.noting_reads():
+            with attributes.noting():
                 results = flat(*tensors)
         finally:
             attributes.put_back()
@@ -271,13 +276,14 @@ def _graph_of(
         if remedy is None:
             raise
         raise RuntimeError(f"a compiled step cannot run {line_that_raised(error)}: {remedy} ({error})") from error
-    _refuse_others_collectives(graph_module.graph)  # whose stand-ins draw, too
-    draws.refuse()
+    _refuse_others_collectives(graph_module.graph)  # before draws: torch's placeholders for them use `random`
+    draws.refuse(reached(step))
     surroundings = Surroundings(called, others, constants)
-    return graph_module, [constant.detach() for constant in constants], surroundings
+    found = graph_module, [constant.detach() for constant in constants], surroundings
+    return *found, attributes.set_first
 
 
-# By what torch says, which gradients in a graph are taken by torch.func, and traced by make_fx.
+# What to do, by a part of the message of torch.func and of make_fx.
 _REMEDIES = {
     "backward() called inside": "the step takes the gradients itself; return the loss without calling backward().",
     "support saved tensor hooks": "torch.utils.checkpoint goes by hooks that no graph has; call "

@@ -21,7 +21,7 @@ from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_function, format_names
 from compiled_ddp.functional.around_sum import AroundSum
-from compiled_ddp.functional.closed_over import numbers_of
+from compiled_ddp.functional.closed_over import OwnChanges, settings_of
 from compiled_ddp.functional.compiled import Backend, CompiledStep
 from compiled_ddp.functional.in_flight import InFlight, refuse_other_classes
 from compiled_ddp.functional.kept import Arguments, Unchanged, dictionaries_of
@@ -127,11 +127,17 @@ def compile_step(
     _begin(model, optimizer, accumulate, RankGroup(process_group), of_graph)
     _warn_of_others(model, optimizer)
     in_flight = InFlight(model, check_stale=check_stale) if pipeline_updates else None
+    own_changes = OwnChanges()
     compiler = functools.partial(
-        CompiledStep, backend=backend, options=options, keeps_donated=True, in_flight=in_flight
+        CompiledStep,
+        backend=backend,
+        options=options,
+        keeps_donated=True,
+        in_flight=in_flight,
+        own_changes=own_changes,
     )
     graph = StepGraph(WithLoss(model, loss_fn, has_aux=has_aux), optimizer, of_graph, clip_grad_norm, scaler)
-    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, in_flight)
+    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, in_flight, own_changes)
 
 
 def _check_pipelining(pipeline_updates: bool, check_stale: bool, shard_optimizer: bool) -> None:
@@ -238,8 +244,8 @@ def _warn_of_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     others = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own]
     if others:
         warn_user(
-            f"{format_names(others)} of the model require gradients, and are not the optimizer's: compile_step takes "
-            "none of them, so that another optimizer would not train them. Give all to one optimizer, as groups, or "
+            f"{format_names(others)} of the model require gradients, and the optimizer does not have them: compile_step "
+            "computes none for them, so no other optimizer can train them. Give all to one optimizer, as groups, or "
             "freeze them."
         )
 
@@ -292,9 +298,10 @@ class TrainingStep:
         accumulate: int,
         scaler: torch.amp.GradScaler | None,
         in_flight: InFlight | None,
+        own_changes: OwnChanges,
     ) -> None:
         self.model, self.optimizer, self._in_flight = model, optimizer, in_flight
-        self._graph, self._compiler = graph, compiler
+        self._graph, self._compiler, self._own_changes = graph, compiler, own_changes
         self._accumulate, self._scaler = accumulate, scaler
         self._shared = ShardedState(optimizer, graph.reduction) if graph.reduction.options.is_scattered else None
         self._known: dict[Layout, list[_Known]] = {}
@@ -403,7 +410,7 @@ class TrainingStep:
             with now.known.update.telling():
                 value, aux = now.known.add.run((Given(None, scale, batch, named),), {}, now.beside_update)
             self._batches += 1
-        now.known.note_traced(self.model)
+        now.known.note_traced(self.model, self._own_changes)
         return value, aux
 
     def _update(self, now: "_Now", given: Given) -> Outcome:
@@ -522,7 +529,7 @@ class TrainingStep:
 
     def _known_of(self, layout: Layout) -> "_Known":
         """What is compiled for this layout, and for the numbers and texts that the model's modules have."""
-        plain = numbers_of(self.model.modules())
+        plain = settings_of(self.model.modules(), self._own_changes)
         every = self._known.setdefault(layout, [])
         known = next((each for each in every if each.plain == plain), None)
         if known is None:
@@ -653,7 +660,7 @@ class _Known:
         """How many there are."""
         return self.update.graphs + self.add.graphs
 
-    def note_traced(self, model: nn.Module) -> None:
+    def note_traced(self, model: nn.Module, own_changes: OwnChanges) -> None:
         """A forward may count its own calls: what it does in Python happens while it is traced, and not again."""
         if self.graphs != self._graphs:
-            self._graphs, self.plain = self.graphs, numbers_of(model.modules())
+            self._graphs, self.plain = self.graphs, settings_of(model.modules(), own_changes)

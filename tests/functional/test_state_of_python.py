@@ -1,11 +1,12 @@
 """What forward and loss read and keep in Python, whole steps against loops without a compiler: followed, or refused."""
 
+import copy
 import functools
 import random
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from compiled_ddp import compile_step
 
 Loss = Callable[..., Tensor]
-FACTOR = {"of": 1.0}  # a global of forward's
+FACTOR = {"of": 1.0, "static": 1.0}  # globals of forward's
 STEPS = 4
 
 
@@ -72,7 +73,24 @@ class Inner(nn.Module):
         return self.settings["t"]
 
 
-class Reads(nn.Module):
+class Base(nn.Module):
+    """Reads what the class has, and what an object has that is no module."""
+
+    of_class: ClassVar[dict[str, float]] = {"t": 1.0}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = {"t": 1.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.beside["t"] * self.of_class["t"]
+
+    @staticmethod
+    def factor() -> float:
+        return FACTOR["static"]
+
+
+class Reads(Base):
     """With a number in each place where a forward may read one."""
 
     by_class = 1.0
@@ -88,7 +106,7 @@ class Reads(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         numbers = self.settings["t"] * self.sizes[0] * self.pair[0] * self.config.t * self._scale() * FACTOR["of"]
-        return self.activation(self.layer(x)) * self.tensor * numbers
+        return super().forward(self.activation(self.layer(x)) * self.tensor * numbers * self.factor())
 
 
 class Focal(nn.Module):
@@ -127,6 +145,9 @@ READ: dict[str, Callable[[Any], object]] = {
     "of a part, by a method": lambda model: model.inner.settings.update(t=3.0),
     "of the class": lambda model: setattr(type(model), "by_class", 3.0),
     "a global": lambda model: FACTOR.update(of=3.0),
+    "a global, by a static method": lambda model: FACTOR.update(static=3.0),
+    "in a dict, by what is overridden": lambda model: model.beside.update(t=3.0),
+    "in a dict of the class": lambda model: Base.of_class.update(t=3.0),
     "the forward of a part": _replace_forward,
     "a hook": lambda model: model.layer.register_forward_hook(lambda module, args, out: 3 * out),
 }
@@ -137,7 +158,8 @@ def test_what_forward_reads_is_followed(what: str) -> None:
     found = []
     for is_compiled in (False, True):
         found.append(losses(Reads, READ[what], square, is_compiled=is_compiled))
-        Reads.by_class, FACTOR["of"] = 1.0, 1.0
+        Reads.by_class = Base.of_class["t"] = 1.0
+        FACTOR.update(of=1.0, static=1.0)
     (expected, _), (ours, graphs) = found
     assert ours == pytest.approx(expected, rel=1e-4) and graphs == 2
 
@@ -158,6 +180,52 @@ def test_what_a_loss_object_reads_is_followed(change: Callable[[LossObject], obj
         found.append(losses(lambda: nn.Linear(4, 2), lambda _, loss=loss: change(loss), loss, is_compiled=is_compiled))
     (expected, _), (ours, graphs) = found
     assert ours == pytest.approx(expected, rel=1e-4) and graphs == 2
+
+
+def test_settings_of_torchs_own_parts_are_followed() -> None:
+    def change(model: Any) -> None:
+        model[1].output_size = 2
+        model[2].negative_slope = 0.5
+
+    expected, (ours, graphs) = (
+        losses(
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.AdaptiveAvgPool1d((1,)), nn.LeakyReLU()),
+            change,
+            square,
+            is_compiled=each,
+        )
+        for each in (False, True)
+    )
+    assert ours == pytest.approx(expected[0], rel=1e-4) and graphs == 2
+
+
+def test_what_a_forward_sets_first_is_no_setting() -> None:
+    """An evaluation in between leaves another tensor there; that is no reason to compile once more."""
+
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.aux = nn.Linear(4, 2), None
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            self.aux = y.abs().mean()
+            return y
+
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expert = Expert()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.expert(x) + self.expert.aux
+
+    def evaluate(model: nn.Module) -> None:
+        with torch.no_grad():
+            model(batch(9))
+
+    (expected, _), (ours, graphs) = (losses(Parent, evaluate, square, is_compiled=each) for each in (False, True))
+    assert ours == pytest.approx(expected, rel=1e-4) and graphs == 1
 
 
 def test_attributes_are_compared_by_their_names() -> None:
@@ -209,18 +277,38 @@ def _average(model: Any, y: Tensor) -> Tensor:
     return y - model.kept
 
 
-@pytest.mark.parametrize(
-    ("begin", "how"), [(None, _recurrent), (None, _cached), (torch.zeros(2), _average)], ids=["state", "cache", "mean"]
-)
-def test_a_tensor_that_forward_keeps_is_refused_and_the_model_is_as_it_was(
-    begin: object, how: Callable[[Any, Tensor], Tensor]
-) -> None:
+def _of_two(model: Any, y: Tensor) -> Tensor:
+    y = y if model.kept is None else y + model.kept[0][0]
+    model.kept = [(y.detach().mean(0), y.detach().sum(0))]
+    return y
+
+
+def _if_there_is_one(model: Any, y: Tensor) -> Tensor:
+    y = y + getattr(model, "other", 0.0)
+    model.other = y.detach().mean(0)
+    return y
+
+
+KEPT: dict[str, tuple[object, Callable[[Any, Tensor], Tensor], str]] = {
+    "state": (None, _recurrent, "kept"),
+    "cache": (None, _cached, "kept"),
+    "mean": (torch.zeros(2), _average, "kept"),
+    "in a list of tuples": (None, _of_two, "kept"),
+    "by getattr": (None, _if_there_is_one, "other"),
+}
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_a_tensor_that_forward_keeps_is_refused_and_the_model_is_as_it_was(what: str) -> None:
+    begin, how, name = KEPT[what]
     model = Keeps(begin, how)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
-    with pytest.raises(RuntimeError, match=r"forward of a Keeps keeps a tensor in 'kept'.*register_buffer\('kept'"):
+    with pytest.raises(
+        RuntimeError, match=rf"forward of a Keeps keeps a tensor in '{name}'.*register_buffer\('{name}'"
+    ):
         step(batch(0))
-    assert model.kept is begin
+    assert model.kept is begin and not hasattr(model, "other")
     torch.testing.assert_close(dict(model.state_dict()), before)
     assert type(model(batch(0)).detach()) is Tensor
 
@@ -242,6 +330,43 @@ def test_what_forward_sets_before_it_is_read_is_right_and_leaves_nothing_of_the_
     model = Keeps(None, how)
     compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, backend="aot_eager")(batch(0))
     assert model.kept is None
+
+
+def _accumulated(model: Any, y: Tensor) -> Tensor:
+    for each in (y.abs().mean(), y.pow(2).mean()):
+        model.kept = each if model.kept is None else model.kept + each
+    return y
+
+
+def _reset_and_added(model: Any, x: Tensor) -> Tensor:
+    model.kept = None
+    return square(model, x) + model.kept
+
+
+def _refilled(model: Any, y: Tensor) -> Tensor:
+    model.kept.clear()
+    model.kept.append(y.abs().mean())
+    return y
+
+
+@pytest.mark.parametrize(
+    ("begin", "how", "loss"),
+    [
+        (None, _accumulated, _reset_and_added),
+        ([], _refilled, lambda model, x: square(model, x) + sum(model.kept)),
+    ],
+    ids=["reset to what it was", "a list that is cleared"],
+)
+def test_what_is_begun_anew_in_each_call_is_right(begin: Any, how: Callable[..., Tensor], loss: Loss) -> None:
+    model: Any = None
+
+    def make() -> nn.Module:
+        nonlocal model
+        model = Keeps(copy.copy(begin), how)
+        return model
+
+    expected, ours = (losses(make, lambda model: None, loss, is_compiled=each)[0] for each in (False, True))
+    assert ours == pytest.approx(expected, rel=1e-4) and model.kept == begin
 
 
 def test_a_forward_that_raises_leaves_nothing_of_the_trace() -> None:
@@ -276,12 +401,22 @@ def mask(rows: int) -> Tensor:
     return torch.ones(rows, 2).tril()
 
 
-def test_a_cached_function_remembers_no_tensors_of_a_trace() -> None:
+class Masks(Keeps):
+    @functools.lru_cache  # noqa: B019
+    def mask(self, rows: int) -> Tensor:
+        return torch.ones(rows, 2).tril()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        return y * mask(len(y)) * self.mask(len(y))
+
+
+def test_cached_functions_remember_no_tensors_of_a_trace() -> None:
     mask.cache_clear()
-    model = Keeps(None, lambda model, y: y * mask(len(y)))
+    model = Masks(None, lambda model, y: y)
     step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
     assert all(type(step(batch(0, rows)).detach()) is Tensor for rows in (3, 2, 3))
-    assert type(mask(3)) is Tensor and type(mask(2)) is Tensor
+    assert all(type(each) is Tensor for rows in (2, 3) for each in (mask(rows), model.mask(rows)))
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.beta(1.0, 1.0))], ids=["random", "numpy"])

@@ -77,6 +77,8 @@ def refuse_left_behind(reached: Iterable[Any], modules: Iterable[nn.Module]) -> 
 
 def _places(value: Any) -> Iterator[str]:
     """Where in `value`, itself or its attributes, tensors of the trace are."""
+    if _is_of_the_trace(value):
+        yield "a global, or a variable of a function around it"
     if isinstance(value, nn.Module | Tensor | type | types.ModuleType) or callable(value):
         return
     kind = type(value).__name__

@@ -244,9 +244,9 @@ def _warn_of_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     others = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in own]
     if others:
         warn_user(
-            f"{format_names(others)} of the model require gradients, and the optimizer does not have them: compile_step "
-            "computes none for them, so no other optimizer can train them. Give all to one optimizer, as groups, or "
-            "freeze them."
+            f"{format_names(others)} of the model require gradients, and the optimizer does not have them: "
+            "compile_step computes none for them, so no other optimizer can train them. Give all to one optimizer, as "
+            "groups, or freeze them."
         )
 
 

@@ -332,6 +332,21 @@ def test_what_forward_sets_before_it_is_read_is_right_and_leaves_nothing_of_the_
     assert model.kept is None
 
 
+def test_a_tensor_that_the_loss_keeps_in_a_variable_is_refused() -> None:
+    hidden: Tensor | None = None
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        nonlocal hidden
+        y = model(x) if hidden is None else model(x) + hidden
+        hidden = y.detach().mean(0)
+        return y.pow(2).mean()
+
+    model = nn.Linear(4, 2)
+    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="leaves a tensor in a global, or a variable of a function around it"):
+        step(batch(0))
+
+
 def _accumulated(model: Any, y: Tensor) -> Tensor:
     for each in (y.abs().mean(), y.pow(2).mean()):
         model.kept = each if model.kept is None else model.kept + each

@@ -202,7 +202,8 @@ def _is_computed_once(part: nn.Module, name: str) -> bool:
 
 Note = Callable[[Any, str, bool], None]  # is told of the object, the name, and whether it is set
 
-_noting: dict[type, list[Note]] = {}  # those that are told, of each class; threads may trace at once
+# Those that are told, of each class, and what it has defined itself before; threads may trace at once.
+_noting: dict[type, tuple[list[Note], dict[str, Any]]] = {}
 _lock = threading.Lock()
 _PATCHED = ("__getattribute__", "__setattr__")
 
@@ -212,17 +213,16 @@ def _noting_for(kind: Any, note: Note) -> Iterator[None]:
     """Tell `note` of each attribute that code of the user's asks for, or sets, of objects of this class."""
     with _lock:
         if kind not in _noting:
-            _noting[kind] = []
-            before = {name: vars(kind)[name] for name in _PATCHED if name in vars(kind)}
-            _note_all_of(kind, _noting[kind], before)
-        _noting[kind].append(note)
+            _noting[kind] = [], {name: vars(kind)[name] for name in _PATCHED if name in vars(kind)}
+            _note_all_of(kind, _noting[kind][0])
+        _noting[kind][0].append(note)
     try:
         yield
     finally:
         with _lock:
-            _noting[kind].remove(note)
-            if not _noting[kind]:
-                before = kind.__getattribute__.before
+            notes, before = _noting[kind]
+            notes.remove(note)
+            if not notes:
                 del _noting[kind]
                 for name in _PATCHED:
                     if name in before:
@@ -231,7 +231,7 @@ def _noting_for(kind: Any, note: Note) -> Iterator[None]:
                         delattr(kind, name)
 
 
-def _note_all_of(kind: Any, notes: list[Note], before: dict[str, Any]) -> None:
+def _note_all_of(kind: Any, notes: list[Note]) -> None:
     get, put = kind.__getattribute__, kind.__setattr__
 
     def getting(self: Any, name: str) -> Any:
@@ -245,7 +245,6 @@ def _note_all_of(kind: Any, notes: list[Note], before: dict[str, Any]) -> None:
             note(self, name, True)
         put(self, name, value)
 
-    getting.before = before  # type: ignore[attr-defined]
     kind.__getattribute__, kind.__setattr__ = getting, setting
 
 

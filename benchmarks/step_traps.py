@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from benchmarks.trap_scores import scores
 from compiled_ddp import compile_step
 from compiled_ddp.torch_private.for_benchmarks import CountingBackend, backward_in_graphs
 
@@ -199,17 +200,8 @@ def _taken(way: type[Ordinary], trap: str) -> tuple[list[list[Tensor]], int]:
     return seen, taking.compilations
 
 
-def score(way: type[Ordinary], trap: str) -> str:
-    """What a way makes of a trap, in words."""
-    expected, _ = _taken(Ordinary, trap)
-    try:
-        found, compilations = _taken(way, trap)
-    except Exception as error:
-        return f"raises {type(error).__name__}"
-    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True), start=1):
-        if not all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, theirs, strict=True)):
-            return f"wrong from step {number} on"
-    return f"right, {compilations}"
+def _are_close(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -224,7 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for trap in options.trap:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            rows.append((trap, *(score(way, trap) for way in WAYS.values())))
+            found = scores(WAYS.values(), trap, taken=_taken, ordinary=Ordinary, are_close=_are_close)
+        rows.append((trap, *found))
         print(rows[-1], flush=True)
     print(tabulate(rows, headers=("", *WAYS), tablefmt="github"))
 

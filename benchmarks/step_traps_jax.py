@@ -1,11 +1,11 @@
 """The traps of `benchmarks.step_traps` under jax.jit, in an environment with JAX alone (see `benchmarks.beside_jax`):
 
     python -m venv ~/jax && ~/jax/bin/pip install -r benchmarks/requirements-jax.txt
-    ~/jax/bin/python benchmarks/step_traps_jax.py
+    ~/jax/bin/python -m benchmarks.step_traps_jax
 
 Parameters, the optimizer's state and buffers go in and come out, as JAX has it. What the loop changes besides is closed
 over, as a script's settings are, or passed: numbers as arrays, switches as static arguments. It is right where losses
-and parameters are those of the same step without jit. Needs no torch, and nothing of this project.
+and parameters are those of the same step without jit. Needs no torch.
 """
 
 import functools
@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from benchmarks.trap_scores import scores
 
 jax.config.update("jax_enable_x64", True)  # as in `benchmarks.step_traps`
 STEPS = 6
@@ -199,23 +201,15 @@ def _taken(way: type[Ordinary], trap: str) -> tuple[list[Any], int]:
     return seen, taking.compilations
 
 
-def score(way: type[Ordinary], trap: str) -> str:
-    """What a way makes of a trap, in words."""
-    expected, _ = _taken(Ordinary, trap)
-    try:
-        found, compilations = _taken(way, trap)
-    except Exception as error:
-        return f"raises {type(error).__name__}"
-    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True), start=1):
-        if not jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)):
-            return f"wrong from step {number} on"
-    return f"right, {compilations}"
+def _are_close(ours: Any, theirs: Any) -> bool:
+    return bool(jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, rtol=1e-4, atol=1e-5), ours, theirs)))
 
 
 def main() -> None:
     print("| trap |", " | ".join(WAYS), "|\n|---|" + "---|" * len(WAYS))
     for trap in TRAPS:
-        print(f"| {trap} |", " | ".join(score(way, trap) for way in WAYS.values()), "|", flush=True)
+        found = scores(WAYS.values(), trap, taken=_taken, ordinary=Ordinary, are_close=_are_close)
+        print("|", " | ".join([trap, *found]), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from compiled_ddp import torch_private
 
 _VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
-_MOST_ITEMS = 256  # of a container that is looked into, in each call; a larger one counts as itself
+MOST_ITEMS = 256  # of a container that is looked into, in each call; a larger one counts as itself
 
 
 class OwnChanges:
@@ -75,15 +75,15 @@ def closed_over(function: Callable[..., Any], own: OwnChanges) -> tuple[Hashable
     for value in reached(function, own):
         if isinstance(value, _VALUES):
             found.append((type(value), value))
-        elif isinstance(value, _CONTAINERS) and len(value) <= _MOST_ITEMS:
+        elif isinstance(value, _CONTAINERS) and len(value) <= MOST_ITEMS:
             keys = tuple(map(_compared, value)) if isinstance(value, dict) else ()
             found.append((type(value), len(value), keys))
         else:
             found.append(_Same(value))
         if isinstance(value, nn.Module):
-            modules = _parts(value)
+            modules = parts_of([value])
             found += _state_of(modules)
-            if _package(type(value).__module__) != "compiled_ddp":  # whole steps look at their model's themselves
+            if not _is_ours(type(value)):  # whole steps look at their model's themselves
                 found.append(settings_of([each for each in modules if is_opaque(type(each))], own))
     return tuple(found)
 
@@ -118,6 +118,17 @@ def _is_row(value: object) -> bool:
     return type(value) is tuple and all(type(each) in _NUMBERS for each in value)
 
 
+def parts_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """What `modules()` of each yields, each once, in a fifth of its time: it is asked in each call."""
+    found, ahead = dict[int, nn.Module](), [*modules][::-1]
+    while ahead:
+        module = ahead.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            ahead += [part for part in reversed(module._modules.values()) if part is not None]
+    return [*found.values()]
+
+
 class Surroundings:
     """What a step has met while it was traced, however it came to it: the modules that it has called, and tensors.
 
@@ -132,11 +143,10 @@ class Surroundings:
         self._tensors = [tensor for tensor in tensors if _has_memory(tensor)]
         self._memory, self._storages = self._memory_now(), {*torch_private.tensors.memory_of_each(self._tensors)}
         # A ParameterList is never called, nor is a module whose parameters the step reads as attributes.
-        every = {id(part): part for module in (*modules, *others) for part in module.modules()}.values()
         known = {*map(id, tensors), *map(id, modules)}
         self._places = [
             (parts, name, part)
-            for module in every
+            for module in parts_of([*modules, *others])
             for parts in (module._parameters, module._buffers, module._modules)
             for name, part in parts.items()
             if id(part) in known
@@ -224,20 +234,20 @@ class _Same:
 
 def _reached_from(value: Any, but: OwnChanges) -> Iterator[Any]:
     if isinstance(value, _CONTAINERS):
-        if len(value) <= _MOST_ITEMS:
+        if len(value) <= MOST_ITEMS:
             yield from value.values() if isinstance(value, dict) else value
     elif isinstance(value, nn.Module):
-        for part in _parts(value):
+        for part in parts_of([value]):
             yield from _read_by_call(part, but)
     elif isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, types.MethodType):
         yield value.__self__
         yield from _read_by_method(value.__func__, value.__self__, but)
-    elif isinstance(value, types.FunctionType) and not _is_library(_package(value.__module__)):
+    elif isinstance(value, types.FunctionType) and ((is_ours := _is_ours(value)) or _is_users(value.__module__)):
         named = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         named += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        if _package(value.__module__) == "compiled_ddp":  # our wrappers: what they close over is the user's
+        if is_ours:  # a wrapper: what it closes over is the user's
             yield from named
         else:
             named += [value.__globals__[name] for name in _globals_named(value.__code__) if name in value.__globals__]
@@ -250,17 +260,6 @@ def _reached_from(value: Any, but: OwnChanges) -> Iterator[Any]:
         yield value.__wrapped__
 
 
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """As `module.modules()`, in a fifth of its time: it is asked in each call."""
-    found, parts = {id(module)}, [module]
-    for each in parts:  # which grows
-        for part in each._modules.values():
-            if part is not None and id(part) not in found:
-                found.add(id(part))
-                parts.append(part)
-    return parts
-
-
 def _read_by_call(module: nn.Module, but: OwnChanges) -> Iterator[Any]:
     """What a call of this module runs and reads, besides what its parts and torch's own code do."""
     own = vars(module)
@@ -269,9 +268,8 @@ def _read_by_call(module: nn.Module, but: OwnChanges) -> Iterator[Any]:
     elif not is_opaque(type(module)):
         forward = next(vars(each)["forward"] for each in type(module).__mro__ if "forward" in vars(each))
         yield from _read_by_method(forward, module, but)
-    if own["_forward_pre_hooks"] or own["_forward_hooks"]:
-        yield from own["_forward_pre_hooks"].values()
-        yield from own["_forward_hooks"].values()
+    yield from own["_forward_pre_hooks"].values()
+    yield from own["_forward_hooks"].values()
 
 
 def _read_by_method(method: Any, owner: object, but: OwnChanges) -> Iterator[Any]:
@@ -343,7 +341,7 @@ def _has_own_attributes(value: Any) -> bool:
     if isinstance(value, (*_VALUES, torch.Tensor, types.FunctionType, types.MethodType)):
         return False
     if isinstance(value, types.ModuleType):
-        return not _is_library(_package(value.__name__)) and _package(value.__name__) not in _OPAQUE
+        return _is_users(value.__name__)
     kind = value if isinstance(value, type) else type(value)
     return hasattr(value, "__dict__") and _package(kind.__module__) not in _OPAQUE
 
@@ -353,20 +351,22 @@ def _package(module: str | None) -> str:
     return str(module).partition(".")[0]
 
 
-def _is_library(package: str) -> bool:
-    """Whether functions of a package are not looked through: torch's and Python's own."""
-    return package == "torch" or package in sys.stdlib_module_names
+def _is_users(module: str | None) -> bool:
+    """Whether code of a module is looked through: that of torch, of ours and of Python itself is not."""
+    package = _package(module)
+    return package not in _OPAQUE and package not in sys.stdlib_module_names
 
 
-def is_opaque(kind: type) -> bool:
-    """Whether a class is torch's, or ours, whose code is not looked through, and not one that torch has derived."""
-    key: Any = kind
-    return _is_opaque(key)
+def _is_ours(function_or_class: Any) -> bool:
+    return _package(function_or_class.__module__) == "compiled_ddp"
 
 
-@functools.lru_cache(maxsize=2**16)
-def _is_opaque(kind: type) -> bool:
+def _has_no_users_class(kind: type) -> bool:
     return all(_package(each.__module__) in _OPAQUE for each in kind.__mro__[:-1])
+
+
+# Whether a class is torch's, or ours, whose code is not looked through, and not one that torch has derived of a user's.
+is_opaque: Callable[[type], bool] = functools.lru_cache(maxsize=2**16)(_has_no_users_class)
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -393,6 +393,5 @@ def _of_class(kind: type, code: types.CodeType) -> tuple[tuple[type, str], ...]:
 
     Each class that has one, as methods call what they override.
     """
-    packages = [(each, _package(each.__module__)) for each in kind.__mro__]
-    owners = [each for each, package in packages if package not in _OPAQUE and not _is_library(package)]
+    owners = [each for each in kind.__mro__ if _is_users(each.__module__)]
     return tuple((each, name) for name in _attributes_named(code) for each in owners if name in vars(each))

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.closed_over import CACHING, is_opaque
+from compiled_ddp.functional.closed_over import CACHING, MOST_ITEMS, is_opaque, parts_of
 from compiled_ddp.users_code import warn_user
 
 _INSTEAD = (
@@ -61,8 +61,7 @@ def refuse_left_behind(reached: Iterable[Any], modules: Iterable[nn.Module]) -> 
     The gradients among them are taken away again, as in zero_grad().
     """
     found = [place for value in reached for place in _places(value)]
-    parts = {id(part): part for module in modules for part in module.modules()}
-    for part in parts.values():
+    for part in parts_of(modules):
         for name, parameter in part.named_parameters(recurse=False):
             if _is_of_the_trace(parameter.grad):
                 found.append(f".grad of the parameter {name!r} of a {type(part).__name__}")
@@ -98,7 +97,7 @@ def _is_of_the_trace(value: object) -> bool:
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _MISSING = object()
-_MOST_ITEMS, _DEEPEST = 256, 3  # of a container that is looked into, and how far
+_DEEPEST = 3  # containers within each other that are looked into
 
 
 class ModuleAttributes:
@@ -109,9 +108,8 @@ class ModuleAttributes:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        parts = {id(part): part for module in modules for part in module.modules()}
-        self._parts = [*parts.values()]
-        self._before = {place: {**vars(part)} for place, part in parts.items()}
+        self._parts = {id(part): part for part in parts_of(modules)}
+        self._before = {place: {**vars(part)} for place, part in self._parts.items()}
         every = [(place, name, value) for place, own in self._before.items() for name, value in own.items()]
         self._contents = {(place, name): _contents(value) for place, name, value in every}
         self._copies = {(place, name): copy.copy(value) for place, name, value in every if type(value) in (dict, list)}
@@ -135,7 +133,7 @@ class ModuleAttributes:
                 self._read.add(place)
 
         with contextlib.ExitStack() as stack:
-            for kind in {type(part): None for part in self._parts}:
+            for kind in {type(part): None for part in self._parts.values()}:
                 if not is_opaque(kind):
                     stack.enter_context(_noting_for(kind, note))
             yield
@@ -143,14 +141,14 @@ class ModuleAttributes:
     @property
     def set_first(self) -> list[tuple[nn.Module, str]]:
         """Those that the trace has set before it has read them."""
-        return [(part, name) for part in self._parts for place, name in self._set - self._read if place == id(part)]
+        return [(self._parts[place], name) for place, name in self._set - self._read]
 
     def put_back(self) -> None:
         """Let modules have what they had, where that has tensors of the trace now, at its end."""
-        for part in self._parts:
-            before, own = self._before[id(part)], vars(part)
+        for number, part in self._parts.items():
+            before, own = self._before[number], vars(part)
             for name in [name for name in {**before, **own} if name not in _OF_EVERY_MODULE]:
-                old, new, place = before.get(name, _MISSING), own.get(name, _MISSING), (id(part), name)
+                old, new, place = before.get(name, _MISSING), own.get(name, _MISSING), (number, name)
                 contents = self._contents.get(place)
                 if _contents(new) == contents:
                     continue
@@ -259,7 +257,7 @@ def _is_of_torch_or_here(frame: types.FrameType) -> bool:
 def _items(value: object, deepest: int = _DEEPEST) -> list[object]:
     """What is in containers, and in objects of the user's; of anything else itself."""
     if deepest and isinstance(value, dict | list | tuple | set | deque):
-        if len(value) > _MOST_ITEMS:
+        if len(value) > MOST_ITEMS:
             return [value]
         inner = [*value.keys(), *value.values()] if isinstance(value, dict) else [*value]
     elif deepest and _is_plain_object(value):

@@ -252,7 +252,8 @@ def _graph_of(
     """
     others: list[nn.Module] = []
     draws = DrawsOfPython()
-    attributes = ModuleAttributes(value for value in [*reached(step), *given] if isinstance(value, nn.Module))
+    before = [*reached(step)]
+    attributes = ModuleAttributes(value for value in [*before, *given] if isinstance(value, nn.Module))
 
     def whole(*tensors: Tensor) -> list[Tensor]:
         try:
@@ -267,7 +268,7 @@ def _graph_of(
         return results
 
     try:
-        with modules_called() as called, refusing_optimizers(), emptying_caches(reached(step)):
+        with modules_called() as called, refusing_optimizers(), emptying_caches(before):
             graph_module, constants = torch_private.tracing.trace_without_mutations(whole, inputs)
     except Exception as error:
         if torch_private.tracing.depends_on_values(error):
@@ -279,8 +280,7 @@ def _graph_of(
     _refuse_others_collectives(graph_module.graph)  # before draws: torch's placeholders for them use `random`
     draws.refuse(reached(step))
     surroundings = Surroundings(called, others, constants)
-    found = graph_module, [constant.detach() for constant in constants], surroundings
-    return *found, attributes.set_first
+    return graph_module, [constant.detach() for constant in constants], surroundings, attributes.set_first
 
 
 # What to do, by a part of the message of torch.func and of make_fx.

@@ -36,6 +36,10 @@ def batch(number: int, rows: int = 3) -> Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(number))
 
 
+def step_of(model: nn.Module, loss: Loss = square) -> Callable[..., Tensor]:
+    return compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, backend="aot_eager")
+
+
 def losses(
     make: Callable[[], nn.Module], change: Callable[[nn.Module], object], loss: Loss, *, is_compiled: bool
 ) -> tuple[list[float], int]:
@@ -303,7 +307,7 @@ def test_a_tensor_that_forward_keeps_is_refused_and_the_model_is_as_it_was(what:
     begin, how, name = KEPT[what]
     model = Keeps(begin, how)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+    step = step_of(model)
     with pytest.raises(
         RuntimeError, match=rf"forward of a Keeps keeps a tensor in '{name}'.*register_buffer\('{name}'"
     ):
@@ -328,7 +332,7 @@ def test_what_forward_sets_before_it_is_read_is_right_and_leaves_nothing_of_the_
     )
     assert ours == pytest.approx(expected, rel=1e-4)
     model = Keeps(None, how)
-    compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, backend="aot_eager")(batch(0))
+    step_of(model, loss)(batch(0))
     assert model.kept is None
 
 
@@ -342,7 +346,7 @@ def test_a_tensor_that_the_loss_keeps_in_a_variable_is_refused() -> None:
         return y.pow(2).mean()
 
     model = nn.Linear(4, 2)
-    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, backend="aot_eager")
+    step = step_of(model, loss)
     with pytest.raises(RuntimeError, match="leaves a tensor in a global, or a variable of a function around it"):
         step(batch(0))
 
@@ -390,7 +394,7 @@ def test_a_forward_that_raises_leaves_nothing_of_the_trace() -> None:
         raise KeyError("of the user's")
 
     model = Keeps(None, how)
-    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+    step = step_of(model)
     with pytest.raises(KeyError, match="of the user's"):
         step(batch(0))
     assert model.kept is None
@@ -406,7 +410,7 @@ def test_a_number_that_forward_changes_is_told_of(begin: Any) -> None:
         return y
 
     model = Keeps(begin, how)
-    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+    step = step_of(model)
     with pytest.warns(UserWarning, match="forward of a Keeps reads 'kept' and changes it"):
         step(batch(0))
 
@@ -429,7 +433,7 @@ class Masks(Keeps):
 def test_cached_functions_remember_no_tensors_of_a_trace() -> None:
     mask.cache_clear()
     model = Masks(None, lambda model, y: y)
-    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+    step = step_of(model)
     assert all(type(step(batch(0, rows)).detach()) is Tensor for rows in (3, 2, 3))
     assert all(type(each) is Tensor for rows in (2, 3) for each in (mask(rows), model.mask(rows)))
 
@@ -437,9 +441,7 @@ def test_cached_functions_remember_no_tensors_of_a_trace() -> None:
 @pytest.mark.parametrize("draw", [random.random, lambda: float(np.random.beta(1.0, 1.0))], ids=["random", "numpy"])
 def test_draws_of_python_are_refused(draw: Callable[[], float]) -> None:
     model = nn.Linear(4, 2)
-    step = compile_step(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, x: square(m, x) * draw(), backend="aot_eager"
-    )
+    step = step_of(model, lambda m, x: square(m, x) * draw())
     with pytest.raises(RuntimeError, match=r"draws numbers from `random` or `numpy.random`.*torch.rand"):
         step(batch(0))
 
@@ -461,7 +463,7 @@ def test_a_buffer_that_becomes_another_is_refused_by_name(of: Tensor) -> None:
             return y
 
     model = Replaces()
-    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+    step = step_of(model)
     with pytest.raises(RuntimeError, match="forward of Replaces replaces the buffer seen, of shape"):
         step(batch(0))
 
@@ -494,7 +496,7 @@ LOSSES: dict[str, tuple[Loss | Any, str]] = {
 def test_what_is_no_loss_is_refused_with_what_to_do(what: str) -> None:
     loss, remedy = LOSSES[what]
     model = nn.Linear(4, 2)
-    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, backend="aot_eager")
+    step = step_of(model, loss)
     with pytest.raises((RuntimeError, TypeError, ValueError), match=remedy):
         step(batch(0))
 
@@ -528,7 +530,7 @@ def test_inference_mode_around_some_steps_changes_nothing() -> None:
     for modes in ([False] * STEPS, [False, True, True, False]):
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, backend="aot_eager")
+        step = step_of(model)
         for number, mode in enumerate(modes):
             with torch.inference_mode(mode):
                 found.append(step(batch(number)).item())

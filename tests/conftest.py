@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import second_device
 import torch
+import torch.distributed as dist
 from covering import mark_the_rest_of_products
 
 from ranks import RankPool
@@ -36,6 +37,16 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(directory))
         _link_by_gold(directory.parent / "linker", patch)
         yield directory
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """A test that leaves one fails itself, instead of whichever run behind it in the same process."""
+    was_there = dist.is_initialized()
+    yield
+    if dist.is_initialized() and not was_there:
+        dist.destroy_process_group()
+        pytest.fail("this test has left a process group: let it call torch.distributed.destroy_process_group()")
 
 
 def _link_by_gold(directory: Path, patch: pytest.MonkeyPatch) -> None:

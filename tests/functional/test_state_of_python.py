@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from compiled_ddp import compile_step
@@ -22,10 +23,12 @@ STEPS = 4
 
 @pytest.fixture(autouse=True)
 def alone() -> Iterator[None]:
-    """Each of these steps says that there are no other ranks, and that there are many of them."""
+    """Each of these steps makes a group of one rank, and says that there are no others, and that it is one of many."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*(returns this process's own gradients|has been made 16 times)")
         yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def square(model: nn.Module, x: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from compiled_ddp.tools.comparison.variants import Variant
 IN_A_ROW = 3  # timed steps in a turn
 PROVEN = 9  # steps of a graph, some of which are proven, which takes collectives more
 OUTPUT = Path("benchmarks/out/whole-step.json")
-VARIANTS = ("torch DDP", "torch.compile(DDP)", "EagerDDP", "compile_ddp")
+LOOPS = ("torch DDP", "torch.compile(DDP)", "EagerDDP", "compile_ddp")
 WHOLE: dict[str, dict[str, Any]] = {
     "compile_step": {},
     "compile_step, sharded": {"shard_optimizer": True},
@@ -137,6 +137,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", nargs="+", choices=[*WORKLOADS], default=["linears"])
     parser.add_argument("--link", default=LOOPBACK, help="loopback, or a rate like 1gbit (root)")
+    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=LOOPS, help="those that run beside")
     parser.add_argument("--steps", type=int, help="rounds, each one turn of every variant")
     parser.add_argument("--json", type=Path, default=OUTPUT)
     return parser.parse_args(arguments)
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, results = parse(arguments), dict[str, Any]()
     for workload in options.model:
         extent = EXTENTS[workload]
-        what = {"workload": workload, "variants": list(VARIANTS), "bucket_cap_mb": None, "device": "cpu"}
+        what = {"workload": workload, "variants": list(options.loops), "bucket_cap_mb": None, "device": "cpu"}
         with link_or_loopback(options.link) as link:
             job = {**what, "warmup": extent.warmup, "rounds": options.steps or extent.quick}
             results[workload] = run_job("whole_step", job, ranks=2, link=link)

@@ -131,20 +131,26 @@ def compile_step(
     with torch.no_grad(), without_autocast():
         if backend == "aot_eager":
             return _compile_aot_eager(graph_module, example_inputs, always, whole=True)
-        with _for_caches():
-            return _compile_inductor(graph_module, example_inputs, always, dict(options), whole=True)
+        with _without_symbols() as as_fake:
+            fake_inputs = [*map(as_fake, example_inputs)]
+            return _compile_inductor(graph_module, fake_inputs, always, dict(options), whole=True)
 
 
 @contextlib.contextmanager
-def _for_caches() -> Iterator[None]:
-    """What torch's caches ask for where no graph of Dynamo's is compiled, though nothing in it is symbolic."""
+def _without_symbols() -> Iterator[Callable[[Any], Any]]:
+    """What torch's caches ask for where no graph of Dynamo's is compiled; what inputs are to be in there.
+
+    AOTAutograd makes symbols of the sizes of tensors that are not fake, whatever `static_shapes` says: those that
+    nothing fixes would be in generated code, and floats made of one, as by a mean, an error (torch 2.13,
+    `_tensorify_python_scalars`).
+    """
     from torch._guards import TracingContext, tracing
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=True, allow_non_fake_inputs=True)
     with tracing(TracingContext(mode)):
-        yield
+        yield lambda each: mode.from_tensor(each, static_shapes=True) if isinstance(each, torch.Tensor) else each
 
 
 def _is_symbolic(value: object) -> bool:

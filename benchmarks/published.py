@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from compiled_ddp.planning.cost_model import Link, Readiness
+from compiled_ddp.planning.step_model import Job
 from compiled_ddp.tools.comparison.table import tabulate_rows
 from compiled_ddp.tools.simulation.algorithms import Hop, Network
-from compiled_ddp.tools.simulation.jobs import Job, ready_by_sizes, transformer
+from compiled_ddp.tools.simulation.jobs import ready_by_sizes, transformer
 from compiled_ddp.tools.simulation.simulate import Step, simulate
 
 MISS = 0.1  # of what was measured

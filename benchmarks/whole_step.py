@@ -4,7 +4,7 @@ Variants take turns: one step that is not timed, then some in a row that are. A 
 collectives under way, which belong to the step behind it and not to the next variant's; behind a turn they are awaited.
 
 A step is everything: forward, backward, the optimizer's update and clearing of gradients. `compile_step` has the
-workload's optimizer in its graph; the loops call it as it is (fused or foreach).
+workload's optimizer in its graph; the loops call it as it is (fused or foreach). `--loops` are those that run beside.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from torch import Tensor
 from benchmarks.launch import REPOSITORY, run_job
 from benchmarks.link import LOOPBACK, link_or_loopback
 from benchmarks.tasks import EXTENTS, WORKLOADS
+from benchmarks.variants import make_variants
 from benchmarks.workload import Workload
 from compiled_ddp import compile_step
 from compiled_ddp.comm_hooks import bf16_compress
@@ -73,42 +74,49 @@ class _Whole:
 
 
 def measure(
-    workload: Workload, variants: Sequence[Variant], *, warmup: int, rounds: int, rank: Rank
+    workload: Workload, variants: Sequence[Variant], *, whole: Sequence[str], warmup: int, rounds: int, rank: Rank
 ) -> list[dict[str, dict[str, list[float]]]]:
-    """By rank: seconds of each variant's steps, the MiB that one needs meanwhile, and those of its optimizer's state.
+    """By rank, for each variant: seconds of its steps, those of the main thread's CPU, and MiB.
 
-    Only whole steps tell of their state.
+    These are what a step needs meanwhile, and the optimizer's state, of which only whole steps tell.
     """
     contenders, _ = warm_up(variants, workload, warmup, rank)
-    wholes = {name: _Whole(workload, rank, **options) for name, options in WHOLE.items()}
-    for whole in wholes.values():
+    wholes = {name: _Whole(workload, rank, **WHOLE[name]) for name in whole}
+    for each in wholes.values():
         for _ in range(max(warmup, PROVEN)):
-            whole.step(whole.next_batch())
-        whole.rest()
+            each.step(each.next_batch())
+        each.rest()
     loops = {variant.name: contender for variant, contender in zip(variants, contenders, strict=True)}
     every: dict[str, Contender | _Whole] = {**loops, **wholes}
-    taken: dict[str, list[float]] = {name: [] for name in every}
+    taken, on_cpu = ({name: list[float]() for name in every} for _ in range(2))
     for _ in range(rounds):
         for name, each in every.items():
-            taken[name].append(_turn(each, rank))
+            seconds, of_cpu = _turn(each, rank)
+            taken[name].append(seconds)
+            on_cpu[name].append(of_cpu)
     within = dict[str, list[float]]()
     for name, each in every.items():
         batch = each.next_batch()
         rank.barrier()
         within[name] = [peak_within(functools.partial(each.step, batch)) / 2**20]
         _rest(each)
-    state = {name: [whole.bytes_of_state / 2**20] for name, whole in wholes.items()}
-    return rank.gather({"seconds": taken, "MiB within": within, "MiB of state": state})
+    state = {name: [own.bytes_of_state / 2**20] for name, own in wholes.items()}
+    return rank.gather({"seconds": taken, "of CPU": on_cpu, "MiB within": within, "MiB of state": state})
 
 
-def _turn(each: Contender | _Whole, rank: Rank) -> float:
-    """The seconds of a step, of several in a row."""
+def _turn(each: Contender | _Whole, rank: Rank) -> tuple[float, float]:
+    """The seconds of a step, of several in a row, and those in which this thread computes.
+
+    On a CPU its kernels are among these.
+    """
     batches = [each.next_batch() for _ in range(1 + IN_A_ROW)]
     rank.barrier()
     each.step(batches[0])
+    begin = time.thread_time()
     seconds = sum(sum(each.step(batch)) for batch in batches[1:])
+    of_cpu = time.thread_time() - begin
     _rest(each)
-    return seconds / IN_A_ROW
+    return seconds / IN_A_ROW, of_cpu / IN_A_ROW
 
 
 def _rest(each: Contender | _Whole) -> None:
@@ -121,12 +129,14 @@ def table(by_rank: Sequence[dict[str, dict[str, list[float]]]]) -> str:
         names = by_rank[0][kind]
         return {name: statistics.mean(statistics.median(each[kind][name]) for each in by_rank) for name in names}
 
-    seconds, within, state = means("seconds"), means("MiB within"), means("MiB of state")
+    kinds = ("seconds", "of CPU", "MiB within", "MiB of state")
+    seconds, on_cpu, within, state = map(means, kinds)
     rows = [
-        (name, 1e3 * each, each / seconds["torch DDP"], within[name], state.get(name)) for name, each in seconds.items()
+        (name, 1e3 * each, each / seconds["torch DDP"], 1e3 * on_cpu[name], within[name], state.get(name))
+        for name, each in seconds.items()
     ]
-    headers = ("", "step ms", "x torch DDP", "MiB within a step", "MiB of state")
-    return str(tabulate(rows, headers=headers, floatfmt=("s", ".3f", ".3f", ".1f", ".1f"), tablefmt="simple"))
+    headers = ("", "step ms", "x torch DDP", "main thread's CPU ms", "MiB within a step", "MiB of state")
+    return str(tabulate(rows, headers=headers, floatfmt=("s", ".3f", ".3f", ".3f", ".1f", ".1f"), tablefmt="simple"))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -137,7 +147,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--model", nargs="+", choices=[*WORKLOADS], default=["linears"])
     parser.add_argument("--link", default=LOOPBACK, help="loopback, or a rate like 1gbit (root)")
-    parser.add_argument("--loops", nargs="+", choices=LOOPS, default=LOOPS, help="those that run beside")
+    parser.add_argument("--loops", nargs="+", choices=make_variants(), default=LOOPS, metavar="NAME")
+    parser.add_argument("--whole", nargs="+", choices=WHOLE, default=[*WHOLE], metavar="NAME", help="whole steps")
     parser.add_argument("--steps", type=int, help="rounds, each one turn of every variant")
     parser.add_argument("--json", type=Path, default=OUTPUT)
     return parser.parse_args(arguments)
@@ -149,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         extent = EXTENTS[workload]
         what = {"workload": workload, "variants": list(options.loops), "bucket_cap_mb": None, "device": "cpu"}
         with link_or_loopback(options.link) as link:
-            job = {**what, "warmup": extent.warmup, "rounds": options.steps or extent.quick}
+            job = {**what, "whole": options.whole, "warmup": extent.warmup, "rounds": options.steps or extent.quick}
             results[workload] = run_job("whole_step", job, ranks=2, link=link)
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"recipe": recipe(REPOSITORY), "results": results}))

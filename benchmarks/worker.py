@@ -23,7 +23,7 @@ def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
     if kind == "watched_steps":
         return watched_steps.run(arguments["what"], arguments["steps"], rank)
     if kind == "timeline":
-        return timeline.measure(arguments["path"], arguments["wrapper"], arguments["batch"], rank)
+        return timeline.measure(arguments["path"], arguments["of"], arguments["batch"], rank)
     return _scaling(arguments, rank) if kind == "scaling" else _of_workload(kind, arguments, rank)
 
 
@@ -50,10 +50,12 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
             return probe(workload, variants[0], warmup=arguments["warmup"], steps=arguments["steps"], rank=rank)
         case "train":
             return train(workload, variants, steps=arguments["steps"], rank=rank)
-        case "embedding_rows" | "whole_step":
-            measure = embedding_rows.measure if kind == "embedding_rows" else whole_step.measure
+        case "embedding_rows":
             times = {name: arguments[name] for name in ("warmup", "rounds")}
-            return measure(workload, variants, **times, rank=rank)
+            return embedding_rows.measure(workload, variants, **times, rank=rank)
+        case "whole_step":
+            given = {name: arguments[name] for name in ("whole", "warmup", "rounds")}
+            return whole_step.measure(workload, variants, **given, rank=rank)
         case "cpu_time":
             return cpu_rounds.measure(
                 workload,

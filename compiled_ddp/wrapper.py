@@ -25,12 +25,12 @@ from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.alone import begin_alone
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.ranks.rank_group import RankGroup
-from compiled_ddp.ranks.recorder import Recorder, check_backwards
+from compiled_ddp.ranks.recorder import Recorder, check_steps
 from compiled_ddp.reducers.ddp_hook import Hook, TorchCommHook, builtin_hook, check_comm_hook, check_takes_complex
 from compiled_ddp.reducers.weights import as_weight
 from compiled_ddp.report.explain import Explanation, Times, explain_sequence
 from compiled_ddp.report.stats import training_stats
-from compiled_ddp.report.timeline import write_timeline
+from compiled_ddp.report.timeline import timeline_of_backward, write_timeline
 from compiled_ddp.step.conductor import conductor
 from compiled_ddp.step.graph_call import GraphCall
 from compiled_ddp.step.join import JoinContext, UnevenInputs, WrapperJoinHook
@@ -598,7 +598,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         Raises TypeError or ValueError for anything but a whole number of at least 2.
         """
         self._check_in_use()
-        check_backwards(steps)
+        check_steps(steps)
         return self._runtime.record(steps)
 
     @torch_private.dynamo.untraced
@@ -634,7 +634,7 @@ class DataParallelWrapper(BareNames, DDPAttributes, Copyable):
         ImportError without matplotlib.
         """
         self._check_in_use()
-        write_timeline(self.explain(), Path(path))
+        write_timeline(timeline_of_backward(self.explain()), Path(path))
 
     @torch_private.dynamo.untraced
     def stats(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from compiled_ddp.planning.calibration import Calibration
 from compiled_ddp.planning.cost_model import BackwardWork, Compute, Link, Work
 from compiled_ddp.ranks.recorder import BucketTimes, RecordedBackward, Recorder
 from compiled_ddp.report.explain import Explanation, Times, explain_sequence
-from compiled_ddp.report.timeline import write_timeline
+from compiled_ddp.report.timeline import timeline_of_backward, write_timeline
 from compiled_ddp.report.times import (
     MeasuredBackward,
     MeasuredBucket,
@@ -400,7 +400,7 @@ def test_what_is_on_the_link_at_once_has_rows_of_its_own() -> None:
 
 
 def test_a_trace_has_a_process_for_each_source_and_a_thread_for_each_lane(tmp_path: Path) -> None:
-    write_timeline(measured_example(), tmp_path / "step.json")
+    write_timeline(timeline_of_backward(measured_example()), tmp_path / "step.json")
     trace = json.loads((tmp_path / "step.json").read_text())
     events = trace["traceEvents"]
     names = {(e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in events if e["name"].endswith("_name")}
@@ -426,7 +426,7 @@ def test_a_trace_has_a_process_for_each_source_and_a_thread_for_each_lane(tmp_pa
 def test_a_picture_is_drawn_of_whatever_is_known(explanation: Explanation, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     backend = sys.modules["matplotlib"].get_backend() if "matplotlib.pyplot" in sys.modules else None
-    write_timeline(explanation, tmp_path / "step.png")
+    write_timeline(timeline_of_backward(explanation), tmp_path / "step.png")
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     assert backend is None or sys.modules["matplotlib"].get_backend() == backend
 
@@ -436,7 +436,9 @@ def test_a_picture_of_many_buckets_is_drawn_too(tmp_path: Path) -> None:
     specs = [GradientSpec.of(index, torch.empty(100)) for index in range(40)]
     many = assign_buckets(specs, capacities_bytes=(400.0,), world_size=2)
     sequence = ReductionSequence((Section(many, "graph"),), tuple(f"p{index}" for index in range(40)))
-    write_timeline(explanation_of(sequence, Options(calibration=CALIBRATION)), tmp_path / "step.png")
+    write_timeline(
+        timeline_of_backward(explanation_of(sequence, Options(calibration=CALIBRATION))), tmp_path / "step.png"
+    )
     assert (tmp_path / "step.png").stat().st_size > 10_000
 
 
@@ -444,12 +446,12 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"compiled-ddp\[plots\]"):
-        write_timeline(full(), tmp_path / "step.png")
-    write_timeline(full(), tmp_path / "step.json")
+        write_timeline(timeline_of_backward(full()), tmp_path / "step.png")
+    write_timeline(timeline_of_backward(full()), tmp_path / "step.json")
 
 
 def test_a_timeline_of_nothing_or_under_another_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="call profile"):
-        write_timeline(explanation_of(of_graph(plan(1, 0))), tmp_path / "step.png")
+        write_timeline(timeline_of_backward(explanation_of(of_graph(plan(1, 0)))), tmp_path / "step.png")
     with pytest.raises(ValueError, match=r"path.*step\.svg"):
-        write_timeline(full(), tmp_path / "step.svg")
+        write_timeline(timeline_of_backward(full()), tmp_path / "step.svg")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from compiled_ddp import torch_private
 from compiled_ddp.functional.in_flight import wait_for_all
 from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Arrival, Wanted
+from compiled_ddp.planning.calibration import Calibration
 from compiled_ddp.planning.planners import OptimalBuckets
 from compiled_ddp.ranks import communicator as ranks
 from compiled_ddp.ranks.agreement import Description, Differing, agree_on_description
@@ -274,7 +275,7 @@ class Agreements:
         self._number = 0
         self.failures = 0  # how many times something has failed that other ranks need not be told of
         self.groups = OpenGroups(self.ranks)
-        self._planners: dict[torch.device, OptimalBuckets] = {}
+        self._calibrations: dict[torch.device, Calibration] = {}
         self.forget_order()
 
     @classmethod
@@ -355,11 +356,15 @@ class Agreements:
 
     def planner(self, communicator: ranks.Communicator, device: torch.device) -> OptimalBuckets:
         """What suits the link, the same on every rank. A collective, once for each device."""
-        if device not in self._planners:
+        if device not in self._calibrations:
             explained = communicator.explaining("the link could not be measured")
             with explained, torch_private.tracing.outside_of_traces():
-                self._planners[device] = OptimalBuckets.of(calibration_for(communicator, device))
-        return self._planners[device]
+                self._calibrations[device] = calibration_for(communicator, device)
+        return OptimalBuckets.of(self._calibrations[device])
+
+    def calibration(self, device: torch.device) -> Calibration | None:
+        """What the link was measured to be; None where no plan has needed it."""
+        return self._calibrations.get(device)
 
     # ---- those that wait elsewhere -----------------------------------------------------------------------------------
 

@@ -40,6 +40,7 @@ from compiled_ddp.passes.gather_later import buckets_to_gather
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
 from compiled_ddp.plan import Bucket, BucketPlan
+from compiled_ddp.ranks.step_recorder import StepRecorder
 from compiled_ddp.telling.slow_work import SlowWork
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
@@ -200,7 +201,7 @@ class _Runnable:
         """Raise ValueError where it would write into what it closes over."""
         self._traced.surroundings.refuse_as_donated(leaves[place] for place in self._traced.written)
 
-    def __call__(self, leaves: Sequence[Any], tensors: Iterable[Tensor]) -> Any:
+    def __call__(self, leaves: Sequence[Any], tensors: Iterable[Tensor], recorder: StepRecorder | None) -> Any:
         """Run it with arguments of these leaves, whose `tensors` are detached."""
         generators = self._traced.generators
         with torch.inference_mode(False), torch.no_grad():
@@ -210,7 +211,9 @@ class _Runnable:
             gathered = [] if self._in_flight is None else self._in_flight.given_to(self._to_gather)
             given = [*tensors, *self._traced.constants, *gathered, *self._flat_buffers.memory]
             donated = [] if self._donations is None else [leaves[place] for place in self._traced.written]
-            results = self._communicated(given, donated) if self._unit is None else self._reduced(given, donated)
+            results = (
+                self._communicated(given, donated) if self._unit is None else self._reduced(given, donated, recorder)
+            )
         first_state = len(results) - len(generators)
         for generator, state in zip(generators, results[first_state:], strict=True):
             generator.advance(leaves, state)
@@ -234,7 +237,7 @@ class _Runnable:
         with self._loss_launches.launching_alone():
             return self._ran(inputs, donated)
 
-    def _reduced(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
+    def _reduced(self, inputs: list[Tensor], donated: Sequence[Tensor], recorder: StepRecorder | None) -> list[Tensor]:
         unit = self._unit
         assert unit is not None
         unit.take_turn(self._arrivals)
@@ -250,7 +253,8 @@ class _Runnable:
             for flat_buffer in self._flat_buffers.memory:
                 fill_with_pattern(flat_buffer)
         watching = unit.watching(in_cuda_graphs=self._in_cuda_graphs, reference_of=reference_of)
-        with launching, watching, self._loss_launches.launching():
+        recording = _NOTHING if recorder is None else unit.recorded_by(recorder)
+        with recording, launching, watching, self._loss_launches.launching():
             results = self._ran(inputs, donated)
         first_state = len(results) - len(self._traced.generators)
         unit.check(results[first_state - len(self._runs) : first_state])
@@ -299,8 +303,14 @@ class CompiledStep:
             return self._step(*args, **kwargs)
         return self.run(args, kwargs)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], kept: Sequence[Arguments] = ()) -> Any:
-        """Call it outside of any other graph; `kept` are its first arguments."""
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kept: Sequence[Arguments] = (),
+        recorder: StepRecorder | None = None,
+    ) -> Any:
+        """Call it outside of any other graph; `kept` are its first arguments. `recorder` is of its one reduction."""
         self._notice_another_world()
         with self._telling():
             every = [*kept, Arguments((args, kwargs))]
@@ -321,7 +331,7 @@ class CompiledStep:
             self._compiled.setdefault(self._key(every), []).insert(0, runnable)
             self._tell_of_many(why)
         self._latest, self._latest_of_losses = runnable.communicators, runnable.agreements_of_losses
-        results = runnable(leaves, itertools.chain.from_iterable(each.detached for each in every))
+        results = runnable(leaves, itertools.chain.from_iterable(each.detached for each in every), recorder)
         self.reductions = runnable.reductions
         return results
 

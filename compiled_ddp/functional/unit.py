@@ -24,6 +24,7 @@ from compiled_ddp.plan import Bucket
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, profiled
 from compiled_ddp.ranks.progress import failed_in_collective
+from compiled_ddp.ranks.step_recorder import StepRecorder
 
 # ---- what has been launched when something fails: it would fail a later wait -----------------------------------------
 
@@ -154,6 +155,12 @@ class Unit:
                 if is_profiled or any(each.recording is not None for each, _ in on_its_group):
                     stack.enter_context(_watching(on_its_group, communicator.group_name, sees_values=sees_values))
             yield
+
+    def recorded_by(self, recorder: StepRecorder) -> contextlib.AbstractContextManager[object]:
+        """Within the context the graph of the one reduction here runs, whose times are taken."""
+        (agreed,), (communicator,) = self.reductions, self.communicators
+        assert communicator.made is not None
+        return recorder.watching(agreed.plan, communicator.group_name, communicator.made.group)
 
     @property
     def verifies(self) -> bool:

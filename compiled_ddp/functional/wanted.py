@@ -157,6 +157,11 @@ class Arrival:
         """The order in which a backward usually produces them."""
         return cls(tuple(reversed(range(len(wanted.gradients)))))
 
+    def work_of(self, indices: Sequence[int]) -> BackwardWork | None:
+        """That of these gradients, in another order."""
+        places = {index: place for place, index in enumerate(self.order)}
+        return None if self.work is None else self.work.only([places[index] for index in indices])
+
     @classmethod
     def from_json(cls, text: str) -> "Arrival":
         order, works = json.loads(text)

@@ -9,7 +9,9 @@ What is compiled stands in `step_graph`. Another layout is another graph, which 
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -40,6 +42,7 @@ from compiled_ddp.functional.step_graph import (
     Written,
 )
 from compiled_ddp.functional.updates import as_vectors, noting_updates, rule_of
+from compiled_ddp.functional.wanted import Agreed
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.model.checks import check_model, check_writable, properties_of
 from compiled_ddp.model.managed import is_wrapper
@@ -47,10 +50,15 @@ from compiled_ddp.options import check_comm_hook, check_compiler, check_plan, is
 from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.plan.sequence import described
 from compiled_ddp.planning.saved_plan import SavedPlan
+from compiled_ddp.planning.step_model import Mode
 from compiled_ddp.ranks.agreement import Description, agree_on_description
 from compiled_ddp.ranks.alone import begin_alone
 from compiled_ddp.ranks.progress import format_bucket
 from compiled_ddp.ranks.rank_group import RankGroup
+from compiled_ddp.ranks.recorder import check_steps
+from compiled_ddp.ranks.step_recorder import StepRecorder
+from compiled_ddp.report.step_times import MeasuredStep, StepTimes, predict_whole
+from compiled_ddp.report.timeline import Timeline, write_timeline
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
 
@@ -307,13 +315,15 @@ class TrainingStep:
         self._known: dict[Layout, list[_Known]] = {}
         self._latest: _Now | None = None
         self._explained: tuple[Layout, CompiledStep, Sequence[str]] | None = None
+        self._recorder: StepRecorder | None = None
         self._held, self._batches = Tensors(), 0  # sums of the gradients of so many micro-batches
 
     @untraced
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Take a step with this batch; returns this rank's loss, detached, and with `has_aux` a pair."""
-        with self._calling():
-            value, aux = self._take(batch, named, is_update=self._batches + 1 >= self._accumulate)
+        is_update = self._batches + 1 >= self._accumulate
+        with self._calling(), self._recording() if is_update else contextlib.nullcontext():
+            value, aux = self._take(batch, named, is_update=is_update)
         return (value, aux) if self._graph.has_aux else value
 
     @untraced
@@ -329,23 +339,70 @@ class TrainingStep:
         if self._in_flight is not None:
             self._in_flight.land()
 
+    # ---- what users look at ------------------------------------------------------------------------------------------
+
     @property
     def plan(self) -> SavedPlan | None:
         """The buckets of the latest update in launch order, to be saved; None before it, and where one rank is alone.
 
         `step.plan.save("plan.json")` writes what `plan=` of `compile_step` and `compile_ddp` takes.
         """
-        reductions = [] if self._explained is None else self._explained[1].reductions
-        own = [each for each in reductions if each.wanted.function == self._graph.reduction.name]
-        if not own:
+        own = self._agreed
+        if own is None:
             return None
-        names, parameters = own[0].names, dict(self.model.named_parameters())
-        buckets = [tuple(names[index] for index in bucket.indices) for bucket in own[0].plan.buckets if bucket.indices]
+        names, parameters = own.names, dict(self.model.named_parameters())
+        buckets = [tuple(names[index] for index in bucket.indices) for bucket in own.plan.buckets if bucket.indices]
         told = {name: described(tuple(parameters[name].shape), gradient_dtype(parameters[name])) for name in names}
-        return SavedPlan(tuple(told.items()), tuple(buckets), own[0].world_size)
+        return SavedPlan(tuple(told.items()), tuple(buckets), own.world_size)
+
+    @property
+    def _agreed(self) -> Agreed | None:
+        """The reduction of the latest update."""
+        reductions = [] if self._explained is None else self._explained[1].reductions
+        return next((each for each in reductions if each.wanted.function == self._graph.reduction.name), None)
+
+    @untraced
+    def profile(self, steps: int = 10) -> StepRecorder:
+        """Measure the next `steps` updates on this rank, for `explain()` and `timeline()`.
+
+            step.profile(steps=10)
+            for x, y in batches:
+                step(x, y)
+            print(step.explain())
+
+        When each bucket is launched, awaited and there, from the beginning of the call, by the host's clock. The first
+        update is left out, as a warm-up; of the others the one of median length is shown. No collective: any rank may
+        call it, at any time, and each sees its own times. A second call begins anew. Until then each update takes some
+        more of the host's time, as under `torch.profiler`; afterwards none. `remaining` of the object that is returned
+        tells how many updates are still to come.
+
+        Raises TypeError or ValueError for anything but a whole number of at least 2.
+        """
+        check_steps(steps)
+        self._recorder = StepRecorder(steps, self._mode)
+        return self._recorder
+
+    @untraced
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write when what happens in a step as a picture, or as a trace that https://ui.perfetto.dev opens.
+
+            step.timeline("step.png")   # needs matplotlib: pip install 'compiled-ddp[plots]'
+            step.timeline("step.json")
+
+        Two lanes, computation and link, with the buckets in colour: as predicted, and below as `profile()` has measured
+        them on this rank. No collective.
+
+        Raises ValueError for a name that ends otherwise, RuntimeError where nothing is predicted or measured yet, and
+        ImportError without matplotlib.
+        """
+        times = self._times()
+        write_timeline(Timeline("step", (), {}) if times is None else times.timeline(), Path(path))
 
     def explain(self) -> str:
-        """What the latest update was: one graph or more, its all-reduces, and what was left out of it."""
+        """What the latest update was: one graph or more, its all-reduces, and what was left out of it.
+
+        And when what happens, where the link was measured, as for planned buckets, or `profile()` was called.
+        """
         if self._explained is None:
             return "No update has been made yet."
         layout, compiled, unused = self._explained
@@ -378,7 +435,37 @@ class TrainingStep:
             lines.append(f"Gradients are sent, and averaged, as {format_function(hook.hook)} has it.")
         if unused:
             lines.append(f"The latest batch of this rank did not use {format_names(unused)}.")
-        return "\n".join(lines)
+        times = self._times()
+        return "\n".join([*lines, *(times.lines() if times is not None else ())])
+
+    def _times(self) -> StepTimes | None:
+        """What is known of them; None before an update, and where one rank is alone."""
+        agreed = self._agreed
+        if agreed is None or self._explained is None:
+            return None
+        plan, predicted, measured = agreed.plan, None, None
+        calibration = self._graph.reduction.communicator.agreements.calibration(agreed.wanted.device)
+        work = agreed.arrival.work_of(plan.indices)
+        if calibration is not None and self._graph.reduction.options.hook is None:
+            needed = [{*rule_of(self.optimizer).needed(kind)} - {"step"} for kind in self._explained[0].kinds]
+            states = max(map(len, needed), default=0)
+            predicted = predict_whole(self._mode, plan, calibration, work, states=states)
+        if self._recorder is not None:
+            measured = MeasuredStep.of(self._recorder, plan)
+        return StepTimes(plan, agreed.names, predicted, work is None, measured)
+
+    @property
+    def _mode(self) -> Mode:
+        if self._in_flight is not None:
+            return "pipelined"
+        return "all-reduced" if self._shared is None else "sharded"
+
+    def _recording(self) -> contextlib.AbstractContextManager[None]:
+        """One update, in here."""
+        recorder = self._recorder
+        return contextlib.nullcontext() if recorder is None or not recorder.remaining else recorder.step()
+
+    # ---- a call ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
@@ -416,7 +503,7 @@ class TrainingStep:
     def _update(self, now: "_Now", given: Given) -> Outcome:
         outcome: Outcome
         if now.layout.outside:
-            outcome = now.known.update.run((given,), {}, now.beside_update)
+            outcome = now.known.update.run((given,), {}, now.beside_update, self._recorder)
             with now.known.update.telling():
                 self._update_outside(now, outcome)
         else:
@@ -435,7 +522,7 @@ class TrainingStep:
                 kept = now.in_update or self._in_update(now, begun)
                 numbers = as_vectors(rule_of(self.optimizer), self.optimizer.param_groups)
             with self._noting_what_is_torn(is_first=len(begun) == len(now.trained)):
-                outcome: Outcome = now.known.update.run((numbers, given), {}, kept)
+                outcome: Outcome = now.known.update.run((numbers, given), {}, kept, self._recorder)
             torch_private.optimizers.note_step(self.optimizer)
             if begun:
                 updated = outcome.updated(now.layout)

@@ -28,6 +28,10 @@ class Link:
         """What one all-reduce takes of the link."""
         return self.startup_seconds + nbytes / self.bytes_per_second
 
+    def of_shares(self) -> "Link":
+        """For what sends each rank its share alone, or gathers shares: half of what an all-reduce sends."""
+        return replace(self, bytes_per_second=2 * self.bytes_per_second)
+
     def __str__(self) -> str:
         return f"{_readable(self.startup_seconds * 1e6)} us + bytes / {_readable(self.bytes_per_second / 1e6)} MB/s"
 
@@ -142,10 +146,7 @@ class Readiness:
         """
         if not (self.backward_seconds and nbytes):
             return self
-        factor = min(max(nbytes / link.bytes_per_second / self.backward_seconds, 1 / within), within)
-        return replace(
-            self, seconds=tuple(at * factor for at in self.seconds), backward_seconds=self.backward_seconds * factor
-        )
+        return self.slower(min(max(nbytes / link.bytes_per_second / self.backward_seconds, 1 / within), within))
 
     def beside(self, link: Link, nbytes: float) -> "Readiness":
         """On a device that also does its part of the reduction of so many bytes, as far as that is in the backward.
@@ -155,9 +156,12 @@ class Readiness:
         if not (link.host_seconds_per_byte and nbytes and self.backward_seconds):
             return self
         share = min(1.0, self.backward_seconds * link.bytes_per_second / nbytes)
-        slower = 1 + share * nbytes * link.host_seconds_per_byte / self.backward_seconds
+        return self.slower(1 + share * nbytes * link.host_seconds_per_byte / self.backward_seconds)
+
+    def slower(self, factor: float) -> "Readiness":
+        """With all times so many times as long."""
         return replace(
-            self, seconds=tuple(at * slower for at in self.seconds), backward_seconds=self.backward_seconds * slower
+            self, seconds=tuple(at * factor for at in self.seconds), backward_seconds=self.backward_seconds * factor
         )
 
     def only(self, places: Sequence[int]) -> "Readiness":

@@ -144,8 +144,8 @@ class OptimalBuckets:
         return cls(calibration.link.rounded(), calibration.compute.rounded(), first_bytes)
 
     def of_shares(self) -> "OptimalBuckets":
-        """For buckets of which each rank is sent its shares alone: half of what an all-reduce sends."""
-        return replace(self, link=replace(self.link, bytes_per_second=2 * self.link.bytes_per_second))
+        """For buckets of which each rank is sent its shares alone."""
+        return replace(self, link=self.link.of_shares())
 
     @property
     def naive(self) -> bool:

@@ -17,6 +17,7 @@ _LAUNCHES = (
     torch.ops._c10d_functional.all_to_all_single.default,  # of a bucket that is scattered, as the next one
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 )
+_GATHERS = (torch.ops._c10d_functional.all_gather_into_tensor.default,)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _WITHOUT_DERIVATIVES = ("aten::", "prims::", "_c10d_functional::", "compiled_ddp::")  # in the kernels of operators
 
@@ -28,7 +29,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
     collective runs inside of the context that they return. Buckets are numbered from `first_bucket` on in the order of
     their launches. On a GPU a wait only orders streams. Observers may be nested. What C++ launches (Inductor's
     `cpp_wrapper`) is not seen; `launched` tells how many launches were. `start(bucket, operator, args)` launches and
-    returns what the operator does.
+    returns what the operator does. What gathers by all-gathers is seen with `sees_gathers` alone.
     """
 
     supports_higher_order_operators = True  # passes them on like all others
@@ -45,11 +46,13 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         launch: Callable[[int, torch.Tensor], AbstractContextManager[object]],
         wait: Callable[[int], AbstractContextManager[object]] = lambda bucket: contextlib.nullcontext(),
         start: Callable[[int, Any, tuple[Any, ...]], torch.Tensor] = lambda bucket, operator, args: operator(*args),
+        sees_gathers: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._group_name = group_name
         self._first_bucket = first_bucket
         self.launched = 0
+        self._launches = (*_LAUNCHES, *_GATHERS) if sees_gathers else _LAUNCHES
         self._around_launch, self._around_wait, self._start = launch, wait, start
         self._bucket_at: dict[int, int] = {}  # address of a launched flat buffer -> bucket
 
@@ -63,7 +66,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         # AOTAutograd may compile a backward when it first runs, on fake tensors.
         if type(next(iter(args), None)) is not torch.Tensor:
             return func(*args, **kwargs)
-        if func in _LAUNCHES and is_called(args[-1], self._group_name):
+        if func in self._launches and is_called(args[-1], self._group_name):
             bucket = self._first_bucket + self.launched
             self.launched += 1
             with self._around_launch(bucket, args[0]):

@@ -65,10 +65,10 @@ class RecordedBackward:
         self.ended, self.sequence = now(), sequence
 
 
-def check_backwards(steps: object) -> None:
-    """Raise TypeError or ValueError unless this is a number of backwards, of which the first is left out."""
+def check_steps(steps: object) -> None:
+    """Raise TypeError or ValueError unless this is a number of steps to record, of which the first is left out."""
     if not isinstance(steps, int) or isinstance(steps, bool):
-        raise TypeError(f"profile(steps=...) takes a whole number of backwards, found {steps!r}.")
+        raise TypeError(f"profile(steps=...) takes a whole number, found {steps!r}.")
     if steps < 2:
         raise ValueError(f"profile(steps=...) needs at least 2, as the first is left out, found {steps}.")
 

@@ -6,7 +6,7 @@ All times are in seconds from the beginning of the backward.
 import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence, Section
@@ -154,7 +154,7 @@ def measured_backward(recorder: Recorder, sequence: ReductionSequence) -> Measur
         return None
     typical = sorted(recorded, key=lambda backward: backward.seconds)[(len(recorded) - 1) // 2]
     positions = range(len(sequence.buckets))
-    buckets = tuple(_measured_bucket(typical.buckets.get(position), typical.began) for position in positions)
+    buckets = tuple(measured_bucket(typical.buckets.get(position), typical.began) for position in positions)
     local = recorder.local_seconds[1:]
     return MeasuredBackward(
         buckets,
@@ -165,7 +165,8 @@ def measured_backward(recorder: Recorder, sequence: ReductionSequence) -> Measur
     )
 
 
-def _measured_bucket(times: BucketTimes | None, began: float) -> MeasuredBucket | None:
+def measured_bucket(times: BucketTimes | None, began: float) -> MeasuredBucket | None:
+    """From `began`, of what the clock has told."""
     if times is None or times.launched is None:
         return None
     wait = None
@@ -272,7 +273,7 @@ Doing = Literal["computes", "waits", "sends"]
 class Span:
     """What is done from `begin` to `end`; `bucket` is the position of the one that it is for, None for none.
 
-    What is on the link at once has different rows.
+    What is on the link at once has different rows. `transfer` says which one of a bucket it is where it has several.
     """
 
     doing: Doing
@@ -280,6 +281,7 @@ class Span:
     end: float
     bucket: int | None = None
     row: int = 0
+    transfer: str = ""
 
 
 def spans_of_prediction(predicted: PredictedBackward) -> list[Span]:
@@ -297,18 +299,40 @@ def spans_of_prediction(predicted: PredictedBackward) -> list[Span]:
 
 def spans_of_measurement(measured: MeasuredBackward) -> list[Span]:
     """As of a prediction: what the host does in between its waits counts for the bucket that it launches next."""
-    seen = [(position, bucket) for position, bucket in enumerate(measured.buckets) if bucket is not None]
-    waits = [(position, bucket.wait) for position, bucket in seen if bucket.wait is not None]
-    launches = sorted((bucket.launch, position) for position, bucket in seen)
-    cuts = {0.0, measured.seconds, *(at for at, _ in launches), *(at for _, wait in waits for at in wait)}
+    seen = [(position, "", bucket) for position, bucket in enumerate(measured.buckets) if bucket is not None]
+    return spans_of_transfers(measured.seconds, seen)
+
+
+def spans_of_transfers(
+    seconds: float, seen: Sequence[tuple[int, str, MeasuredBucket]], *, is_backward: bool = True
+) -> list[Span]:
+    """What was seen of buckets' transfers within so many seconds; each has a position, and may have a name besides.
+
+    Where it is not all a backward, what comes before the first launch counts for no bucket.
+    """
+    waits = [(position, name, bucket.wait) for position, name, bucket in seen if bucket.wait is not None]
+    launches = sorted((bucket.launch, position) for position, _, bucket in seen if bucket.launch >= 0)
+    cuts = {0.0, seconds, *(at for at, _ in launches), *(at for *_, wait in waits for at in wait)}
     spans = list[Span]()
-    for begin, end in itertools.pairwise(sorted(cuts)):
-        if not any(wait[0] < end and begin < wait[1] for _, wait in waits):
-            spans.append(Span("computes", begin, end, next((n for at, n in launches if at >= end), None)))
-    spans += [Span("waits", *wait, position) for position, wait in waits]
-    rows = list[float]()  # until when each is taken
-    for position, (begin, end) in measured.transfers():
-        row = next((row for row, until in enumerate(rows) if until <= begin), len(rows))
-        rows[row : row + 1] = [end]
-        spans.append(Span("sends", begin, end, position, row))
+    for begin, end in itertools.pairwise(sorted(at for at in cuts if 0 <= at <= seconds)):
+        if not any(wait[0] < end and begin < wait[1] for *_, wait in waits):
+            following = next((position for at, position in launches if at >= end), None)
+            is_before = bool(launches) and end <= launches[0][0]
+            spans.append(Span("computes", begin, end, None if is_before and not is_backward else following))
+    spans += [Span("waits", *wait, position, transfer=name) for position, name, wait in waits]
+    sent = [(each.launch, each.end, position, name) for position, name, each in seen if each.end is not None]
+    within = [
+        Span("sends", max(begin, 0.0), min(end, seconds), position, transfer=name)
+        for begin, end, position, name in sorted(sent)
+    ]
+    spans += in_rows([span for span in within if span.end > span.begin])
     return [span for span in spans if span.end > span.begin]
+
+
+def in_rows(spans: Iterable[Span]) -> Iterator[Span]:
+    """What is on the link, each in the first row that is free."""
+    rows = list[float]()  # until when each is taken
+    for span in spans:
+        row = next((row for row, until in enumerate(rows) if until <= span.begin), len(rows))
+        rows[row : row + 1] = [span.end]
+        yield replace(span, row=row)

@@ -221,6 +221,22 @@ def start_sum_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any,
     return tensor, work
 
 
+def start_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...]) -> tuple[Any, dist.Work | None]:
+    """What a functional collective of `group` returns, and its Work; None where the operator has run by itself.
+
+    Gloo's futures alone tell when a collective has ended.
+    """
+    if not is_gloo(group):
+        return operator(*args), None
+    if operator is not torch.ops._c10d_functional.all_to_all_single.default:
+        return start_sum_in_graph(group, operator, args)
+    tensor, received_each, sent_each, _ = args
+    received = tensor.new_empty((sum(received_each), *tensor.shape[1:]))
+    work = group.alltoall_base(received, tensor.contiguous(), [*received_each], [*sent_each])
+    torch._C._distributed_c10d._register_work(received, work)
+    return received, work
+
+
 @functools.cache
 def _sum() -> Any:
     options = distributed_c10d.AllreduceOptions()

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from compiled_ddp.planning.cost_model import Readiness
+from compiled_ddp.planning.step_model import Job
 from compiled_ddp.tools.simulation import measured
-from compiled_ddp.tools.simulation.jobs import Job, load, ready_by_sizes, transformer
+from compiled_ddp.tools.simulation.jobs import load, ready_by_sizes, transformer
 
 
 def test_a_transformer_has_four_matrices_a_layer_and_its_embedding_last() -> None:

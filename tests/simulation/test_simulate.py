@@ -3,8 +3,9 @@
 import pytest
 
 from compiled_ddp.planning.cost_model import Readiness
+from compiled_ddp.planning.step_model import Job
 from compiled_ddp.tools.simulation.algorithms import Hop, Network
-from compiled_ddp.tools.simulation.jobs import Job, ready_by_sizes, transformer
+from compiled_ddp.tools.simulation.jobs import ready_by_sizes, transformer
 from compiled_ddp.tools.simulation.simulate import RANKS, ddps_buckets, simulate, told_of_overlap
 
 NBYTES = transformer(124e6, 12, 4, 38e6)
@@ -65,3 +66,17 @@ def test_without_overlap_a_longer_backward_hides_nothing() -> None:
         simulate(JOB.scaled(seconds), NETWORK, [16], overlap=False)[0].exposed_seconds for seconds in (0.01, 10.0)
     )
     assert shorter == pytest.approx(longer)
+
+
+def test_shares_are_updated_by_their_ranks_and_gathered_behind_the_backward_or_in_the_next_step() -> None:
+    slow = Network("ring", Hop(12e-6, 6.25e9))
+    plain, sharded, pipelined = (
+        simulate(JOB, slow, [8, 64], mode=mode) for mode in ("all-reduced", "sharded", "pipelined")
+    )
+    for one, other, last in zip(plain, sharded, pipelined, strict=True):
+        assert other.compute_seconds == last.compute_seconds < one.compute_seconds
+        assert last.seconds < min(one.seconds, other.seconds), "what is gathered is hidden by the next forward"
+        assert all(step.limit_seconds <= step.seconds for step in (one, other, last))
+        assert one.fixed_seconds == other.fixed_seconds == last.fixed_seconds, "of DDP's step"
+    assert "the other is not" in told_of_overlap(sharded, overlap=True, mode="sharded")
+    assert "ms of forward and backward to hide it" in told_of_overlap(pipelined, overlap=True, mode="pipelined")

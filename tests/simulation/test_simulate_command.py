@@ -45,6 +45,19 @@ def test_json_has_the_recipe_and_all_figures(tmp_path: Path) -> None:
     assert data["steps"][0]["exposed_seconds"] == pytest.approx(2 * 12e-6 + 496e6 / 25e9, rel=1e-3)
 
 
+def test_a_mode_of_whole_steps_is_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = {}
+    for mode in ("all-reduced", "pipelined"):
+        path = tmp_path / f"{mode}.json"
+        assert (
+            main([*JOB, "--startup-us", "12", "--gbit", "50", "--ranks", "8", "--mode", mode, "--json", str(path)]) == 0
+        )
+        steps[mode] = json.loads(path.read_text())["steps"][0]["seconds"]
+        assert json.loads(path.read_text())["mode"] == mode
+    assert steps["pipelined"] < steps["all-reduced"]
+    assert "gathered in the next step" in capsys.readouterr().out
+
+
 def test_a_calibration_of_two_ranks_is_the_link_of_two(tmp_path: Path) -> None:
     file = calibration(tmp_path / "link.json", 2, Link(300e-6, 1e9, 20e-6))
     assert main([*JOB, "--calibration", file, "--ranks", "2", "4", "--json", str(tmp_path / "s.json")]) == 0

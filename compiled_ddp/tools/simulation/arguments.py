@@ -31,6 +31,12 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     simulate.add_argument(
         "--no-overlap", action="store_true", help="communication begins when the backward has ended, whatever the plan"
     )
+    simulate.add_argument(
+        "--mode",
+        choices=("all-reduced", "sharded", "pipelined"),
+        default="all-reduced",
+        help="of compile_step: with shard_optimizer, and with pipeline_updates besides (default all-reduced)",
+    )
     simulate.add_argument("--json", type=Path, metavar="FILE", help="recipe and all figures")
     simulate.add_argument("--plot", type=Path, metavar="FILE", help="the picture; needs compiled-ddp[compare]")
 
@@ -67,6 +73,8 @@ def _add_network(group: "argparse._ArgumentGroup") -> None:
 
 def problem(options: argparse.Namespace) -> str | None:
     """What is wrong with the values of these arguments, if anything."""
+    if options.no_overlap and options.mode != "all-reduced":
+        return f"--no-overlap and --mode {options.mode} are alternatives"
     return _problem_of_values(options) or _problem_of_job(options) or _problem_of_network(options)
 
 

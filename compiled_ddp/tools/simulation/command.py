@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from compiled_ddp.planning.calibration import Calibration
+from compiled_ddp.planning.step_model import Job, Mode
 from compiled_ddp.tools.command_line.target import check_target
 from compiled_ddp.tools.comparison.record import recipe
 from compiled_ddp.tools.simulation import chart, jobs, measured, table
 from compiled_ddp.tools.simulation.algorithms import Hop, Network
-from compiled_ddp.tools.simulation.jobs import Job
 from compiled_ddp.tools.simulation.simulate import RANKS, Step, simulate, told_of_overlap
 
 _UNKNOWN = Hop(0.0, float("inf"))  # until a calibration says more
@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
         network = _network(options)
         ranks = options.ranks or _that_fill_their_hosts(network)
         job = _job(options)
-        steps = simulate(job, network, ranks, overlap=not options.no_overlap)
+        steps = simulate(job, network, ranks, overlap=not options.no_overlap, mode=options.mode)
         _write(options, job, network, steps)
     except (OSError, TypeError, ValueError) as error:
         sys.stderr.write(f"simulate: {error}\n")
@@ -110,8 +110,8 @@ def _hop(startup_us: float | None, gbit: float | None) -> Hop:
 
 
 def _write(options: argparse.Namespace, job: Job, network: Network, steps: Sequence[Step]) -> None:
-    title = _title(job, network)
-    told = told_of_overlap(steps, overlap=not options.no_overlap)
+    title = _title(job, network, options.mode)
+    told = told_of_overlap(steps, overlap=not options.no_overlap, mode=options.mode)
     sys.stdout.write(f"{title}\n\n{table.render(steps)}\n\n{told}\n{table.NOTES}\n")
     if options.json is not None:
         data = {
@@ -119,6 +119,7 @@ def _write(options: argparse.Namespace, job: Job, network: Network, steps: Seque
             "job": asdict(job),
             "network": {name: value for name, value in asdict(network).items() if name != "besides"},
             "overlap": not options.no_overlap,
+            "mode": options.mode,
             "steps": [asdict(step) | _derived(step) for step in steps],
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +135,14 @@ def _derived(step: Step) -> dict[str, Any]:
     return {name: getattr(step, name) for name in names}
 
 
-def _title(job: Job, network: Network) -> str:
+_MODES = {
+    "all-reduced": "",
+    "sharded": " updated by shares",
+    "pipelined": " updated by shares, gathered in the next step",
+}
+
+
+def _title(job: Job, network: Network, mode: Mode) -> str:
     """What is simulated, in one sentence or two."""
     hop = network.between
     link = f"{network.algorithm}, {hop.startup_seconds * 1e6:.3g} us and {hop.bytes_per_second * 8e-9:.4g} Gbit/s a hop"
@@ -144,7 +152,8 @@ def _title(job: Job, network: Network) -> str:
             f"{network.within.bytes_per_second * 8e-9:.4g} Gbit/s inside"
         )
     return (
-        f"Predicted: {sum(job.nbytes) / 2**20:.1f} MiB in {len(job.nbytes)} gradients, ready {job.readiness.source}; "
+        f"Predicted: {sum(job.nbytes) / 2**20:.1f} MiB in {len(job.nbytes)} gradients{_MODES[mode]}, ready "
+        f"{job.readiness.source}; "
         f"{1e3 * job.compute_seconds:.4g} ms of computation, of which {1e3 * job.readiness.backward_seconds:.4g} "
         f"backward; {link}."
     )

@@ -1,39 +1,13 @@
-"""What one rank computes in a step: how long, and when which gradient is ready."""
+"""What one rank computes in a step, from sizes and times that are given."""
 
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from compiled_ddp.planning.cost_model import Readiness
-
-
-@dataclass(frozen=True)
-class Job:
-    """A step of one rank, without communication, and its gradients in the order in which they are ready."""
-
-    nbytes: tuple[int, ...]  # of each gradient
-    readiness: Readiness
-    forward_seconds: float
-    optimizer_seconds: float = 0.0
-
-    @property
-    def compute_seconds(self) -> float:
-        return self.forward_seconds + self.readiness.backward_seconds + self.optimizer_seconds
-
-    def without_overlap(self) -> Self:
-        """As if all gradients were ready at the end of the backward: communication begins behind it."""
-        end = self.readiness.backward_seconds
-        return replace(self, readiness=Readiness((end,) * len(self.nbytes), end, "all at the end of the backward"))
-
-    def scaled(self, backward_seconds: float) -> Self:
-        """With a backward of another length, in whose course gradients are ready as before."""
-        ready = self.readiness
-        factor = backward_seconds / ready.backward_seconds
-        seconds = tuple(factor * at for at in ready.seconds)
-        return replace(self, readiness=Readiness(seconds, backward_seconds, f"{ready.source}, scaled"))
+from compiled_ddp.planning.step_model import Job
 
 
 def ready_by_sizes(nbytes: Sequence[int], backward_seconds: float) -> Readiness:

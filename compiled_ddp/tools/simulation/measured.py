@@ -10,10 +10,10 @@ from torch import nn
 
 from compiled_ddp.plan import GradientSpec
 from compiled_ddp.planning.cost_model import Readiness
+from compiled_ddp.planning.step_model import Job
 from compiled_ddp.tools.command_line.target import find_function
 from compiled_ddp.tools.comparison.reference import trainable
 from compiled_ddp.tools.comparison.users_task import RETURNS, UsersWorkload
-from compiled_ddp.tools.simulation.jobs import Job
 
 _WARMUP = 2  # steps, which allocate what later ones find
 

@@ -24,7 +24,7 @@ COLUMNS = {
 NOTES = (
     "start-up, link: of one all-reduce of all ranks; communication: of all gradients in one\n"
     "limit: no plan has a shorter step; DDP's buckets: 1 MiB, then 25 MiB\n"
-    "longer: communication, or the backward that could hide it"
+    "longer: communication, or what could hide it"
 )
 
 
@@ -42,7 +42,7 @@ def row(step: Step) -> SimpleNamespace:
         limit_ms=1e3 * step.limit_seconds,
         fixed_ms=1e3 * step.fixed_seconds,
         ratio_to_fixed=step.ratio_to_fixed,
-        bound_by="communication" if step.is_link_bound else "backward",
+        bound_by="communication" if step.is_link_bound else step.hidden_behind,
     )
 
 

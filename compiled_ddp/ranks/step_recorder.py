@@ -1,0 +1,136 @@
+"""When the collectives of whole steps are launched, awaited and there, by this rank's clock: `step.profile`."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from compiled_ddp import torch_private
+from compiled_ddp.plan import BucketPlan
+from compiled_ddp.planning.step_model import Kind, Mode
+from compiled_ddp.ranks.launch_observer import LaunchObserver
+from compiled_ddp.ranks.recorder import BucketTimes, now
+
+_OPERATORS = torch.ops._c10d_functional
+_ALL_REDUCES = (_OPERATORS.all_reduce.default, _OPERATORS.all_reduce_.default)
+
+
+@dataclass
+class RecordedTransfer:
+    """One of a bucket, by its position in the plan."""
+
+    kind: Kind
+    position: int
+    times: BucketTimes = field(default_factory=BucketTimes)
+
+
+@dataclass
+class RecordedStep:
+    """One update. Times are by the clock."""
+
+    began: float = field(default_factory=now)
+    ended: float = 0.0
+    plan: BucketPlan | None = None  # None where no graph has run that communicates
+    transfers: list[RecordedTransfer] = field(default_factory=list)  # in launch order
+    left: tuple[RecordedTransfer, ...] = ()  # what the step before had left under way
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def under_way(self) -> list[RecordedTransfer]:
+        """What nobody has awaited yet."""
+        return [each for each in self.transfers if each.times.wait_ended is None]
+
+
+class StepRecorder:
+    """Takes times of so many updates. Lasts longer than it records: `remaining` is 0 then."""
+
+    def __init__(self, steps: int, mode: Mode) -> None:
+        self.remaining = steps
+        self.mode: Mode = mode
+        self.recorded: list[RecordedStep] = []
+        self._open: RecordedStep | None = None
+        self._observer: LaunchObserver | None = None  # one, as some transfers last from step to step
+        self._launched: dict[int, RecordedTransfer] = {}  # by its number among the launches of all steps
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One update, in here. One that raises is forgotten."""
+        left = self.recorded[-1].under_way if self.recorded else ()
+        self._open = RecordedStep(left=tuple(left))
+        try:
+            yield
+            self._open.ended = now()
+            self.recorded.append(self._open)
+            self.remaining -= 1
+        finally:
+            self._open = None
+
+    def watching(
+        self, plan: BucketPlan, group_name: str, group: dist.ProcessGroup
+    ) -> contextlib.AbstractContextManager[object]:
+        """Within the context a graph runs that reduces by this plan, on this group."""
+        if self._open is None:
+            return contextlib.nullcontext()
+        self._open.plan = plan
+        if self._observer is None:
+            self._group = group
+            self._observer = LaunchObserver(
+                group_name,
+                launch=lambda number, _: contextlib.nullcontext(),
+                wait=self._waiting,
+                start=self._start,
+                sees_gathers=True,
+            )
+        return self._observer
+
+    def _start(self, number: int, operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
+        transfer = self._note(_kind(operator, args))
+        if transfer is None:
+            return operator(*args)  # type: ignore[no-any-return]
+        self._launched[number] = transfer
+        transfer.times.begin("launch")
+        result, work = torch_private.groups.start_in_graph(self._group, operator, args)
+        if work is not None:
+            work.get_future().add_done_callback(transfer.times.arrive)
+        return result  # type: ignore[no-any-return]
+
+    def _note(self, kind: Kind) -> RecordedTransfer | None:
+        """The next one of this kind, as all ranks launch them in one order; None for what is of no bucket."""
+        assert self._open is not None and self._open.plan is not None
+        positions = _positions(kind, self._open.plan, self.mode)
+        before = sum(each.kind == kind for each in self._open.transfers)
+        if before >= len(positions):
+            return None
+        self._open.transfers.append(RecordedTransfer(kind, positions[before]))
+        return self._open.transfers[-1]
+
+    @contextlib.contextmanager
+    def _waiting(self, number: int) -> Iterator[None]:
+        transfer = self._launched.pop(number, None)
+        if transfer is not None:
+            transfer.times.begin("wait for")
+        yield
+        if transfer is not None:
+            transfer.times.end("wait for")
+
+
+def _kind(operator: Any, args: tuple[Any, ...]) -> Kind:
+    if operator in _ALL_REDUCES:
+        return "all-reduce"
+    if operator is _OPERATORS.all_to_all_single.default:  # of what is scattered a row for each rank
+        return "scatter" if args[0].dim() == 2 else "gather"
+    return "scatter" if operator is _OPERATORS.reduce_scatter_tensor.default else "gather"
+
+
+def _positions(kind: Kind, plan: BucketPlan, mode: Mode) -> Sequence[int]:
+    """Of which buckets there are such transfers, in launch order."""
+    if kind == "all-reduce":
+        return [plan.place_of_riders] if plan.is_scattered else range(len(plan.buckets))
+    places = [place for place, bucket in enumerate(plan.buckets) if bucket.gradients]
+    return places[::-1] if kind == "gather" and mode == "pipelined" else places

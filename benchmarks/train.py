@@ -1,41 +1,54 @@
-"""Train under torch DDP and compile_ddp from one seed and plot both loss curves: `python -m benchmarks.train`."""
+"""Train under torch DDP and compile_ddp from one seed and plot both loss curves: `python -m benchmarks.train`.
+
+`--whole` has whole steps beside them.
+"""
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import trange
 
+from benchmarks.whole_step import WHOLE, Whole
 from benchmarks.workload import Workload
 from compiled_ddp.tools.comparison.measure import Contender
 from compiled_ddp.tools.comparison.ranks import Rank
 from compiled_ddp.tools.comparison.variants import Variant
 
 
-def train(workload: Workload, variants: Sequence[Variant], *, steps: int, rank: Rank) -> dict[str, list[float]]:
+def train(
+    workload: Workload, variants: Sequence[Variant], *, whole: Sequence[str], steps: int, rank: Rank
+) -> dict[str, list[float]]:
     """The loss of each step, averaged over ranks, for each variant. All see the same weights and batches."""
-    contenders = [Contender(variant, workload, rank) for variant in variants]
-    losses: list[list[float]] = [[] for _ in contenders]
+    loops = {variant.name: partial(_loss_of_loop, Contender(variant, workload, rank)) for variant in variants}
+    wholes = {name: partial(_loss_of_whole, Whole(workload, rank, **WHOLE[name])) for name in whole}
+    every: dict[str, Callable[[], float]] = {**loops, **wholes}
+    losses: dict[str, list[float]] = {name: [] for name in every}
     bar = trange(steps, desc="training", disable=rank.index != 0, leave=False)
     for _ in bar:
-        for contender, curve in zip(contenders, losses, strict=True):
-            loss = contender.module(*contender.next_batch())
-            loss.backward()
-            contender.optimizer.step()
-            contender.optimizer.zero_grad()
-            curve.append(loss.item())
-        bar.set_postfix_str(
-            ", ".join(f"{c.variant.name} {curve[-1]:.4f}" for c, curve in zip(contenders, losses, strict=True))
-        )
+        for name, loss in every.items():
+            losses[name].append(loss())
+        bar.set_postfix_str(", ".join(f"{name} {curve[-1]:.4f}" for name, curve in losses.items()))
     by_rank = rank.gather(losses)
     return {
-        contender.variant.name: [
-            sum(values) / len(values) for values in zip(*(of_rank[i] for of_rank in by_rank), strict=True)
-        ]
-        for i, contender in enumerate(contenders)
+        name: [sum(values) / len(values) for values in zip(*(of_rank[name] for of_rank in by_rank), strict=True)]
+        for name in every
     }
+
+
+def _loss_of_loop(contender: Contender) -> float:
+    loss = contender.module(*contender.next_batch())
+    loss.backward()
+    contender.optimizer.step()
+    contender.optimizer.zero_grad()
+    return float(loss.item())
+
+
+def _loss_of_whole(whole: Whole) -> float:
+    return float(whole.loss(whole.next_batch()).item())
 
 
 def largest_difference(curves: dict[str, list[float]]) -> float:
@@ -76,6 +89,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--variants", nargs="+", default=["torch DDP", "compile_ddp"], metavar="NAME")
+    parser.add_argument("--whole", nargs="+", choices=WHOLE, default=[], metavar="NAME", help="whole steps")
     parser.add_argument("--bucket-cap-mb", type=float)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/out/train.json"))
     parser.add_argument("--png", type=Path, default=Path("benchmarks/out/train.png"))
@@ -95,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "bucket_cap_mb": options.bucket_cap_mb,
         "device": options.device,
         "steps": options.steps,
+        "whole": options.whole,
     }
     curves = run_job("train", job, ranks=options.ranks)
     difference = largest_difference(curves)

@@ -44,7 +44,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 
 
-class _Whole:
+class Whole:
     """`compile_step` in training: its own model, optimizer and pass through the data."""
 
     def __init__(self, workload: Workload, rank: Rank, **options: Any) -> None:
@@ -66,10 +66,15 @@ class _Whole:
         """Await what is under way."""
         self._step.flush()
 
+    def loss(self, batch: Any) -> Tensor:
+        """That of a step."""
+        loss: Tensor = self._step(*batch)
+        return loss
+
     def step(self, batch: Any) -> list[float]:
         """Its seconds, as one number."""
         begin = time.perf_counter()
-        self._step(*batch)
+        self.loss(batch)
         return [time.perf_counter() - begin]
 
 
@@ -81,13 +86,13 @@ def measure(
     These are what a step needs meanwhile, and the optimizer's state, of which only whole steps tell.
     """
     contenders, _ = warm_up(variants, workload, warmup, rank)
-    wholes = {name: _Whole(workload, rank, **WHOLE[name]) for name in whole}
+    wholes = {name: Whole(workload, rank, **WHOLE[name]) for name in whole}
     for each in wholes.values():
         for _ in range(max(warmup, PROVEN)):
             each.step(each.next_batch())
         each.rest()
     loops = {variant.name: contender for variant, contender in zip(variants, contenders, strict=True)}
-    every: dict[str, Contender | _Whole] = {**loops, **wholes}
+    every: dict[str, Contender | Whole] = {**loops, **wholes}
     taken, on_cpu = ({name: list[float]() for name in every} for _ in range(2))
     for _ in range(rounds):
         for name, each in every.items():
@@ -104,7 +109,7 @@ def measure(
     return rank.gather({"seconds": taken, "of CPU": on_cpu, "MiB within": within, "MiB of state": state})
 
 
-def _turn(each: Contender | _Whole, rank: Rank) -> tuple[float, float]:
+def _turn(each: Contender | Whole, rank: Rank) -> tuple[float, float]:
     """The seconds of a step, of several in a row, and those in which this thread computes.
 
     On a CPU its kernels are among these.
@@ -119,8 +124,8 @@ def _turn(each: Contender | _Whole, rank: Rank) -> tuple[float, float]:
     return seconds / IN_A_ROW, of_cpu / IN_A_ROW
 
 
-def _rest(each: Contender | _Whole) -> None:
-    if isinstance(each, _Whole):
+def _rest(each: Contender | Whole) -> None:
+    if isinstance(each, Whole):
         each.rest()
 
 

@@ -49,7 +49,7 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
         case "probe":
             return probe(workload, variants[0], warmup=arguments["warmup"], steps=arguments["steps"], rank=rank)
         case "train":
-            return train(workload, variants, steps=arguments["steps"], rank=rank)
+            return train(workload, variants, whole=arguments["whole"], steps=arguments["steps"], rank=rank)
         case "embedding_rows":
             times = {name: arguments[name] for name in ("warmup", "rounds")}
             return embedding_rows.measure(workload, variants, **times, rank=rank)

@@ -103,17 +103,22 @@ def test_the_lanes_cover_the_step_and_show_what_is_on_the_link_within_it(tmp_pat
         total = max(span.end for span in busy)
         assert seconds is None or total == pytest.approx(seconds)
         assert sum(span.end - span.begin for span in busy) == pytest.approx(total)
-    sent = [span for span in timeline.lanes["measured"].spans if span.doing == "sends"]
-    assert all(0 <= span.begin < span.end <= 2.0 for span in sent)
-    assert [span.transfer for span in sent] == [
-        "gather",
-        "gather",
-        "all-reduce",
-        "scatter",
-        "scatter",
-        "gather",
-        "gather",
+    measured = timeline.lanes["measured"].spans
+    sent = [(span.transfer, span.bucket, span.begin, span.end) for span in measured if span.doing == "sends"]
+    assert sent == [
+        ("gather", 2, 0.0, pytest.approx(0.3)),
+        ("gather", 1, pytest.approx(0.3), pytest.approx(0.6)),  # and riders meanwhile
+        ("scatter", 1, pytest.approx(1.0), pytest.approx(1.4)),
+        ("scatter", 2, pytest.approx(1.4), pytest.approx(1.8)),
+        ("gather", 2, pytest.approx(1.9), 2.0),
     ]
+    computing = [(span.bucket, span.begin) for span in measured if span.doing == "computes" and span.begin < 1.1]
+    assert computing == [
+        (None, 0.0),
+        (2, pytest.approx(0.4)),
+        (1, pytest.approx(0.6)),
+        (2, pytest.approx(1.0)),
+    ], "forward, behind what was gathered, and then the backward"
     write_timeline(timeline, tmp_path / "step.json")
     names = [event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]]
     assert "gather of bucket 2 (a; 400 bytes)" in names and "wait for scatter of bucket 2 (a; 400 bytes)" in names

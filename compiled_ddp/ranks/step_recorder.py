@@ -1,6 +1,7 @@
 """When the collectives of whole steps are launched, awaited and there, by this rank's clock: `step.profile`."""
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,23 +80,22 @@ class StepRecorder:
             return contextlib.nullcontext()
         self._open.plan = plan
         if self._observer is None:
-            self._group = group
             self._observer = LaunchObserver(
                 group_name,
                 launch=lambda number, _: contextlib.nullcontext(),
                 wait=self._waiting,
-                start=self._start,
+                start=functools.partial(self._start, group),
                 sees_gathers=True,
             )
         return self._observer
 
-    def _start(self, number: int, operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    def _start(self, group: dist.ProcessGroup, number: int, operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
         transfer = self._note(_kind(operator, args))
         if transfer is None:
             return operator(*args)  # type: ignore[no-any-return]
         self._launched[number] = transfer
         transfer.times.begin("launch")
-        result, work = torch_private.groups.start_in_graph(self._group, operator, args)
+        result, work = torch_private.groups.start_in_graph(group, operator, args)
         if work is not None:
             work.get_future().add_done_callback(transfer.times.arrive)
         return result  # type: ignore[no-any-return]

@@ -20,10 +20,9 @@ from compiled_ddp.report.times import (
     Interval,
     MeasuredBucket,
     Span,
+    computing_spans,
     format_ms,
-    in_rows,
     measured_bucket,
-    spans_of_transfers,
     union_seconds,
 )
 
@@ -174,10 +173,8 @@ class StepTimes:
             told += "\n(ready by sizes)" if self.is_assumed else ""
             lanes["predicted"] = Lanes(tuple(self._predicted_spans(self.predicted)), told)
         if self.measured is not None:
-            seen = [(each.position, each.kind, each.times) for each in self.measured.transfers]
-            spans = spans_of_transfers(self.measured.seconds, seen, is_backward=False)
             told = totals(self.measured.seconds, None, self.measured.waiting_seconds)
-            lanes["measured"] = Lanes(tuple(spans), told)
+            lanes["measured"] = Lanes(tuple(_measured_spans(self.measured)), told)
         buckets = [
             Named(bucket.nbytes, self._shown(bucket), tuple(self.names[index] for index in bucket.indices))
             for bucket in self.plan.buckets
@@ -185,15 +182,45 @@ class StepTimes:
         return Timeline("step", tuple(buckets), lanes)
 
     def _predicted_spans(self, predicted: PredictedStep) -> Iterator[Span]:
-        for each in predicted.computing:
-            yield Span("computes", each.begin, each.end, None if each.bucket is None else self._position(each.bucket))
+        for part in predicted.computing:
+            yield Span("computes", part.begin, part.end, None if part.bucket is None else self._position(part.bucket))
         for wait in predicted.waits:
             yield Span("waits", wait.begin, wait.end, self._position(wait.bucket), transfer=wait.kind)
-        sent = [
-            Span("sends", each.start, each.end, self._position(each.bucket), transfer=each.kind)
-            for each in predicted.transfers
-        ]
-        yield from in_rows(sent)
+        for each in predicted.transfers:
+            yield Span("sends", each.start, each.end, self._position(each.bucket), transfer=each.kind)
+
+
+def _measured_spans(measured: MeasuredStep) -> Iterator[Span]:
+    """What is computed behind the wait for what was gathered counts for that bucket, until gradients are launched.
+
+    Of a transfer only that part is on the link which is left when those launched before it have ended.
+    """
+    seconds, every = measured.seconds, measured.transfers
+    waits = [
+        Span("waits", *each.times.wait, each.position, transfer=each.kind)
+        for each in every
+        if each.times.wait is not None
+    ]
+    launches = sorted((each.times.launch, each.position) for each in every if each.times.launch >= 0)
+    of_gradients = "scatter" if any(each.kind == "scatter" for each in every) else "all-reduce"  # else of riders
+    backward = min((each.times.launch for each in every if each.kind == of_gradients), default=seconds)
+
+    def bucket_of(begin: float, end: float) -> int | None:
+        if end <= backward:
+            awaited = [wait for wait in waits if wait.transfer == "gather" and wait.end <= begin]
+            return max(awaited, key=lambda wait: wait.end).bucket if awaited else None
+        return next((position for at, position in launches if at >= end), None)
+
+    yield from computing_spans(seconds, [at for at, _ in launches], waits, bucket_of)
+    yield from waits
+    free = 0.0
+    for each in sorted(every, key=lambda each: each.times.launch):
+        if each.times.end is None:
+            continue
+        begin, end = max(each.times.launch, free), min(each.times.end, seconds)
+        if end > begin:
+            yield Span("sends", begin, end, each.position, transfer=each.kind)
+            free = end
 
 
 def _launch(times: Sequence[float | None]) -> float:

@@ -299,34 +299,29 @@ def spans_of_prediction(predicted: PredictedBackward) -> list[Span]:
 
 def spans_of_measurement(measured: MeasuredBackward) -> list[Span]:
     """As of a prediction: what the host does in between its waits counts for the bucket that it launches next."""
-    seen = [(position, "", bucket) for position, bucket in enumerate(measured.buckets) if bucket is not None]
-    return spans_of_transfers(measured.seconds, seen)
+    seen = [(position, bucket) for position, bucket in enumerate(measured.buckets) if bucket is not None]
+    waits = [Span("waits", *bucket.wait, position) for position, bucket in seen if bucket.wait is not None]
+    launches = sorted((bucket.launch, position) for position, bucket in seen)
+
+    def launched_next(begin: float, end: float) -> int | None:
+        return next((position for at, position in launches if at >= end), None)
+
+    computing = computing_spans(measured.seconds, [at for at, _ in launches], waits, launched_next)
+    sent = in_rows([Span("sends", begin, end, position) for position, (begin, end) in measured.transfers()])
+    return [span for span in (*computing, *waits, *sent) if span.end > span.begin]
 
 
-def spans_of_transfers(
-    seconds: float, seen: Sequence[tuple[int, str, MeasuredBucket]], *, is_backward: bool = True
-) -> list[Span]:
-    """What was seen of buckets' transfers within so many seconds; each has a position, and may have a name besides.
-
-    Where it is not all a backward, what comes before the first launch counts for no bucket.
-    """
-    waits = [(position, name, bucket.wait) for position, name, bucket in seen if bucket.wait is not None]
-    launches = sorted((bucket.launch, position) for position, _, bucket in seen if bucket.launch >= 0)
-    cuts = {0.0, seconds, *(at for at, _ in launches), *(at for *_, wait in waits for at in wait)}
-    spans = list[Span]()
+def computing_spans(
+    seconds: float,
+    launches: Sequence[float],
+    waits: Sequence[Span],
+    bucket_of: Callable[[float, float], int | None],
+) -> Iterator[Span]:
+    """What the host does from 0 to `seconds` while it does not wait, cut at launches; for the bucket of `bucket_of`."""
+    cuts = {0.0, seconds, *launches, *(at for wait in waits for at in (wait.begin, wait.end))}
     for begin, end in itertools.pairwise(sorted(at for at in cuts if 0 <= at <= seconds)):
-        if not any(wait[0] < end and begin < wait[1] for *_, wait in waits):
-            following = next((position for at, position in launches if at >= end), None)
-            is_before = bool(launches) and end <= launches[0][0]
-            spans.append(Span("computes", begin, end, None if is_before and not is_backward else following))
-    spans += [Span("waits", *wait, position, transfer=name) for position, name, wait in waits]
-    sent = [(each.launch, each.end, position, name) for position, name, each in seen if each.end is not None]
-    within = [
-        Span("sends", max(begin, 0.0), min(end, seconds), position, transfer=name)
-        for begin, end, position, name in sorted(sent)
-    ]
-    spans += in_rows([span for span in within if span.end > span.begin])
-    return [span for span in spans if span.end > span.begin]
+        if not any(wait.begin < end and begin < wait.end for wait in waits):
+            yield Span("computes", begin, end, bucket_of(begin, end))
 
 
 def in_rows(spans: Iterable[Span]) -> Iterator[Span]:

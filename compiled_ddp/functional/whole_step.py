@@ -444,8 +444,8 @@ class TrainingStep:
         if agreed is None or self._explained is None:
             return None
         plan, predicted, measured = agreed.plan, None, None
-        known = [each.agreements.calibration(agreed.wanted.device) for each in self._graph.reduction.communicators]
-        calibration = known[0] if known else None  # none behind destroy_process_group
+        communicators = self._graph.reduction.communicators  # none behind destroy_process_group
+        calibration = next((each.agreements.calibration(agreed.wanted.device) for each in communicators), None)
         work = agreed.arrival.work_of(plan.indices)
         if calibration is not None and self._graph.reduction.options.hook is None:
             needed = [{*rule_of(self.optimizer).needed(kind)} - {"step"} for kind in self._explained[0].kinds]

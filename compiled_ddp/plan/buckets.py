@@ -240,6 +240,11 @@ class BucketPlan:
         """The buckets that have gradients."""
         return tuple(bucket for bucket in self.buckets if bucket.gradients)
 
+    @functools.cached_property
+    def places_of_gradients(self) -> tuple[int, ...]:
+        """The places of those."""
+        return tuple(place for place, bucket in enumerate(self.buckets) if bucket.gradients)
+
     @property
     def place_of_riders(self) -> int:
         """The place of the bucket that has the riders."""

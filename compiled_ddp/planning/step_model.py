@@ -44,9 +44,9 @@ class Job:
         slowed = ready.slower(backward_seconds / ready.backward_seconds)
         return replace(self, readiness=replace(slowed, source=f"{ready.source}, scaled"))
 
-    def sharing(self, ranks: int) -> Self:
-        """With an update that so many share."""
-        return replace(self, optimizer_seconds=self.optimizer_seconds / ranks)
+    def in_mode(self, mode: Mode, ranks: int) -> Self:
+        """With an update that so many share, where they do."""
+        return self if mode == "all-reduced" else replace(self, optimizer_seconds=self.optimizer_seconds / ranks)
 
     def beside(self, link: Link) -> Self:
         """On a device that also does its part of the reductions, evenly in all of the step."""
@@ -113,13 +113,18 @@ class PredictedStep:
         return sum(wait.end - wait.begin for wait in self.waits)
 
 
+def link_in_mode(mode: Mode, link: Link) -> Link:
+    """What one transfer of a bucket takes, where an all-reduce takes `link`."""
+    return link if mode == "all-reduced" else link.of_shares()
+
+
 def predict_step(mode: Mode, buckets: Sequence[Sequence[int]], job: Job, link: Link) -> PredictedStep:
     """A step of a rank with this `job`, whose buckets have the gradients at these places; `link` is of all-reduces.
 
     "sharded" scatters sums, lets each rank update its share behind the backward, bucket by bucket, and gathers what
     comes of it; "pipelined" gathers that in the next step, the last bucket first, where its forward waits for it.
     """
-    step = _Step(link if mode == "all-reduced" else link.of_shares(), host_seconds=link.host_seconds)
+    step = _Step(link_in_mode(mode, link), host_seconds=link.host_seconds)
     beside = job.beside(link)
     every = [*_Bucket.of(buckets, beside)]
     if mode == "pipelined":

@@ -105,7 +105,7 @@ class Recorder:
     def timing(self, what: Act, position: int, named: AbstractContextManager[object]) -> AbstractContextManager[object]:
         """Within the context this is done to a bucket, which has the context `named` besides."""
         backward = self._open
-        return named if backward is None else _timing(backward.of_bucket(position), what, named)
+        return named if backward is None else timing(backward.of_bucket(position), what, named)
 
     def follow(self, position: int, work: dist.Work) -> None:
         """Note when the collective of a bucket, just launched, has ended."""
@@ -137,7 +137,8 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def _timing(bucket: BucketTimes, what: Act, named: AbstractContextManager[Any]) -> Iterator[None]:
+def timing(bucket: BucketTimes, what: Act, named: AbstractContextManager[Any]) -> Iterator[None]:
+    """Within the context this is done to a bucket, which has the context `named` besides."""
     bucket.begin(what)
     with named:
         yield

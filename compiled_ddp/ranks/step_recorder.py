@@ -12,8 +12,8 @@ import torch.distributed as dist
 from compiled_ddp import torch_private
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.step_model import Kind, Mode
-from compiled_ddp.ranks.launch_observer import LaunchObserver
-from compiled_ddp.ranks.recorder import BucketTimes, now
+from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver
+from compiled_ddp.ranks.recorder import BucketTimes, now, timing
 
 _OPERATORS = torch.ops._c10d_functional
 _ALL_REDUCES = (_OPERATORS.all_reduce.default, _OPERATORS.all_reduce_.default)
@@ -77,12 +77,12 @@ class StepRecorder:
     ) -> contextlib.AbstractContextManager[object]:
         """Within the context a graph runs that reduces by this plan, on this group."""
         if self._open is None:
-            return contextlib.nullcontext()
+            return UNNAMED
         self._open.plan = plan
         if self._observer is None:
             self._observer = LaunchObserver(
                 group_name,
-                launch=lambda number, _: contextlib.nullcontext(),
+                launch=lambda number, _: UNNAMED,
                 wait=self._waiting,
                 start=functools.partial(self._start, group),
                 sees_gathers=True,
@@ -110,14 +110,9 @@ class StepRecorder:
         self._open.transfers.append(RecordedTransfer(kind, positions[before]))
         return self._open.transfers[-1]
 
-    @contextlib.contextmanager
-    def _waiting(self, number: int) -> Iterator[None]:
+    def _waiting(self, number: int) -> contextlib.AbstractContextManager[object]:
         transfer = self._launched.pop(number, None)
-        if transfer is not None:
-            transfer.times.begin("wait for")
-        yield
-        if transfer is not None:
-            transfer.times.end("wait for")
+        return UNNAMED if transfer is None else timing(transfer.times, "wait for", UNNAMED)
 
 
 def _kind(operator: Any, args: tuple[Any, ...]) -> Kind:
@@ -132,5 +127,5 @@ def _positions(kind: Kind, plan: BucketPlan, mode: Mode) -> Sequence[int]:
     """Of which buckets there are such transfers, in launch order."""
     if kind == "all-reduce":
         return [plan.place_of_riders] if plan.is_scattered else range(len(plan.buckets))
-    places = [place for place, bucket in enumerate(plan.buckets) if bucket.gradients]
+    places = plan.places_of_gradients
     return places[::-1] if kind == "gather" and mode == "pipelined" else places

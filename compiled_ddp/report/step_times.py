@@ -23,6 +23,7 @@ from compiled_ddp.report.times import (
     computing_spans,
     format_ms,
     measured_bucket,
+    of_median_length,
     union_seconds,
 )
 
@@ -50,9 +51,8 @@ def predict_whole(
         readiness = work.readiness(calibration.compute)
     update = (_UPDATED_BYTES + 2 * states) * sum(nbytes) / calibration.compute.bytes_per_second
     job = Job(tuple(nbytes), readiness, _FORWARD * readiness.backward_seconds, update)
-    own = job if mode == "all-reduced" else job.sharing(plan.world_size)
     places = [[numbers[index] for index in bucket.indices] for bucket in buckets]
-    return predict_step(mode, places, own, calibration.link)
+    return predict_step(mode, places, job.in_mode(mode, plan.world_size), calibration.link)
 
 
 # ---- measured --------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class MeasuredStep:
         recorded = [step for step in recorder.recorded[1:] if step.plan == plan]
         if not recorded:
             return None
-        typical = sorted(recorded, key=lambda step: step.seconds)[(len(recorded) - 1) // 2]
+        typical = of_median_length(recorded)
         return cls(tuple(_transfers_of(typical)), len(recorded), typical.seconds)
 
     @property
@@ -142,8 +142,9 @@ class StepTimes:
     def _table(self) -> str:
         """In launch order, as measured or else as predicted; what is gathered of the step before stands first."""
         rows: dict[tuple[Kind, int, bool], list[float | None]] = {}
+        positions = self.plan.places_of_gradients
         for each in self.predicted.transfers if self.predicted is not None else ():
-            key = each.kind, self._position(each.bucket), each.kind == "gather" and each.launched == 0.0
+            key = each.kind, positions[each.bucket], each.kind == "gather" and each.launched == 0.0
             rows[key] = [each.launched, each.start, each.end, None, None, None]
         for seen in self.measured.transfers if self.measured is not None else ():
             times = seen.times
@@ -157,10 +158,6 @@ class StepTimes:
             bucket, cells = self.plan.buckets[position], ["" if at is None else format_ms(at) for at in times_of]
             table.append([kind, position, bucket.nbytes, *cells[first:last], self._shown(bucket)])
         return str(tabulate(table, headers=["", "bucket", "bytes", *headers, "parameters"], tablefmt="simple"))
-
-    def _position(self, number: int) -> int:
-        """That of the bucket with this number among those that have gradients."""
-        return self.plan.buckets.index(self.plan.of_gradients[number])
 
     def _shown(self, bucket: Bucket) -> str:
         return format_names([self.names[index] for index in bucket.indices], 3) or "(riders)"
@@ -182,12 +179,13 @@ class StepTimes:
         return Timeline("step", tuple(buckets), lanes)
 
     def _predicted_spans(self, predicted: PredictedStep) -> Iterator[Span]:
+        positions = self.plan.places_of_gradients
         for part in predicted.computing:
-            yield Span("computes", part.begin, part.end, None if part.bucket is None else self._position(part.bucket))
+            yield Span("computes", part.begin, part.end, None if part.bucket is None else positions[part.bucket])
         for wait in predicted.waits:
-            yield Span("waits", wait.begin, wait.end, self._position(wait.bucket), transfer=wait.kind)
+            yield Span("waits", wait.begin, wait.end, positions[wait.bucket], transfer=wait.kind)
         for each in predicted.transfers:
-            yield Span("sends", each.start, each.end, self._position(each.bucket), transfer=each.kind)
+            yield Span("sends", each.start, each.end, positions[each.bucket], transfer=each.kind)
 
 
 def _measured_spans(measured: MeasuredStep) -> Iterator[Span]:

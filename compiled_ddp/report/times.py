@@ -7,15 +7,17 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from compiled_ddp.plan import Bucket, BucketPlan, ReductionSequence, Section
 from compiled_ddp.planning.calibration import Calibration
 from compiled_ddp.planning.cost_model import BackwardWork, Link, Prediction, Readiness, predict
 from compiled_ddp.planning.optimal import lower_bound
-from compiled_ddp.ranks.recorder import BucketTimes, Recorder
+from compiled_ddp.ranks.recorder import BucketTimes, RecordedBackward, Recorder
+from compiled_ddp.ranks.step_recorder import RecordedStep
 
 Interval = tuple[float, float]  # begin, end
+Recorded = TypeVar("Recorded", RecordedBackward, RecordedStep)
 
 # ---- predicted -------------------------------------------------------------------------------------------------------
 
@@ -145,14 +147,11 @@ class MeasuredBackward:
 
 
 def measured_backward(recorder: Recorder, sequence: ReductionSequence) -> MeasuredBackward | None:
-    """What was recorded of this sequence; None for nothing. The first backward of each kind is left out as warm-up.
-
-    The times are those of one backward, as medians of each would not fit together.
-    """
+    """What was recorded of this sequence; None for nothing. The first backward of each kind is left out as warm-up."""
     recorded = [backward for backward in recorder.recorded[1:] if backward.sequence == sequence]
     if not recorded:
         return None
-    typical = sorted(recorded, key=lambda backward: backward.seconds)[(len(recorded) - 1) // 2]
+    typical = of_median_length(recorded)
     positions = range(len(sequence.buckets))
     buckets = tuple(measured_bucket(typical.buckets.get(position), typical.began) for position in positions)
     local = recorder.local_seconds[1:]
@@ -163,6 +162,11 @@ def measured_backward(recorder: Recorder, sequence: ReductionSequence) -> Measur
         union_seconds(bucket.wait for bucket in buckets if bucket is not None and bucket.wait is not None),
         statistics.median(local) if local else None,
     )
+
+
+def of_median_length(recorded: Sequence[Recorded]) -> Recorded:
+    """One of them, as medians of each of their times would not fit together."""
+    return sorted(recorded, key=lambda each: each.seconds)[(len(recorded) - 1) // 2]
 
 
 def measured_bucket(times: BucketTimes | None, began: float) -> MeasuredBucket | None:

@@ -13,7 +13,7 @@ from compiled_ddp.plan import GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.planning.cost_model import Link
 from compiled_ddp.planning.optimal import optimal_buckets, predict_plan
-from compiled_ddp.planning.step_model import Job, Mode, predict_step
+from compiled_ddp.planning.step_model import Job, Mode, link_in_mode, predict_step
 from compiled_ddp.tools.simulation.algorithms import Network
 
 RANKS = tuple(2**power for power in range(1, 17))  # 2 to 65,536
@@ -84,8 +84,8 @@ def ddps_buckets(nbytes: Sequence[int]) -> list[int]:
 
 def _step(job: Job, link: Link, ranks: int, fixed: Sequence[int], mode: Mode) -> Step:
     ddps_others = job.forward_seconds + job.optimizer_seconds
-    own = job if mode == "all-reduced" else job.sharing(ranks)
-    lengths = optimal_buckets(job.nbytes, job.readiness, link if mode == "all-reduced" else link.of_shares())
+    own = job.in_mode(mode, ranks)
+    lengths = optimal_buckets(job.nbytes, job.readiness, link_in_mode(mode, link))
     ends = [*itertools.accumulate(lengths)]
     buckets = [range(end - length, end) for end, length in zip(ends, lengths, strict=True)]
     predicted = predict_step(mode, buckets, own, link)

@@ -18,12 +18,13 @@ from compiled_ddp import torch_private
 from compiled_ddp.checks.values import fill_with_pattern
 from compiled_ddp.environment import check_environment
 from compiled_ddp.functional.agreements import Agreements
-from compiled_ddp.functional.closed_over import OwnChanges, closed_over, generators_shared, reached
+from compiled_ddp.functional.closed_over import closed_over, generators_shared
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.donations import Donations, donations
 from compiled_ddp.functional.in_flight import InFlight, land_what_is_read
-from compiled_ddp.functional.kept import Arguments
+from compiled_ddp.functional.kept import Arguments, Choice
 from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
+from compiled_ddp.functional.reached import OwnChanges, Reached
 from compiled_ddp.functional.reduction import current_world
 from compiled_ddp.functional.reference import ReferenceStep
 from compiled_ddp.functional.session import Session, current_session, tracing
@@ -197,9 +198,9 @@ class _Runnable:
         """Whether what it has met while it was traced is as it was, for arguments of these leaves."""
         return self._traced.fits(leaves)
 
-    def refuse_constants(self, leaves: Sequence[Any]) -> None:
-        """Raise ValueError where it would write into what it closes over."""
-        self._traced.surroundings.refuse_as_donated(leaves[place] for place in self._traced.written)
+    def refuse_constants(self, leaves: Sequence[Any], first: int) -> None:
+        """Raise ValueError where it would write into what it closes over, from the `first` leaf on that is asked."""
+        self._traced.surroundings.refuse_as_donated(leaves[place] for place in self._traced.written if place >= first)
 
     def __call__(self, leaves: Sequence[Any], tensors: Iterable[Tensor], recorder: StepRecorder | None) -> Any:
         """Run it with arguments of these leaves, whose `tensors` are detached."""
@@ -287,6 +288,7 @@ class CompiledStep:
         self._donations, self._tells = None if keeps_donated else donations, tells
         self._in_flight = in_flight
         self._compiled: dict[tuple[Any, ...], list[_Runnable]] = {}
+        self._choice: Choice | None = None  # of the latest call
         self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
         self._latest_of_losses: tuple[Agreements, ...] = ()  # by which it agrees on collectives outside of gradients
@@ -320,15 +322,15 @@ class CompiledStep:
                 self._donations.refuse(_name_of(self._step), leaves, functools.partial(self._named, args, kwargs))
             if not every[-1].are_fit:
                 raise self._unfit(args, kwargs)
-            key = self._key(every)
-            runnable = next((each for each in self._compiled.get(key, ()) if each.fits(leaves)), None)
-            if runnable is not None:
-                runnable.refuse_constants(leaves)
+            around = self._around(every)
+            runnable = self._chosen_before(every, leaves, around)
+            if runnable is None:
+                key, runnable = self._choose(every, leaves, around)
         if runnable is None:
             why = why_another(self._compiled, key)
             with self._own_changes.changing(self._step):
                 runnable = self._compile(args, kwargs, why=why)
-            self._compiled.setdefault(self._key(every), []).insert(0, runnable)
+            self._compiled.setdefault(self._key(every, around, self._reached()), []).insert(0, runnable)
             self._tell_of_many(why)
         self._latest, self._latest_of_losses = runnable.communicators, runnable.agreements_of_losses
         results = runnable(leaves, itertools.chain.from_iterable(each.detached for each in every), recorder)
@@ -350,13 +352,44 @@ class CompiledStep:
         if world != self._world:
             self._world, self._latest, self._latest_of_losses = world, (), ()
 
-    def _key(self, every: Sequence[Arguments]) -> tuple[Any, ...]:
+    def _around(self, every: Sequence[Arguments]) -> tuple[Hashable, ...]:
+        """What a graph depends on that is no part of the step."""
+        return _ambient(frozenset[str]().union(*(each.device_types for each in every))), self._world
+
+    def _chosen_before(
+        self, every: Sequence[Arguments], leaves: Sequence[Any], around: tuple[Hashable, ...]
+    ) -> _Runnable | None:
+        """The graph of the call before, where this one is as that. See [Note: steady calls]."""
+        if self._choice is None or not self._choice.holds(every, around):
+            return None
+        runnable: _Runnable = self._choice.graph
+        if not runnable.fits(leaves):
+            return None
+        runnable.refuse_constants(leaves, first=len(leaves) - len(every[-1].leaves))
+        return runnable
+
+    def _choose(
+        self, every: Sequence[Arguments], leaves: Sequence[Any], around: tuple[Hashable, ...]
+    ) -> tuple[tuple[Any, ...], _Runnable | None]:
+        """What the graph of these arguments depends on, and that, if there is one."""
+        reached = self._reached()
+        key, self._choice = self._key(every, around, reached), None
+        runnable = next((each for each in self._compiled.get(key, ()) if each.fits(leaves)), None)
+        if runnable is not None:
+            runnable.refuse_constants(leaves, first=0)
+            if not _shared_memory(every):
+                self._choice = Choice(runnable, every, reached.reads, around)
+        return key, runnable
+
+    def _reached(self) -> Reached:
+        return Reached(self._step, self._own_changes)
+
+    def _key(self, every: Sequence[Arguments], around: tuple[Hashable, ...], reached: Reached) -> tuple[Any, ...]:
         """All that a graph depends on that can be asked before it is known; `why_another` compares them."""
-        closed = closed_over(self._step, self._own_changes)
+        closed = closed_over(reached, self._own_changes)
         generators = generators_shared([each for arguments in every for each in arguments.generators], closed)
         structure, kinds = [each.structure for each in every], [each.kinds for each in every]
-        ambient = _ambient(frozenset[str]().union(*(each.device_types for each in every)))
-        return tuple(structure), tuple(kinds), generators, closed, ambient, self._world, _shared_memory(every)
+        return tuple(structure), tuple(kinds), generators, closed, around, _shared_memory(every)
 
     def _unfit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
         """The error for the first leaf that may change without being told from what it was, by name."""
@@ -487,7 +520,7 @@ class CompiledStep:
 
     def _whom_to_tell(self, session: Session | None) -> tuple[tuple[Communicator, ...], Agreements | None]:
         """What other ranks launch on as they run this step, as far as it is known here, and what they agree by."""
-        reached_here = [each.reduction for each in reached(self._step) if isinstance(each, GradientFunction)]
+        reached_here = [each.reduction for each in Reached(self._step) if isinstance(each, GradientFunction)]
         known = [communicator for each in reached_here for communicator in each.communicators]
         called, loss_launches = (session.called, session.loss_launches) if session is not None else ((), ())
         communicators = self._latest or tuple(dict.fromkeys(called)) or tuple(known)[:1]
@@ -554,7 +587,12 @@ def _extent_bytes(tensor: Tensor) -> int:
 def _ambient(device_types: Set[str]) -> Hashable:
     """What changes what operators do, besides their operands; a step may run some on a device of no argument's."""
     accelerator = torch.accelerator.current_accelerator()
-    kinds = {"cpu", *device_types, *(() if accelerator is None else (accelerator.type,))}
-    autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in sorted(kinds))
+    kinds = _kinds(device_types, "cpu" if accelerator is None else accelerator.type)
+    autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     return autocast, torch.get_default_dtype(), torch.get_default_device(), is_deterministic
+
+
+@functools.cache
+def _kinds(device_types: Set[str], accelerator: str) -> list[str]:
+    return sorted({"cpu", *device_types, accelerator})

@@ -1,25 +1,32 @@
 """Arguments of compiled steps, which are looked at once where they come in one call after another as they were."""
 
 import functools
-from collections.abc import Collection, Sequence
+import itertools
+import operator
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from compiled_ddp import torch_private
+from compiled_ddp.functional.reached import Reads
 from compiled_ddp.functional.traced_step import Leaf, in_plain_memory
 from compiled_ddp.model.watch import RememberedParts
 
 
 class Hashed:
-    """A value whose hash is computed once, and which is equal to itself without looking."""
+    """A value whose hash is computed once, if it is asked for, and which is equal to itself without looking."""
 
     def __init__(self, value: Any) -> None:
-        self.value, self._hash = value, hash(value)
+        self.value = value
 
     def __hash__(self) -> int:
         return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(self.value)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Hashed) and self.value == other.value)
@@ -89,7 +96,33 @@ class Unchanged:
         return [*map(Tensor.data_ptr, self._tensors)]
 
 
-def dictionaries_of(modules: Collection[nn.Module]) -> list[dict[str, Any]]:
-    """Where modules keep what a forward may read: attributes, parameters, buffers, parts and hooks."""
-    attributes = [vars(module) for module in modules]
-    return [*attributes, *(each for own in attributes for each in own.values() if isinstance(each, dict))]
+class Choice:
+    """The graph that a call has run, which is that of the next one too where all that was asked for it is as it was.
+
+    [Note: steady calls] Which graph a call runs depends on its arguments, on all that the step reaches by names, and on
+    what is set around it. To put that together anew costs more than a small step's products; to see that nothing has
+    been replaced costs a tenth of it. Whatever has changed, and what this does not look at, as memory that arguments
+    share and generators, is looked at in full: there is no second opinion on what a graph depends on.
+    """
+
+    def __init__(self, graph: Any, every: Sequence[Arguments], reads: Reads, around: Hashable) -> None:
+        """`every` are the call's arguments, the last of which are its own; the others may be passed again."""
+        *self._kept, own = every
+        self.graph, self._reads, self._around = graph, reads, around
+        self._structure, self._kinds = own.structure, own.kinds  # and not its tensors: that would keep a batch
+        self._memory = frozenset(itertools.chain.from_iterable(each.memory for each in self._kept))
+
+    def holds(self, every: Sequence[Arguments], around: Hashable) -> bool:
+        """Whether a call with these arguments is as the one before."""
+        *kept, own = every
+        return (
+            len(kept) == len(self._kept)
+            and all(map(operator.is_, kept, self._kept))
+            and own.structure == self._structure
+            and own.kinds == self._kinds
+            and around == self._around
+            and not own.generators
+            and len({*own.memory}) == len(own.memory)
+            and self._memory.isdisjoint(own.memory)
+            and self._reads.are_as_they_were()
+        )

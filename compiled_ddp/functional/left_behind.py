@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.closed_over import CACHING, MOST_ITEMS, is_opaque, parts_of
+from compiled_ddp.functional.reached import CACHING, MOST_ITEMS, is_opaque, parts_of
 from compiled_ddp.users_code import warn_user
 
 _INSTEAD = (

@@ -100,6 +100,9 @@ class WithLoss(nn.Module):
     def forward(self, *batch: Any, **named: Any) -> Any:
         return self.loss_fn(self.model, *batch, **named)
 
+    # Hooks of all modules (`register_module_forward_hook`) are for the user's, and would be called around this one too.
+    __call__ = forward
+
 
 def _call(model: nn.Module, *batch: Any, **named: Any) -> Any:
     return model(*batch, **named)

@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule
 from torch.overrides import TorchFunctionMode
 
 from compiled_ddp import torch_private
-from compiled_ddp.functional.closed_over import Surroundings, modules_called, reached
+from compiled_ddp.functional.closed_over import Surroundings, modules_called
 from compiled_ddp.functional.left_behind import (
     DrawsOfPython,
     ModuleAttributes,
@@ -23,6 +23,7 @@ from compiled_ddp.functional.left_behind import (
     refusing_optimizers,
 )
 from compiled_ddp.functional.random_state import DrawnGenerator
+from compiled_ddp.functional.reached import Reached
 from compiled_ddp.functional.session import Session
 from compiled_ddp.passes.gather_later import buckets_to_gather, gather_later
 from compiled_ddp.plan import BucketPlan
@@ -252,7 +253,7 @@ def _graph_of(
     """
     others: list[nn.Module] = []
     draws = DrawsOfPython()
-    before = [*reached(step)]
+    before = [*Reached(step)]
     attributes = ModuleAttributes(value for value in [*before, *given] if isinstance(value, nn.Module))
 
     def whole(*tensors: Tensor) -> list[Tensor]:
@@ -262,7 +263,7 @@ def _graph_of(
         finally:
             attributes.put_back()
         attributes.refuse_kept()
-        values = [*reached(step), *given]
+        values = [*Reached(step), *given]
         others.extend(value for value in values if isinstance(value, nn.Module))
         refuse_left_behind(values, [*called, *others])
         return results
@@ -278,7 +279,7 @@ def _graph_of(
             raise
         raise RuntimeError(f"a compiled step cannot run {line_that_raised(error)}: {remedy} ({error})") from error
     _refuse_others_collectives(graph_module.graph)  # before draws: torch's placeholders for them use `random`
-    draws.refuse(reached(step))
+    draws.refuse(Reached(step))
     surroundings = Surroundings(called, others, constants)
     return graph_module, [constant.detach() for constant in constants], surroundings, attributes.set_first
 

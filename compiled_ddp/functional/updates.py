@@ -199,9 +199,9 @@ _RULES: dict[type[torch.optim.Optimizer], Rule] = {
 _BY_NAME = {kind.__name__: rule for kind, rule in _RULES.items()}
 
 
-def as_vectors(rule: Rule, groups: Sequence[Group]) -> list[Tensor]:
+def as_vectors(numbers: Sequence[Sequence[float]]) -> list[Tensor]:
     """A graph's inputs: the numbers of each group, float64, on the CPU."""
-    return [torch.tensor(rule.numbers(group), dtype=torch.float64, device="cpu") for group in groups]
+    return [torch.tensor(own, dtype=torch.float64, device="cpu") for own in numbers]
 
 
 # ---- the operator ----------------------------------------------------------------------------------------------------

@@ -49,6 +49,14 @@ class Wanted:
     passengers: int  # float32 elements of the user's
     scattered: "Scattered | None" = None  # None where every rank gets all sums
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        """Asked for in each call, of what may have thousands of gradients."""
+        return hash((self.function, self.place, self.gradients, self.passengers))
+
     @property
     def device(self) -> torch.device:
         """Where the riders are."""

@@ -23,10 +23,11 @@ from compiled_ddp.comm_hooks import CommHook
 from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_function, format_names
 from compiled_ddp.functional.around_sum import AroundSum
-from compiled_ddp.functional.closed_over import OwnChanges, settings_of
+from compiled_ddp.functional.closed_over import settings_of
 from compiled_ddp.functional.compiled import Backend, CompiledStep
 from compiled_ddp.functional.in_flight import InFlight, refuse_other_classes
-from compiled_ddp.functional.kept import Arguments, Unchanged, dictionaries_of
+from compiled_ddp.functional.kept import Arguments, Unchanged
+from compiled_ddp.functional.reached import OwnChanges, dictionaries_of
 from compiled_ddp.functional.reduction import Options
 from compiled_ddp.functional.sharded_state import ShardedState
 from compiled_ddp.functional.step_graph import (
@@ -316,6 +317,7 @@ class TrainingStep:
         self._latest: _Now | None = None
         self._explained: tuple[Layout, CompiledStep, Sequence[str]] | None = None
         self._recorder: StepRecorder | None = None
+        self._numbers: tuple[list[list[float]], Arguments] | None = None  # of the latest update
         self._held, self._batches = Tensors(), 0  # sums of the gradients of so many micro-batches
 
     @untraced
@@ -520,10 +522,9 @@ class TrainingStep:
         updated, begun = set[str](), dict[str, nn.Parameter]()
         try:
             with now.known.update.telling():
-                kept = now.in_update or self._in_update(now, begun)
-                numbers = as_vectors(rule_of(self.optimizer), self.optimizer.param_groups)
+                kept = *(now.in_update or self._in_update(now, begun)), self._numbers_now()
             with self._noting_what_is_torn(is_first=len(begun) == len(now.trained)):
-                outcome: Outcome = now.known.update.run((numbers, given), {}, kept, self._recorder)
+                outcome: Outcome = now.known.update.run((given,), {}, kept, self._recorder)
             torch_private.optimizers.note_step(self.optimizer)
             if begun:
                 updated = outcome.updated(now.layout)
@@ -635,6 +636,13 @@ class TrainingStep:
         if not begun:
             now.in_update = made
         return made
+
+    def _numbers_now(self) -> Arguments:
+        """Those of the optimizer's groups, for the graph; the same tensors for as long as they are the same."""
+        numbers = [*map(rule_of(self.optimizer).numbers, self.optimizer.param_groups)]
+        if self._numbers is None or numbers != self._numbers[0]:
+            self._numbers = numbers, Arguments(as_vectors(numbers))
+        return self._numbers[1]
 
     def _state(self, now: "_Now", begun: dict[str, nn.Parameter]) -> dict[str, Tensors]:
         rule, states = rule_of(self.optimizer), dict[str, Tensors]()

@@ -73,6 +73,11 @@ def hooks_around(parts: Iterable[torch.nn.Module]) -> dict[tuple[int, str], dict
     return found
 
 
+def hooks_around_all() -> list[dict[int, Any]]:
+    """Where those of all modules there are stand, each kind by itself."""
+    return [vars(torch.nn.modules.module)[f"_global{kind}"] for kind in _HOOKS]
+
+
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 
 

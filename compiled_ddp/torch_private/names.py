@@ -159,6 +159,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "tracing a functional step": (
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.utils._python_dispatch._disable_current_modes",
+        "torch._C._len_torch_dispatch_stack",
+        "torch._ops._len_torch_dispatch_stack_pre_dispatch",
+        "torch._C._functorch.peek_interpreter_stack",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
         "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
     ),

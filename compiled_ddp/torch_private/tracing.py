@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
@@ -105,6 +106,14 @@ def labels_of(graph: torch.fx.Graph) -> list[tuple[str, str]]:
 @contextlib.contextmanager
 def outside_of_traces() -> Iterator[None]:
     """In here operators run at once, on tensors with values, whatever is traced or transformed around."""
+    if not (
+        torch._C._len_torch_dispatch_stack()
+        or _len_torch_dispatch_stack_pre_dispatch()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):  # as in most calls: what is below takes 20 us
+        with torch.no_grad():
+            yield
+        return
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.utils._python_dispatch import _disable_current_modes
 

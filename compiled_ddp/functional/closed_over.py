@@ -18,6 +18,7 @@ from compiled_ddp.functional.reached import (
     Reached,
     Same,
     compared,
+    is_array,
     is_opaque,
     is_ours,
     parts_of,
@@ -40,6 +41,8 @@ def closed_over(by: Reached, own: OwnChanges) -> tuple[Hashable, ...]:
         elif isinstance(value, CONTAINERS) and len(value) <= MOST_ITEMS:
             keys = tuple(map(compared, value)) if isinstance(value, dict) else ()
             found.append((type(value), len(value), keys))
+        elif is_array(value):
+            found.append((type(value), str(getattr(value, "dtype", "")), len(value), by.reads.numbers(value)))
         else:
             found.append(Same(value))
         if isinstance(value, nn.Module):

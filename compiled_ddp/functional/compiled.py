@@ -24,11 +24,19 @@ from compiled_ddp.functional.donations import Donations, donations
 from compiled_ddp.functional.in_flight import InFlight, land_what_is_read
 from compiled_ddp.functional.kept import Arguments, Choice
 from compiled_ddp.functional.loss_group import LossLaunch, LossLaunches
+from compiled_ddp.functional.overlaps import begin_bytes, overlapping
 from compiled_ddp.functional.reached import OwnChanges, Reached
 from compiled_ddp.functional.reduction import current_world
 from compiled_ddp.functional.reference import ReferenceStep
 from compiled_ddp.functional.session import Session, current_session, tracing
-from compiled_ddp.functional.traced_step import Leaf, TracedStep, trace, unfit_leaf, why_another
+from compiled_ddp.functional.traced_step import (
+    Leaf,
+    TracedStep,
+    refuse_rows_of_shares,
+    trace,
+    unfit_leaf,
+    why_another,
+)
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.unit import Launch, Unit, break_off
 from compiled_ddp.functional.wanted import Agreed, Arrival
@@ -431,6 +439,8 @@ class CompiledStep:
             first = session.first_parameters(traced.values_by_node())
             reference = ReferenceStep(traced.graph_module) if session.runs else None
             prepare_step(graph)
+            if any(run.wanted.scattered is not None for run in session.runs):
+                refuse_rows_of_shares(graph)
             arrivals = [_arrival_of(node) for node in find_sums(graph)]
             launches = session.launches_in(graph)
         unit = Unit(launches) if session.runs else None
@@ -564,24 +574,9 @@ def _shared_memory(every: Sequence[Arguments]) -> tuple[tuple[int, int], ...]:
     if len({*memory}) == len(memory):
         return ()
     strided = [tensor for each in every for tensor in each.tensors if tensor.layout == torch.strided]
-    begins = [int(tensor.storage_offset()) * tensor.itemsize for tensor in strided]
-    places = sorted((n for n in range(len(strided)) if strided[n].numel()), key=lambda n: (memory[n], begins[n]))
-    groups: list[list[int]] = []
-    where, end = 0, 0
-    for place in places:
-        if not groups or memory[place] != where or begins[place] >= end:
-            groups.append([])
-            where, end = memory[place], 0
-        groups[-1].append(place)
-        end = max(end, begins[place] + _extent_bytes(strided[place]))
-    found = {n: (min(group), begins[n] - begins[group[0]]) for group in groups if len(group) > 1 for n in group}
+    begins = [begin_bytes(tensor) for tensor in strided]
+    found = {n: (group[0], begins[n] - begins[group[0]]) for group in overlapping(strided) for n in group}
     return tuple(found.get(place, (place, 0)) for place in range(len(strided))) if found else ()
-
-
-def _extent_bytes(tensor: Tensor) -> int:
-    """How many bytes lie between the first and the last that a tensor reads, with these."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.itemsize
 
 
 def _ambient(device_types: Set[str]) -> Hashable:

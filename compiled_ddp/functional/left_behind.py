@@ -9,6 +9,8 @@ import contextlib
 import copy
 import functools
 import inspect
+import itertools
+import operator
 import random
 import sys
 import threading
@@ -326,3 +328,30 @@ class DrawsOfPython:
 
     def _states(self) -> Hashable:
         return random.getstate(), None if self._numpy is None else repr(self._numpy.random.get_state(legacy=False))
+
+
+class Iterators:
+    """How far those are that a step reaches, when this was made."""
+
+    def __init__(self, reached: Iterable[Any]) -> None:
+        self._before = [(each, _position(each)) for each in reached if isinstance(each, Iterator)]
+
+    def refuse_advanced(self) -> None:
+        """Raise RuntimeError where one is further now; warn where that cannot be told."""
+        for each, before in self._before:
+            message = (
+                f"a compiled step calls next() of a {type(each).__name__}: what comes in its first call would come in "
+                "every call. Call it outside of the step, and pass what comes."
+            )
+            if _position(each) != before:
+                raise RuntimeError(message)
+            if before is None:
+                warn_user(f"If it does so at all, {message}")
+
+
+def _position(iterator: Iterator[Any]) -> Hashable:
+    """Another one where it has been advanced; None where none can be told."""
+    if isinstance(iterator, types.GeneratorType):
+        return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti, iterator.gi_running
+    left = operator.length_hint(iterator, -1)
+    return left if left >= 0 else repr(iterator) if isinstance(iterator, itertools.count) else None

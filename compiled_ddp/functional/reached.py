@@ -1,5 +1,7 @@
 """What a function reaches by names, and all that is read to find it, which is asked again in the calls that follow."""
 
+import array
+import collections
 import contextlib
 import dis
 import enum
@@ -17,8 +19,9 @@ from torch import nn
 from compiled_ddp import torch_private
 
 VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
-CONTAINERS = (dict, list, tuple, set, frozenset)
-MOST_ITEMS = 256  # of a container that is looked into, in each call; a larger one counts as itself
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+MOST_ITEMS = 4096  # of a container that is looked into, in each call; a larger one counts as itself
+MOST_BYTES = 2**16  # of an array of numbers
 
 
 class OwnChanges:
@@ -105,6 +108,7 @@ class Reads:
         self._contents: list[Collection[Any]] = []  # of containers, which follow them
         self._lengths: list[int] = []
         self._items: list[Any] = []
+        self._arrays: list[tuple[Any, bytes]] = []  # of numbers, and what they hold
 
     def are_as_they_were(self) -> bool:
         """Whether each place holds what it held."""
@@ -113,8 +117,9 @@ class Reads:
                 all(map(operator.is_, map(operator.call, self._asked), self._answers))
                 and [*map(len, self._contents)] == self._lengths
                 and all(map(operator.is_, itertools.chain.from_iterable(self._contents), self._items))
+                and all(_bytes_of(values) == before for values, before in self._arrays)
             )
-        except (ValueError, RuntimeError):  # a cell is empty now, or another thread is changing a container
+        except (ValueError, RuntimeError):  # an empty cell; or another thread changes what is read
             return False
 
     def of(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -139,6 +144,11 @@ class Reads:
             return ()
         self._remember(container)
         return container.values() if isinstance(container, dict) else container
+
+    def numbers(self, values: Any) -> bytes:
+        """Those of an array of them, as they are."""
+        self._arrays.append((values, _bytes_of(values)))
+        return self._arrays[-1][1]
 
     def parts(self, module: nn.Module) -> list[nn.Module]:
         """`parts_of` one, in which nothing is replaced."""
@@ -172,6 +182,18 @@ class Reads:
 
 
 _MISSING, _EMPTY = object(), types.CellType()
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is numbers in memory, not too many to be looked at in each call: numpy's array, Python's, or bytes."""
+    if isinstance(value, array.array | bytearray):
+        return memoryview(value).nbytes <= MOST_BYTES
+    kind = type(value)
+    return kind.__name__ == "ndarray" and kind.__module__ == "numpy" and value.nbytes <= MOST_BYTES
+
+
+def _bytes_of(values: Any) -> bytes:
+    return bytes(values) if isinstance(values, bytearray) else values.tobytes()
 
 
 def _is_large(container: Collection[Any]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.reduction import GradientReduction, Options
@@ -312,8 +313,10 @@ def _loss_of(whole: WithLoss) -> Loss:
             return nothing, (nothing, None, written.buffers, tuple(params))
         # A gradient function may not write into what it is given.
         copies = {name: buffer.clone() for name, buffer in written.buffers.items()}
-        tensors = {f"model.{name}": each for name, each in {**params, **read.others, **copies}.items()}
-        result = torch.func.functional_call(whole, tensors, given.batch, given.named)
+        named = {**params, **read.others, **copies}
+        tensors = {f"model.{name}": each for name, each in named.items()}
+        with _HoweverReached(whole.model, named):
+            result = torch.func.functional_call(whole, tensors, given.batch, given.named)
         value, aux = _loss_and_more(result, whole)
         assert users_loss is whole.loss_fn
         unused = tuple(torch_private.autograd.not_reached(value, params))
@@ -325,6 +328,26 @@ def _loss_of(whole: WithLoss) -> Loss:
 
     loss.__qualname__ = f"loss of {type(whole.model).__name__}"
     return loss
+
+
+class _HoweverReached(TorchFunctionMode):
+    """The model's own tensors count as those of these names for all that is done with them in here.
+
+    `functional_call` gives modules others in their place. A loss may have them elsewhere too: in a list that it closes
+    over, in the optimizer's groups, in an attribute that is no parameter.
+    """
+
+    def __init__(self, model: nn.Module, named: Tensors) -> None:
+        super().__init__()
+        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        self._instead = {id(tensor): named[name] for name, tensor in own.items() if name in named}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = torch_private.trees.map_tensors(self._traced, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def _traced(self, tensor: Tensor) -> Tensor:
+        return self._instead.get(id(tensor), tensor)
 
 
 def _loss_and_more(result: Any, whole: WithLoss) -> tuple[Tensor, Any]:

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,13 @@ from compiled_ddp import torch_private
 from compiled_ddp.functional.closed_over import Surroundings, modules_called
 from compiled_ddp.functional.left_behind import (
     DrawsOfPython,
+    Iterators,
     ModuleAttributes,
     emptying_caches,
     refuse_left_behind,
     refusing_optimizers,
 )
+from compiled_ddp.functional.overlaps import overlapping
 from compiled_ddp.functional.random_state import DrawnGenerator
 from compiled_ddp.functional.reached import Reached
 from compiled_ddp.functional.session import Session
@@ -45,6 +47,8 @@ class Leaf:
             return Leaf((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
         if isinstance(leaf, torch.Generator):
             return Leaf((torch.Generator, leaf.device))
+        if isinstance(leaf, float) and leaf != leaf:
+            leaf = "nan"  # which is not equal to itself, and would be another graph in each call
         return Leaf((type(leaf), leaf)) if _is_value(leaf) else None
 
 
@@ -183,6 +187,7 @@ def trace(
     """
     given, structure = torch_private.trees.flatten((args, kwargs))
     to_reuse = _donated_leaves(step, args, kwargs, donated)
+    _refuse_overlaps(step, args, kwargs, to_reuse, trains=writes_if_sound)
     places = [place for place, leaf in enumerate(given) if isinstance(leaf, Tensor)]
     found: dict[str, Any] = {}
 
@@ -254,6 +259,7 @@ def _graph_of(
     others: list[nn.Module] = []
     draws = DrawsOfPython()
     before = [*Reached(step)]
+    iterators = Iterators(before)
     attributes = ModuleAttributes(value for value in [*before, *given] if isinstance(value, nn.Module))
 
     def whole(*tensors: Tensor) -> list[Tensor]:
@@ -263,6 +269,7 @@ def _graph_of(
         finally:
             attributes.put_back()
         attributes.refuse_kept()
+        iterators.refuse_advanced()
         values = [*Reached(step), *given]
         others.extend(value for value in values if isinstance(value, nn.Module))
         refuse_left_behind(values, [*called, *others])
@@ -293,6 +300,9 @@ _REMEDIES = {
     "register_full_backward_hook puts around a module; define it, remove the hook, or train with compile_ddp(model).",
     "Tensor.requires_grad_()": "gradients within a loss are taken by torch.func.grad there, not by autograd.grad; or "
     "train with compile_ddp(model).",
+    "mutate a captured Tensor": "a loss writes into what is no parameter or buffer of the model's (a teacher's "
+    "BatchNorm that trains, a metric): let it be a part of the model, put a teacher into eval(), or write between "
+    "two steps.",
     "mutating directly with `.data`": "write with torch.no_grad() and copy_(), or between two steps.",
     "symbolically trace a dynamo-optimized": "a part of it is compiled by itself; pass what is not compiled yet, as "
     "the step is one graph.",
@@ -323,7 +333,7 @@ def _donated_leaves(
 ) -> set[int]:
     """The ids of the tensors that are given up.
 
-    Raises TypeError for a name that is none, ValueError where their memory is another argument's too.
+    Raises TypeError for a name that is none.
     """
     if not donated:
         return set()
@@ -335,11 +345,41 @@ def _donated_leaves(
             raise TypeError(f"donate names {which!r}, and the step is called with {', '.join(names)}.")
         tree = bound.arguments[which] if isinstance(which, str) else args[which]
         tensors += [leaf for leaf in torch_private.trees.flatten(tree)[0] if isinstance(leaf, Tensor)]
-    every = [leaf for leaf in torch_private.trees.flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    memory = [torch_private.tensors.memory_of(leaf) for leaf in every]
-    if any(memory.count(torch_private.tensors.memory_of(tensor)) > 1 for tensor in tensors):
-        raise ValueError("a donated tensor shares memory with another argument: give each memory of its own.")
     return {id(tensor) for tensor in tensors}
+
+
+def _refuse_overlaps(step: Callable[..., Any], args: Any, kwargs: Any, own: Set[int], *, trains: bool) -> None:
+    """Raise ValueError where one of these tensors, which a step writes into, overlaps with another argument.
+
+    And, for a step that `trains`, where one does of which gradients are taken: those of the other would be lost.
+    """
+    bound = inspect.signature(step).bind(*args, **kwargs).arguments
+    named = [
+        (name + path, leaf)
+        for name, tree in bound.items()
+        for path, leaf in torch_private.trees.named_leaves(tree)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+    ]
+    tensors = [leaf for _, leaf in named]
+    for first, second, *_ in overlapping(tensors):
+        both = tensors[first], tensors[second]
+        if any(id(leaf) in own or (trains and isinstance(leaf, nn.Parameter)) for leaf in both):
+            remedy = (
+                "; what a loss reads of the model is read as model.name, and no part of the batch" if trains else ""
+            )
+            raise ValueError(
+                f"{named[first][0]} shares memory with {named[second][0]}, and a step writes into one, or takes "
+                f"its gradient: give each memory of its own{remedy}."
+            )
+
+
+def refuse_rows_of_shares(graph: Graph) -> None:
+    """Raise RuntimeError for what writes, where ranks update their shares of parameters, rows of whole ones."""
+    if graph.find_nodes(op="call_function", target=torch.ops.aten.embedding_renorm_.default):
+        raise RuntimeError(
+            "an embedding with max_norm rescales the rows that the batch of this rank uses, and with shard_optimizer a "
+            "row is put together of several ranks' shares: leave out max_norm, or shard_optimizer."
+        )
 
 
 def _targets(memory: Mapping[int, Tensor], results: Sequence[Tensor]) -> list[int | None]:

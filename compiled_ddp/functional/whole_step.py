@@ -318,6 +318,7 @@ class TrainingStep:
         self._explained: tuple[Layout, CompiledStep, Sequence[str]] | None = None
         self._recorder: StepRecorder | None = None
         self._numbers: tuple[list[list[float]], Arguments] | None = None  # of the latest update
+        self._is_behind = False  # whether an update outside of the graph has raised here
         self._held, self._batches = Tensors(), 0  # sums of the gradients of so many micro-batches
 
     @untraced
@@ -485,6 +486,7 @@ class TrainingStep:
         with contextlib.nullcontext() if self._latest is None else self._latest.known.update.telling():
             if self._shared is not None:
                 self._shared.refuse_torn()
+            self._refuse_behind()
             now = self._latest = self._now()
             if self._in_flight is not None:
                 self._in_flight.of({name: parameter for name, _, parameter in now.trained})
@@ -503,12 +505,21 @@ class TrainingStep:
         now.known.note_traced(self.model, self._own_changes)
         return value, aux
 
+    def _refuse_behind(self) -> None:
+        """Raise RuntimeError, once and on every rank, where the update of the call before has raised on this one."""
+        if self._is_behind:
+            self._is_behind = False
+            raise RuntimeError(
+                f"{type(self.optimizer).__name__}.step() has raised in the call before, behind the reduction, when "
+                "other ranks have made that update: parameters and state are no longer alike. Load the latest "
+                "checkpoint on every rank before going on."
+            )
+
     def _update(self, now: "_Now", given: Given) -> Outcome:
         outcome: Outcome
         if now.layout.outside:
             outcome = now.known.update.run((given,), {}, now.beside_update, self._recorder)
-            with now.known.update.telling():
-                self._update_outside(now, outcome)
+            self._update_outside(now, outcome)
         else:
             outcome = self._update_inside(now, given)
         if outcome.finite is not None:
@@ -555,13 +566,17 @@ class TrainingStep:
         updated = outcome.updated(now.layout)
         if not updated or (outcome.is_sound is not None and not outcome.is_sound):
             return
+        before = [parameter.grad for _, _, parameter in now.trained]
         try:
             for name, _, parameter in now.trained:
                 parameter.grad = outcome.gradients[name] if name in updated else None
             self.optimizer.step()
+        except BaseException:
+            self._is_behind = True  # others are updating: to tell them now would end their next call, and not this one
+            raise
         finally:
-            for _, _, parameter in now.trained:
-                parameter.grad = None
+            for (_, _, parameter), gradient in zip(now.trained, before, strict=True):
+                parameter.grad = gradient
 
     # ---- what a call is made with ------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ def check_writable(contents: Contents) -> None:
         if any(length > 1 and not step for length, step in lengths_and_steps):
             raise ModelError(
                 f"{name} is expanded, with several elements in one place of memory, so that rank 0's values cannot be "
-                "written to it: clone() it, or pass init_sync=False if all ranks have the same model."
+                "written to it: clone() it, or, for a wrapper, pass init_sync=False if all ranks have the same model."
             )
 
 

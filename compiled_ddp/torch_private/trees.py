@@ -1,8 +1,9 @@
 """Pytrees: nested containers of tensors, as torch.func takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch.utils import _pytree
 
 
@@ -14,6 +15,11 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     return _pytree.tree_unflatten(leaves, structure)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """The tree with what comes of its tensors in their place."""
+    return _pytree.tree_map_only(torch.Tensor, function, tree)
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:

@@ -118,7 +118,7 @@ def _donates(rank: int, backend: Any) -> None:
     with pytest.raises(TypeError, match="donate names 'state', and the step is called with params, x"):
         ddp.compile(step, donate="state", backend=backend)(parameters(), rows(rank))
     tied = torch.ones(8, 3)
-    with pytest.raises(ValueError, match="shares memory with another"):
+    with pytest.raises(ValueError, match="shares memory with params"):
         ddp.compile(step, donate="params", backend=backend)(parameters() | {"head": tied, "again": tied}, rows(rank))
 
 

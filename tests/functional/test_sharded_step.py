@@ -408,6 +408,25 @@ def _is_refused(rank: int) -> None:
         plain(*batch(rank, 0))
 
 
+def _rescales_rows(rank: int, pipelined: bool) -> None:
+    model = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 1))
+    step = compile_step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        lambda model, rows: model(rows).mean(),
+        backend="aot_eager",
+        shard_optimizer=True,
+        pipeline_updates=pipelined,
+    )
+    with pytest.raises(RuntimeError, match=r"max_norm rescales .*: leave out max_norm, or shard_optimizer"):
+        step(torch.tensor([rank, 2]))
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_rows_that_each_rank_rescales_by_itself_are_refused(ranks2: RankPool, pipelined: bool) -> None:
+    ranks2.run(_rescales_rows, pipelined)
+
+
 def test_what_cannot_be_shared_is_refused(ranks2: RankPool) -> None:
     ranks2.run(_is_refused)
 

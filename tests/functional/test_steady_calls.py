@@ -1,10 +1,13 @@
 """Calls of compiled steps that are as the one before ask nothing anew; whatever has changed is asked in full."""
 
+import array
+import collections
 import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +17,7 @@ from compiled_ddp import compile_step
 from compiled_ddp.functional.compiled import CompiledStep
 from compiled_ddp.functional.reached import MOST_ITEMS, Reached
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*returns this process's own gradients")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(returns this process's own gradients|has been made 16 times)")
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +50,13 @@ class Scaled(nn.Linear):
     def __init__(self) -> None:
         super().__init__(4, 2)
         self.factor, self.factors, self.named = 1.0, [1.0, 1.0], {"of": 1.0}
-        self.beside = types.SimpleNamespace(factor=1.0)
+        self.beside, self.latest = types.SimpleNamespace(factor=1.0), collections.deque([1.0], maxlen=1)
+        self.numbers, self.of_python, self.many = np.ones(2), array.array("d", [1.0]), [1.0] * 1000
 
     def forward(self, x: Tensor) -> Tensor:
         by_all = self.factor * self.by_class * self.factors[0] * self.named["of"] * self.beside.factor * FACTOR
-        return super().forward(x) * by_all
+        by_numbers = float(self.numbers[0]) * self.of_python[0] * torch.tensor(self.many).mean()
+        return super().forward(x) * by_all * by_numbers * self.latest[0]
 
 
 class Doubled(Scaled):
@@ -81,6 +86,10 @@ CHANGES: dict[str, Change] = {
     "an attribute of what is no module": lambda model, *_: setattr(model.beside, "factor", 2.0),
     "an item of a list": lambda model, *_: model.factors.__setitem__(0, 2.0),
     "a longer list": lambda model, *_: model.factors.append(2.0),
+    "an item of a long list": lambda model, *_: model.many.__setitem__(7, 1001.0),
+    "a deque": lambda model, *_: model.latest.append(2.0),
+    "a number of an array of numpy's": lambda model, *_: model.numbers.__setitem__(0, 2.0),
+    "a number of an array of Python's": lambda model, *_: model.of_python.__setitem__(0, 2.0),
     "an item of a dict": lambda model, *_: model.named.update(of=2.0),
     "a list in place of another": lambda model, *_: setattr(model, "factors", [2.0, 1.0]),
     "a list that is too long to be looked into": lambda model, *_: model.factors.extend([1.0] * MOST_ITEMS),

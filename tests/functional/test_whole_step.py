@@ -698,6 +698,43 @@ def test_a_step_that_raises_changes_nothing_on_any_rank(
     assert "no labels" in first and "no labels" in second
 
 
+class _Fails(torch.optim.RMSprop):
+    """Whose second update raises on rank 1; it is none that graphs have."""
+
+    updates = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.updates += 1
+        if self.updates == 2 and dist.get_rank() == 1:
+            raise MemoryError("no memory left")
+        return super().step(closure)
+
+
+def _raises_in_an_update(rank: int) -> list[str]:
+    torch.manual_seed(0)
+    model, told = nn.Linear(3, 2), []
+    step = compile_step(model, _Fails(model.parameters(), lr=0.1), _of_outputs, backend="aot_eager")
+    for n in range(4):
+        try:
+            step(torch.full((2, 3), 1.0 + rank + n))
+            told.append("")
+        except (MemoryError, RuntimeError) as error:
+            told.append(str(error))
+    return told
+
+
+def _of_outputs(net: nn.Module, x: Tensor) -> Tensor:
+    loss: Tensor = net(x).square().sum()
+    return loss
+
+
+def test_an_update_outside_that_raises_on_one_rank_is_told_on_all_in_the_next_call(ranks2: RankPool) -> None:
+    first, second = ranks2.run(_raises_in_an_update)
+    assert first[:2] == ["", ""] and second[:2] == ["", "no memory left"]
+    assert "_Fails.step() has raised in the call before" in first[2] and "Load the latest checkpoint" in second[2]
+    assert first[3] == second[3] == ""
+
+
 def _raises_in_graph(rank: int, accumulate: int) -> str:
     """Rank 1's first micro-batch asks for a row that is not there, which no trace sees."""
     step, loop = both("AdamW", lambda: nn.Embedding(4, 3), accumulate=accumulate, loss_fn=_of_rows)

@@ -211,7 +211,9 @@ def _stride_warnings() -> Iterator[list[str]]:
 
 def _layouts(rank: int, wrapper: str) -> None:
     model = Layouts()
-    with pytest.raises(ValueError, match=r"^expanded is expanded.*clone\(\) it, or pass init_sync=False"):
+    with pytest.raises(
+        ValueError, match=r"^expanded is expanded.*clone\(\) it, or, for a wrapper, pass init_sync=False"
+    ):
         wrap(wrapper, model)
     ddp = wrap(wrapper, model, init_sync=False)
     for step in range(2):

@@ -174,8 +174,8 @@ class Reads:
         code: types.CodeType = self.of(getattr, function, "__code__")
         return code
 
-    def _remember(self, container: Collection[Any]) -> None:
-        every = [container.keys(), container.values()] if isinstance(container, dict) else [container]
+    def _remember(self, container: Any) -> None:
+        every: list[Any] = [container.keys(), container.values()] if isinstance(container, dict) else [container]
         self._contents += every
         self._lengths += map(len, every)
         self._items += itertools.chain.from_iterable(every)

@@ -47,8 +47,8 @@ class Leaf:
             return Leaf((leaf.shape, leaf.stride(), leaf.dtype, leaf.device))
         if isinstance(leaf, torch.Generator):
             return Leaf((torch.Generator, leaf.device))
-        if isinstance(leaf, float) and leaf != leaf:
-            leaf = "nan"  # which is not equal to itself, and would be another graph in each call
+        if isinstance(leaf, float) and leaf != leaf:  # which would be another graph in each call
+            return Leaf((type(leaf), "nan"))
         return Leaf((type(leaf), leaf)) if _is_value(leaf) else None
 
 
@@ -186,8 +186,7 @@ def trace(
     donated, which is kept as it was if a rank has failed.
     """
     given, structure = torch_private.trees.flatten((args, kwargs))
-    to_reuse = _donated_leaves(step, args, kwargs, donated)
-    _refuse_overlaps(step, args, kwargs, to_reuse, trains=writes_if_sound)
+    to_reuse = _donated_leaves(step, args, kwargs, donated, trains=writes_if_sound)
     places = [place for place, leaf in enumerate(given) if isinstance(leaf, Tensor)]
     found: dict[str, Any] = {}
 
@@ -329,11 +328,16 @@ def _refuse_others_collectives(graph: Graph) -> None:
 
 
 def _donated_leaves(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], donated: Sequence[str | int]
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    donated: Sequence[str | int],
+    *,
+    trains: bool,
 ) -> set[int]:
     """The ids of the tensors that are given up.
 
-    Raises TypeError for a name that is none.
+    Raises TypeError for a name that is none, ValueError as `_refuse_overlaps`.
     """
     if not donated:
         return set()
@@ -345,18 +349,19 @@ def _donated_leaves(
             raise TypeError(f"donate names {which!r}, and the step is called with {', '.join(names)}.")
         tree = bound.arguments[which] if isinstance(which, str) else args[which]
         tensors += [leaf for leaf in torch_private.trees.flatten(tree)[0] if isinstance(leaf, Tensor)]
-    return {id(tensor) for tensor in tensors}
+    own = {id(tensor) for tensor in tensors}
+    _refuse_overlaps(bound.arguments, own, trains=trains)
+    return own
 
 
-def _refuse_overlaps(step: Callable[..., Any], args: Any, kwargs: Any, own: Set[int], *, trains: bool) -> None:
+def _refuse_overlaps(arguments: Mapping[str, Any], own: Set[int], *, trains: bool) -> None:
     """Raise ValueError where one of these tensors, which a step writes into, overlaps with another argument.
 
     And, for a step that `trains`, where one does of which gradients are taken: those of the other would be lost.
     """
-    bound = inspect.signature(step).bind(*args, **kwargs).arguments
     named = [
         (name + path, leaf)
-        for name, tree in bound.items()
+        for name, tree in arguments.items()
         for path, leaf in torch_private.trees.named_leaves(tree)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided
     ]

@@ -653,10 +653,18 @@ class TrainingStep:
         return made
 
     def _numbers_now(self) -> Arguments:
-        """Those of the optimizer's groups, for the graph; the same tensors for as long as they are the same."""
+        """Those of the optimizer's groups, for the graph: the same tensors, which a scheduler's are written into."""
         numbers = [*map(rule_of(self.optimizer).numbers, self.optimizer.param_groups)]
-        if self._numbers is None or numbers != self._numbers[0]:
-            self._numbers = numbers, Arguments(as_vectors(numbers))
+        if self._numbers is not None and numbers == self._numbers[0]:
+            return self._numbers[1]
+        with torch.inference_mode(False), torch.no_grad():
+            vectors = as_vectors(numbers)
+            if self._numbers is None or [*map(len, numbers)] != [*map(len, self._numbers[0])]:
+                self._numbers = numbers, Arguments(vectors)
+            else:
+                self._numbers = numbers, self._numbers[1]
+                for vector, new in zip(self._numbers[1].tensors, vectors, strict=True):
+                    vector.copy_(new)
         return self._numbers[1]
 
     def _state(self, now: "_Now", begun: dict[str, nn.Parameter]) -> dict[str, Tensors]:

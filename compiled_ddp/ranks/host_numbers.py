@@ -1,6 +1,5 @@
 """Numbers that go from the host to a device, and back, without either waiting for the other."""
 
-import array
 import functools
 from collections.abc import Sequence
 
@@ -17,7 +16,7 @@ def pinned_for(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 def to_copy(values: Sequence[float], device: torch.device) -> torch.Tensor:
     """These values on the host, float32, for `device` to copy."""
-    on_host = torch.frombuffer(array.array("f", values), dtype=torch.float32)  # a third of what torch.tensor takes
+    on_host = torch.tensor(values, dtype=torch.float32, device="cpu")
     return on_host if device.type == "cpu" else pinned_for(device, on_host)
 
 

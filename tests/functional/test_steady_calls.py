@@ -131,6 +131,30 @@ def test_ordinary_calls_ask_nothing_anew(chosen: list[object]) -> None:
     assert len(chosen) == 2  # the first, which compiles, and the one behind it
 
 
+@pytest.mark.parametrize("in_inference_mode", [False, True])  # which is another ambience
+def test_nor_do_those_of_a_scheduler(chosen: list[object], in_inference_mode: bool) -> None:
+    losses = []
+    for is_compiled in (True, False):
+        torch.manual_seed(0)
+        model, (loss, _) = Scaled(), loss_in_a_cell()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
+        step = compile_step(model, optimizer, loss, backend="aot_eager")
+        for number in range(5):
+            if is_compiled:
+                with torch.inference_mode(in_inference_mode and number in (0, 3)):
+                    losses.append(step(batch(number)).item())
+            else:
+                value = loss(model, batch(number))
+                value.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(value.item())
+            scheduler.step()
+    assert losses[:5] == pytest.approx(losses[5:], rel=1e-6)
+    assert len(chosen) == 2 or in_inference_mode
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_is_asked_for_and_followed(chosen: list[object], change: Change) -> None:
     assert steps(change, is_compiled=True) == pytest.approx(steps(change, is_compiled=False), rel=1e-6)

@@ -589,5 +589,5 @@ def _ambient(device_types: Set[str]) -> Hashable:
 
 
 @functools.cache
-def _kinds(device_types: Set[str], accelerator: str) -> list[str]:
-    return sorted({"cpu", *device_types, accelerator})
+def _kinds(device_types: Set[str], accelerator: str) -> tuple[str, ...]:
+    return tuple(sorted({"cpu", *device_types, accelerator}))

@@ -345,13 +345,13 @@ class Iterators:
             )
             if _position(each) != before:
                 raise RuntimeError(message)
-            if before is None:
+            if before is None or (isinstance(each, types.GeneratorType) and each.gi_suspended):  # at the same `yield`
                 warn_user(f"If it does so at all, {message}")
 
 
 def _position(iterator: Iterator[Any]) -> Hashable:
     """Another one where it has been advanced; None where none can be told."""
     if isinstance(iterator, types.GeneratorType):
-        return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti, iterator.gi_running
+        return inspect.getgeneratorstate(iterator), iterator.gi_frame and iterator.gi_frame.f_lasti
     left = operator.length_hint(iterator, -1)
     return left if left >= 0 else repr(iterator) if isinstance(iterator, itertools.count) else None

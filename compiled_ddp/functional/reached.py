@@ -238,9 +238,9 @@ class Reached:
         elif isinstance(value, types.MethodType):
             yield value.__self__
             yield from self._read_by_method(value.__func__, value.__self__)
-        elif isinstance(value, types.FunctionType) and ((its_ours := is_ours(value)) or _is_users(value.__module__)):
+        elif isinstance(value, types.FunctionType) and ((is_wrapper := is_ours(value)) or _is_users(value.__module__)):
             named = self.reads.named_in(value)
-            if its_ours:  # a wrapper: what it closes over is the user's
+            if is_wrapper:  # what it closes over is the user's
                 yield from named
             else:
                 named += self.reads.attributes(value.__globals__, _globals_named(value.__code__))

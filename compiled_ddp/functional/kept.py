@@ -102,7 +102,7 @@ class Choice:
     [Note: steady calls] Which graph a call runs depends on its arguments, on all that the step reaches by names, and on
     what is set around it. To put that together anew costs more than a small step's products; to see that nothing has
     been replaced costs a tenth of it. Whatever has changed, and what this does not look at, as memory that arguments
-    share and generators, is looked at in full: there is no second opinion on what a graph depends on.
+    share, is looked at in full: there is no second opinion on what a graph depends on.
     """
 
     def __init__(self, graph: Any, every: Sequence[Arguments], reads: Reads, around: Hashable) -> None:
@@ -110,19 +110,23 @@ class Choice:
         *self._kept, own = every
         self.graph, self._reads, self._around = graph, reads, around
         self._structure, self._kinds = own.structure, own.kinds  # and not its tensors: that would keep a batch
+        self._generators = own.generators
         self._memory = frozenset(itertools.chain.from_iterable(each.memory for each in self._kept))
 
     def holds(self, every: Sequence[Arguments], around: Hashable) -> bool:
         """Whether a call with these arguments is as the one before."""
         *kept, own = every
         return (
-            len(kept) == len(self._kept)
-            and all(map(operator.is_, kept, self._kept))
+            _are_the_same(kept, self._kept)
             and own.structure == self._structure
             and own.kinds == self._kinds
             and around == self._around
-            and not own.generators
+            and _are_the_same(own.generators, self._generators)
             and len({*own.memory}) == len(own.memory)
             and self._memory.isdisjoint(own.memory)
             and self._reads.are_as_they_were()
         )
+
+
+def _are_the_same(objects: Sequence[object], others: Sequence[object]) -> bool:
+    return len(objects) == len(others) and all(map(operator.is_, objects, others))

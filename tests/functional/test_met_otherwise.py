@@ -6,19 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from compiled_ddp import compile_step
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(returns this process's own gradients|has been made 16 times)")
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 Make = Callable[[], tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor]]]

@@ -5,13 +5,12 @@ import functools
 import random
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from compiled_ddp import compile_step
@@ -20,15 +19,7 @@ Loss = Callable[..., Tensor]
 FACTOR = {"of": 1.0, "static": 1.0}  # globals of forward's
 STEPS = 4
 
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Each of these steps makes a group of one rank, and says that there are no others, and that it is one of many."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*(returns this process's own gradients|has been made 16 times)")
-        yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def square(model: nn.Module, x: Tensor) -> Tensor:

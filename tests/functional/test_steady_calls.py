@@ -4,27 +4,20 @@ import array
 import collections
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+import compiled_ddp.functional as ddp
 from compiled_ddp import compile_step
 from compiled_ddp.functional.compiled import CompiledStep
 from compiled_ddp.functional.reached import MOST_ITEMS, Reached
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(returns this process's own gradients|has been made 16 times)")
-
-
-@pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture
@@ -198,6 +191,23 @@ def test_batches_of_two_shapes_in_turns_and_one_batch_twice(chosen: list[object]
     same = batch(0)
     assert step(same, same).item() == 0  # which share memory, and have another graph
     assert step(*apart[0]).item() > 0
+
+
+def test_generators_are_asked_for_where_they_are_others(chosen: list[object]) -> None:
+    @ddp.compile(backend="aot_eager")
+    def step(x: Tensor, first: torch.Generator, second: torch.Generator) -> Tensor:
+        return x + torch.rand(3, generator=first) - torch.rand(3, generator=second)
+
+    def made(*seeds: int) -> list[torch.Generator]:
+        return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+    of_one, of_two = made(1), made(1, 2)
+    for _ in range(3):
+        step(torch.zeros(3), *of_two)
+    assert len(chosen) == 2
+    expected = torch.rand(3, generator=of_one[0]) - torch.rand(3, generator=of_one[0])
+    assert torch.equal(step(torch.zeros(3), *made(1) * 2), expected)  # one generator, which is drawn from twice
+    assert len(chosen) == 3
 
 
 def test_everything_that_is_read_is_remembered() -> None:

@@ -57,7 +57,8 @@ class Layout:
                 if id(parameter) not in name_of:
                     raise ValueError(
                         f"parameter {place} of group {number} of the optimizer, of shape {tuple(parameter.shape)}, is "
-                        "none of the model's: make the module that it belongs to a part of the model."
+                        "none of the model's: make the module that it belongs to a part of the model; or make the "
+                        "optimizer anew, where the model has another one in its place, as a tied one."
                     )
                 names.append(name_of[id(parameter)])
                 groups.append(number)

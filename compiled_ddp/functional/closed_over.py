@@ -42,7 +42,7 @@ def closed_over(by: Reached, own: OwnChanges) -> tuple[Hashable, ...]:
             keys = tuple(map(compared, value)) if isinstance(value, dict) else ()
             found.append((type(value), len(value), keys))
         elif is_array(value):
-            found.append((type(value), str(getattr(value, "dtype", "")), len(value), by.reads.numbers(value)))
+            found.append((type(value), *by.reads.numbers(value)))
         else:
             found.append(Same(value))
         if isinstance(value, nn.Module):

@@ -385,7 +385,8 @@ class CompiledStep:
         runnable = next((each for each in self._compiled.get(key, ()) if each.fits(leaves)), None)
         if runnable is not None:
             runnable.refuse_constants(leaves, first=0)
-            if not _shared_memory(every):
+            *_, shared_memory = key
+            if not shared_memory:
                 self._choice = Choice(runnable, every, reached.reads, around)
         return key, runnable
 
@@ -566,7 +567,7 @@ def _name_of(step: Callable[..., Any]) -> str:
 
 
 def _shared_memory(every: Sequence[Arguments]) -> tuple[tuple[int, int], ...]:
-    """For each tensor the first one of those that it overlaps with, and its distance from their beginning in bytes.
+    """For each tensor the first one of those that it overlaps with, and its distance from that in bytes.
 
     Empty where none do: those that lie beside each other in one buffer, or parts of one batch, are apart.
     """

@@ -108,7 +108,8 @@ class Reads:
         self._contents: list[Collection[Any]] = []  # of containers, which follow them
         self._lengths: list[int] = []
         self._items: list[Any] = []
-        self._arrays: list[tuple[Any, bytes]] = []  # of numbers, and what they hold
+        self._remembered: set[int] = set()  # the containers among these
+        self._arrays: list[tuple[Any, tuple[Hashable, ...]]] = []  # of numbers, and what they hold
 
     def are_as_they_were(self) -> bool:
         """Whether each place holds what it held."""
@@ -117,7 +118,7 @@ class Reads:
                 all(map(operator.is_, map(operator.call, self._asked), self._answers))
                 and [*map(len, self._contents)] == self._lengths
                 and all(map(operator.is_, itertools.chain.from_iterable(self._contents), self._items))
-                and all(_bytes_of(values) == before for values, before in self._arrays)
+                and all(_numbers_of(values) == before for values, before in self._arrays)
             )
         except (ValueError, RuntimeError):  # an empty cell; or another thread changes what is read
             return False
@@ -145,9 +146,9 @@ class Reads:
         self._remember(container)
         return container.values() if isinstance(container, dict) else container
 
-    def numbers(self, values: Any) -> bytes:
-        """Those of an array of them, as they are."""
-        self._arrays.append((values, _bytes_of(values)))
+    def numbers(self, values: Any) -> tuple[Hashable, ...]:
+        """Those of an array of them, as they are, with their kind and shape."""
+        self._arrays.append((values, _numbers_of(values)))
         return self._arrays[-1][1]
 
     def parts(self, module: nn.Module) -> list[nn.Module]:
@@ -175,6 +176,9 @@ class Reads:
         return code
 
     def _remember(self, container: Any) -> None:
+        if id(container) in self._remembered:  # as of a part that is reached by itself too
+            return
+        self._remembered.add(id(container))
         every: list[Any] = [container.keys(), container.values()] if isinstance(container, dict) else [container]
         self._contents += every
         self._lengths += map(len, every)
@@ -192,8 +196,11 @@ def is_array(value: Any) -> bool:
     return kind.__name__ == "ndarray" and kind.__module__ == "numpy" and value.nbytes <= MOST_BYTES
 
 
-def _bytes_of(values: Any) -> bytes:
-    return bytes(values) if isinstance(values, bytearray) else values.tobytes()
+def _numbers_of(values: Any) -> tuple[Hashable, ...]:
+    if isinstance(values, bytearray):
+        return (bytes(values),)
+    kind = values.typecode if isinstance(values, array.array) else values.dtype
+    return kind, getattr(values, "shape", None), values.tobytes()
 
 
 def _is_large(container: Collection[Any]) -> bool:

@@ -44,11 +44,12 @@ class Scaled(nn.Linear):
         super().__init__(4, 2)
         self.factor, self.factors, self.named = 1.0, [1.0, 1.0], {"of": 1.0}
         self.beside, self.latest = types.SimpleNamespace(factor=1.0), collections.deque([1.0], maxlen=1)
+        self.single = np.array(1.0)
         self.numbers, self.of_python, self.many = np.ones(2), array.array("d", [1.0]), [1.0] * 1000
 
     def forward(self, x: Tensor) -> Tensor:
         by_all = self.factor * self.by_class * self.factors[0] * self.named["of"] * self.beside.factor * FACTOR
-        by_numbers = float(self.numbers[0]) * self.of_python[0] * torch.tensor(self.many).mean()
+        by_numbers = float(self.numbers[0]) * float(self.single) * self.of_python[0] * torch.tensor(self.many).mean()
         return super().forward(x) * by_all * by_numbers * self.latest[0]
 
 
@@ -82,6 +83,7 @@ CHANGES: dict[str, Change] = {
     "an item of a long list": lambda model, *_: model.many.__setitem__(7, 1001.0),
     "a deque": lambda model, *_: model.latest.append(2.0),
     "a number of an array of numpy's": lambda model, *_: model.numbers.__setitem__(0, 2.0),
+    "the number of an array without dimensions": lambda model, *_: model.single.__setitem__((), 2.0),
     "a number of an array of Python's": lambda model, *_: model.of_python.__setitem__(0, 2.0),
     "an item of a dict": lambda model, *_: model.named.update(of=2.0),
     "a list in place of another": lambda model, *_: setattr(model, "factors", [2.0, 1.0]),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from plain_steps import batch, plain_step
 from torch import Tensor, nn
 
 from compiled_ddp import compile_step
@@ -16,27 +17,15 @@ pytestmark = pytest.mark.usefixtures("alone")
 Make = Callable[[], tuple[nn.Module, torch.optim.Optimizer, Callable[..., Tensor]]]
 
 
-def batch(number: int) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
-
-
 def trained(make: Make, *, is_compiled: bool, **options: Any) -> list[Tensor]:
     """Losses of four steps, and parameters and buffers behind them."""
     torch.manual_seed(0)
     model, optimizer, loss = make()
-    accumulate = options.get("accumulate", 1)
-    step = compile_step(model, optimizer, loss, **{"backend": "aot_eager", **options}) if is_compiled else None
-    found = []
-    for number in range(4):
-        if step is not None:
-            found.append(step(batch(number)))
-            continue
-        value = loss(model, batch(number))
-        (value / accumulate).backward()
-        if (number + 1) % accumulate == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append(value.detach())
+    if is_compiled:
+        step: Callable[..., Tensor] = compile_step(model, optimizer, loss, **{"backend": "aot_eager", **options})
+    else:
+        step = plain_step(model, optimizer, loss, accumulate=options.get("accumulate", 1))
+    found = [step(batch(number)) for number in range(4)]
     return [*found, *(each.detach().clone() for each in (*model.parameters(), *model.buffers()))]
 
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from plain_steps import batch, plain_step
 from torch import Tensor, nn
 
 from compiled_ddp import compile_step
@@ -26,10 +27,6 @@ def square(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).pow(2).mean()
 
 
-def batch(number: int, rows: int = 3) -> Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(number))
-
-
 def step_of(model: nn.Module, loss: Loss = square) -> Callable[..., Tensor]:
     return compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, backend="aot_eager")
 
@@ -41,20 +38,14 @@ def losses(
     torch.manual_seed(0)
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    step = compile_step(model, optimizer, loss, backend="aot_eager") if is_compiled else None
+    compiled = compile_step(model, optimizer, loss, backend="aot_eager") if is_compiled else None
+    step = compiled or plain_step(model, optimizer, loss)
     found = []
     for number in range(STEPS):
         if number == 2:
             change(model)
-        if step is not None:
-            found.append(step(batch(number)).item())
-            continue
-        value = loss(model, batch(number))
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(value.item())
-    return found, 0 if step is None else sum(known.graphs for every in step._known.values() for known in every)
+        found.append(step(batch(number)).item())
+    return found, 0 if compiled is None else sum(known.graphs for every in compiled._known.values() for known in every)
 
 
 # ---- what is read ----------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from plain_steps import batch, plain_step
 from torch import Tensor, nn
 
 import compiled_ddp.functional as ddp
@@ -68,10 +69,6 @@ def loss_in_a_cell() -> tuple[Callable[..., Tensor], types.CellType]:
     return loss, loss.__closure__[0]
 
 
-def batch(number: int, rows: int = 3) -> Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(number))
-
-
 Change = Callable[[Scaled, Any, types.CellType], object]
 
 
@@ -100,24 +97,23 @@ CHANGES: dict[str, Change] = {
 }
 
 
+def step_of(model: nn.Module, optimizer: Any, loss: Any, *, is_compiled: bool) -> Callable[..., Tensor]:
+    if not is_compiled:
+        return plain_step(model, optimizer, loss)
+    return compile_step(model, optimizer, loss, backend="aot_eager")
+
+
 def steps(change: Change | None, *, is_compiled: bool) -> list[float]:
     """Losses of six steps, with a change before the fifth."""
     torch.manual_seed(0)
     model, (loss, cell) = Scaled(), loss_in_a_cell()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = compile_step(model, optimizer, loss, backend="aot_eager") if is_compiled else None
+    step = step_of(model, optimizer, loss, is_compiled=is_compiled)
     found = []
     for number in range(6):
         if change is not None and number == 4:
             change(model, loss, cell)
-        if step is not None:
-            found.append(step(batch(number)).item())
-            continue
-        value = loss(model, batch(number))
-        value.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(value.item())
+        found.append(step(batch(number)).item())
     return found
 
 
@@ -134,17 +130,10 @@ def test_nor_do_those_of_a_scheduler(chosen: list[object], in_inference_mode: bo
         model, (loss, _) = Scaled(), loss_in_a_cell()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.5)
-        step = compile_step(model, optimizer, loss, backend="aot_eager")
+        step = step_of(model, optimizer, loss, is_compiled=is_compiled)
         for number in range(5):
-            if is_compiled:
-                with torch.inference_mode(in_inference_mode and number in (0, 3)):
-                    losses.append(step(batch(number)).item())
-            else:
-                value = loss(model, batch(number))
-                value.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(value.item())
+            with torch.inference_mode(is_compiled and in_inference_mode and number in (0, 3)):
+                losses.append(step(batch(number)).item())
             scheduler.step()
     assert losses[:5] == pytest.approx(losses[5:], rel=1e-6)
     assert len(chosen) == 2 or in_inference_mode

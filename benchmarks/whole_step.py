@@ -40,6 +40,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "compile_step": {},
     "compile_step, sharded": {"shard_optimizer": True},
     "compile_step, pipelined": {"shard_optimizer": True, "pipeline_updates": True},
+    "compile_step, deferred": {"pipeline_updates": True},
     "compile_step, bf16_compress": {"comm_hook": bf16_compress},
 }
 

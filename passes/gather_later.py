@@ -1,12 +1,14 @@
 """A step that leaves its last collectives under way, and awaits those of the step before where it reads them.
 
-So what ranks have made of their shares of parameters is gathered while the next forward computes, layer by layer, as in
-DeAR (arXiv 2302.12445).
+So what ranks have made of their shares of parameters is gathered while the next forward computes, layer by layer; or,
+where each rank updates all of them, their shares of the sums of gradients, as in DeAR (arXiv 2302.12445).
 """
 
+import itertools
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import (
@@ -18,8 +20,17 @@ from compiled_ddp.passes.graph_edit import (
     results_of,
     set_output_values,
 )
-from compiled_ddp.passes.ops import gathered_before, put_together, put_together_in_place, wait_tensor
-from compiled_ddp.passes.scatter_buckets import emit_gather
+from compiled_ddp.passes.ops import (
+    gathered_before,
+    optimizer_step,
+    optimizer_step_in_place,
+    put_together,
+    put_together_in_place,
+    summed_before,
+    taken_apart,
+    wait_tensor,
+)
+from compiled_ddp.passes.scatter_buckets import emit_gather, split_updates
 from compiled_ddp.plan import Bucket, BucketPlan
 
 
@@ -35,9 +46,9 @@ def buckets_to_gather(plan: BucketPlan) -> tuple[Bucket, ...]:
 def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], group_name: str, by: str) -> None:
     """Let a step begin with what the one before has left under way, and leave its own so.
 
-    Assumes that the last outputs are shares of parameters, in the order of the plan's gradients, and then whether they
-    are sound; and inputs that nothing reads yet, one for each of `buckets_to_gather` and one for that. With these,
-    `arrived`,
+    Assumes that the last outputs are shares, of parameters or of their gradients' sums, in the order of the plan's
+    gradients, and then whether they are sound; and inputs that nothing reads yet, one for each of `buckets_to_gather`
+    and one for that. With these, `arrived`,
 
         params -> gathered_before -> getitem -> ...                ... -> share -> output
 
@@ -47,19 +58,15 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
 
     (gloo: repeat -> all_to_all, see `scatter_buckets`). The last outputs are what is launched of all buckets, of each
     what is gathered, which is memory that nothing else may come to lie in before the wait, and whether that is sound.
+
+    In the same way `summed_before` becomes `taken_apart`, and an update that is made of its results one of each bucket.
     """
-    (before,) = graph.find_nodes(op="call_function", target=gathered_before)
-    params: Sequence[Node] = before.args[0]
-    results, count, buckets = results_of(before), len(plan.indices), buckets_to_gather(plan)
-    *gathered, was_sound = arrived
-    with graph.inserting_before(before):
-        for bucket, one in zip(buckets, gathered, strict=True):
-            own = [params[index] for index in bucket.indices]
-            made = emit(graph, put_together, emit(graph, wait_tensor, one), was_sound, own, bucket.ranks)
-            for number, index in enumerate(bucket.indices):
-                if index in results:
-                    results[index].replace_all_uses_with(emit(graph, operator.getitem, made, number))
-    erase_with_results(graph, before)
+    buckets = buckets_to_gather(plan)
+    for before in graph.find_nodes(op="call_function", target=gathered_before):
+        _put_together(graph, before, buckets, arrived)
+    for before in graph.find_nodes(op="call_function", target=summed_before):
+        split_updates(graph, plan, _take_apart(graph, before, buckets, arrived))
+    count = len(plan.indices)
     *others, is_sound = output_values(graph)
     others, shares = others[:-count], others[-count:]
     place = {node: number for number, node in enumerate(graph.nodes)}
@@ -68,6 +75,40 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
         pairs = [emit_gather(graph, bucket, shares, group_name, by) for bucket in buckets]
     launched, sent = zip(*pairs, strict=True)
     set_output_values(graph, [*others, *launched, *sent, is_sound])
+
+
+def _put_together(graph: Graph, before: Node, buckets: Sequence[Bucket], arrived: Sequence[Node]) -> None:
+    """Parameters that have been gathered, for `gathered_before`."""
+    params: Sequence[Node] = before.args[0]  # type: ignore[assignment]
+    results, (*gathered, was_sound) = results_of(before), arrived
+    with graph.inserting_before(before):
+        for bucket, one in zip(buckets, gathered, strict=True):
+            own = [params[index] for index in bucket.indices]
+            made = emit(graph, put_together, emit(graph, wait_tensor, one), was_sound, own, bucket.ranks)
+            for number, index in enumerate(bucket.indices):
+                if index in results:
+                    results[index].replace_all_uses_with(emit(graph, operator.getitem, made, number))
+    erase_with_results(graph, before)
+
+
+def _take_apart(graph: Graph, before: Node, buckets: Sequence[Bucket], arrived: Sequence[Node]) -> Mapping[int, Node]:
+    """The sums of gradients that have been gathered, by the places of these, for `summed_before`."""
+    results, sums = results_of(before), dict[int, Node]()
+    *gathered, was_sound = arrived
+    with graph.inserting_before(before):
+        for bucket, one in zip(buckets, gathered, strict=True):
+            numels = [each.numel for each in bucket.gradients]
+            apart = emit(graph, taken_apart, emit(graph, wait_tensor, one), numels, bucket.ranks)
+            for number, index in enumerate(bucket.indices):
+                flat, size = emit(graph, operator.getitem, apart, number), [*results[index].meta["val"].shape]
+                sums[index] = emit(graph, torch.ops.aten.view.default, flat, size)
+    for index, result in results.items():
+        result.replace_all_uses_with(sums.get(index, was_sound))
+    erase_with_results(graph, before)
+    return sums
+
+
+_IN_PLACE = {put_together: put_together_in_place, optimizer_step: optimizer_step_in_place}
 
 
 def arrive_in_place(graph: Graph) -> None:
@@ -82,11 +123,13 @@ def arrive_in_place(graph: Graph) -> None:
 
         put_together_(gathered, sound, inputs), input -> ...
 
-    where `put_together` stood. One stays as it is whose input is read elsewhere, or whose result the graph returns, by
-    whatever name: later steps would write into that.
+    where `put_together` stood; and so an `optimizer_step` whose results are read, as where it is made of what arrives.
+    One stays as it is whose input is read elsewhere, or whose result the graph returns, by whatever name: later steps
+    would write into that.
     """
-    for node in graph.find_nodes(op="call_function", target=put_together):
-        params: Sequence[Node] = node.args[2]
+    nodes = [node for target in _IN_PLACE for node in graph.find_nodes(op="call_function", target=target)]
+    for node in nodes:
+        params = _updated_by(node)
         results = results_of(node)
         copies = {place: copies_into(results[place], param) for place, param in enumerate(params) if place in results}
         is_written_here = len(copies) == len(params) and all(copies.values())
@@ -94,12 +137,19 @@ def arrive_in_place(graph: Graph) -> None:
         if not (is_read_here and is_written_here) or any(map(_is_returned, results.values())):
             continue
         with graph.inserting_before(node):
-            emit(graph, put_together_in_place, *node.args)
+            emit(graph, _IN_PLACE[node.target], *node.args)
         for place, param in enumerate(params):
             for copy in reversed(copies[place]):
                 graph.erase_node(copy)
             results[place].replace_all_uses_with(param)
         erase_with_results(graph, node)
+
+
+def _updated_by(node: Node) -> list[Node]:
+    """What the results of a node are made of, one by one."""
+    places = (2,) if node.target is put_together else (0, 2, 3)  # parameters; or these, state and counts of steps
+    lists: list[list[Node]] = [node.args[place] for place in places]  # type: ignore[misc]
+    return [*itertools.chain.from_iterable(lists)]
 
 
 def _is_returned(value: Node) -> bool:

@@ -22,6 +22,9 @@ fills it up. It is launched in the same buckets. `sum_numbers` sums a small tens
 copies them, as nothing is under way. `put_together` makes parameters of a bucket of shares that were gathered, with a
 row for each of `ranks`, or leaves them as they are where that is not `sound`, a bool; `put_together_` does so in place.
 
+`summed_before` is that of the sums of these parameters' gradients, and last whether they are to be used, a bool: False
+where it is run as it is. `taken_apart` makes them of a bucket, each flat and of so many elements.
+
 `optimizer_step` is what an optimizer makes of the parameters of a group and of their state (`functional.updates`):
 lists of them in, for each name of the state one behind the other, and in the same order out. `optimizer_step_` leaves
 it in place of what it was given.
@@ -114,6 +117,34 @@ def _gathered_before(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 @torch.library.register_fake("compiled_ddp::gathered_before")
 def _gathered_before_fake(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty_like(each) for each in params]
+
+
+torch.library.define("compiled_ddp::summed_before", "(Tensor[] params) -> Tensor[]")
+
+
+@torch.library.impl("compiled_ddp::summed_before", "CompositeExplicitAutograd")
+def _summed_before(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [*map(torch.zeros_like, params), torch.zeros((), dtype=torch.bool, device=params[0].device)]
+
+
+@torch.library.register_fake("compiled_ddp::summed_before")
+def _summed_before_fake(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [*map(torch.empty_like, params), torch.empty((), dtype=torch.bool, device=params[0].device)]
+
+
+torch.library.define("compiled_ddp::taken_apart", "(Tensor gathered, int[] numels, int ranks) -> Tensor[]")
+
+
+@torch.library.impl("compiled_ddp::taken_apart", "CompositeExplicitAutograd")
+def _taken_apart(gathered: torch.Tensor, numels: Sequence[int], ranks: int) -> list[torch.Tensor]:
+    rows = gathered.view(ranks, -1).split([share_elements(numel, ranks) for numel in numels], dim=1)
+    copies = [own.clone(memory_format=torch.contiguous_format).view(-1) for own in rows]
+    return [own[:numel] for own, numel in zip(copies, numels, strict=True)]
+
+
+@torch.library.register_fake("compiled_ddp::taken_apart")
+def _taken_apart_fake(gathered: torch.Tensor, numels: Sequence[int], _: int) -> list[torch.Tensor]:
+    return [gathered.new_empty(numel) for numel in numels]
 
 
 _ARRIVED = "Tensor gathered, Tensor sound"
@@ -210,6 +241,8 @@ pack_into = torch.ops.compiled_ddp.pack_into.default
 sum_over_ranks = torch.ops.compiled_ddp.sum_over_ranks.default
 gather_shares = torch.ops.compiled_ddp.gather_shares.default
 gathered_before = torch.ops.compiled_ddp.gathered_before.default
+summed_before = torch.ops.compiled_ddp.summed_before.default
+taken_apart = torch.ops.compiled_ddp.taken_apart.default
 put_together = torch.ops.compiled_ddp.put_together.default
 put_together_in_place = torch.ops.compiled_ddp.put_together_.default
 sum_numbers = torch.ops.compiled_ddp.sum_numbers.default

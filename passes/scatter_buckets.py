@@ -6,7 +6,7 @@ reduce-scatter is an all-reduce of the whole (pytorch 118911), and two of its al
 """
 
 import operator
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
     becomes one of each bucket, unless it waits for all of them, as clipping does: then a bucket is updated and gathered
     while others are on their way.
     """
-    _split_updates(graph, plan, results_of(reduction))
+    split_updates(graph, plan, results_of(reduction))
     summed, gathered = (graph.find_nodes(op="call_function", target=target) for target in (sum_numbers, gather_shares))
     for node in summed:
         with graph.inserting_before(node):
@@ -111,13 +111,14 @@ def emit_gather(graph: Graph, bucket: Bucket, shares: Sequence[Any], group_name:
     return emit(graph, all_to_all, sent, splits, splits, group_name), sent
 
 
-def _split_updates(graph: Graph, plan: BucketPlan, sums: dict[int, Node]) -> None:
-    """Let an update of parameters whose gradients are these `sums` be one for each bucket."""
+def split_updates(graph: Graph, plan: BucketPlan, sums: Mapping[int, Node]) -> None:
+    """Let an update of parameters whose gradients are these `sums` be one for each bucket, unless it waits for all."""
     bucket_of = {sums[index]: bucket for bucket in plan.of_gradients for index in bucket.indices if index in sums}
     for node in graph.find_nodes(op="call_function", target=optimizer_step):
         params, gradients, state, steps, numbers, factor, skip, applies, *names = node.args
         buckets = [bucket_of.get(_begin_of(gradient, bucket_of)) for gradient in gradients]
-        if factor is not None or applies is not None or None in buckets:
+        waits_for_all = factor is not None and factor.op != "placeholder"
+        if waits_for_all or applies is not None or None in buckets:
             continue
         results, count = results_of(node), len(params)
         for bucket in plan.of_gradients:
@@ -132,7 +133,7 @@ def _split_updates(graph: Graph, plan: BucketPlan, sums: dict[int, Node]) -> Non
                 [steps[place] for place in own] if steps else [],
             )
             with graph.inserting_before(node):
-                updated = emit(graph, optimizer_step, *lists, numbers, None, skip, None, *names)
+                updated = emit(graph, optimizer_step, *lists, numbers, factor, skip, None, *names)
                 old = [*own, *(count + place for place in of_state)]
                 old += [count + len(state) + place for place in own] if steps else []
                 for place, before in enumerate(old):

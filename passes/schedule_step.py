@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.ops import is_launch, is_wait, meets_other_ranks, put_together, wait_tensor
+from compiled_ddp.passes.ops import is_launch, is_wait, meets_other_ranks, optimizer_step, put_together, wait_tensor
 from compiled_ddp.passes.schedule_collectives import (
     apply_order,
     behind_each_other,
@@ -65,8 +65,12 @@ def _arrivals(nodes: Sequence[Node]) -> set[Node]:
     found = set[Node]()
     for node in nodes:
         inputs = node.all_input_nodes
+        if node.target is put_together:
+            inputs = inputs[:1]
+        elif node.target is optimizer_step:
+            inputs = [*node.args[1]]  # type: ignore[misc]
         is_first = is_wait(node) and inputs[0].op == "placeholder"
-        if is_first or (inputs and found.issuperset(inputs[:1] if node.target is put_together else inputs)):
+        if is_first or (inputs and found.issuperset(inputs)):
             found.add(node)
     return found
 

@@ -44,6 +44,15 @@ def test_a_pipelined_step_awaits_the_first_layer_alone_and_hides_the_rest() -> N
     assert step.bound_seconds == pytest.approx(6.4)
 
 
+def test_a_deferred_step_updates_each_bucket_before_its_forward_reads_it() -> None:
+    step = predict_step("deferred", EACH_ALONE, JOB, LINK)
+    assert [(each.kind, each.bucket) for each in step.waits] == [("gather", 1), ("scatter", 1)]
+    first, *_ = [each for each in step.computing if each.bucket == 1]
+    assert (first.begin, first.end) == (0.5, pytest.approx(0.7)), "the update of half of the bytes"
+    assert step.seconds == pytest.approx(0.5 + 0.4 + 2.0 + 4.0 + 0.5)
+    assert step.bound_seconds == pytest.approx(6.4)
+
+
 def drawn(random_: random.Random) -> tuple[list[range], Job, Link]:
     gradients = random_.randint(1, 8)
     ready = sorted(random_.random() for _ in range(gradients))

@@ -217,6 +217,8 @@ class _Runnable:
             for generator in generators:
                 generator.load(leaves)
             land_what_is_read(self._traced.constants)
+            if self._in_flight is not None and self._is_new:
+                self._in_flight.land()  # into the parameters, from which a reference begins
             gathered = [] if self._in_flight is None else self._in_flight.given_to(self._to_gather)
             given = [*tensors, *self._traced.constants, *gathered, *self._flat_buffers.memory]
             donated = [] if self._donations is None else [leaves[place] for place in self._traced.written]
@@ -255,8 +257,6 @@ class _Runnable:
         launching = unit.launching(self._flat_buffers.memory)
         reference_of = None
         if self._reference is not None and unit.verifies:
-            if self._in_flight is not None:  # into the parameters, from which the reference begins
-                self._in_flight.land()
             reference_of = self._reference.run(inputs)
             self._reference = None
             for flat_buffer in self._flat_buffers.memory:
@@ -440,8 +440,7 @@ class CompiledStep:
             first = session.first_parameters(traced.values_by_node())
             reference = ReferenceStep(traced.graph_module) if session.runs else None
             prepare_step(graph)
-            if any(run.wanted.scattered is not None for run in session.runs):
-                refuse_rows_of_shares(graph)
+            refuse_rows_of_shares(graph)
             arrivals = [_arrival_of(node) for node in find_sums(graph)]
             launches = session.launches_in(graph)
         unit = Unit(launches) if session.runs else None

@@ -1,8 +1,11 @@
 """Parameters that ranks still gather when a step returns, as the next one awaits them: `pipeline_updates`.
 
+What is gathered are parameters, where ranks share their update, and else the sums of their gradients.
+
 [Note: whoever reads a parameter has it] While they are under way, parameters are of a class whose `__torch_function__`
 awaits them: whatever reads one through torch, in Python, finds what it would have found without pipelining. What has
 other names for their memory (`parameter.data` of an earlier time, an array of numpy's) reads that of the step before.
+So it is with the optimizer's state, where that is behind, too.
 """
 
 import atexit
@@ -26,7 +29,10 @@ from compiled_ddp.users_code import warn_user
 
 
 class InFlight:
-    """What one rank has launched, and not awaited yet, of one model's parameters: a flat buffer for each bucket."""
+    """What one rank has launched, and not awaited yet, of one model's parameters: a flat buffer for each bucket.
+
+    Here parameters themselves are gathered. `DeferredUpdate` overrides what is another thing for gradients.
+    """
 
     def __init__(self, model: nn.Module, *, check_stale: bool) -> None:
         """Registers a hook with the model. With `check_stale` the memory of what is under way has NaN in it."""
@@ -38,7 +44,8 @@ class InFlight:
         self._sent: list[Tensor] = []  # from which they are gathered
         self._sound = torch.ones((), dtype=torch.bool, device="cpu")  # whether that is what ranks meant to send
         self._failure: RuntimeError | None = None  # of waiting for it, which torch tells once
-        self._awaited_class = _awaited_by(self)
+        self._awaited = {kind: _awaited_by(self, kind) for kind in (nn.Parameter, Tensor)}
+        self._shown = {awaited: kind for kind, awaited in self._awaited.items()}
         _every.add(self)
         model.register_forward_pre_hook(_land_before_forward)
 
@@ -62,9 +69,15 @@ class InFlight:
         if self._gathered and self._buckets == buckets:
             return [*self._gathered, self._sound]
         self.land()
+        packed = self._begin(buckets)
+        return [*packed, torch.full((), self._begins_sound, dtype=torch.bool, device=packed[0].device)]
+
+    _begins_sound = True  # whether parameters may be what `_begin` returns
+
+    def _begin(self, buckets: tuple[Bucket, ...]) -> list[Tensor]:
+        """What there is of each where nothing is under way."""
         with torch.no_grad():
-            packed = [rows_of_bucket(bucket, self._parameters).view(-1) for bucket in buckets]
-        return [*packed, torch.ones((), dtype=torch.bool, device=packed[0].device)]
+            return [rows_of_bucket(bucket, self._parameters).view(-1) for bucket in buckets]
 
     @contextlib.contextmanager
     def awaited_by_graph(self) -> Iterator[None]:
@@ -105,9 +118,13 @@ class InFlight:
                     "what other ranks have made of their shares in the latest step has not come, and parameters of "
                     f"this rank are those of the step before: load a checkpoint ({failure})."
                 ) from failure
-            for bucket, flat in zip(self._buckets, gathered, strict=True):
-                own = [self._parameters[index] for index in bucket.indices]
-                put_together_in_place(flat, self._sound, own, bucket.ranks)
+            self._write(gathered, self._sound)
+
+    def _write(self, gathered: Sequence[Tensor], sound: Tensor) -> None:
+        """Into the parameters what has come."""
+        for bucket, flat in zip(self._buckets, gathered, strict=True):
+            own = [self._parameters[index] for index in bucket.indices]
+            put_together_in_place(flat, sound, own, bucket.ranks)
 
     @contextlib.contextmanager
     def within_step(self) -> Iterator[None]:
@@ -138,20 +155,29 @@ class InFlight:
     def is_of(self, model: nn.Module) -> bool:
         return self._model is model
 
+    def _behind(self) -> Sequence[Tensor]:
+        """What has old values while something is under way."""
+        return self._parameters
+
     def _show(self) -> None:
-        for parameter in self._parameters:
-            if type(parameter) is self._awaited_class:  # and not that of another step
-                parameter.__class__ = nn.Parameter
+        for tensor in self._behind():
+            if type(tensor) in self._shown:  # and not that of another step
+                tensor.__class__ = self._shown[type(tensor)]
 
     def _hide(self) -> None:
+        behind = self._behind()
         if not self._memory:
-            self._memory = {*torch_private.tensors.memory_of_each(self._parameters)}
+            self._memory = {*torch_private.tensors.memory_of_each(behind)}
         if self._check_stale and self._sound:  # else they stay what they are
-            with torch.no_grad():
-                for parameter in self._parameters:
-                    parameter.fill_(float("nan"))
+            self._spoil()
+        for tensor in behind:
+            tensor.__class__ = self._awaited[nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor]
+
+    @torch.no_grad()
+    def _spoil(self) -> None:
+        """For who reads parameters by another name."""
         for parameter in self._parameters:
-            parameter.__class__ = self._awaited_class
+            parameter.fill_(float("nan"))
 
 
 _every = weakref.WeakSet[InFlight]()
@@ -214,22 +240,22 @@ _TELLING = {
 }
 
 
-def _awaited_by(in_flight: InFlight) -> type[nn.Parameter]:
-    """The class of parameters as long as they are under way."""
+def _awaited_by(in_flight: InFlight, kind: type[Tensor]) -> type[Tensor]:
+    """The class of parameters, or of tensors of state, as long as they are under way."""
 
-    class Awaited(nn.Parameter):
-        """A parameter that is being gathered."""
+    class Awaited(kind):  # type: ignore[valid-type, misc]
+        """A tensor that is being gathered."""
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             """One that is made anew, as `type(parameter)(...)`, is not."""
-            return nn.Parameter(*args, **kwargs)
+            return kind(*args, **kwargs)
 
         @classmethod
         def __torch_function__(
             cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             if func in _TELLING:
-                return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+                return super().__torch_function__(func, types, args, kwargs or {})
             in_flight.land()
             return func(*args, **(kwargs or {}))
 

@@ -163,13 +163,13 @@ def note_settled(tensors: Iterable[Tensor]) -> None:
         session.settled += tensors
 
 
-def note_departing(shares: Iterable[Tensor]) -> None:
-    """These are gathered while the next step begins: `passes.gather_later`."""
+def note_departing(shares: Iterable[Tensor], finite: Tensor | None = None) -> None:
+    """These are gathered while the next step begins: `passes.gather_later`. What is not `finite` is of no use there."""
     session = _session.get()
     assert session is not None, "a step that leaves something under way is a compiled one"
     is_sound = session.are_sound()
     assert is_sound is not None
-    session.departing += [*shares, is_sound]
+    session.departing += [*shares, is_sound if finite is None else is_sound & finite.to(is_sound.device)]
 
 
 def current_loss_call() -> LossCall | None:

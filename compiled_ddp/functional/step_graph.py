@@ -18,7 +18,7 @@ from compiled_ddp.functional.session import current_session, note_departing, not
 from compiled_ddp.functional.shares import gathered_in_trace, own_row, scattered_by, summed_in_trace
 from compiled_ddp.functional.transforms import GradientFunction
 from compiled_ddp.functional.updates import GroupTensors, Kind, Terms, rule_of, updated_in_trace, why_outside, widened
-from compiled_ddp.passes.ops import gathered_before
+from compiled_ddp.passes.ops import gathered_before, summed_before
 
 Loss = Callable[..., Any]
 Tensors = dict[str, Tensor]
@@ -42,11 +42,17 @@ class Layout:
 
     @classmethod
     def of(
-        cls, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, *, ranks: int = 1
+        cls,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        *,
+        ranks: int = 1,
+        needed_by: str = "",
     ) -> "Layout":
         """Of the model's `parameters` as they are now.
 
-        Raises ValueError where the optimizer has others, and where its update cannot be shared among several `ranks`.
+        Raises ValueError where the optimizer has others, and where its update cannot be a part of the graph, for an
+        option that it is `needed_by`.
         """
         name_of = {id(parameter): name for name, parameter in parameters.items()}
         names, groups = list[str](), list[int]()
@@ -65,10 +71,10 @@ class Layout:
         if not names:
             raise ValueError("the optimizer has no parameter that is trained: check requires_grad.")
         kinds, outside = _kinds_of(optimizer)
-        if outside and ranks > 1:
+        if outside and needed_by:
             raise ValueError(
-                f"shard_optimizer lets ranks share the update, which is a part of the graph then, and that of "
-                f"{type(optimizer).__name__} cannot be: {outside}. Leave out shard_optimizer."
+                f"with {needed_by} the update is a part of the graph, and that of {type(optimizer).__name__} cannot "
+                f"be: {outside}. Leave out {needed_by}."
             )
         return cls(tuple(names), tuple(groups), kinds, outside, ranks)
 
@@ -134,6 +140,8 @@ class Given(NamedTuple):
     scale: Tensor | None  # that of a GradScaler; None without one
     batch: Any  # None where what is held is all there is
     named: Any
+    factor: Tensor | None = None  # of the step before, whose update this one makes: `StepGraph.deferred_of`
+    applies: Tensor | None = None  # likewise
 
 
 class Outcome(NamedTuple):
@@ -148,10 +156,14 @@ class Outcome(NamedTuple):
     factor: Tensor | None  # of all of them, to be unscaled and clipped; None where that is 1
     is_sound: Tensor | None = None  # whether ranks have reduced what they meant to, for that; None for one rank
 
+    def used_by_some(self) -> Tensor | None:
+        """For each parameter whether some rank uses it; None where this one uses all."""
+        return self.used > 0 if self.unused else None
+
     def applies(self) -> Tensor | None:
         """For each parameter whether it is to change; None where all are."""
         if self.finite is None:
-            return self.used > 0 if self.unused else None
+            return self.used_by_some()
         return (self.used > 0) & self.finite
 
     def updated(self, layout: Layout) -> set[str]:
@@ -160,6 +172,19 @@ class Outcome(NamedTuple):
         if applies is None:
             return {*layout.names}
         return {name for name, is_updated in zip(layout.names, applies.tolist(), strict=True) if is_updated}
+
+
+class _Terms(NamedTuple):
+    """On what terms the parameters of all groups are updated: see `Terms`."""
+
+    numbers: Sequence[Tensor]  # of each group
+    factor: Tensor | None
+    skip: Tensor | None
+    applies: Tensor | None
+
+    def of_group(self, number: int, places: range) -> Terms:
+        applies = None if self.applies is None else self.applies[places.start : places.stop]
+        return Terms(self.numbers[number], self.factor, self.skip, applies)
 
 
 class StepGraph:
@@ -217,17 +242,8 @@ class StepGraph:
             if is_gathered_later:
                 written = written._replace(params=_arrived(written.params))
             outcome, buffers = reduced_of(written, read, given)
-            skip = _skip(outcome.finite, _are_sound())
-            applies = outcome.used > 0 if outcome.unused else None
-            params, state = dict[str, Tensor](), dict[str, Tensors]()
-            for places, kind, vector in zip(layout.places, layout.kinds, numbers, strict=True):
-                if not places:
-                    continue
-                of_group = None if applies is None else applies[places.start : places.stop]
-                terms = Terms(vector, outcome.factor, skip, of_group)
-                of_params, of_state = self._updated(layout, places, kind, written, read, outcome.gradients, terms)
-                params, state = params | of_params, state | of_state
-            note_settled(each for own in state.values() for each in own.values())
+            terms = _Terms(numbers, outcome.factor, _skip(outcome.finite, _are_sound()), outcome.used_by_some())
+            params, state = self._updated(layout, written, read, outcome.gradients, terms)
             if is_gathered_later:
                 note_departing(params[name] for name in written.params)
                 params = written.params
@@ -239,7 +255,46 @@ class StepGraph:
 
         return update
 
+    def deferred_of(self, layout: Layout) -> Callable[..., Any]:
+        """A function that begins with the update of the step before, and leaves the sums for its own under way.
+
+        `numbers`, `given.factor` and `given.applies` are of that step: what it has returned of its outcome.
+        """
+        reduced_of = self._reduced_of(layout)
+
+        def update(written: Written, read: Read, numbers: Sequence[Tensor], given: Given) -> Any:
+            *sums, are_there = summed_before([*written.params.values()])
+            terms = _Terms(numbers, given.factor, _skip(are_there), given.applies)
+            gradients = dict(zip(written.params, sums, strict=True))
+            params, state = self._updated(layout, written, read, gradients, terms)
+            params = {name: params[name] for name in written.params}
+            note_settled(params.values())
+            outcome, buffers = reduced_of(written._replace(params=params), read, given)
+            note_departing((outcome.gradients[name] for name in params), outcome.finite)
+            return Written(params, buffers, state, _zeros(written.held)), outcome._replace(gradients={})
+
+        return update
+
+    def factor_of_none(self, device: torch.device, scale: Tensor | None) -> Tensor | None:
+        """`given.factor` of `deferred_of` where no step is before."""
+        if self._clip_grad_norm is None and scale is None:
+            return None
+        return torch.ones((), dtype=torch.float64, device=device)
+
     def _updated(
+        self, layout: Layout, written: Written, read: Read, gradients: Tensors, terms: "_Terms"
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        """Parameters, or this rank's shares of them, and their state behind the update."""
+        params, state = dict[str, Tensor](), dict[str, Tensors]()
+        for number, (places, kind) in enumerate(zip(layout.places, layout.kinds, strict=True)):
+            if places:
+                own = terms.of_group(number, places)
+                of_params, of_state = self._updated_group(layout, places, kind, written, read, gradients, own)
+                params, state = params | of_params, state | of_state
+        note_settled(each for own in state.values() for each in own.values())
+        return params, state
+
+    def _updated_group(
         self,
         layout: Layout,
         places: range,
@@ -249,7 +304,7 @@ class StepGraph:
         gradients: Tensors,
         terms: Terms,
     ) -> tuple[Tensors, dict[str, Tensors]]:
-        """A group's parameters, or this rank's shares of them, and their state behind the update."""
+        """Those of a group."""
         names, is_shared = [layout.names[place] for place in places], layout.ranks > 1
         params = [written.params[name] for name in names]
         if is_shared:
@@ -275,7 +330,7 @@ class StepGraph:
 
     def _reduced_of(self, layout: Layout) -> Callable[[Written, Read, Given], tuple[Outcome, Tensors]]:
         gradient, most = self._gradient, self._clip_grad_norm
-        sums_numbers = layout.ranks > 1 and self.reduction.options.numbers > 0
+        sums_numbers = self.reduction.world_size > 1 and self.reduction.options.numbers > 0
 
         def reduced(written: Written, read: Read, given: Given) -> tuple[Outcome, Tensors]:
             (gradients, (used,)), (_, (value, aux, buffers, unused)) = gradient(

@@ -28,6 +28,7 @@ from compiled_ddp.functional.random_state import DrawnGenerator
 from compiled_ddp.functional.reached import Reached
 from compiled_ddp.functional.session import Session
 from compiled_ddp.passes.gather_later import buckets_to_gather, gather_later
+from compiled_ddp.passes.ops import gather_shares, gathered_before
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.users_code import line_that_raised
 
@@ -380,7 +381,8 @@ def _refuse_overlaps(arguments: Mapping[str, Any], own: Set[int], *, trains: boo
 
 def refuse_rows_of_shares(graph: Graph) -> None:
     """Raise RuntimeError for what writes, where ranks update their shares of parameters, rows of whole ones."""
-    if graph.find_nodes(op="call_function", target=torch.ops.aten.embedding_renorm_.default):
+    every = {node.target for node in graph.nodes}
+    if torch.ops.aten.embedding_renorm_.default in every and not every.isdisjoint((gather_shares, gathered_before)):
         raise RuntimeError(
             "an embedding with max_norm rescales the rows that the batch of this rank uses, and with shard_optimizer a "
             "row is put together of several ranks' shares: leave out max_norm, or shard_optimizer."

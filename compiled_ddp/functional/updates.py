@@ -24,7 +24,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from compiled_ddp import torch_private
-from compiled_ddp.passes.ops import optimizer_step
+from compiled_ddp.passes.ops import optimizer_step, optimizer_step_in_place
 
 Group = Mapping[str, Any]
 
@@ -227,13 +227,35 @@ def updated_in_trace(given: GroupTensors, terms: Terms, optimizer: str, kind: Ki
     return GroupTensors(params, given.gradients, state_lists, steps)
 
 
-_made: contextvars.ContextVar[list[Tensor | None] | None] = contextvars.ContextVar("made", default=None)
+def update_in_place(given: GroupTensors, terms: Terms, optimizer: str, kind: Kind) -> None:
+    """Do so outside of any trace."""
+    names = ",".join(kind.switches), ",".join(kind.numbers)
+    state = [*itertools.chain.from_iterable(given.state)]
+    optimizer_step_in_place(given.params, given.gradients, state, given.steps, *terms, optimizer, *names)
+
+
+class Made(NamedTuple):
+    """An update that has begun."""
+
+    has_state: bool
+    addresses: frozenset[int]  # of the parameters
+    skip: Tensor | None  # as of its `Terms`
+
+    @property
+    def was_left_out(self) -> bool:
+        try:
+            return self.skip is not None and bool(self.skip)
+        except RuntimeError:  # a GPU that has failed tells nothing any more
+            return False
+
+
+_made: contextvars.ContextVar[list[Made] | None] = contextvars.ContextVar("made", default=None)
 
 
 @contextlib.contextmanager
-def noting_updates() -> Iterator[list[Tensor | None]]:
-    """For each update of state in here the `Terms.skip` that tells whether it was left out; None where it was not."""
-    made: list[Tensor | None] = []
+def noting_updates() -> Iterator[list[Made]]:
+    """Those that begin in here."""
+    made: list[Made] = []
     token = _made.set(made)
     try:
         yield made
@@ -267,8 +289,9 @@ def _update(
         skip = None
     if not given.params:
         return
-    if (state or steps) and (made := _made.get()) is not None:
-        made.append(None if skip is None else skip.clone())  # whose memory others may get later in the graph
+    if (made := _made.get()) is not None:
+        kept = None if skip is None else skip.clone()  # whose memory others may get later in the graph
+        made.append(Made(bool(state or steps), frozenset(map(Tensor.data_ptr, given.params)), kept))
     if factor is not None:
         given = given._replace(gradients=[each * factor.to(each.device, each.dtype) for each in given.gradients])
     own = dict(zip(kind.numbers, numbers.tolist(), strict=True))

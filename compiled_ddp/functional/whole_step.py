@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from compiled_ddp.formatting import format_function, format_names
 from compiled_ddp.functional.around_sum import AroundSum
 from compiled_ddp.functional.closed_over import settings_of
 from compiled_ddp.functional.compiled import Backend, CompiledStep
+from compiled_ddp.functional.deferred import DeferredUpdate, Update
 from compiled_ddp.functional.in_flight import InFlight, refuse_other_classes
 from compiled_ddp.functional.kept import Arguments, Unchanged
 from compiled_ddp.functional.reached import OwnChanges, dictionaries_of
@@ -101,7 +102,8 @@ def compile_step(
         accumulate: how many calls make one update, with the mean of their gradients, which the last one alone sends.
         clip_grad_norm: the largest norm of all reduced gradients together, as of `torch.nn.utils.clip_grad_norm_`.
         scaler: for float16: scales losses, and leaves out updates that are not finite on some rank. Is updated, too.
-        pipeline_updates: let ranks gather updated parameters while the next call begins. With `shard_optimizer`.
+        pipeline_updates: let ranks gather while the next call begins: the sums of gradients, for an update that the
+            next call makes, or with `shard_optimizer` what ranks have made of their shares of parameters.
         check_stale: for debugging that: until then the memory of parameters is NaN, for who has another name for it.
         shard_optimizer: let each rank update its share of every parameter, and keep the state of that alone, as ZeRO-1
             does. `optimizer.state_dict()` and `.step()` are collectives then, and have the whole.
@@ -120,7 +122,8 @@ def compile_step(
     check_compiler(backend, mode, dynamic)
     check_switches(has_aux=has_aux, pipeline_updates=pipeline_updates, check_stale=check_stale)
     check_switches(shard_optimizer=shard_optimizer)
-    _check_pipelining(pipeline_updates, check_stale, shard_optimizer)
+    if check_stale and not pipeline_updates:
+        raise ValueError("check_stale is about parameters that are under way: give pipeline_updates=True too.")
     _check(model, optimizer, loss_fn, accumulate, clip_grad_norm, scaler)
     _check_reduction(comm_hook, bucket_cap_mb, plan, dynamic)
     options = torch_private.compiler_options.inductor_options(mode, options, dynamic)
@@ -128,14 +131,22 @@ def compile_step(
         process_group,
         "mean" if comm_hook is None else "sum",  # of which the hook makes the mean
         bucket_cap_mb,
-        shard_optimizer,
+        is_scattered=shard_optimizer or pipeline_updates,
         is_gathered_later=pipeline_updates,
         hook=None if comm_hook is None else AroundSum(comm_hook),
         plan=plan,
     )
-    _begin(model, optimizer, accumulate, RankGroup(process_group), of_graph)
+    ranks = RankGroup(process_group)
+    _begin(model, optimizer, accumulate, ranks, of_graph, shard_optimizer=shard_optimizer)
     _warn_of_others(model, optimizer)
-    in_flight = InFlight(model, check_stale=check_stale) if pipeline_updates else None
+    shared = deferred = in_flight = None
+    graph = StepGraph(WithLoss(model, loss_fn, has_aux=has_aux), optimizer, of_graph, clip_grad_norm, scaler)
+    if shard_optimizer:
+        shared = ShardedState(optimizer, graph.reduction)
+    if pipeline_updates and shard_optimizer:
+        in_flight = InFlight(model, check_stale=check_stale)
+    elif pipeline_updates:
+        in_flight = deferred = DeferredUpdate(model, optimizer, check_stale=check_stale)
     own_changes = OwnChanges()
     compiler = functools.partial(
         CompiledStep,
@@ -145,18 +156,8 @@ def compile_step(
         in_flight=in_flight,
         own_changes=own_changes,
     )
-    graph = StepGraph(WithLoss(model, loss_fn, has_aux=has_aux), optimizer, of_graph, clip_grad_norm, scaler)
-    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, in_flight, own_changes)
-
-
-def _check_pipelining(pipeline_updates: bool, check_stale: bool, shard_optimizer: bool) -> None:
-    if pipeline_updates and not shard_optimizer:
-        raise ValueError(
-            "pipeline_updates leaves under way what ranks have made of their shares of parameters: give "
-            "shard_optimizer=True too."
-        )
-    if check_stale and not pipeline_updates:
-        raise ValueError("check_stale is about parameters that are under way: give pipeline_updates=True too.")
+    ways = _Ways(shared, in_flight, deferred)
+    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, ways, own_changes)
 
 
 def _check_reduction(comm_hook: object, bucket_cap_mb: object, plan: object, dynamic: bool | None) -> None:
@@ -211,7 +212,13 @@ def _check(
 
 @torch.no_grad()
 def _begin(
-    model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int, ranks: RankGroup, options: Options
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    accumulate: int,
+    ranks: RankGroup,
+    options: Options,
+    *,
+    shard_optimizer: bool,
 ) -> None:
     """Compare what ranks have, and send the values of the group's first one."""
 
@@ -222,7 +229,9 @@ def _begin(
         _refuse_hooks(parameters)
         if options.is_gathered_later:
             refuse_other_classes(parameters)
-        layout = Layout.of(parameters, optimizer, ranks=ranks.world_size if options.is_scattered else 1)
+        needed_by = _option_that_needs_update(options, shard_optimizer, ranks.world_size)
+        sharing = ranks.world_size if shard_optimizer else 1
+        layout = Layout.of(parameters, optimizer, ranks=sharing, needed_by=needed_by)
         trained = layout.trained(parameters)
         differentiated: dict[str, Tensor] = {name: parameter for name, _, parameter in trained}
         if options.plan is not None:
@@ -230,7 +239,7 @@ def _begin(
         hook = [] if options.hook is None else options.hook.check(differentiated, ranks.world_size)
         description: Description = {"optimizer": [type(optimizer).__name__], "accumulate": [accumulate]}
         description |= {
-            "shard_optimizer": [options.is_scattered],
+            "shard_optimizer": [shard_optimizer],
             "pipeline_updates": [options.is_gathered_later],
             "comm_hook": [*hook],
         }
@@ -245,6 +254,13 @@ def _begin(
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
     if ranks.world_size > 1 and tensors:
         torch_private.groups.broadcast_coalesced(ranks.process_group, tensors, source=0)
+
+
+def _option_that_needs_update(options: Options, shard_optimizer: bool, world_size: int) -> str:
+    """By which the update is to be a part of the graph; empty where none does."""
+    if world_size == 1:
+        return ""
+    return "shard_optimizer" if shard_optimizer else "pipeline_updates" if options.is_gathered_later else ""
 
 
 def _warn_of_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -306,13 +322,13 @@ class TrainingStep:
         compiler: Callable[..., CompiledStep],
         accumulate: int,
         scaler: torch.amp.GradScaler | None,
-        in_flight: InFlight | None,
+        ways: "_Ways",
         own_changes: OwnChanges,
     ) -> None:
-        self.model, self.optimizer, self._in_flight = model, optimizer, in_flight
+        self.model, self.optimizer = model, optimizer
+        self._shared, self._in_flight, self._deferred = ways
         self._graph, self._compiler, self._own_changes = graph, compiler, own_changes
         self._accumulate, self._scaler = accumulate, scaler
-        self._shared = ShardedState(optimizer, graph.reduction) if graph.reduction.options.is_scattered else None
         self._known: dict[Layout, list[_Known]] = {}
         self._latest: _Now | None = None
         self._explained: tuple[Layout, CompiledStep, Sequence[str]] | None = None
@@ -415,8 +431,16 @@ class TrainingStep:
             for agreed in compiled.reductions
             for place, bucket in enumerate(agreed.plan.buckets)
         ]
-        what = f"{len(buckets)} {'all-reduce' if layout.ranks == 1 else 'bucket'}{'' if len(buckets) == 1 else 's'}"
+        is_scattered = any(agreed.plan.is_scattered for agreed in compiled.reductions)
+        what = f"{len(buckets)} {'bucket' if is_scattered else 'all-reduce'}{'' if len(buckets) == 1 else 's'}"
         told = f"The forward and backward of {model}, {what} and the update of {optimizer} are one graph."
+        if self._deferred is not None and self._agreed is not None:
+            told += (
+                " The update is made by the next call: of the sums of a bucket each rank is sent its shares, and "
+                "these are gathered in the same buckets, the last one first, which is under way when a call returns; "
+                "the next one awaits a bucket, and updates it, where it reads. The riders, in the first one, are "
+                "summed on all ranks."
+            )
         if layout.outside:
             told = f"The forward and backward of {model} and {what} are one graph. "
             told += f"{optimizer}.step() is called behind it: {layout.outside}."
@@ -461,7 +485,7 @@ class TrainingStep:
     @property
     def _mode(self) -> Mode:
         if self._in_flight is not None:
-            return "pipelined"
+            return "pipelined" if self._deferred is None else "deferred"
         return "all-reduced" if self._shared is None else "sharded"
 
     def _recording(self) -> contextlib.AbstractContextManager[None]:
@@ -533,17 +557,43 @@ class TrainingStep:
         updated, begun = set[str](), dict[str, nn.Parameter]()
         try:
             with now.known.update.telling():
-                kept = *(now.in_update or self._in_update(now, begun)), self._numbers_now()
+                written, read = now.in_update or self._in_update(now, begun)
+                numbers, given = self._terms(now, written.tree, given)
             with self._noting_what_is_torn(is_first=len(begun) == len(now.trained)):
-                outcome: Outcome = now.known.update.run((given,), {}, kept, self._recorder)
+                outcome: Outcome = now.known.update.run((given,), {}, (written, read, numbers), self._recorder)
             torch_private.optimizers.note_step(self.optimizer)
-            if begun:
+            if begun or (self._deferred is not None and outcome.unused):
                 updated = outcome.updated(now.layout)
+            self._defer(now, written.tree, outcome, updated if outcome.unused else {*now.layout.names})
             return outcome
         finally:  # as with torch.optim, there is no state before an update
             for name, parameter in begun.items():
                 if name not in updated:
                     del self.optimizer.state[parameter]
+
+    def _terms(self, now: "_Now", written: Written, given: Given) -> tuple[Arguments, Given]:
+        """The numbers of the update that a graph makes, and what it is given: of the step before where it `defers`."""
+        if not now.known.defers:
+            return self._numbers_now(), given
+        assert self._deferred is not None
+        before = self._deferred.before(now.layout, written.state)
+        if before is None:
+            device = now.trained[0][2].device
+            return self._numbers_now(), given._replace(factor=self._graph.factor_of_none(device, given.scale))
+        assert self._numbers is not None
+        return self._numbers[1], given._replace(factor=before.factor, applies=before.applies)
+
+    def _defer(self, now: "_Now", written: Written, outcome: Outcome, updated: set[str]) -> None:
+        """Let the next call make this update, of parameters with these names, where the graph `defers`."""
+        if now.known.defers:
+            assert self._deferred is not None
+            every = len(updated) == len(now.layout.names)
+            state = (
+                written.state if every else {name: written.state[name] for name in now.layout.names if name in updated}
+            )
+            params, numbers = [parameter for _, _, parameter in now.trained], self._numbers_now().tensors
+            terms = numbers, outcome.factor, outcome.used_by_some()
+            self._deferred.note(Update(now.layout, self.optimizer, params, state, *terms))
 
     @contextlib.contextmanager
     def _noting_what_is_torn(self, *, is_first: bool) -> Iterator[None]:
@@ -558,7 +608,7 @@ class TrainingStep:
             try:
                 yield
             except BaseException:
-                if any(map(_was_made, made)):
+                if any(each.has_state and not each.was_left_out for each in made):
                     self._shared.note_torn()
                 raise
 
@@ -592,7 +642,9 @@ class TrainingStep:
         parameters = dict(self.model.named_parameters())
         _refuse_hooks(parameters)
         self._graph.reduction.find_ranks()
-        layout = Layout.of(parameters, self.optimizer, ranks=1 if self._shared is None else self._shared.ranks)
+        world_size, is_shared = self._graph.reduction.world_size, self._shared is not None
+        needed_by = _option_that_needs_update(self._graph.reduction.options, is_shared, world_size)
+        layout = Layout.of(parameters, self.optimizer, ranks=world_size if is_shared else 1, needed_by=needed_by)
         trained = layout.trained(parameters)
         params: Tensors = {name: parameter for name, _, parameter in trained}
         if self._graph.reduction.options.plan is not None:
@@ -691,14 +743,6 @@ class TrainingStep:
         return states
 
 
-def _was_made(skip: Tensor | None) -> bool:
-    """Whether an update was made, of what told it to be left out."""
-    try:
-        return skip is None or not skip
-    except RuntimeError:  # a GPU that has failed tells nothing any more
-        return True
-
-
 def _refuse_other_shapes(name: str, state: dict[str, Tensor], needed: Sequence[str], parameter: Tensor) -> None:
     other = next((each for each in needed if state[each].shape != parameter.shape), None)
     if other is not None:
@@ -707,6 +751,14 @@ def _refuse_other_shapes(name: str, state: dict[str, Tensor], needed: Sequence[s
             f"{tuple(parameter.shape)}: a share of it, as shard_optimizer leaves? Call optimizer.state_dict() on the "
             "ranks that have trained with it, and load what it returns."
         )
+
+
+class _Ways(NamedTuple):
+    """How a step goes about its update; None for what it does not do."""
+
+    shared: ShardedState | None
+    in_flight: InFlight | None
+    deferred: DeferredUpdate | None  # the same, where what is under way are gradients
 
 
 class _Now:
@@ -766,10 +818,10 @@ class _Known:
     def __init__(
         self, graph: StepGraph, layout: Layout, compiler: Callable[..., CompiledStep], plain: tuple[Hashable, ...]
     ) -> None:
-        if layout.outside:
-            self.update = compiler(graph.reduce_of(layout), donated=("written",))
-        else:
-            self.update = compiler(graph.update_of(layout), donated=("written",))
+        # Whether its update is made by the next call.
+        self.defers = graph.reduction.options.is_gathered_later and layout.ranks < graph.reduction.world_size
+        make = graph.reduce_of if layout.outside else graph.deferred_of if self.defers else graph.update_of
+        self.update = compiler(make(layout), donated=("written",))
         self.add = compiler(graph.add_of(layout), donated=("written",), tells=False, in_flight=None)
         self.plain = plain
         self._graphs = 0

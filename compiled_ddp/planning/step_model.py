@@ -12,8 +12,9 @@ from typing import Literal, Self
 from compiled_ddp.planning.cost_model import Link, Readiness
 from compiled_ddp.planning.optimal import lower_bound
 
-Mode = Literal["all-reduced", "sharded", "pipelined"]
+Mode = Literal["all-reduced", "sharded", "pipelined", "deferred"]
 Kind = Literal["all-reduce", "scatter", "gather"]  # what is sent of a bucket
+GATHERED_LATER = frozenset[Mode]({"pipelined", "deferred"})  # the modes whose next step awaits what one has gathered
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Job:
 
     def in_mode(self, mode: Mode, ranks: int) -> Self:
         """With an update that so many share, where they do."""
-        return self if mode == "all-reduced" else replace(self, optimizer_seconds=self.optimizer_seconds / ranks)
+        is_shared = mode in ("sharded", "pipelined")
+        return replace(self, optimizer_seconds=self.optimizer_seconds / ranks) if is_shared else self
 
     def beside(self, link: Link) -> Self:
         """On a device that also does its part of the reductions, evenly in all of the step."""
@@ -123,16 +125,19 @@ def predict_step(mode: Mode, buckets: Sequence[Sequence[int]], job: Job, link: L
 
     "sharded" scatters sums, lets each rank update its share behind the backward, bucket by bucket, and gathers what
     comes of it; "pipelined" gathers that in the next step, the last bucket first, where its forward waits for it.
+    "deferred" gathers sums so, with which each rank updates all of a bucket before that forward reads it.
     """
     step = _Step(link_in_mode(mode, link), host_seconds=link.host_seconds)
     beside = job.beside(link)
     every = [*_Bucket.of(buckets, beside)]
-    if mode == "pipelined":
+    if mode in GATHERED_LATER:
         for bucket in reversed(every):
             step.send("gather", bucket)
     for bucket in reversed(every):
-        if mode == "pipelined":
+        if mode in GATHERED_LATER:
             step.wait("gather", bucket)
+        if mode == "deferred":
+            step.compute(bucket.update_seconds, bucket)
         step.compute(bucket.forward_seconds, bucket)
     step.backward("all-reduce" if mode == "all-reduced" else "scatter", every, beside.readiness.backward_seconds)
     if mode == "all-reduced":
@@ -142,7 +147,7 @@ def predict_step(mode: Mode, buckets: Sequence[Sequence[int]], job: Job, link: L
     else:
         for bucket in every:
             step.wait("scatter", bucket)
-            step.compute(bucket.update_seconds + link.host_seconds, bucket)
+            step.compute(link.host_seconds + (0.0 if mode == "deferred" else bucket.update_seconds), bucket)
             if mode == "sharded":
                 step.send("gather", bucket)
     if mode == "sharded":

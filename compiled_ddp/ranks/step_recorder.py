@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from compiled_ddp import torch_private
 from compiled_ddp.plan import BucketPlan
-from compiled_ddp.planning.step_model import Kind, Mode
+from compiled_ddp.planning.step_model import GATHERED_LATER, Kind, Mode
 from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver
 from compiled_ddp.ranks.recorder import BucketTimes, now, timing
 
@@ -128,4 +128,4 @@ def _positions(kind: Kind, plan: BucketPlan, mode: Mode) -> Sequence[int]:
     if kind == "all-reduce":
         return [plan.place_of_riders] if plan.is_scattered else range(len(plan.buckets))
     places = plan.places_of_gradients
-    return places[::-1] if kind == "gather" and mode == "pipelined" else places
+    return places[::-1] if kind == "gather" and mode in GATHERED_LATER else places

@@ -1,7 +1,6 @@
-"""compile_step(pipeline_updates=True): parameters that are under way when a call returns."""
+"""compile_step(pipeline_updates=True): parameters, or sums of gradients, that are under way when a call returns."""
 
 import copy
-import functools
 import io
 import os
 import pickle
@@ -19,11 +18,19 @@ from compiled_ddp import compile_step
 from compiled_ddp.functional import in_flight
 from ranks import RankPool
 
-pipelining = functools.partial(whole.stepping_with, shard_optimizer=True, pipeline_updates=True)
+OPTIONS: dict[str, dict[str, bool]] = {
+    "shares": {"shard_optimizer": True, "pipeline_updates": True},  # parameters are gathered
+    "sums": {"pipeline_updates": True},  # gradients are, and each rank has all of the optimizer's state
+}
+in_both_ways = pytest.mark.parametrize("way", OPTIONS)
 
 
-def _pipelined(rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    with pipelining():
+def pipelining(way: str) -> Any:
+    return whole.stepping_with(**OPTIONS[way])
+
+
+def _pipelined(rank: int, way: str, function: Callable[..., Any], *args: Any) -> Any:
+    with pipelining(way):
         return function(rank, *args)
 
 
@@ -35,47 +42,54 @@ def is_under_way(model: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["momentum", "AdamW"])
-def test_a_step_is_what_the_loop_does(ranks2: RankPool, kind: str) -> None:
-    ranks2.run(_pipelined, whole._trains, kind, "aot_eager")
+@in_both_ways
+def test_a_step_is_what_the_loop_does(ranks2: RankPool, kind: str, way: str) -> None:
+    ranks2.run(_pipelined, way, whole._trains, kind, "aot_eager")
 
 
-def test_on_three_ranks(ranks3: RankPool) -> None:
-    ranks3.run(_pipelined, whole._trains, "AdamW", "aot_eager")
+@in_both_ways
+def test_on_three_ranks(ranks3: RankPool, way: str) -> None:
+    ranks3.run(_pipelined, way, whole._trains, "AdamW", "aot_eager")
 
 
 @pytest.mark.parametrize(
     "function", [whole._clips, whole._between_steps, whole._two_steps, whole._follows], ids=lambda each: each.__name__
 )
-def test_the_rest_is_as_without(ranks2: RankPool, function: Callable[..., Any]) -> None:
-    ranks2.run(_pipelined, function)
+@in_both_ways
+def test_the_rest_is_as_without(ranks2: RankPool, function: Callable[..., Any], way: str) -> None:
+    ranks2.run(_pipelined, way, function)
 
 
-def test_parameters_of_16_bits(ranks2: RankPool) -> None:
-    ranks2.run(_pipelined, whole._in_half, torch.bfloat16)
+@in_both_ways
+def test_parameters_of_16_bits(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_pipelined, way, whole._in_half, torch.bfloat16)
 
 
-def test_an_update_of_several_batches_is_that_of_their_mean(ranks2: RankPool) -> None:
-    ranks2.run(_pipelined, whole._accumulates, "AdamW", "aot_eager")
+@in_both_ways
+def test_an_update_of_several_batches_is_that_of_their_mean(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_pipelined, way, whole._accumulates, "AdamW", "aot_eager")
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_parameter_that_no_rank_uses_is_left_as_it_is(ranks2: RankPool, accumulate: int) -> None:
-    ranks2.run(_pipelined, whole._uses, "AdamW", accumulate)
+@in_both_ways
+def test_a_parameter_that_no_rank_uses_is_left_as_it_is(ranks2: RankPool, accumulate: int, way: str) -> None:
+    ranks2.run(_pipelined, way, whole._uses, "AdamW", accumulate)
 
 
-def test_a_scaler_leaves_out_what_is_infinite_on_one_rank(ranks2: RankPool) -> None:
-    ranks2.run(_pipelined, whole._scales, "AdamW")
+@in_both_ways
+def test_a_scaler_leaves_out_what_is_infinite_on_one_rank(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_pipelined, way, whole._scales, "AdamW")
 
 
 # ---- the same bits, and what is under way in between -----------------------------------------------------------------
 
 
-def _is_equal_bit_for_bit(rank: int, kind: str, backend: str, steps: int) -> None:
+def _is_equal_bit_for_bit(rank: int, way: str, kind: str, backend: str, steps: int) -> None:
     """Of 200 steps in a row, of which nobody looks at parameters."""
     made = []
     for pipelines in (False, True):
         torch.manual_seed(0)
-        options = {"backend": backend, "shard_optimizer": True, "pipeline_updates": pipelines, "bucket_cap_mb": 0.0001}
+        options = {**OPTIONS[way], "pipeline_updates": pipelines, "backend": backend, "bucket_cap_mb": 0.0001}
         model = Net(dropout=0.2)
         optimizer = OPTIMIZERS[kind](model.parameters())
         step = compile_step(model, optimizer, **options)
@@ -96,17 +110,19 @@ def _is_equal_bit_for_bit(rank: int, kind: str, backend: str, steps: int) -> Non
 
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_200_steps_give_the_same_bits_as_without(ranks2: RankPool, kind: str) -> None:
-    ranks2.run(_is_equal_bit_for_bit, kind, "aot_eager", 200)
+@in_both_ways
+def test_200_steps_give_the_same_bits_as_without(ranks2: RankPool, kind: str, way: str) -> None:
+    ranks2.run(_is_equal_bit_for_bit, way, kind, "aot_eager", 200)
 
 
-def test_inductors_code_gives_the_same_bits_as_without(ranks2: RankPool) -> None:
-    ranks2.run(_is_equal_bit_for_bit, "AdamW", "inductor", 20)
+@in_both_ways
+def test_inductors_code_gives_the_same_bits_as_without(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_is_equal_bit_for_bit, way, "AdamW", "inductor", 20)
 
 
-def _goes_on(rank: int, into: str) -> None:
+def _goes_on(rank: int, way: str) -> None:
     """A checkpoint between steps is that of a step which has been taken to its end."""
-    with pipelining():
+    with pipelining(way):
         step, _ = both("AdamW")
         for n in range(3):
             step(*batch(rank, n))
@@ -124,8 +140,9 @@ def _goes_on(rank: int, into: str) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_a_run_from_a_checkpoint_gives_the_same_bits(ranks2: RankPool) -> None:
-    ranks2.run(_goes_on, "")
+@in_both_ways
+def test_a_run_from_a_checkpoint_gives_the_same_bits(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_goes_on, way)
 
 
 # ---- whoever reads a parameter has it --------------------------------------------------------------------------------
@@ -161,8 +178,8 @@ TELLING: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _lands(rank: int) -> None:
-    with pipelining():
+def _lands(rank: int, way: str) -> None:
+    with pipelining(way):
         step, loop = both("AdamW", lambda: Net().requires_grad_(True))
     for name, read in READINGS.items():
         step(*batch(rank, 0)), loop.step(*batch(rank, 0))
@@ -174,17 +191,18 @@ def _lands(rank: int) -> None:
         assert all(type(each) is nn.Parameter for each in step.model.parameters()), name
         step.model.train().load_state_dict(loop.model.state_dict())
         step.model.scale.requires_grad_(True)
-        step.optimizer.load_state_dict(loop.optimizer.state_dict())
+        step.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict()))
 
 
-def test_whatever_reads_a_parameter_awaits_all(ranks2: RankPool) -> None:
-    ranks2.run(_lands)
+@in_both_ways
+def test_whatever_reads_a_parameter_awaits_all(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_lands, way)
 
 
-def _takes_turns(rank: int) -> None:
+def _takes_turns(rank: int, way: str) -> None:
     """Two steps of one model, each with its loss."""
     losses = [lambda net, x, y: net(x, y), lambda net, x, y: net(x, -y) * 0.5]
-    with pipelining():
+    with pipelining(way):
         step, loop = both("AdamW", loss_fn=losses[0])
         other = compile_step(step.model, step.optimizer, losses[1], **whole.DEFAULTS)
     for n in range(6):
@@ -194,17 +212,18 @@ def _takes_turns(rank: int) -> None:
     assert_same(step, loop)
 
 
-def test_two_steps_of_one_model_take_turns(ranks2: RankPool) -> None:
-    ranks2.run(_takes_turns)
+@in_both_ways
+def test_two_steps_of_one_model_take_turns(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_takes_turns, way)
 
 
-def _returns_parameters(rank: int) -> None:
+def _returns_parameters(rank: int, way: str) -> None:
     """What a loss returns beside itself stays what it was when the next call writes into parameters."""
 
     def loss(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return net(x, y), net.scale.view(1)
 
-    with pipelining():
+    with pipelining(way):
         step, loop = both("AdamW", loss_fn=loss, has_aux=True)
     found, expected = [], []
     for n in range(4):
@@ -214,13 +233,14 @@ def _returns_parameters(rank: int) -> None:
     torch.testing.assert_close(torch.cat(found), torch.stack(expected))
 
 
-def test_what_a_loss_returns_is_not_written_into(ranks2: RankPool) -> None:
-    ranks2.run(_returns_parameters)
+@in_both_ways
+def test_what_a_loss_returns_is_not_written_into(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_returns_parameters, way)
 
 
-def _is_right_where_read(rank: int) -> None:
+def _is_right_where_read(rank: int, way: str) -> None:
     """One rank alone may read: that is no collective."""
-    with pipelining():
+    with pipelining(way):
         step, loop = both("AdamW")
     for n in range(4):
         step(*batch(rank, n)), loop.step(*batch(rank, n))
@@ -230,11 +250,12 @@ def _is_right_where_read(rank: int) -> None:
     assert_same(step, loop)
 
 
-def test_one_rank_alone_may_read(ranks2: RankPool) -> None:
-    ranks2.run(_is_right_where_read)
+@in_both_ways
+def test_one_rank_alone_may_read(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_is_right_where_read, way)
 
 
-def _keeps_other_names(rank: int) -> None:
+def _keeps_other_names(rank: int, way: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1))
     for check_stale in (False, True):
@@ -243,9 +264,8 @@ def _keeps_other_names(rank: int) -> None:
             torch.optim.SGD(model.parameters(), lr=0.1),
             lambda model, x, y: model(x).square().mean(),
             backend="aot_eager",
-            shard_optimizer=True,
-            pipeline_updates=True,
             check_stale=check_stale,
+            **OPTIONS[way],
         )
         alias = model[0].weight.data
         for n in range(3):
@@ -257,23 +277,28 @@ def _keeps_other_names(rank: int) -> None:
             assert torch.equal(alias, model[0].weight) and alias.isfinite().all() and not torch.equal(alias, before)
 
 
-def test_another_name_for_its_memory_has_old_values_or_none(ranks2: RankPool) -> None:
-    ranks2.run(_keeps_other_names)
+@in_both_ways
+def test_another_name_for_its_memory_has_old_values_or_none(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_keeps_other_names, way)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("accumulate", "fails_at"), [(1, 0), (2, 0), (2, 1)])
-def test_a_step_that_raises_changes_nothing_on_any_rank(ranks2: RankPool, accumulate: int, fails_at: int) -> None:
-    ranks2.run(_pipelined, whole._raises, "AdamW", accumulate, fails_at)
+@in_both_ways
+def test_a_step_that_raises_changes_nothing_on_any_rank(
+    ranks2: RankPool, accumulate: int, fails_at: int, way: str
+) -> None:
+    ranks2.run(_pipelined, way, whole._raises, "AdamW", accumulate, fails_at)
 
 
-def test_what_a_graph_raises_is_raised_on_every_rank(ranks2: RankPool) -> None:
-    ranks2.run(_pipelined, whole._raises_in_graph, 1)
+@in_both_ways
+def test_what_a_graph_raises_is_raised_on_every_rank(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_pipelined, way, whole._raises_in_graph, 1)
 
 
-def _fails_while_under_way(rank: int, kinds: list[str], fails_at: int, steps: int, check_stale: bool) -> str:
+def _fails_while_under_way(rank: int, way: str, kinds: list[str], fails_at: int, steps: int, check_stale: bool) -> str:
     """Rank 1 fails before its call has launched anything, with parameters of one or of several models on their way."""
     fails, message = {"now": False}, ""
 
@@ -283,7 +308,7 @@ def _fails_while_under_way(rank: int, kinds: list[str], fails_at: int, steps: in
         result: Tensor = net(x, y)
         return result
 
-    with pipelining():
+    with pipelining(way):
         pairs = [both(kind, loss_fn=loss, check_stale=check_stale) for kind in kinds]
     for n in range(steps):
         step, loop = pairs[n % len(pairs)]
@@ -301,19 +326,23 @@ def _fails_while_under_way(rank: int, kinds: list[str], fails_at: int, steps: in
 
 
 @pytest.mark.parametrize("check_stale", [False, True])
-def test_a_rank_that_fails_while_parameters_are_under_way_loses_none(ranks2: RankPool, check_stale: bool) -> None:
-    other, own = ranks2.run(_fails_while_under_way, ["AdamW"], 3, 6, check_stale)
+@in_both_ways
+def test_a_rank_that_fails_while_parameters_are_under_way_loses_none(
+    ranks2: RankPool, check_stale: bool, way: str
+) -> None:
+    other, own = ranks2.run(_fails_while_under_way, way, ["AdamW"], 3, 6, check_stale)
     assert own == "no labels" and "no labels" in other, (own, other)
 
 
-def test_what_other_steps_have_under_way_is_awaited_before_groups_are_closed(ranks2: RankPool) -> None:
+@in_both_ways
+def test_what_other_steps_have_under_way_is_awaited_before_groups_are_closed(ranks2: RankPool, way: str) -> None:
     """Each model is on a group of its own, of which an error closes both."""
-    other, own = ranks2.run(_fails_while_under_way, ["SGD", "momentum"], 4, 8, False)
+    other, own = ranks2.run(_fails_while_under_way, way, ["SGD", "momentum"], 4, 8, False)
     assert own == "no labels" and "no labels" in other, (own, other)
 
 
-def _forks(rank: int) -> None:
-    with pipelining():
+def _forks(rank: int, way: str) -> None:
+    with pipelining(way):
         step, _ = both("AdamW")
     step(*batch(rank, 0))
     assert is_under_way(step.model)
@@ -323,13 +352,14 @@ def _forks(rank: int) -> None:
     assert not is_under_way(step.model)
 
 
-def test_a_fork_has_nothing_under_way(ranks2: RankPool) -> None:
-    ranks2.run(_forks)
+@in_both_ways
+def test_a_fork_has_nothing_under_way(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_forks, way)
 
 
-def _does_not_come(rank: int) -> str:
+def _does_not_come(rank: int, way: str) -> str:
     """What is gathered fails on the way, and somebody has waited for it before, as where groups are closed."""
-    with pipelining():
+    with pipelining(way):
         step, loop = both("SGD")
     step(*batch(rank, 0)), loop.step(*batch(rank, 0))
     step.flush()
@@ -342,13 +372,14 @@ def _does_not_come(rank: int) -> str:
     return str(raised.value)
 
 
-def test_what_does_not_come_is_an_error_with_what_to_do(ranks2: RankPool) -> None:
-    for told in ranks2.run(_does_not_come):
+@in_both_ways
+def test_what_does_not_come_is_an_error_with_what_to_do(ranks2: RankPool, way: str) -> None:
+    for told in ranks2.run(_does_not_come, way):
         assert "load a checkpoint (Connection closed by peer)" in told, told
 
 
-def _ends(rank: int) -> None:
-    with pipelining():
+def _ends(rank: int, way: str) -> None:
+    with pipelining(way):
         step, loop = both("AdamW")
     for n in range(2):
         step(*batch(rank, n)), loop.step(*batch(rank, n))
@@ -357,12 +388,13 @@ def _ends(rank: int) -> None:
         torch.testing.assert_close(value, loop.model.state_dict()[name])
 
 
-def test_behind_destroy_process_group_parameters_are_there(ranks2: RankPool) -> None:
-    ranks2.run(_ends)
+@in_both_ways
+def test_behind_destroy_process_group_parameters_are_there(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_ends, way)
 
 
-def _is_left(rank: int) -> None:
-    with pipelining():
+def _is_left(rank: int, way: str) -> None:
+    with pipelining(way):
         step, loop = both("AdamW")
     step(*batch(rank, 0)), loop.step(*batch(rank, 0))
     model, optimizer = step.model, step.optimizer
@@ -379,8 +411,9 @@ def _is_left(rank: int) -> None:
         torch.testing.assert_close(value, loop.model.state_dict()[name])
 
 
-def test_an_ordinary_loop_goes_on_where_the_step_is_gone(ranks2: RankPool) -> None:
-    ranks2.run(_is_left)
+@in_both_ways
+def test_an_ordinary_loop_goes_on_where_the_step_is_gone(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_is_left, way)
 
 
 class Own(nn.Parameter):
@@ -390,8 +423,8 @@ class Own(nn.Parameter):
 def _is_refused(rank: int) -> None:
     model = Net()
     optimizer = torch.optim.Adam(model.parameters())
-    with pytest.raises(ValueError, match="give shard_optimizer=True too"):
-        compile_step(model, optimizer, pipeline_updates=True)
+    with pytest.raises(ValueError, match=r"with pipeline_updates the update .* Leave out pipeline_updates\."):
+        compile_step(model, torch.optim.Adagrad(model.parameters()), pipeline_updates=True)
     with pytest.raises(ValueError, match="give pipeline_updates=True too"):
         compile_step(model, optimizer, check_stale=True)
     with pytest.raises(TypeError, match="pipeline_updates"):

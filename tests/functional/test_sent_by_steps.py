@@ -32,6 +32,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
     "sharded": {"shard_optimizer": True},
     "pipelined": {"shard_optimizer": True, "pipeline_updates": True},
+    "deferred": {"pipeline_updates": True},
+    "deferred, accumulated and clipped": {"pipeline_updates": True, "accumulate": 2, "clip_grad_norm": 0.2},
     "accumulated and clipped": {"accumulate": 2, "clip_grad_norm": 0.2},
 }
 

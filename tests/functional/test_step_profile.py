@@ -9,12 +9,14 @@ import torch
 from test_whole_step import batch, both
 from torch import nn
 
+from compiled_ddp.planning.step_model import GATHERED_LATER
 from ranks import RankPool
 
 MODES: dict[str, dict[str, Any]] = {
     "all-reduced": {},
     "sharded": {"shard_optimizer": True},
     "pipelined": {"shard_optimizer": True, "pipeline_updates": True},
+    "deferred": {"pipeline_updates": True},
 }
 EACH_ALONE = 1e-5  # MiB: a bucket for each gradient
 
@@ -28,7 +30,7 @@ def expected_launches(mode: str, buckets: int) -> list[tuple[str, int]]:
         return [("all-reduce", position) for position in range(buckets)]
     scattered = [("scatter", position) for position in range(1, buckets)]
     gathered = [("gather", position) for position in range(1, buckets)]
-    return [("all-reduce", 0), *scattered, *(gathered[::-1] if mode == "pipelined" else gathered)]
+    return [("all-reduce", 0), *scattered, *(gathered[::-1] if mode in GATHERED_LATER else gathered)]
 
 
 def _profile(rank: int, mode: str, backend: str) -> None:
@@ -51,10 +53,10 @@ def _profile(rank: int, mode: str, backend: str) -> None:
         for each in recorded.transfers:
             times = each.times
             assert recorded.began <= times.launched <= times.arrived and times.launched <= recorded.ended
-            if mode != "pipelined" or each.kind != "gather":
+            if mode not in GATHERED_LATER or each.kind != "gather":
                 assert times.launched <= times.wait_began <= times.wait_ended <= recorded.ended
         left = [(each.kind, each.position) for each in recorded.left]
-        assert left == ([each for each in launched(recorded) if each[0] == "gather"] if mode == "pipelined" else [])
+        assert left == ([each for each in launched(recorded) if each[0] == "gather"] if mode in GATHERED_LATER else [])
         assert all(recorded.began <= each.times.wait_began <= recorded.ended for each in recorded.left)
     told = step.explain()
     assert "Measured on this rank, the median of 3: a step of" in told
@@ -63,7 +65,7 @@ def _profile(rank: int, mode: str, backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "backend"),
-    [("all-reduced", "aot_eager"), ("sharded", "aot_eager"), ("pipelined", "aot_eager"), ("pipelined", "inductor")],
+    [*((mode, "aot_eager") for mode in MODES), ("pipelined", "inductor"), ("deferred", "inductor")],
 )
 def test_each_transfer_is_seen_in_its_order_and_steps_stay_what_they_are(
     ranks2: RankPool, mode: str, backend: str

@@ -14,10 +14,14 @@ from compiled_ddp.passes.ops import (
     all_reduce,
     all_to_all,
     gathered_before,
+    optimizer_step,
+    optimizer_step_in_place,
     put_together,
     put_together_in_place,
     reduce_scatter,
     sum_over_ranks,
+    summed_before,
+    taken_apart,
     wait_tensor,
 )
 from compiled_ddp.passes.step_pipeline import StepPipeline
@@ -151,3 +155,78 @@ def test_what_is_returned_keeps_memory_of_its_own(as_view: bool) -> None:
     graph.output_node().args = ((*graph.output_node().args[0], returned),)
     arrive_in_place(graph)
     assert graph.find_nodes(op="call_function", target=put_together)
+
+
+# ---- sums of gradients, of which the next step makes its update ------------------------------------------------------
+
+
+GATHERED = ("gathered_0", "gathered_1")
+
+
+def deferred_graph(*, clips: bool = False, reads_old: bool = False) -> Graph:
+    """x * first * second as above, behind an update of both with momentum, of sums that the step before has left."""
+    graph, planned = Graph(), plan()
+    names = ("x", "first", "second", "of_first", "of_second", "numbers", "factor", "leading", *GATHERED, "sound")
+    nodes = {name: graph.placeholder(name) for name in names}
+    nodes["leading"].meta["val"] = torch.empty(FIRST_USED, device="meta")
+    params, state = [nodes["first"], nodes["second"]], [nodes["of_first"], nodes["of_second"]]
+    before = graph.call_function(summed_before, (params,))
+    sums = [graph.call_function(operator.getitem, (before, index)) for index in range(3)]
+    for each in sums[:2]:
+        each.meta["val"] = torch.empty(4, device="meta")
+    skip = graph.call_function(aten.bitwise_not.default, (sums[2],))
+    factor = graph.call_function(aten.add.Tensor, (nodes["factor"], sums[0])) if clips else nodes["factor"]
+    terms = nodes["numbers"], factor, skip, None, "SGD", "momentum", "lr,momentum,weight_decay"
+    update = graph.call_function(optimizer_step, (params, sums[:2], state, [], *terms))
+    new = [graph.call_function(operator.getitem, (update, index)) for index in range(4)]
+    hidden = graph.call_function(aten.mul.Tensor, (nodes["x"], new[0]))
+    result = graph.call_function(aten.mul.Tensor, (new[1], hidden))
+    gradients = [graph.call_function(aten.mul.Tensor, (result, each)) for each in (nodes["x"], hidden)]
+    reduced = graph.call_function(
+        sum_over_ranks, (gradients, [], nodes["leading"], [1, 0], [1, 1], 2, "", "all_to_all")
+    )
+    shares = [graph.call_function(operator.getitem, (reduced, index)) for index in (0, 1)]
+    riders = graph.call_function(operator.getitem, (reduced, 2))
+    is_sound = graph.call_function(aten.eq.Scalar, (riders, 1))
+    old = [graph.call_function(aten.neg.default, (nodes["second"],))] if reads_old else []
+    for into, value in zip((*params, *state), new, strict=True):
+        graph.call_function(aten.copy_.default, (into, value))
+    graph.output((result, *old, riders, *shares, is_sound))
+    arrived = [nodes[name] for name in (*GATHERED, "sound")]
+    gather_later(graph, planned, arrived=arrived, group_name="g", by="all_to_all")
+    return graph
+
+
+def test_each_bucket_is_updated_where_the_forward_reads_it() -> None:
+    graph = deferred_graph()
+    StepPipeline(((plan(), "g"),)).run(graph)
+    mul, updates = aten.mul.Tensor, [node for node in graph.nodes if node.target is optimizer_step_in_place]
+    assert [[each.name for each in node.args[0]] for node in updates] == [["first"], ["second"]]
+    assert [[each.name for each in node.args[2]] for node in updates] == [["of_first"], ["of_second"]]
+    assert [node.args[5].name for node in updates] == ["factor", "factor"]
+    forward = [node.target for node in graph.nodes if node.target in (mul, taken_apart, optimizer_step_in_place)][:6]
+    assert forward == [taken_apart, optimizer_step_in_place, mul] * 2
+    assert order(graph)[:6] == [all_reduce, "gathered_0", mul, "gathered_1", mul, mul]
+    assert not graph.find_nodes(op="call_function", target=aten.copy_.default)
+
+
+def test_one_whose_old_values_are_read_makes_others() -> None:
+    graph = deferred_graph(reads_old=True)
+    StepPipeline(((plan(), "g"),)).run(graph)
+    in_place, copying = (
+        graph.find_nodes(op="call_function", target=target) for target in (optimizer_step_in_place, optimizer_step)
+    )
+    assert [[each.name for each in node.args[0]] for node in (*in_place, *copying)] == [["first"], ["second"]]
+
+
+def test_an_update_that_needs_all_sums_stays_one() -> None:
+    graph = deferred_graph(clips=True)
+    assert len(graph.find_nodes(op="call_function", target=optimizer_step)) == 1
+
+
+@pytest.mark.parametrize("sizes", [[(5, 3)], [(4, 4), (1,), ()], [(7,), (2, 3)]])
+def test_what_is_taken_apart_is_what_was_shared(sizes: list[tuple[int, ...]]) -> None:
+    values = [torch.randn(size) for size in sizes]
+    gathered = torch.cat([rows_of(each, 3) for each in values], dim=1).reshape(-1)
+    found = taken_apart(gathered, [each.numel() for each in values], 3)
+    assert all(torch.equal(one, other.reshape(-1)) for one, other in zip(found, values, strict=True))

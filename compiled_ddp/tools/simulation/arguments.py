@@ -33,9 +33,10 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     )
     simulate.add_argument(
         "--mode",
-        choices=("all-reduced", "sharded", "pipelined"),
+        choices=("all-reduced", "sharded", "pipelined", "deferred"),
         default="all-reduced",
-        help="of compile_step: with shard_optimizer, and with pipeline_updates besides (default all-reduced)",
+        help="of compile_step: with shard_optimizer, with pipeline_updates besides, and with that alone (default "
+        "all-reduced)",
     )
     simulate.add_argument("--json", type=Path, metavar="FILE", help="recipe and all figures")
     simulate.add_argument("--plot", type=Path, metavar="FILE", help="the picture; needs compiled-ddp[compare]")

@@ -139,6 +139,7 @@ _MODES = {
     "all-reduced": "",
     "sharded": " updated by shares",
     "pipelined": " updated by shares, gathered in the next step",
+    "deferred": " gathered and updated in the next step",
 }
 
 

@@ -13,7 +13,7 @@ from compiled_ddp.plan import GradientSpec
 from compiled_ddp.planning.assignment import assign_buckets
 from compiled_ddp.planning.cost_model import Link
 from compiled_ddp.planning.optimal import optimal_buckets, predict_plan
-from compiled_ddp.planning.step_model import Job, Mode, link_in_mode, predict_step
+from compiled_ddp.planning.step_model import GATHERED_LATER, Job, Mode, link_in_mode, predict_step
 from compiled_ddp.tools.simulation.algorithms import Network
 
 RANKS = tuple(2**power for power in range(1, 17))  # 2 to 65,536
@@ -62,7 +62,7 @@ def simulate(
 ) -> list[Step]:
     """A step of `job` on each of these numbers of ranks, each of which has as much to compute.
 
-    "sharded" and "pipelined" are the modes of `compile_step`, of which DDP's step beside them has none.
+    The other modes are those of `compile_step`, of which DDP's step beside them has none.
     Without `overlap` communication begins when the backward has ended, whatever the plan. So it is where something
     holds all of it back: one all-reduce behind accumulated gradients, a first bucket that waits for a tied embedding,
     or a link whose transfers take the memory or the cores that the backward needs. Raises ValueError for ranks that do
@@ -97,7 +97,7 @@ def _step(job: Job, link: Link, ranks: int, fixed: Sequence[int], mode: Mode) ->
         seconds=predicted.seconds,
         compute_seconds=own.compute_seconds,
         communication_seconds=link.seconds(sum(job.nbytes)),
-        window_seconds=window + job.forward_seconds if mode == "pipelined" else window,
+        window_seconds=window + job.forward_seconds if mode in GATHERED_LATER else window,
         limit_seconds=predicted.bound_seconds,
         fixed_buckets=len(fixed),
         fixed_seconds=ddps_others + predict_plan(fixed, job.nbytes, job.readiness, link).seconds,
@@ -106,7 +106,7 @@ def _step(job: Job, link: Link, ranks: int, fixed: Sequence[int], mode: Mode) ->
 
 
 def _hidden_behind(mode: Mode) -> str:
-    return "forward and backward" if mode == "pipelined" else "backward"
+    return "forward and backward" if mode in GATHERED_LATER else "backward"
 
 
 def told_of_overlap(steps: Sequence[Step], *, overlap: bool, mode: Mode = "all-reduced") -> str:

@@ -29,6 +29,10 @@ where it is run as it is. `taken_apart` makes them of a bucket, each flat and of
 lists of them in, for each name of the state one behind the other, and in the same order out. `optimizer_step_` leaves
 it in place of what it was given.
 
+`repeated` is what each of `ranks` is sent of `parts`: all of them. `fill_rows` makes that in a flat buffer, `into`; or,
+where it does not repeat, a matrix with a row for each rank, which is a row of every part. `behind` is awaited before.
+`all_to_all_into` sends each rank its equal part of what is `sent`, into memory that there is; `gathers` tells what for.
+
 `add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value
 added at its index, in their order. `index_add` and `index_put` become additions in any order, of several threads or of
 a GPU's, so that ranks which add the same values would round differently, and their models drift apart.
@@ -147,6 +151,49 @@ def _taken_apart_fake(gathered: torch.Tensor, numels: Sequence[int], _: int) -> 
     return [gathered.new_empty(numel) for numel in numels]
 
 
+torch.library.define("compiled_ddp::repeated", "(Tensor[] parts, int ranks) -> Tensor")
+torch.library.define(
+    "compiled_ddp::fill_rows", "(Tensor[] parts, Tensor(a!) into, int ranks, bool repeats, Tensor? behind) -> ()"
+)
+torch.library.define(
+    "compiled_ddp::all_to_all_into", "(Tensor sent, Tensor(a!) received, bool gathers, str group_name) -> ()"
+)
+
+
+@torch.library.impl("compiled_ddp::repeated", "CompositeExplicitAutograd")
+def _repeated(parts: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
+    return torch.cat([*parts]).repeat(ranks)
+
+
+@torch.library.register_fake("compiled_ddp::repeated")
+def _repeated_fake(parts: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
+    return parts[0].new_empty(ranks * sum(part.numel() for part in parts))
+
+
+@torch.library.impl("compiled_ddp::fill_rows", "CompositeExplicitAutograd")
+def _fill_rows(
+    parts: Sequence[torch.Tensor], into: torch.Tensor, ranks: int, repeats: bool, _: torch.Tensor | None
+) -> None:
+    rows = into.view(ranks, -1)
+    if repeats:
+        first, *others = rows
+        torch.cat([*parts], out=first)
+        for row in others:
+            row.copy_(first)
+    else:
+        torch.cat([*parts], 1, out=rows)
+
+
+@torch.library.register_fake("compiled_ddp::fill_rows")
+def _fill_rows_fake(*_: object) -> None:
+    return
+
+
+@torch.library.register_fake("compiled_ddp::all_to_all_into")
+def _all_to_all_into_fake(*_: object) -> None:
+    return
+
+
 _ARRIVED = "Tensor gathered, Tensor sound"
 torch.library.define("compiled_ddp::put_together", f"({_ARRIVED}, Tensor[] params, int ranks) -> Tensor[]")
 torch.library.define("compiled_ddp::put_together_", f"({_ARRIVED}, Tensor(a!)[] params, int ranks) -> ()")
@@ -252,11 +299,14 @@ all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
 all_to_all = torch.ops._c10d_functional.all_to_all_single.default
+all_to_all_into = torch.ops.compiled_ddp.all_to_all_into.default
+repeated = torch.ops.compiled_ddp.repeated.default
+fill_rows = torch.ops.compiled_ddp.fill_rows.default
 reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 PACKS = (pack, pack_into)
-LAUNCHES = (all_reduce, all_reduce_in_place, all_gather, all_to_all, reduce_scatter)
+LAUNCHES = (all_reduce, all_reduce_in_place, all_gather, all_to_all, all_to_all_into, reduce_scatter)
 WAITS: tuple[OpOverload, ...] = (wait_tensor,)
 if hasattr(
     torch.ops._c10d_functional, "wait_tensors"

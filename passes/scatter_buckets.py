@@ -21,6 +21,7 @@ from compiled_ddp.passes.ops import (
     is_launch,
     optimizer_step,
     reduce_scatter,
+    repeated,
     sum_numbers,
     wait_tensor,
 )
@@ -42,7 +43,7 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
     becomes, for each bucket on its way,
 
         gradient -> rows -> cat -> reduce_scatter -> wait -> slice       (gloo: all_to_all -> wait -> sum)
-        share -> cat -> all_gather -> wait -> slice                      (gloo: repeat -> all_to_all -> wait)
+        share -> cat -> all_gather -> wait -> slice                      (gloo: repeated -> all_to_all -> wait)
 
     and the riders are summed before all buckets, so that an update knows whether their sums are sound. One in between
     becomes one of each bucket, unless it waits for all of them, as clipping does: then a bucket is updated and gathered
@@ -103,11 +104,12 @@ def _gather(graph: Graph, plan: BucketPlan, node: Node, group_name: str) -> None
 
 def emit_gather(graph: Graph, bucket: Bucket, shares: Sequence[Any], group_name: str, by: str) -> tuple[Node, Node]:
     """What gathers this rank's shares of a bucket, and what it is given; `shares` are by the places of gradients."""
-    flat = emit(graph, _aten.cat.default, [shares[index] for index in bucket.indices])
+    own = [shares[index] for index in bucket.indices]
     if by == "reduce_scatter":
+        flat = emit(graph, _aten.cat.default, own)
         return emit(graph, all_gather, flat, bucket.ranks, group_name), flat
     splits = [bucket.numel // bucket.ranks] * bucket.ranks
-    sent = emit(graph, _aten.repeat.default, flat, [bucket.ranks])
+    sent = emit(graph, repeated, own, bucket.ranks)
     return emit(graph, all_to_all, sent, splits, splits, group_name), sent
 
 

@@ -23,7 +23,8 @@ Then, for all of them:
 5. `schedule_step`         launches early, waits where the sums are read
 6. `arrive_in_place`       lets what the step before has left under way be put into parameters (`gather_later`)
 7. `update_in_place`       lets a step's update write into its inputs
-8. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
+8. `lend_rows`             lets what is scattered and gathered be sent from, and come into, memory that is kept
+9. `reduce_in_place`       lets a bucket's all-reduce overwrite it, for backends that do not do so by themselves
 """
 
 import hashlib
@@ -35,6 +36,7 @@ from torch.fx import Graph, Node
 from compiled_ddp.passes.finish_gradients import finish_gradients
 from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.gather_later import arrive_in_place
+from compiled_ddp.passes.lend_rows import lend_rows, lent_buckets
 from compiled_ddp.passes.ops import is_launch, pack_into
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.passes.pipeline import source_hash
@@ -61,8 +63,9 @@ def prepare_step(graph: Graph) -> None:
 class StepPipeline:
     """How a step is rewritten: the plan of each of its reductions, in order, and the group that it is launched on.
 
-    `in_place` is for a backend that runs the graph as it is. With `lent` the graph's last inputs are memory for the
-    buckets of plans that are not scattered, one for each, in the order of the reductions and of their plans.
+    `in_place` is for a backend that runs the graph as it is. With `lent` the graph's last inputs are memory: for the
+    `lent_buckets` of scattered plans, twice, and behind these for the buckets of others, one for each; both in the
+    order of the reductions and of their plans.
     """
 
     reductions: tuple[tuple[BucketPlan, str], ...]
@@ -107,6 +110,9 @@ class StepPipeline:
         tell("arrive_in_place", graph)
         update_in_place(graph)
         tell("update_in_place", graph)
+        if self.lent:
+            self._lend_rows(graph, names)
+            tell("lend_rows", graph)
         for name, (_, group_name) in zip(names, self.reductions, strict=True):
             _rename(graph, name, group_name)
         if self.in_place:
@@ -114,6 +120,16 @@ class StepPipeline:
                 reduce_in_place(graph, group_name=group_name)
             tell("reduce_in_place", graph)
         graph.lint()
+
+    def _lend_rows(self, graph: Graph, names: Sequence[str]) -> None:
+        others = sum(len(plan.buckets) for plan, _ in self.reductions if not plan.is_scattered)
+        end = len(graph.find_nodes(op="placeholder")) - others
+        for (plan, group_name), name in reversed([*zip(self.reductions, names, strict=True)]):
+            count = 2 * len(lent_buckets(plan))
+            memory = graph.find_nodes(op="placeholder")[end - count : end]
+            if memory:
+                lend_rows(graph, plan, memory=memory, group_names=(name, group_name))
+            end -= count
 
 
 def _nobody(_: str, __: Graph) -> None:

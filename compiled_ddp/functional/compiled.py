@@ -46,6 +46,7 @@ from compiled_ddp.graph.telling import compiling
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.options import check_compiler
 from compiled_ddp.passes.gather_later import buckets_to_gather
+from compiled_ddp.passes.lend_rows import lent_buckets
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
 from compiled_ddp.plan import Bucket, BucketPlan
@@ -69,10 +70,19 @@ class FlatBuffers:
     code tells: which results do is the same in every run of it, and is found in the first one.
     """
 
-    def __init__(self, memory: list[Tensor]) -> None:
-        """`memory` has a tensor for each bucket; other graphs may be given the same list."""
-        self.memory = memory
+    def __init__(self, memory: list[Tensor], received: Mapping[Bucket, int]) -> None:
+        """`memory` has a tensor for each bucket; other graphs may be given the same list.
+
+        For those that are scattered it has another one, at the places `received`, into which shares of all ranks come.
+        """
+        self.memory, self._received = memory, received
         self._leaving: list[int] | None = None  # the places of those that results are parts of; None before a run
+
+    def exchange(self, buckets: Sequence[Bucket], gathered: Sequence[Tensor]) -> None:
+        """Take, for what is under way now, the memory of what was before: `gathered`, and is not any more."""
+        for bucket, memory in zip(buckets, gathered, strict=False):
+            if bucket in self._received:
+                self.memory[self._received[bucket]] = memory
 
     def give_up(self, results: Sequence[Tensor]) -> None:
         """Take new memory for what `results` are parts of."""
@@ -217,10 +227,7 @@ class _Runnable:
             for generator in generators:
                 generator.load(leaves)
             land_what_is_read(self._traced.constants)
-            if self._in_flight is not None and self._is_new:
-                self._in_flight.land()  # into the parameters, from which a reference begins
-            gathered = [] if self._in_flight is None else self._in_flight.given_to(self._to_gather)
-            given = [*tensors, *self._traced.constants, *gathered, *self._flat_buffers.memory]
+            given = [*tensors, *self._traced.constants]
             donated = [] if self._donations is None else [leaves[place] for place in self._traced.written]
             results = (
                 self._communicated(given, donated) if self._unit is None else self._reduced(given, donated, recorder)
@@ -232,14 +239,19 @@ class _Runnable:
         self._flat_buffers.give_up(results)
         return self._traced.rebuild(results, leaves)
 
-    def _ran(self, inputs: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
+    def _ran(self, given: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:
         """What the graph returns. It may have written to what is donated wherever it raises."""
-        in_flight = self._in_flight
+        in_flight, flat_buffers = self._in_flight, self._flat_buffers
+        gathered = [] if in_flight is None else in_flight.given_to(self._to_gather)
+        inputs = [*given, *gathered, *flat_buffers.memory]
         try:
             # Autocast's casts have been traced.
             with torch_private.tensors.without_autocast(), in_flight.awaited_by_graph() if in_flight else _NOTHING:
                 results = list(self._run(*inputs))
-            return results if in_flight is None else in_flight.launched(self._to_gather, results)
+            if in_flight is None:
+                return results
+            flat_buffers.exchange(self._to_gather, gathered)
+            return in_flight.launched(self._to_gather, results)
         finally:
             if self._donations is not None:
                 self._donations.note(self._name, donated)
@@ -257,6 +269,8 @@ class _Runnable:
         launching = unit.launching(self._flat_buffers.memory)
         reference_of = None
         if self._reference is not None and unit.verifies:
+            if self._in_flight is not None:  # into the parameters, from which the reference begins
+                self._in_flight.land()
             reference_of = self._reference.run(inputs)
             self._reference = None
             for flat_buffer in self._flat_buffers.memory:
@@ -453,7 +467,7 @@ class CompiledStep:
                 (one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)
             )
             traced, to_gather = self._gathering_later(traced, session, plans)
-            flat_buffers = self._flat_buffers_of([plan for plan, _ in plans if not plan.is_scattered])
+            flat_buffers = self._flat_buffers_of([plan for plan, _ in plans])
             traced = traced.add_inputs(flat_buffers.memory, "flat_buffer")
             pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True)
             identity = f"{pipeline.cache_identity} {torch_private.tracing.labels_of(traced.graph_module.graph)}"
@@ -503,8 +517,11 @@ class CompiledStep:
 
     def _flat_buffers_of(self, plans: Sequence[BucketPlan]) -> FlatBuffers:
         """What is compiled for other batches fills the same memory."""
-        buckets = tuple(bucket for plan in plans for bucket in plan.buckets)
-        return FlatBuffers(self._memory.setdefault(buckets, [empty(bucket) for bucket in buckets]))
+        lent = [(bucket, n) for plan in plans for n in range(2) for bucket in lent_buckets(plan)]
+        others = [bucket for plan in plans if not plan.is_scattered for bucket in plan.buckets]
+        buckets = *(bucket for bucket, _ in lent), *others
+        received = {bucket: place for place, (bucket, is_received) in enumerate(lent) if is_received}
+        return FlatBuffers(self._memory.setdefault(buckets, [empty(bucket) for bucket in buckets]), received)
 
     @contextlib.contextmanager
     def _telling(self, session: Session | None = None, unit: Unit | None = None) -> Iterator[None]:

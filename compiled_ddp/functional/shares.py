@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from compiled_ddp import torch_private
 from compiled_ddp.passes.ops import (
     all_gather,
     all_reduce,
@@ -56,6 +57,11 @@ def launch_scatter(rows: Tensor, group_name: str, by: str) -> Tensor:
     else:
         launched = all_to_all(rows, [1] * len(rows), [1] * len(rows), group_name)
     return launched
+
+
+@torch.library.impl("compiled_ddp::all_to_all_into", "CompositeExplicitAutograd")
+def _all_to_all_into(sent: Tensor, received: Tensor, _: bool, group_name: str) -> None:
+    torch_private.groups.start_all_to_all(torch_private.groups.group_called(group_name), sent, received)
 
 
 def added(received: Tensor, bucket: Bucket) -> Tensor:

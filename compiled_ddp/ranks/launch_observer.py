@@ -9,6 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from compiled_ddp import torch_private
+from compiled_ddp.passes.ops import all_to_all_into
 from compiled_ddp.plan import is_called
 
 _LAUNCHES = (
@@ -16,6 +17,7 @@ _LAUNCHES = (
     torch.ops._c10d_functional.all_reduce_.default,
     torch.ops._c10d_functional.all_to_all_single.default,  # of a bucket that is scattered, as the next one
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    all_to_all_into,
 )
 _GATHERS = (torch.ops._c10d_functional.all_gather_into_tensor.default,)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -28,8 +30,8 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
     `launch(bucket, flat_buffer)` is called before a bucket is launched and `wait(bucket)` before its wait; the
     collective runs inside of the context that they return. Buckets are numbered from `first_bucket` on in the order of
     their launches. On a GPU a wait only orders streams. Observers may be nested. What C++ launches (Inductor's
-    `cpp_wrapper`) is not seen; `launched` tells how many launches were. `start(bucket, operator, args)` launches and
-    returns what the operator does. What gathers by all-gathers is seen with `sees_gathers` alone.
+    `cpp_wrapper`) is not seen; `launched` tells how many launches were. `start(bucket, operator, args)` launches, and
+    returns what is to be awaited, as `launch` does. What gathers by all-gathers is seen with `sees_gathers` alone.
     """
 
     supports_higher_order_operators = True  # passes them on like all others
@@ -45,7 +47,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         *,
         launch: Callable[[int, torch.Tensor], AbstractContextManager[object]],
         wait: Callable[[int], AbstractContextManager[object]] = lambda bucket: contextlib.nullcontext(),
-        start: Callable[[int, Any, tuple[Any, ...]], torch.Tensor] = lambda bucket, operator, args: operator(*args),
+        start: Callable[[int, Any, tuple[Any, ...]], torch.Tensor] = lambda _, operator, args: launch(operator, args),
         sees_gathers: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -72,7 +74,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
             with self._around_launch(bucket, args[0]):
                 reduced = self._start(bucket, func, args)
             self._bucket_at[reduced.data_ptr()] = bucket
-            return reduced
+            return None if func is all_to_all_into else reduced
         if func is _WAIT and args[0].data_ptr() in self._bucket_at:
             with self._around_wait(self._bucket_at.pop(args[0].data_ptr())):
                 return func(*args, **kwargs)
@@ -82,6 +84,13 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         # A kernel of the user's may take derivatives, which torch does not record inside of a mode.
         with torch_private.autograd.dispatched_by(self._keys_outside):
             return func(*args, **kwargs)
+
+
+def launch(operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
+    """Launch a graph's collective; returns what is to be awaited."""
+    result = operator(*args)
+    awaited: torch.Tensor = args[1] if operator is all_to_all_into else result
+    return awaited
 
 
 UNNAMED = contextlib.nullcontext()  # what `profiled` returns while nothing records

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
+from compiled_ddp.passes.ops import all_to_all_into
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.step_model import GATHERED_LATER, Kind, Mode
-from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver
+from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, launch
 from compiled_ddp.ranks.recorder import BucketTimes, now, timing
 
 _OPERATORS = torch.ops._c10d_functional
@@ -92,7 +93,7 @@ class StepRecorder:
     def _start(self, group: dist.ProcessGroup, number: int, operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
         transfer = self._note(_kind(operator, args))
         if transfer is None:
-            return operator(*args)  # type: ignore[no-any-return]
+            return launch(operator, args)
         self._launched[number] = transfer
         transfer.times.begin("launch")
         result, work = torch_private.groups.start_in_graph(group, operator, args)
@@ -118,6 +119,8 @@ class StepRecorder:
 def _kind(operator: Any, args: tuple[Any, ...]) -> Kind:
     if operator in _ALL_REDUCES:
         return "all-reduce"
+    if operator is all_to_all_into:
+        return "gather" if args[2] else "scatter"
     if operator is _OPERATORS.all_to_all_single.default:  # of what is scattered a row for each rank
         return "scatter" if args[0].dim() == 2 else "gather"
     return "scatter" if operator is _OPERATORS.reduce_scatter_tensor.default else "gather"

@@ -221,11 +221,27 @@ def start_sum_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any,
     return tensor, work
 
 
+def start_all_to_all(group: dist.ProcessGroup, sent: torch.Tensor, received: torch.Tensor) -> dist.Work:
+    """Launch `received`, of one dimension, becoming each rank's part of what it has `sent`; for `wait_tensor`."""
+    work: dist.Work = group.alltoall_base(received, sent, [], [])
+    torch._C._distributed_c10d._register_work(received, work)
+    return work
+
+
+def group_called(name: str) -> dist.ProcessGroup:
+    """The process group that graphs call so."""
+    group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)
+    return group
+
+
 def start_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...]) -> tuple[Any, dist.Work | None]:
     """What a functional collective of `group` returns, and its Work; None where the operator has run by itself.
 
     Gloo's futures alone tell when a collective has ended.
     """
+    if operator is torch.ops.compiled_ddp.all_to_all_into.default:
+        sent, received, *_ = args
+        return received, start_all_to_all(group, sent, received)
     if not is_gloo(group):
         return operator(*args), None
     if operator is not torch.ops._c10d_functional.all_to_all_single.default:

@@ -120,6 +120,25 @@ def test_inductors_code_gives_the_same_bits_as_without(ranks2: RankPool, way: st
     ranks2.run(_is_equal_bit_for_bit, way, "AdamW", "inductor", 20)
 
 
+def _keeps_memory(rank: int, way: str, backend: str) -> None:
+    """What is under way comes into one of two pieces of memory in turn, and is sent from one."""
+    with pipelining(way):
+        step, _ = both("AdamW", backend=backend, bucket_cap_mb=0.0001)
+    came, went = list[list[int]](), list[list[int]]()
+    for n in range(14):  # the first ones are proven
+        step(*batch(rank, n))
+        came.append([each.data_ptr() for each in step._in_flight._gathered])
+        went.append([each.data_ptr() for each in step._in_flight._sent])
+    assert len(came[-1]) > 1 and came[-5:-2] == came[-3:] and went[-2] == went[-1]
+    assert {*came[-1]}.isdisjoint(came[-2]) and {*went[-1]}.isdisjoint((*came[-1], *came[-2]))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@in_both_ways
+def test_steps_in_a_row_take_no_new_memory_for_their_buckets(ranks2: RankPool, backend: str, way: str) -> None:
+    ranks2.run(_keeps_memory, way, backend)
+
+
 def _goes_on(rank: int, way: str) -> None:
     """A checkpoint between steps is that of a step which has been taken to its end."""
     with pipelining(way):

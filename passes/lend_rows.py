@@ -4,29 +4,21 @@ On the CPU memory that was freed and comes back costs a page fault for every 4 K
 that stay"): a fifth of the step of a GPT on two ranks, of whose buckets each all-to-all took new memory.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import emit
-from compiled_ddp.passes.ops import all_to_all, all_to_all_into, fill_rows, is_wait
+from compiled_ddp.passes.ops import all_to_all, all_to_all_into, fill_rows, is_launch, is_wait
 from compiled_ddp.plan import Bucket, BucketPlan
 
 
 def lent_buckets(plan: BucketPlan) -> tuple[Bucket, ...]:
-    """Those that graphs are lent memory for, twice as much as they have."""
-    return tuple(bucket for bucket in plan.of_gradients if bucket.ranks > 1 and bucket.kept)
-
-
-@dataclass(frozen=True)
-class Lent:
-    """The memory of one bucket: inputs of the graph, which nothing reads yet."""
-
-    sent: Node
-    received: Node
-    arrived: Node | None = None  # what the step before has left under way, whose rows may be in `sent`
+    """Those that graphs are lent memory for, twice as much as they have: all, or none."""
+    own = plan.of_gradients
+    return own if all(bucket.ranks > 1 and bucket.kept for bucket in own) else ()
 
 
 def lend_rows(graph: Graph, plan: BucketPlan, *, memory: Sequence[Node], group_names: Sequence[str]) -> None:
@@ -34,7 +26,8 @@ def lend_rows(graph: Graph, plan: BucketPlan, *, memory: Sequence[Node], group_n
 
     That are inputs which nothing reads yet: for `lent_buckets` what is sent, and for all of them again what comes.
     Assumes that nothing is moved any more, and that each bucket is scattered once, in the order of the plan, and
-    gathered once: in the same order, or in that of `buckets_to_gather` where the graph begins with these. Then
+    gathered once, of the same dtype: in the same order, or in that of `buckets_to_gather` where the graph begins with
+    these. Then
 
         rows -> cat -> all_to_all -> wait                  parts -> repeated -> all_to_all
 
@@ -42,52 +35,64 @@ def lend_rows(graph: Graph, plan: BucketPlan, *, memory: Sequence[Node], group_n
 
         rows -> fill_rows(sent), all_to_all_into(sent, received), received -> wait
 
-    A bucket keeps its own memory where it would be filled before what the step before has sent of it is there.
+    each launch `after` the one before it, by which a compiler knows their order. Does nothing where a bucket would be
+    filled before what the step before has sent of it is there.
     """
-    buckets, lent = plan.of_gradients, lent_buckets(plan)
+    buckets = plan.of_gradients
     launches = [node for node in graph.nodes if node.target is all_to_all and node.args[-1] in group_names]
     assert len(launches) == 2 * len(buckets), f"{len(launches)} all-to-alls of {len(buckets)} buckets"
-    scatters, gathers = launches[: len(buckets)], launches[len(buckets) :]
-    arrived = _awaited_inputs(graph)
-    if arrived:
-        arrived, gathers = arrived[::-1], gathers[::-1]
-    place = {node: number for number, node in enumerate(graph.nodes)}
-    memory_of = {
-        bucket: Lent(sent, received, arrived[buckets.index(bucket)] if arrived else None)
-        for bucket, sent, received in zip(lent, memory[: len(lent)], memory[len(lent) :], strict=True)
+    arrived = _awaited_inputs(graph)  # what the step before has left under way: its rows may still be in what is sent
+    if not _are_awaited_before(arrived, launches[: len(buckets)][::-1]):
+        return
+    gathered = [*reversed(buckets)] if arrived else buckets
+    of_bucket = {
+        bucket: (sent, received, before)
+        for bucket, sent, received, before in zip(
+            buckets,
+            memory[: len(buckets)],
+            memory[len(buckets) :],
+            arrived[::-1] or itertools.repeat(None, len(buckets)),
+            strict=True,
+        )
     }
-    for bucket, scatter, gather in zip(buckets, scatters, gathers, strict=True):
-        own = memory_of.get(bucket)
-        if own is None or not _is_awaited_before(own.arrived, scatter, place):
-            continue
-        for launch, repeats in ((scatter, False), (gather, True)):
-            _launch_into(graph, launch, own, bucket.ranks, repeats=repeats)
+    after = _latest_before(launches[0], group_names)
+    for number, (bucket, launch) in enumerate(zip((*buckets, *gathered), launches, strict=True)):
+        sent, received, before = of_bucket[bucket]
+        gathers = number >= len(buckets)
+        (filled,) = launch.all_input_nodes
+        parts: Sequence[Node] = filled.args[0]
+        with graph.inserting_before(launch):
+            emit(graph, fill_rows, [*parts], sent, bucket.ranks, gathers, before)
+            emit(graph, all_to_all_into, sent, received, gathers, after, launch.args[-1])
+        if not gathers:
+            _read_by_rows(graph, launch, bucket.ranks)
+        for node, instead in ((launch, received), (filled, sent)):  # that by the graph's outputs
+            node.replace_all_uses_with(instead)
+            graph.erase_node(node)
+        after = received
 
 
-def _is_awaited_before(arrived: Node | None, scatter: Node, place: Mapping[Node, int]) -> bool:
-    if arrived is None:
-        return True
-    filled = scatter.all_input_nodes[0]
-    return any(is_wait(user) and place[user] < place[filled] for user in arrived.users)
+def _are_awaited_before(arrived: Sequence[Node], scatters: Sequence[Node]) -> bool:
+    place = {node: number for number, node in enumerate(scatters[0].graph.nodes)}
+    return all(
+        any(is_wait(user) and place[user] < place[scatter.all_input_nodes[0]] for user in one.users)
+        for one, scatter in zip(arrived, scatters, strict=bool(arrived))
+    )
 
 
-def _launch_into(graph: Graph, launch: Node, memory: Lent, ranks: int, *, repeats: bool) -> None:
-    (sent,) = launch.all_input_nodes
-    parts: Sequence[Node] = sent.args[0]  # type: ignore[assignment]
-    with graph.inserting_before(launch):
-        emit(graph, fill_rows, [*parts], memory.sent, ranks, repeats, memory.arrived)
-        emit(graph, all_to_all_into, memory.sent, memory.received, repeats, launch.args[-1])
-    if not repeats:  # which is read by rows
-        (wait,) = launch.users
-        with graph.inserting_after(wait):
-            matrix = emit(graph, torch.ops.aten.view.default, wait, [ranks, -1])
-        wait.replace_all_uses_with(matrix, delete_user_cb=lambda user: user is not matrix)
-    launch.replace_all_uses_with(memory.received)
-    graph.erase_node(launch)
-    sent.replace_all_uses_with(memory.sent)  # by the graph's outputs
-    graph.erase_node(sent)
+def _latest_before(launch: Node, group_names: Sequence[str]) -> Node | None:
+    """What was launched before it: the riders."""
+    earlier = itertools.takewhile(lambda node: node is not launch, launch.graph.nodes)
+    found = [node for node in earlier if any(is_launch(node, name) for name in group_names)]
+    return found[-1] if found else None
+
+
+def _read_by_rows(graph: Graph, launch: Node, ranks: int) -> None:
+    (wait,) = launch.users
+    with graph.inserting_after(wait):
+        matrix = emit(graph, torch.ops.aten.view.default, wait, [ranks, -1])
+    wait.replace_all_uses_with(matrix, delete_user_cb=lambda user: user is not matrix)
 
 
 def _awaited_inputs(graph: Graph) -> list[Node]:
-    """What the step before has left under way."""
     return [node for node in graph.find_nodes(op="placeholder") if any(map(is_wait, node.users))]

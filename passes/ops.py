@@ -31,7 +31,8 @@ it in place of what it was given.
 
 `repeated` is what each of `ranks` is sent of `parts`: all of them. `fill_rows` makes that in a flat buffer, `into`; or,
 where it does not repeat, a matrix with a row for each rank, which is a row of every part. `behind` is awaited before.
-`all_to_all_into` sends each rank its equal part of what is `sent`, into memory that there is; `gathers` tells what for.
+`all_to_all_into` sends each rank its equal part of what is `sent`, into memory that there is, `after` another launch;
+`gathers` tells what for.
 
 `add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value
 added at its index, in their order. `index_add` and `index_put` become additions in any order, of several threads or of
@@ -156,7 +157,8 @@ torch.library.define(
     "compiled_ddp::fill_rows", "(Tensor[] parts, Tensor(a!) into, int ranks, bool repeats, Tensor? behind) -> ()"
 )
 torch.library.define(
-    "compiled_ddp::all_to_all_into", "(Tensor sent, Tensor(a!) received, bool gathers, str group_name) -> ()"
+    "compiled_ddp::all_to_all_into",
+    "(Tensor sent, Tensor(a!) received, bool gathers, Tensor? after, str group_name) -> ()",
 )
 
 

@@ -65,18 +65,21 @@ class StepPipeline:
 
     `in_place` is for a backend that runs the graph as it is. With `lent` the graph's last inputs are memory: for the
     `lent_buckets` of scattered plans, twice, and behind these for the buckets of others, one for each; both in the
-    order of the reductions and of their plans.
+    order of the reductions and of their plans. Without `lends_rows` there is none for scattered ones.
     """
 
     reductions: tuple[tuple[BucketPlan, str], ...]
     in_place: bool = False
     lent: bool = False
+    lends_rows: bool = True
 
     @property
     def cache_identity(self) -> str:
         """A hash of the passes' sources and of everything they are given, for a compiler's cache key."""
         given = " ".join(f"{plan.fingerprint} {group_name}" for plan, group_name in self.reductions)
-        return hashlib.sha256(f"{source_hash()} step {given} {self.in_place} {self.lent}".encode()).hexdigest()
+        return hashlib.sha256(
+            f"{source_hash()} step {given} {self.in_place} {self.lent} {self.lends_rows}".encode()
+        ).hexdigest()
 
     def run(self, graph: Graph, *, observe: Observer | None = None) -> None:
         """Rewrite a step in place; `observe` is called with each pass's name after it has run."""
@@ -110,7 +113,7 @@ class StepPipeline:
         tell("arrive_in_place", graph)
         update_in_place(graph)
         tell("update_in_place", graph)
-        if self.lent:
+        if self.lent and self.lends_rows:
             self._lend_rows(graph, names)
             tell("lend_rows", graph)
         for name, (_, group_name) in zip(names, self.reductions, strict=True):

@@ -467,9 +467,10 @@ class CompiledStep:
                 (one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)
             )
             traced, to_gather = self._gathering_later(traced, session, plans)
-            flat_buffers = self._flat_buffers_of([plan for plan, _ in plans])
+            lends_rows = all(run.wanted.gathers_what_it_scatters for run in session.runs)
+            flat_buffers = self._flat_buffers_of([plan for plan, _ in plans], lends_rows=lends_rows)
             traced = traced.add_inputs(flat_buffers.memory, "flat_buffer")
-            pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True)
+            pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True, lends_rows=lends_rows)
             identity = f"{pipeline.cache_identity} {torch_private.tracing.labels_of(traced.graph_module.graph)}"
             rewriting = torch_private.inductor.rewriting_step(pipeline.run, identity)
             options = {**self._options, **(torch_private.compiler_options.KEEPS_ORDER if to_gather else {})}
@@ -515,9 +516,10 @@ class CompiledStep:
         waiting = functools.partial(slow_work, ("waiting", "waited"))
         return compile_once.in_turn(work, lambda owner: waiting(what=compile_once.waiting_for(owner)))
 
-    def _flat_buffers_of(self, plans: Sequence[BucketPlan]) -> FlatBuffers:
+    def _flat_buffers_of(self, plans: Sequence[BucketPlan], *, lends_rows: bool) -> FlatBuffers:
         """What is compiled for other batches fills the same memory."""
-        lent = [(bucket, n) for plan in plans for n in range(2) for bucket in lent_buckets(plan)]
+        rows = [lent_buckets(plan) for plan in plans if lends_rows]
+        lent = [(bucket, n) for own in rows for n in range(2) for bucket in own]
         others = [bucket for plan in plans if not plan.is_scattered for bucket in plan.buckets]
         buckets = *(bucket for bucket, _ in lent), *others
         received = {bucket: place for place, (bucket, is_received) in enumerate(lent) if is_received}

@@ -30,7 +30,9 @@ class Update:
 
     def is_of(self, layout: Layout, state: Mapping[str, Tensors]) -> bool:
         """Whether a graph of this layout, which is given this state, makes it."""
-        return layout == self.layout and all(
+        if layout != self.layout:
+            return False
+        return state is self.state or all(
             own.keys() == state[name].keys() and all(own[each] is state[name][each] for each in own)
             for name, own in self.state.items()
         )
@@ -65,6 +67,7 @@ class DeferredUpdate(InFlight):
         """Registers hooks with the optimizer, too, as what replaces its state reads none of it."""
         super().__init__(model, check_stale=check_stale)
         self._update: Update | None = None  # of what was launched last; None where that was not sound
+        self._state: Mapping[str, Tensors] = {}  # of the latest one
         self._made: Sequence[Made] = ()  # by the graph that runs
         self._kept: list[Tensor] = []  # parameters as they are, while their memory is NaN
         land = weakref.WeakMethod(self.land)
@@ -86,9 +89,9 @@ class DeferredUpdate(InFlight):
 
     def note(self, update: Update) -> None:
         """It is what comes of what was launched last."""
-        if self._update is None or self._update.state is not update.state:
+        if self._state is not update.state:
             self._memory = set()
-        self._update = update
+        self._update, self._state = update, update.state
 
     def launched(self, buckets: tuple[Bucket, ...], results: list[Tensor]) -> list[Tensor]:
         self._update = None
@@ -103,10 +106,8 @@ class DeferredUpdate(InFlight):
             finally:
                 self._made = ()
 
-    _begins_sound = False
-
-    def _begin(self, buckets: tuple[Bucket, ...]) -> list[Tensor]:
-        return [torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device) for bucket in buckets]
+    def _begin(self, buckets: tuple[Bucket, ...]) -> tuple[list[Tensor], bool]:
+        return [self._parameters[bucket.indices[0]].new_zeros(bucket.numel) for bucket in buckets], False
 
     def _write(self, gathered: Sequence[Tensor], sound: Tensor) -> None:
         update, self._update = self._update, None

@@ -69,15 +69,13 @@ class InFlight:
         if self._gathered and self._buckets == buckets:
             return [*self._gathered, self._sound]
         self.land()
-        packed = self._begin(buckets)
-        return [*packed, torch.full((), self._begins_sound, dtype=torch.bool, device=packed[0].device)]
+        packed, is_sound = self._begin(buckets)
+        return [*packed, torch.full((), is_sound, dtype=torch.bool, device=packed[0].device)]
 
-    _begins_sound = True  # whether parameters may be what `_begin` returns
-
-    def _begin(self, buckets: tuple[Bucket, ...]) -> list[Tensor]:
-        """What there is of each where nothing is under way."""
+    def _begin(self, buckets: tuple[Bucket, ...]) -> tuple[list[Tensor], bool]:
+        """What there is of each where nothing is under way, and whether it is to be used."""
         with torch.no_grad():
-            return [rows_of_bucket(bucket, self._parameters).view(-1) for bucket in buckets]
+            return [rows_of_bucket(bucket, self._parameters).view(-1) for bucket in buckets], True
 
     @contextlib.contextmanager
     def awaited_by_graph(self) -> Iterator[None]:

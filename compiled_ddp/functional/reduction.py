@@ -23,7 +23,7 @@ from compiled_ddp.functional.shares import scattered_by
 from compiled_ddp.functional.unit import Run, Unit, break_off
 from compiled_ddp.functional.wanted import UNPLANNED, Agreed, Arrival, Scattered, Wanted
 from compiled_ddp.options import is_number
-from compiled_ddp.plan import FIRST_USED
+from compiled_ddp.plan import FIRST_USED, gradient_dtype
 from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.ranks.rank_group import check_kind
 from compiled_ddp.users_code import warn_user
@@ -176,20 +176,23 @@ class GradientReduction:
 
     # ---- below all transforms ----------------------------------------------------------------------------------------
 
-    def _wanted(self, names: Sequence[str], gradients: Sequence[Tensor], passengers: Sequence[Tensor]) -> Wanted:
-        found = [(name, tuple(g.shape), g.dtype, g.device) for name, g in zip(names, gradients, strict=True)]
+    def _wanted(
+        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
+    ) -> Wanted:
+        found = [(name, tuple(g.shape), g.dtype, g.device) for name, g in zip(parameters, gradients, strict=True)]
         ridden = sum(passenger.numel() for passenger in passengers)
         options, scattered = self.options, None
         if options.is_scattered:
             by = scattered_by(self.communicator.process_group, gradients[0].device)
-            scattered = Scattered(by, options.numbers, options.is_gathered_later)
+            gathered = tuple(gradient_dtype(parameter) for parameter in parameters.values())
+            scattered = Scattered(by, options.numbers, options.is_gathered_later, gathered)
         buckets = options.bucket_cap_mb, options.plan
         return Wanted(self.name, self.place, options.reduction, *buckets, tuple(found), ridden, scattered)
 
     def _reduce(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        wanted, first = self._wanted([*parameters], gradients, passengers), FirstParameters([parameters])
+        wanted, first = self._wanted(parameters, gradients, passengers), FirstParameters([parameters])
         if wanted.device not in self._leading:
             self._leading[wanted.device] = new_leading(wanted.device)
         leading = self._leading[wanted.device]
@@ -213,7 +216,7 @@ class GradientReduction:
         passengers: Sequence[Tensor],
     ) -> Sequence[Tensor]:
         """Ranks agree when all of the step has been traced: the order of gradients is not known before."""
-        wanted = self._wanted([*parameters], gradients, passengers)
+        wanted = self._wanted(parameters, gradients, passengers)
         leading = new_leading(wanted.device)
         unplanned = Agreed(wanted, Arrival.last_first(wanted), self.world_size, UNPLANNED)
         *sums, turn = unplanned.launch(gradients, passengers, leading, "")
@@ -224,7 +227,7 @@ class GradientReduction:
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]
     ) -> Sequence[Tensor]:
         """In a graph that somebody else traces, on all ranks, and in which nobody looks at the riders."""
-        wanted, communicator = self._wanted([*parameters], gradients, passengers), self.communicator
+        wanted, communicator = self._wanted(parameters, gradients, passengers), self.communicator
         with torch_private.tracing.outside_of_traces():
             agreed = communicator.order.known(wanted)
             if agreed is None:

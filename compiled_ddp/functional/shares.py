@@ -60,7 +60,7 @@ def launch_scatter(rows: Tensor, group_name: str, by: str) -> Tensor:
 
 
 @torch.library.impl("compiled_ddp::all_to_all_into", "CompositeExplicitAutograd")
-def _all_to_all_into(sent: Tensor, received: Tensor, _: bool, group_name: str) -> None:
+def _all_to_all_into(sent: Tensor, received: Tensor, _: bool, __: Tensor | None, group_name: str) -> None:
     torch_private.groups.start_all_to_all(torch_private.groups.group_called(group_name), sent, received)
 
 

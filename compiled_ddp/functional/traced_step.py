@@ -28,6 +28,7 @@ from compiled_ddp.functional.random_state import DrawnGenerator
 from compiled_ddp.functional.reached import Reached
 from compiled_ddp.functional.session import Session
 from compiled_ddp.passes.gather_later import buckets_to_gather, gather_later
+from compiled_ddp.passes.graph_edit import output_values
 from compiled_ddp.passes.ops import gather_shares, gathered_before
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.users_code import line_that_raised
@@ -134,9 +135,11 @@ class TracedStep:
         return dataclasses.replace(self, inputs=[*self.inputs, *values])
 
     def gathering_later(self, plan: BucketPlan, group_name: str, by: str) -> "TracedStep":
-        """With shares of parameters, among its last outputs, gathered behind it: `gather_later`. Changes its graph."""
+        """With shares, its last outputs but one, gathered behind it: `gather_later`. Changes its graph."""
         buckets = buckets_to_gather(plan)
-        values = [torch.empty(each.numel, dtype=each.dtype, device=each.device) for each in buckets]
+        shares = output_values(self.graph_module.graph)[-1 - len(plan.indices) : -1]
+        dtypes = [node.meta["val"].dtype for node in shares if node is not None]
+        values = [torch.empty(each.numel, dtype=dtypes[each.indices[0]], device=each.device) for each in buckets]
         values.append(torch.empty((), dtype=torch.bool, device=values[0].device))
         added, graph = self.add_inputs(values, "gathered"), self.graph_module.graph
         arrived = graph.find_nodes(op="placeholder")[-len(values) :]

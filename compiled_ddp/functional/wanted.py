@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Scattered:
     by: str
     numbers: int
     is_gathered_later: bool
+    gathered: tuple[torch.dtype, ...] = field(repr=False)  # of each share; a hook may have compressed what is scattered
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Wanted:
     def device(self) -> torch.device:
         """Where the riders are."""
         return self.gradients[0][3]
+
+    @property
+    def gathers_what_it_scatters(self) -> bool:
+        """Whether shares are gathered in the dtype in which they are scattered, if they are."""
+        return self.scattered is None or self.scattered.gathered == tuple(dtype for _, _, dtype, _ in self.gradients)
 
     def describe(self) -> Description:
         """Describe what must be equal on all ranks."""
@@ -251,5 +257,6 @@ class Agreed:
                 sum_numbers(torch.zeros(scattered.numbers, dtype=torch.float64, device=wanted.device), group_name)
             buckets = [*reversed(self._buckets)] if scattered.is_gathered_later else self._buckets
             order, lengths = [*itertools.chain.from_iterable(buckets)], [*map(len, buckets)]
-            gather_shares(sums[: len(gradients)], order, lengths, self.world_size, group_name, scattered.by)
+            shares = [each.to(dtype) for each, dtype in zip(sums, scattered.gathered, strict=False)]
+            gather_shares(shares, order, lengths, self.world_size, group_name, scattered.by)
         return leading_sums

@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from compiled_ddp import compile_step
 from compiled_ddp.functional import in_flight
+from compiled_ddp.torch_private import for_tests
 from ranks import RankPool
 
 OPTIONS: dict[str, dict[str, bool]] = {
@@ -53,7 +55,16 @@ def test_on_three_ranks(ranks3: RankPool, way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [whole._clips, whole._between_steps, whole._two_steps, whole._follows], ids=lambda each: each.__name__
+    "function",
+    [
+        whole._clips,
+        whole._clips_what_is_infinite,
+        whole._is_profiled,
+        whole._between_steps,
+        whole._two_steps,
+        whole._follows,
+    ],
+    ids=lambda each: each.__name__,
 )
 @in_both_ways
 def test_the_rest_is_as_without(ranks2: RankPool, function: Callable[..., Any], way: str) -> None:
@@ -137,6 +148,30 @@ def _keeps_memory(rank: int, way: str, backend: str) -> None:
 @in_both_ways
 def test_steps_in_a_row_take_no_new_memory_for_their_buckets(ranks2: RankPool, backend: str, way: str) -> None:
     ranks2.run(_keeps_memory, way, backend)
+
+
+def _launches(rank: int, way: str) -> None:
+    """In the code that Inductor makes: the riders, what is scattered, and what is gathered in the other order."""
+    with pipelining(way):
+        step, loop = both("AdamW", backend="inductor", bucket_cap_mb=0.0)
+    (source, *_) = for_tests.generated_code(lambda: step(*batch(rank, 0)))
+    loop.step(*batch(rank, 0))
+    found = re.findall(r"all_to_all_into\.default\((\w+), (\w+), (True|False), (\w+),", source)
+    scattered, gathered = ([each for each in found if each[2] == kind] for kind in ("False", "True"))
+    buckets = len(step._explained[1].reductions[0].plan.of_gradients)
+    assert len(scattered) == buckets > 3 and found == [*scattered, *gathered]
+    assert [each[:2] for each in gathered] == [each[:2] for each in scattered[::-1]], "in the same memory"
+    assert [after for *_, after in found[1:]] == [received for _, received, *_ in found[:-1]]
+    awaited = re.findall(r"wait_tensor\.default\((\w+)\)|all_to_all_into\.default\((\w+)", source)
+    first_launch = next(n for n, (_, sent) in enumerate(awaited) if sent)
+    assert first_launch == buckets, "what the step before has left is awaited by the forward"
+    assert [name for name, _ in awaited if name][-buckets:] == [received for _, received, *_ in scattered]
+    assert_same(step, loop)
+
+
+@in_both_ways
+def test_generated_code_launches_in_one_order(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_launches, way)
 
 
 def _goes_on(rank: int, way: str) -> None:

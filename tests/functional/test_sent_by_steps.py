@@ -302,3 +302,35 @@ def test_a_bucket_of_a_plan_holds_gradients_of_one_dtype() -> None:
     gradients = [GradientSpec(n, (2,), contiguous_stride((2,)), dtype, cpu) for n, dtype in enumerate(dtypes)]
     filled = [[names[gradient.index] for gradient in bucket] for bucket in plan.fill(gradients, names)]
     assert filled == [["d", "a"], ["c"], ["b"]]
+
+
+def _fails_beside(rank: int, options: str) -> str:
+    """What a rank that fails sends has the dtypes of what the others send, and gather."""
+
+    def loss(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        if fails["now"]:
+            raise ValueError("no labels")
+        result: Tensor = net(x, y)
+        return result
+
+    fails, message = {"now": False}, ""
+    torch.manual_seed(0)
+    model = Net()
+    given = {"comm_hook": bf16_compress, "backend": "aot_eager", **OPTIONS[options]}
+    step = compile_step(model, OPTIMIZERS["momentum"](model.parameters()), loss, **given)
+    for n in range(4):
+        fails["now"] = n == 2 and rank == 1
+        try:
+            step(*batch(rank, n))
+        except (RuntimeError, ValueError) as error:
+            message = str(error)
+    everywhere = [torch.empty_like(step.model.scale) for _ in range(2)]
+    dist.all_gather(everywhere, step.model.scale.detach())
+    assert torch.equal(*everywhere)
+    return message
+
+
+@pytest.mark.parametrize("options", ["sharded", "pipelined", "deferred"])
+def test_a_rank_that_fails_sends_what_a_hook_would(ranks2: RankPool, options: str) -> None:
+    other, own = ranks2.run(_fails_beside, options)
+    assert own == "no labels" and "no labels" in other, (own, other)

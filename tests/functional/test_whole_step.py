@@ -161,6 +161,41 @@ def test_gradients_are_clipped_by_their_norm_over_all_ranks(ranks2: RankPool) ->
     ranks2.run(_clips)
 
 
+def _clips_what_is_infinite(rank: int) -> None:
+    """As torch does: what is finite becomes zero where the norm is infinite, and all of it NaN where that is NaN."""
+    for too_large in (1e18, float("inf")):
+        step, loop = both("SGD", clip_grad_norm=0.1)
+        for n in range(3):
+            x, y = batch(rank, n)
+            if n == 1 and rank == 1:
+                y = y * too_large
+            step(x, y), loop.step(x, y)
+        for found, value in zip(step.model.parameters(), loop.model.parameters(), strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def test_an_infinite_norm_is_clipped_as_by_torch(ranks2: RankPool) -> None:
+    ranks2.run(_clips_what_is_infinite)
+
+
+def _is_profiled(rank: int) -> None:
+    """A profiler around some steps changes nothing, compiles nothing, and sees each bucket by name."""
+    step, loop = both("AdamW", bucket_cap_mb=0.0)
+    for n in range(12):
+        is_seen = n in (4, 5, 11)
+        with torch.profiler.profile() if is_seen else contextlib.nullcontext() as profile:
+            torch.testing.assert_close(step(*batch(rank, n)), loop.step(*batch(rank, n)))
+        if profile is not None:
+            named = {event.key for event in profile.key_averages() if event.key.startswith("compiled_ddp: launch")}
+            assert any("scale" in name for name in named), named
+    assert_same(step, loop)
+    assert graphs(step) == 1
+
+
+def test_a_profiler_around_changes_nothing(ranks2: RankPool) -> None:
+    ranks2.run(_is_profiled)
+
+
 def _between_steps(rank: int) -> None:
     """Whatever users do to a model and an optimizer between two steps, to both."""
     step, loop = both("AdamW", lambda: Net().double())  # Adam's first steps make a rounding error large

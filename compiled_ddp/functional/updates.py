@@ -289,15 +289,15 @@ def _update(
         skip = None
     if not given.params:
         return
-    if (made := _made.get()) is not None:
-        kept = None if skip is None else skip.clone()  # whose memory others may get later in the graph
-        made.append(Made(bool(state or steps), frozenset(map(Tensor.data_ptr, given.params)), kept))
     if factor is not None:
         given = given._replace(gradients=[each * factor.to(each.device, each.dtype) for each in given.gradients])
     own = dict(zip(kind.numbers, numbers.tolist(), strict=True))
     with _widened_on_cpu(given) as wide:
         if fused:
             wide = wide._replace(gradients=[each.contiguous() for each in wide.gradients])
+        if (made := _made.get()) is not None:  # behind all that may find no memory
+            kept = None if skip is None else skip.clone()  # whose memory others may get later in the graph
+            made.append(Made(bool(state or steps), frozenset(map(Tensor.data_ptr, given.params)), kept))
         _BY_NAME[optimizer].apply(wide, own, kind, fused=fused, skip=skip)
 
 

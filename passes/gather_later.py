@@ -26,6 +26,7 @@ from compiled_ddp.passes.ops import (
     optimizer_step_in_place,
     put_together,
     put_together_in_place,
+    sum_numbers,
     summed_before,
     taken_apart,
     wait_tensor,
@@ -70,7 +71,8 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
     *others, is_sound = output_values(graph)
     others, shares = others[:-count], others[-count:]
     place = {node: number for number, node in enumerate(graph.nodes)}
-    latest = max(filter(None, shares), key=place.__getitem__)
+    numbers = graph.find_nodes(op="call_function", target=sum_numbers)  # which all ranks sum before
+    latest = max((*filter(None, shares), *numbers), key=place.__getitem__)
     with graph.inserting_before(latest.next):  # what mutates stays behind everything else
         pairs = [emit_gather(graph, bucket, shares, group_name, by) for bucket in buckets]
     launched, sent = zip(*pairs, strict=True)
@@ -99,8 +101,12 @@ def _take_apart(graph: Graph, before: Node, buckets: Sequence[Bucket], arrived: 
         for bucket, one in zip(buckets, gathered, strict=True):
             numels = [each.numel for each in bucket.gradients]
             apart = emit(graph, taken_apart, emit(graph, wait_tensor, one), numels, bucket.ranks)
+            like = {index: results[index].meta["val"] for index in bucket.indices}
+            are_of_one_dtype = len({each.dtype for each in like.values()}) == 1
             for number, index in enumerate(bucket.indices):
-                flat, size = emit(graph, operator.getitem, apart, number), [*results[index].meta["val"].shape]
+                flat, size = emit(graph, operator.getitem, apart, number), [*like[index].shape]
+                if not are_of_one_dtype:  # and sent as what all of them fit into
+                    flat = emit(graph, torch.ops.prims.convert_element_type.default, flat, like[index].dtype)
                 sums[index] = emit(graph, torch.ops.aten.view.default, flat, size)
     for index, result in results.items():
         result.replace_all_uses_with(sums.get(index, was_sound))

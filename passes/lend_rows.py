@@ -45,31 +45,26 @@ def lend_rows(graph: Graph, plan: BucketPlan, *, memory: Sequence[Node], group_n
     if not _are_awaited_before(arrived, launches[: len(buckets)][::-1]):
         return
     gathered = [*reversed(buckets)] if arrived else buckets
-    of_bucket = {
-        bucket: (sent, received, before)
-        for bucket, sent, received, before in zip(
-            buckets,
-            memory[: len(buckets)],
-            memory[len(buckets) :],
-            arrived[::-1] or itertools.repeat(None, len(buckets)),
-            strict=True,
-        )
-    }
-    after = _latest_before(launches[0], group_names)
+    count = len(buckets)
+    memory_of = zip(memory[:count], memory[count:], arrived[::-1] or itertools.repeat(None, count), strict=True)
+    of_bucket = dict(zip(buckets, memory_of, strict=True))
+    earlier = _launched_before(launches, group_names)
+    instead = dict[Node, Node]()  # of a launch that has been replaced
     for number, (bucket, launch) in enumerate(zip((*buckets, *gathered), launches, strict=True)):
         sent, received, before = of_bucket[bucket]
-        gathers = number >= len(buckets)
+        gathers = number >= count
         (filled,) = launch.all_input_nodes
         parts: Sequence[Node] = filled.args[0]
         with graph.inserting_before(launch):
             emit(graph, fill_rows, [*parts], sent, bucket.ranks, gathers, before)
+            after = instead.get(earlier[launch], earlier[launch]) if launch in earlier else None
             emit(graph, all_to_all_into, sent, received, gathers, after, launch.args[-1])
+        instead[launch] = received
         if not gathers:
             _read_by_rows(graph, launch, bucket.ranks)
-        for node, instead in ((launch, received), (filled, sent)):  # that by the graph's outputs
-            node.replace_all_uses_with(instead)
+        for node, memory_of_it in ((launch, received), (filled, sent)):  # that by the graph's outputs
+            node.replace_all_uses_with(memory_of_it)
             graph.erase_node(node)
-        after = received
 
 
 def _are_awaited_before(arrived: Sequence[Node], scatters: Sequence[Node]) -> bool:
@@ -80,11 +75,10 @@ def _are_awaited_before(arrived: Sequence[Node], scatters: Sequence[Node]) -> bo
     )
 
 
-def _latest_before(launch: Node, group_names: Sequence[str]) -> Node | None:
-    """What was launched before it: the riders."""
-    earlier = itertools.takewhile(lambda node: node is not launch, launch.graph.nodes)
-    found = [node for node in earlier if any(is_launch(node, name) for name in group_names)]
-    return found[-1] if found else None
+def _launched_before(launches: Sequence[Node], group_names: Sequence[str]) -> dict[Node, Node]:
+    """For each of these launches the one before it: another of them, or that of the riders or of other numbers."""
+    every = [node for node in launches[0].graph.nodes if any(is_launch(node, name) for name in group_names)]
+    return {later: earlier for earlier, later in itertools.pairwise(every)}
 
 
 def _read_by_rows(graph: Graph, launch: Node, ranks: int) -> None:

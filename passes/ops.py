@@ -30,7 +30,8 @@ lists of them in, for each name of the state one behind the other, and in the sa
 it in place of what it was given.
 
 `repeated` is what each of `ranks` is sent of `parts`: all of them. `fill_rows` makes that in a flat buffer, `into`; or,
-where it does not repeat, a matrix with a row for each rank, which is a row of every part. `behind` is awaited before.
+where it does not repeat, a matrix with a row for each rank, which is a row of every part; `behind` is what stands
+before.
 `all_to_all_into` sends each rank its equal part of what is `sent`, into memory that there is, `after` another launch;
 `gathers` tells what for.
 
@@ -39,7 +40,10 @@ added at its index, in their order. `index_add` and `index_put` become additions
 a GPU's, so that ranks which add the same values would round differently, and their models drift apart.
 """
 
-from collections.abc import Sequence
+import contextlib
+import contextvars
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch._ops import OpOverload
@@ -111,6 +115,25 @@ def _sum_numbers_fake(numbers: torch.Tensor, _: str) -> torch.Tensor:
     return torch.empty_like(numbers)
 
 
+_taken: contextvars.ContextVar[set[int] | None] = contextvars.ContextVar("taken", default=None)
+
+
+@contextlib.contextmanager
+def noting_what_is_taken() -> Iterator[set[int]]:
+    """The addresses of what was gathered and has been put together, or taken apart, in here: it had come."""
+    taken = set[int]()
+    token = _taken.set(taken)
+    try:
+        yield taken
+    finally:
+        _taken.reset(token)
+
+
+def _note_taken(gathered: torch.Tensor) -> None:
+    if (taken := _taken.get()) is not None:
+        taken.add(gathered.data_ptr())
+
+
 torch.library.define("compiled_ddp::gathered_before", "(Tensor[] params) -> Tensor[]")
 
 
@@ -142,6 +165,7 @@ torch.library.define("compiled_ddp::taken_apart", "(Tensor gathered, int[] numel
 
 @torch.library.impl("compiled_ddp::taken_apart", "CompositeExplicitAutograd")
 def _taken_apart(gathered: torch.Tensor, numels: Sequence[int], ranks: int) -> list[torch.Tensor]:
+    _note_taken(gathered)
     rows = gathered.view(ranks, -1).split([share_elements(numel, ranks) for numel in numels], dim=1)
     copies = [own.clone(memory_format=torch.contiguous_format).view(-1) for own in rows]
     return [own[:numel] for own, numel in zip(copies, numels, strict=True)]
@@ -169,7 +193,8 @@ def _repeated(parts: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
 
 @torch.library.register_fake("compiled_ddp::repeated")
 def _repeated_fake(parts: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
-    return parts[0].new_empty(ranks * sum(part.numel() for part in parts))
+    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
+    return parts[0].new_empty(ranks * sum(part.numel() for part in parts), dtype=dtype)
 
 
 @torch.library.impl("compiled_ddp::fill_rows", "CompositeExplicitAutograd")
@@ -213,6 +238,7 @@ def _put_together(
 def _put_together_in_place(
     gathered: torch.Tensor, sound: torch.Tensor, params: Sequence[torch.Tensor], ranks: int
 ) -> None:
+    _note_taken(gathered)
     if sound.is_cpu and not sound:
         return
     rows, begin = gathered.view(ranks, -1), 0

@@ -23,7 +23,8 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
     the order of `group_names` and on each of them in that of the graph, each behind what it needs, which keeps its
     order. Then comes what hangs on no wait; then each wait, in the order of the launches, with all that can be computed
     once it is over: the updates of a bucket's parameters run while later buckets are on their way. Launches `following`
-    them, of what comes of these waits, are made in this order as soon as that is there, and awaited last. Waits for
+    them, of what comes of these waits, are made in this order as soon as that is there, and awaited last, if the graph
+    awaits them. Waits for
     what is an input come right before what reads them. Other collectives, a loss's, keep their order, and so do draws
     of random numbers, before the waits and behind them.
 
@@ -37,10 +38,9 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
     if not launches or tail is None:
         return
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
-    waits = {
-        launch: next(user for user in launch.users if user.target is wait_tensor) for launch in (*launches, *following)
-    }
-    others = [node for node in nodes if meets_other_ranks(node) and not is_wait(node) and node not in waits]
+    ours = (*launches, *following)
+    waits = {launch: user for launch in ours for user in launch.users if user.target is wait_tensor}
+    others = [node for node in nodes if meets_other_ranks(node) and not is_wait(node) and node not in {*ours}]
     after_wait = descendants(nodes, [waits[launch] for launch in launches])
     drawn = sorted(draws(nodes), key=after_wait.__contains__)
     behind = behind_each_other(others) | behind_each_other(following) | behind_each_other(drawn)
@@ -52,8 +52,8 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
             emit_with_inputs(node, order, behind)
     rest = _Rest(place, order, behind, held_back={*tail, *waits.values()})
     rest.emit_ready()
-    for launch in (*launches, *following):
-        rest.emit(waits[launch])
+    for wait in waits.values():
+        rest.emit(wait)
         rest.emit_ready()
     order.update(dict.fromkeys(node for node in nodes if node not in order and node not in tail))
     order.update(dict.fromkeys(tail))

@@ -90,9 +90,10 @@ class StepPipeline:
         assert len(sums) == len(self.reductions), f"{len(sums)} reductions in the graph, {len(self.reductions)} planned"
         names = [f"{group_name}#{number}" for number, (_, group_name) in enumerate(self.reductions)]
         following = list[Node]()
-        for reduction, (plan, _), name in zip(sums, self.reductions, names, strict=True):
+        for reduction, (plan, group_name), name in zip(sums, self.reductions, names, strict=True):
             if plan.is_scattered:
                 following += scatter_buckets(graph, plan, reduction=reduction, group_name=name)
+                following += [node for node in graph.nodes if is_launch(node, group_name)]  # of `gather_later`
                 tell("scatter_buckets", graph)
                 continue
             positions = unfold_sum(graph, plan, reduction=reduction, group_name=name)

@@ -63,6 +63,9 @@ def empty(bucket: Bucket) -> Tensor:
     return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
 
 
+Memory = dict[tuple[Bucket, ...], list[Tensor]]  # for buckets
+
+
 class FlatBuffers:
     """The flat buffers that one compiled graph writes into.
 
@@ -299,6 +302,7 @@ class CompiledStep:
         tells: bool = True,
         in_flight: InFlight | None = None,
         own_changes: OwnChanges | None = None,
+        memory: "Memory | None" = None,
     ) -> None:
         """Without `tells` its caller tells other ranks of what a call raises. `in_flight` is of a step that departs.
 
@@ -311,7 +315,7 @@ class CompiledStep:
         self._in_flight = in_flight
         self._compiled: dict[tuple[Any, ...], list[_Runnable]] = {}
         self._choice: Choice | None = None  # of the latest call
-        self._memory: dict[tuple[Bucket, ...], list[Tensor]] = {}
+        self._memory: Memory = {} if memory is None else memory  # others of which one runs at a time may have the same
         self._latest: tuple[Communicator, ...] = ()  # what the latest graph launches on
         self._latest_of_losses: tuple[Agreements, ...] = ()  # by which it agrees on collectives outside of gradients
         self._world: Hashable = None  # of the latest call

@@ -38,7 +38,7 @@ class Update:
         )
 
     def make(self, gradients: Mapping[int, Tensor], skip: Tensor, made: Sequence[Made]) -> None:
-        """With gradients by their places; without the parameters of updates that were `made` of it."""
+        """With flat gradients by their places; without the parameters of updates that were `made` of it."""
         done = frozenset[int]().union(*(each.addresses for each in made))
         for number, (places, kind) in enumerate(zip(self.layout.places, self.layout.kinds, strict=True)):
             names = self.layout.names
@@ -49,7 +49,7 @@ class Update:
             needed = rule_of(self.optimizer).needed(kind)
             given = GroupTensors(
                 [self.params[place].detach() for place in own],
-                [gradients[place] for place in own],
+                [gradients[place].view_as(self.params[place]).to(self.params[place].dtype) for place in own],
                 [[each[name] for each in states] for name in needed if name != "step"],
                 [each["step"] for each in states] if "step" in needed else [],
             )
@@ -66,7 +66,7 @@ class DeferredUpdate(InFlight):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, check_stale: bool) -> None:
         """Registers hooks with the optimizer, too, as what replaces its state reads none of it."""
         super().__init__(model, check_stale=check_stale)
-        self._update: Update | None = None  # of what was launched last; None where that was not sound
+        self._update: Update | None = None  # of what was launched last; None where that call has raised
         self._state: Mapping[str, Tensors] = {}  # of the latest one
         self._made: Sequence[Made] = ()  # by the graph that runs
         self._kept: list[Tensor] = []  # parameters as they are, while their memory is NaN
@@ -82,7 +82,8 @@ class DeferredUpdate(InFlight):
 
     def before(self, layout: Layout, state: Mapping[str, Tensors]) -> Update | None:
         """What a graph of this layout, which is given this state, is to begin with; any other update is made here."""
-        if self._gathered and self._update is not None and self._update.is_of(layout, state):
+        is_there = self._gathered and self._failure is None
+        if is_there and self._update is not None and self._update.is_of(layout, state):
             return self._update
         self.land()
         return None
@@ -118,8 +119,7 @@ class DeferredUpdate(InFlight):
             for bucket, flat in zip(self._buckets, gathered, strict=True):
                 apart = taken_apart(flat, [each.numel for each in bucket.gradients], bucket.ranks)
                 gradients |= zip(bucket.indices, apart, strict=True)
-            shaped = {index: each.view(update.params[index].shape) for index, each in gradients.items()}
-            update.make(shaped, (~sound).float(), self._made)
+            update.make(gradients, (~sound).float(), self._made)
 
     def _behind(self) -> Sequence[Tensor]:
         state = {} if self._update is None else self._update.state

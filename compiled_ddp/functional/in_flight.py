@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from compiled_ddp import torch_private
 from compiled_ddp.functional.shares import rows_of_bucket
-from compiled_ddp.passes.ops import put_together_in_place, wait_tensor
+from compiled_ddp.passes.ops import noting_what_is_taken, put_together_in_place, wait_tensor
 from compiled_ddp.plan import Bucket
+from compiled_ddp.ranks.progress import failed_in_collective
 from compiled_ddp.torch_private.dynamo import untraced
 from compiled_ddp.users_code import warn_user
 
@@ -66,7 +67,7 @@ class InFlight:
 
     def given_to(self, buckets: tuple[Bucket, ...]) -> list[Tensor]:
         """What a graph of these buckets begins with: what was gathered of each, and whether it is sound."""
-        if self._gathered and self._buckets == buckets:
+        if self._gathered and self._buckets == buckets and self._failure is None:
             return [*self._gathered, self._sound]
         self.land()
         packed, is_sound = self._begin(buckets)
@@ -79,10 +80,17 @@ class InFlight:
 
     @contextlib.contextmanager
     def awaited_by_graph(self) -> Iterator[None]:
-        """In here a graph runs that writes what it has begun with into parameters. Where it raises, that is done."""
+        """In here a graph runs that writes what it has begun with into parameters. Where it raises, that is done.
+
+        Where it was a wait that has raised, torch tells it that once: what nothing has read by then has not come.
+        """
         try:
-            yield
-        except BaseException:
+            with noting_what_is_taken() as taken:
+                yield
+        except BaseException as error:
+            have_all_come = taken.issuperset(map(Tensor.data_ptr, self._gathered))
+            if isinstance(error, RuntimeError) and failed_in_collective(error) and not have_all_come:
+                self._failure = error
             try:
                 self.land()
             except RuntimeError as error:
@@ -113,8 +121,8 @@ class InFlight:
             self._gathered, self._sent, self._memory, self._failure = [], [], set(), None
             if failure is not None:
                 raise RuntimeError(
-                    "what other ranks have made of their shares in the latest step has not come, and parameters of "
-                    f"this rank are those of the step before: load a checkpoint ({failure})."
+                    "what other ranks have sent in the latest step has not come, and parameters of this rank, or some "
+                    f"of them, are those of the step before: load a checkpoint ({failure})."
                 ) from failure
             self._write(gathered, self._sound)
 
@@ -169,7 +177,8 @@ class InFlight:
         if self._check_stale and self._sound:  # else they stay what they are
             self._spoil()
         for tensor in behind:
-            tensor.__class__ = self._awaited[nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor]
+            if type(tensor) in self._awaited:
+                tensor.__class__ = self._awaited[type(tensor)]
 
     @torch.no_grad()
     def _spoil(self) -> None:

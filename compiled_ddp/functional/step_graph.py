@@ -4,7 +4,7 @@ What a graph has fixed is `Layout`: which parameters are trained, their groups a
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -174,7 +174,7 @@ class Outcome(NamedTuple):
         return {name for name, is_updated in zip(layout.names, applies.tolist(), strict=True) if is_updated}
 
 
-class _Terms(NamedTuple):
+class _TermsOfAll(NamedTuple):
     """On what terms the parameters of all groups are updated: see `Terms`."""
 
     numbers: Sequence[Tensor]  # of each group
@@ -242,7 +242,7 @@ class StepGraph:
             if is_gathered_later:
                 written = written._replace(params=_arrived(written.params))
             outcome, buffers = reduced_of(written, read, given)
-            terms = _Terms(numbers, outcome.factor, _skip(outcome.finite, _are_sound()), outcome.used_by_some())
+            terms = _TermsOfAll(numbers, outcome.factor, _skip(outcome.finite, _are_sound()), outcome.used_by_some())
             params, state = self._updated(layout, written, read, outcome.gradients, terms)
             if is_gathered_later:
                 note_departing(params[name] for name in written.params)
@@ -264,14 +264,15 @@ class StepGraph:
 
         def update(written: Written, read: Read, numbers: Sequence[Tensor], given: Given) -> Any:
             *sums, are_there = summed_before([*written.params.values()])
-            terms = _Terms(numbers, given.factor, _skip(are_there), given.applies)
+            terms = _TermsOfAll(numbers, given.factor, _skip(are_there), given.applies)
             gradients = dict(zip(written.params, sums, strict=True))
             params, state = self._updated(layout, written, read, gradients, terms)
             params = {name: params[name] for name in written.params}
             note_settled(params.values())
             outcome, buffers = reduced_of(written._replace(params=params), read, given)
             note_departing((outcome.gradients[name] for name in params), outcome.finite)
-            return Written(params, buffers, state, _zeros(written.held)), outcome._replace(gradients={})
+            aux = _apart(outcome.aux, params.values())  # so that parameters may be updated where they are
+            return Written(params, buffers, state, _zeros(written.held)), outcome._replace(gradients={}, aux=aux)
 
         return update
 
@@ -282,7 +283,7 @@ class StepGraph:
         return torch.ones((), dtype=torch.float64, device=device)
 
     def _updated(
-        self, layout: Layout, written: Written, read: Read, gradients: Tensors, terms: "_Terms"
+        self, layout: Layout, written: Written, read: Read, gradients: Tensors, terms: _TermsOfAll
     ) -> tuple[Tensors, dict[str, Tensors]]:
         """Parameters, or this rank's shares of them, and their state behind the update."""
         params, state = dict[str, Tensor](), dict[str, Tensors]()
@@ -469,6 +470,14 @@ def _summed(
         share = given.share
         gradients = {name: each * share.to(each.device, each.dtype) for name, each in gradients.items()}
     return gradients, [used]
+
+
+def _apart(tree: Any, tensors: Iterable[Tensor]) -> Any:
+    """A tree without what shares memory with one of these: copies in its place."""
+    memory = {torch_private.tensors.memory_of(each) for each in tensors}
+    return torch_private.trees.map_tensors(
+        lambda leaf: leaf.clone() if torch_private.tensors.memory_of(leaf) in memory else leaf, tree
+    )
 
 
 def _arrived(params: Tensors) -> Tensors:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import functools
 import inspect
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -139,7 +140,10 @@ class TracedStep:
         buckets = buckets_to_gather(plan)
         shares = output_values(self.graph_module.graph)[-1 - len(plan.indices) : -1]
         dtypes = [node.meta["val"].dtype for node in shares if node is not None]
-        values = [torch.empty(each.numel, dtype=dtypes[each.indices[0]], device=each.device) for each in buckets]
+        values = list[Tensor]()
+        for bucket in buckets:
+            dtype = functools.reduce(torch.promote_types, (dtypes[index] for index in bucket.indices))
+            values.append(torch.empty(bucket.numel, dtype=dtype, device=bucket.device))
         values.append(torch.empty((), dtype=torch.bool, device=values[0].device))
         added, graph = self.add_inputs(values, "gathered"), self.graph_module.graph
         arrived = graph.find_nodes(op="placeholder")[-len(values) :]

@@ -22,7 +22,7 @@ from compiled_ddp.functional.wanted import Agreed, Arrival, Wanted, agreed_apart
 from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.plan import Bucket
 from compiled_ddp.ranks.agreement import Description
-from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, launch, profiled
+from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, profiled, start_collective
 from compiled_ddp.ranks.progress import failed_in_collective
 from compiled_ddp.ranks.step_recorder import StepRecorder
 
@@ -431,7 +431,7 @@ class _Watched:
         return latest.named("launch")
 
     def start(self, number: int, operator: Any, args: tuple[Any, ...]) -> Tensor:
-        result = launch(operator, args)
+        result = start_collective(operator, args)
         if number in self._under_way:
             self._under_way[number] = self._under_way[number][0], result
         return result

@@ -24,12 +24,12 @@ from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_function, format_names
 from compiled_ddp.functional.around_sum import AroundSum
 from compiled_ddp.functional.closed_over import settings_of
-from compiled_ddp.functional.compiled import Backend, CompiledStep
+from compiled_ddp.functional.compiled import Backend, CompiledStep, Memory
 from compiled_ddp.functional.deferred import DeferredUpdate, Update
 from compiled_ddp.functional.in_flight import InFlight, refuse_other_classes
 from compiled_ddp.functional.kept import Arguments, Unchanged
 from compiled_ddp.functional.reached import OwnChanges, dictionaries_of
-from compiled_ddp.functional.reduction import Options
+from compiled_ddp.functional.reduction import Options, current_world
 from compiled_ddp.functional.sharded_state import ShardedState
 from compiled_ddp.functional.step_graph import (
     USED,
@@ -155,6 +155,7 @@ def compile_step(
         keeps_donated=True,
         in_flight=in_flight,
         own_changes=own_changes,
+        memory=Memory(),
     )
     ways = _Ways(shared, in_flight, deferred)
     return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, ways, own_changes)
@@ -329,7 +330,7 @@ class TrainingStep:
         self._shared, self._in_flight, self._deferred = ways
         self._graph, self._compiler, self._own_changes = graph, compiler, own_changes
         self._accumulate, self._scaler = accumulate, scaler
-        self._known: dict[Layout, list[_Known]] = {}
+        self._known: dict[tuple[Layout, int], list[_Known]] = {}  # with the number of ranks
         self._latest: _Now | None = None
         self._explained: tuple[Layout, CompiledStep, Sequence[str]] | None = None
         self._recorder: StepRecorder | None = None
@@ -558,7 +559,7 @@ class TrainingStep:
         try:
             with now.known.update.telling():
                 written, read = now.in_update or self._in_update(now, begun)
-                numbers, given = self._terms(now, written.tree, given)
+                numbers, given = self._begun_with(now, written.tree, given)
             with self._noting_what_is_torn(is_first=len(begun) == len(now.trained)):
                 outcome: Outcome = now.known.update.run((given,), {}, (written, read, numbers), self._recorder)
             torch_private.optimizers.note_step(self.optimizer)
@@ -571,7 +572,7 @@ class TrainingStep:
                 if name not in updated:
                     del self.optimizer.state[parameter]
 
-    def _terms(self, now: "_Now", written: Written, given: Given) -> tuple[Arguments, Given]:
+    def _begun_with(self, now: "_Now", written: Written, given: Given) -> tuple[Arguments, Given]:
         """The numbers of the update that a graph makes, and what it is given: of the step before where it `defers`."""
         if not now.known.defers:
             return self._numbers_now(), given
@@ -636,7 +637,8 @@ class TrainingStep:
         Raises ValueError for hooks, and for parameters of another model's.
         """
         latest = self._latest
-        if latest is not None and latest.held is self._held and latest.is_still(self.optimizer):
+        is_same_world = latest is not None and latest.world == current_world()
+        if latest is not None and is_same_world and latest.held is self._held and latest.is_still(self.optimizer):
             _refuse_hooks(latest.parameters)
             return latest
         parameters = dict(self.model.named_parameters())
@@ -686,7 +688,7 @@ class TrainingStep:
     def _known_of(self, layout: Layout) -> "_Known":
         """What is compiled for this layout, and for the numbers and texts that the model's modules have."""
         plain = settings_of(self.model.modules(), self._own_changes)
-        every = self._known.setdefault(layout, [])
+        every = self._known.setdefault((layout, self._graph.reduction.world_size), [])
         known = next((each for each in every if each.plain == plain), None)
         if known is None:
             known = _Known(self._graph, layout, self._compiler, plain)
@@ -783,6 +785,7 @@ class _Now:
         self.layout, self.known, self.parameters, self.trained = layout, known, parameters, trained
         self.buffers, self.held, self.read = buffers, held, read
         self._unchanged, self._of_groups, self._ids_of_groups = unchanged, of_groups, _ids(of_groups)
+        self.world = current_world()
         # Once each parameter has the state that an update needs.
         self.in_update: tuple[Arguments, Arguments] | None = None
 

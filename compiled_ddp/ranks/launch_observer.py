@@ -47,7 +47,9 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         *,
         launch: Callable[[int, torch.Tensor], AbstractContextManager[object]],
         wait: Callable[[int], AbstractContextManager[object]] = lambda bucket: contextlib.nullcontext(),
-        start: Callable[[int, Any, tuple[Any, ...]], torch.Tensor] = lambda _, operator, args: launch(operator, args),
+        start: Callable[[int, Any, tuple[Any, ...]], torch.Tensor] = lambda _, operator, args: start_collective(
+            operator, args
+        ),
         sees_gathers: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +88,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
             return func(*args, **kwargs)
 
 
-def launch(operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
+def start_collective(operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
     """Launch a graph's collective; returns what is to be awaited."""
     result = operator(*args)
     awaited: torch.Tensor = args[1] if operator is all_to_all_into else result

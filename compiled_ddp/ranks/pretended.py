@@ -92,9 +92,9 @@ class _Echo(dist.Store):
         """That all ranks have added theirs."""
         return dist.get_world_size()
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """What the first one has set."""
-        if self._find(key) in (None, expected.encode()):
+        if self._find(key) in (None, expected if isinstance(expected, bytes) else expected.encode()):
             self.set(key, desired)
         return self.get(key)
 

@@ -13,7 +13,7 @@ from compiled_ddp import torch_private
 from compiled_ddp.passes.ops import all_to_all_into
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.step_model import GATHERED_LATER, Kind, Mode
-from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, launch
+from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, start_collective
 from compiled_ddp.ranks.recorder import BucketTimes, now, timing
 
 _OPERATORS = torch.ops._c10d_functional
@@ -93,7 +93,7 @@ class StepRecorder:
     def _start(self, group: dist.ProcessGroup, number: int, operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
         transfer = self._note(_kind(operator, args))
         if transfer is None:
-            return launch(operator, args)
+            return start_collective(operator, args)
         self._launched[number] = transfer
         transfer.times.begin("launch")
         result, work = torch_private.groups.start_in_graph(group, operator, args)

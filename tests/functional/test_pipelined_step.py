@@ -271,14 +271,14 @@ def test_two_steps_of_one_model_take_turns(ranks2: RankPool, way: str) -> None:
     ranks2.run(_takes_turns, way)
 
 
-def _returns_parameters(rank: int, way: str) -> None:
+def _returns_parameters(rank: int, way: str, backend: str) -> None:
     """What a loss returns beside itself stays what it was when the next call writes into parameters."""
 
     def loss(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         return net(x, y), net.scale.view(1)
 
     with pipelining(way):
-        step, loop = both("AdamW", loss_fn=loss, has_aux=True)
+        step, loop = both("AdamW", loss_fn=loss, has_aux=True, backend=backend)
     found, expected = [], []
     for n in range(4):
         expected.append(loop.model.scale.detach().clone())
@@ -289,7 +289,11 @@ def _returns_parameters(rank: int, way: str) -> None:
 
 @in_both_ways
 def test_what_a_loss_returns_is_not_written_into(ranks2: RankPool, way: str) -> None:
-    ranks2.run(_returns_parameters, way)
+    ranks2.run(_returns_parameters, way, "aot_eager")
+
+
+def test_what_a_loss_returns_of_inductors_code_is_not_written_into(ranks2: RankPool) -> None:
+    ranks2.run(_returns_parameters, "sums", "inductor")
 
 
 def _is_right_where_read(rank: int, way: str) -> None:
@@ -430,6 +434,36 @@ def _does_not_come(rank: int, way: str) -> str:
 def test_what_does_not_come_is_an_error_with_what_to_do(ranks2: RankPool, way: str) -> None:
     for told in ranks2.run(_does_not_come, way):
         assert "load a checkpoint (Connection closed by peer)" in told, told
+
+
+def _raises_in_a_graph(rank: int, way: str) -> None:
+    """A wait, of what the graph has not read yet, which torch tells once; and something else, behind which it comes."""
+    with pipelining(way):
+        step, loop = both("AdamW")
+    step(*batch(rank, 0)), loop.step(*batch(rank, 0))
+    step.flush()
+    step(*batch(rank, 1))
+    with pytest.warns(UserWarning, match=r"load a checkpoint \(Connection closed by peer\)"):
+        _raise_within(step, dist.DistBackendError("Connection closed by peer"))
+    for name, value in loop.model.named_parameters():  # of the step before, none of them in part
+        torch.testing.assert_close(step.model.get_parameter(name), value)
+
+    with pipelining(way):
+        step, loop = both("AdamW")
+    step(*batch(rank, 0)), loop.step(*batch(rank, 0))
+    _raise_within(step, ValueError("out of memory"))
+    assert_same(step, loop)
+
+
+def _raise_within(step: Any, error: Exception) -> None:
+    own = step._in_flight
+    with own.within_step(), pytest.raises(type(error)), own.awaited_by_graph():
+        raise error
+
+
+@in_both_ways
+def test_what_a_graph_has_waited_for_in_vain_is_not_used(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_raises_in_a_graph, way)
 
 
 def _ends(rank: int, way: str) -> None:

@@ -10,15 +10,18 @@ from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.functional.shares import rows_of
 from compiled_ddp.passes.gather_later import arrive_in_place, buckets_to_gather, gather_later
 from compiled_ddp.passes.ops import (
+    LAUNCHES,
     all_gather,
     all_reduce,
     all_to_all,
+    all_to_all_into,
     gathered_before,
     optimizer_step,
     optimizer_step_in_place,
     put_together,
     put_together_in_place,
     reduce_scatter,
+    sum_numbers,
     sum_over_ranks,
     summed_before,
     taken_apart,
@@ -163,7 +166,7 @@ def test_what_is_returned_keeps_memory_of_its_own(as_view: bool) -> None:
 GATHERED = ("gathered_0", "gathered_1")
 
 
-def deferred_graph(*, clips: bool = False, reads_old: bool = False) -> Graph:
+def deferred_graph(*, clips: bool = False, reads_old: bool = False, sums: bool = False) -> Graph:
     """x * first * second as above, behind an update of both with momentum, of sums that the step before has left."""
     graph, planned = Graph(), plan()
     names = ("x", "first", "second", "of_first", "of_second", "numbers", "factor", "leading", *GATHERED, "sound")
@@ -188,6 +191,9 @@ def deferred_graph(*, clips: bool = False, reads_old: bool = False) -> Graph:
     shares = [graph.call_function(operator.getitem, (reduced, index)) for index in (0, 1)]
     riders = graph.call_function(operator.getitem, (reduced, 2))
     is_sound = graph.call_function(aten.eq.Scalar, (riders, 1))
+    if sums:  # of all gradients, for clipping
+        norms = graph.call_function(aten.add.Tensor, tuple(shares))
+        riders = graph.call_function(sum_numbers, (norms, "g"))
     old = [graph.call_function(aten.neg.default, (nodes["second"],))] if reads_old else []
     for into, value in zip((*params, *state), new, strict=True):
         graph.call_function(aten.copy_.default, (into, value))
@@ -208,6 +214,23 @@ def test_each_bucket_is_updated_where_the_forward_reads_it() -> None:
     assert forward == [taken_apart, optimizer_step_in_place, mul] * 2
     assert order(graph)[:6] == [all_reduce, "gathered_0", mul, "gathered_1", mul, mul]
     assert not graph.find_nodes(op="call_function", target=aten.copy_.default)
+
+
+@pytest.mark.parametrize("lends", [False, True])
+def test_numbers_are_summed_before_anything_is_gathered(lends: bool) -> None:
+    """As by a rank that has failed, which sends zeros."""
+    graph = deferred_graph(sums=True)
+    *_, last = graph.find_nodes(op="placeholder")
+    for number in range(4 * lends):
+        with graph.inserting_after(last):
+            graph.placeholder(f"memory_{number}")
+    StepPipeline(((plan(), "g"),), lent=lends).run(graph)
+    scatters = gathers = [all_to_all_into if lends else all_to_all] * 2
+    launched = [node.target for node in graph.nodes if node.target in LAUNCHES]
+    assert launched == [all_reduce, *scatters, all_reduce, *gathers]
+    if lends:
+        *_, first, _ = graph.find_nodes(op="call_function", target=all_to_all_into)
+        assert first.args[3].target is all_reduce, "by which a compiler knows"
 
 
 def test_one_whose_old_values_are_read_makes_others() -> None:

@@ -230,9 +230,7 @@ def _begin(
         _refuse_hooks(parameters)
         if options.is_gathered_later:
             refuse_other_classes(parameters)
-        needed_by = _option_that_needs_update(options, shard_optimizer, ranks.world_size)
-        sharing = ranks.world_size if shard_optimizer else 1
-        layout = Layout.of(parameters, optimizer, ranks=sharing, needed_by=needed_by)
+        layout = _layout(parameters, optimizer, options, ranks.world_size, is_shared=shard_optimizer)
         trained = layout.trained(parameters)
         differentiated: dict[str, Tensor] = {name: parameter for name, _, parameter in trained}
         if options.plan is not None:
@@ -257,11 +255,18 @@ def _begin(
         torch_private.groups.broadcast_coalesced(ranks.process_group, tensors, source=0)
 
 
-def _option_that_needs_update(options: Options, shard_optimizer: bool, world_size: int) -> str:
-    """By which the update is to be a part of the graph; empty where none does."""
-    if world_size == 1:
-        return ""
-    return "shard_optimizer" if shard_optimizer else "pipeline_updates" if options.is_gathered_later else ""
+def _layout(
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    options: Options,
+    world_size: int,
+    *,
+    is_shared: bool,
+) -> Layout:
+    """Of an optimizer whose update so many ranks share, if it `is_shared`."""
+    needed_by = "shard_optimizer" if is_shared else "pipeline_updates" if options.is_gathered_later else ""
+    ranks = world_size if is_shared else 1
+    return Layout.of(parameters, optimizer, ranks=ranks, needed_by=needed_by if world_size > 1 else "")
 
 
 def _warn_of_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -644,9 +649,8 @@ class TrainingStep:
         parameters = dict(self.model.named_parameters())
         _refuse_hooks(parameters)
         self._graph.reduction.find_ranks()
-        world_size, is_shared = self._graph.reduction.world_size, self._shared is not None
-        needed_by = _option_that_needs_update(self._graph.reduction.options, is_shared, world_size)
-        layout = Layout.of(parameters, self.optimizer, ranks=world_size if is_shared else 1, needed_by=needed_by)
+        options, world_size = self._graph.reduction.options, self._graph.reduction.world_size
+        layout = _layout(parameters, self.optimizer, options, world_size, is_shared=self._shared is not None)
         trained = layout.trained(parameters)
         params: Tensors = {name: parameter for name, _, parameter in trained}
         if self._graph.reduction.options.plan is not None:

@@ -1,7 +1,7 @@
 """Memory that is kept for the buckets of a scattered plan: what is sent of each, and what comes.
 
 On the CPU memory that was freed and comes back costs a page fault for every 4 KiB (docs/benchmarks.md, "Flat buffers
-that stay"): a fifth of the step of a GPT on two ranks, of whose buckets each all-to-all took new memory.
+that stay"): a seventh of the step of a GPT on two ranks, of whose buckets each all-to-all took new memory.
 """
 
 import itertools

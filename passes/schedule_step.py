@@ -24,9 +24,8 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
     order. Then comes what hangs on no wait; then each wait, in the order of the launches, with all that can be computed
     once it is over: the updates of a bucket's parameters run while later buckets are on their way. Launches `following`
     them, of what comes of these waits, are made in this order as soon as that is there, and awaited last, if the graph
-    awaits them. Waits for
-    what is an input come right before what reads them. Other collectives, a loss's, keep their order, and so do draws
-    of random numbers, before the waits and behind them.
+    awaits them. Waits for what is an input come right before what reads them. Other collectives, a loss's, keep their
+    order, and so do draws of random numbers, before the waits and behind them.
 
     Leaves the graph as it is where something else is mutated, where nothing is launched, and where these orders exclude
     each other: draws that other collectives bring behind a draw that follows a wait.
@@ -38,9 +37,9 @@ def schedule_step(graph: Graph, *, group_names: Sequence[str], following: Sequen
     if not launches or tail is None:
         return
     order: dict[Node, None] = {node: None for node in nodes if node.op == "placeholder"}
-    ours = (*launches, *following)
+    ours = dict.fromkeys((*launches, *following))
     waits = {launch: user for launch in ours for user in launch.users if user.target is wait_tensor}
-    others = [node for node in nodes if meets_other_ranks(node) and not is_wait(node) and node not in {*ours}]
+    others = [node for node in nodes if meets_other_ranks(node) and not is_wait(node) and node not in ours]
     after_wait = descendants(nodes, [waits[launch] for launch in launches])
     drawn = sorted(draws(nodes), key=after_wait.__contains__)
     behind = behind_each_other(others) | behind_each_other(following) | behind_each_other(drawn)

@@ -302,7 +302,7 @@ class CompiledStep:
         tells: bool = True,
         in_flight: InFlight | None = None,
         own_changes: OwnChanges | None = None,
-        memory: "Memory | None" = None,
+        memory: Memory | None = None,
     ) -> None:
         """Without `tells` its caller tells other ranks of what a call raises. `in_flight` is of a step that departs.
 

@@ -12,7 +12,6 @@ from compiled_ddp import torch_private
 from compiled_ddp.functional.in_flight import InFlight
 from compiled_ddp.functional.step_graph import Layout, Tensors
 from compiled_ddp.functional.updates import GroupTensors, Made, Terms, noting_updates, rule_of, update_in_place
-from compiled_ddp.passes.ops import taken_apart
 from compiled_ddp.plan import Bucket
 
 
@@ -38,7 +37,7 @@ class Update:
         )
 
     def make(self, gradients: Mapping[int, Tensor], skip: Tensor, made: Sequence[Made]) -> None:
-        """With flat gradients by their places; without the parameters of updates that were `made` of it."""
+        """With gradients by their places; without the parameters of updates that were `made` of it."""
         done = frozenset[int]().union(*(each.addresses for each in made))
         for number, (places, kind) in enumerate(zip(self.layout.places, self.layout.kinds, strict=True)):
             names = self.layout.names
@@ -49,7 +48,7 @@ class Update:
             needed = rule_of(self.optimizer).needed(kind)
             given = GroupTensors(
                 [self.params[place].detach() for place in own],
-                [gradients[place].view_as(self.params[place]).to(self.params[place].dtype) for place in own],
+                [gradients[place].to(self.params[place].dtype) for place in own],
                 [[each[name] for each in states] for name in needed if name != "step"],
                 [each["step"] for each in states] if "step" in needed else [],
             )
@@ -114,11 +113,9 @@ class DeferredUpdate(InFlight):
         update, self._update = self._update, None
         if update is None:  # of a step that has raised
             return
-        gradients = dict[int, Tensor]()
         with torch.inference_mode(False), torch.no_grad():
-            for bucket, flat in zip(self._buckets, gathered, strict=True):
-                apart = taken_apart(flat, [each.numel for each in bucket.gradients], bucket.ranks)
-                gradients |= zip(bucket.indices, apart, strict=True)
+            pairs = zip(self._buckets, gathered, strict=True)
+            gradients = {each.index: bucket.view(each, flat) for bucket, flat in pairs for each in bucket.gradients}
             update.make(gradients, (~sound).float(), self._made)
 
     def _behind(self) -> Sequence[Tensor]:

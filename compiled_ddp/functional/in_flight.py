@@ -93,8 +93,8 @@ class InFlight:
                 self._failure = error
             try:
                 self.land()
-            except RuntimeError as error:
-                warn_user(str(error))
+            except RuntimeError as not_landed:
+                warn_user(str(not_landed))
             raise
 
     def launched(self, buckets: tuple[Bucket, ...], results: list[Tensor]) -> list[Tensor]:

@@ -218,9 +218,7 @@ class Terms(NamedTuple):
 
 def updated_in_trace(given: GroupTensors, terms: Terms, optimizer: str, kind: Kind) -> GroupTensors:
     """What becomes of them, in a step that is traced: see `passes.update_in_place`."""
-    names = ",".join(kind.switches), ",".join(kind.numbers)
-    state = [*itertools.chain.from_iterable(given.state)]
-    found: list[Tensor] = optimizer_step(given.params, given.gradients, state, given.steps, *terms, optimizer, *names)
+    found: list[Tensor] = optimizer_step(*_arguments(given, terms, optimizer, kind))
     lists = [found[begin : begin + len(given.params)] for begin in range(0, len(found), len(given.params))]
     params, *state_lists = lists
     steps = state_lists.pop() if given.steps else []
@@ -229,9 +227,14 @@ def updated_in_trace(given: GroupTensors, terms: Terms, optimizer: str, kind: Ki
 
 def update_in_place(given: GroupTensors, terms: Terms, optimizer: str, kind: Kind) -> None:
     """Do so outside of any trace."""
-    names = ",".join(kind.switches), ",".join(kind.numbers)
+    optimizer_step_in_place(*_arguments(given, terms, optimizer, kind))
+
+
+def _arguments(given: GroupTensors, terms: Terms, optimizer: str, kind: Kind) -> tuple[Any, ...]:
+    """Of the operator."""
     state = [*itertools.chain.from_iterable(given.state)]
-    optimizer_step_in_place(given.params, given.gradients, state, given.steps, *terms, optimizer, *names)
+    names = ",".join(kind.switches), ",".join(kind.numbers)
+    return given.params, given.gradients, state, given.steps, *terms, optimizer, *names
 
 
 class Made(NamedTuple):

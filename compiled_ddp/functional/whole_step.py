@@ -12,7 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -136,17 +136,13 @@ def compile_step(
         hook=None if comm_hook is None else AroundSum(comm_hook),
         plan=plan,
     )
-    ranks = RankGroup(process_group)
-    _begin(model, optimizer, accumulate, ranks, of_graph, shard_optimizer=shard_optimizer)
+    _begin(model, optimizer, accumulate, RankGroup(process_group), of_graph, shard_optimizer=shard_optimizer)
     _warn_of_others(model, optimizer)
-    shared = deferred = in_flight = None
-    graph = StepGraph(WithLoss(model, loss_fn, has_aux=has_aux), optimizer, of_graph, clip_grad_norm, scaler)
-    if shard_optimizer:
-        shared = ShardedState(optimizer, graph.reduction)
+    in_flight: InFlight | None = None
     if pipeline_updates and shard_optimizer:
         in_flight = InFlight(model, check_stale=check_stale)
     elif pipeline_updates:
-        in_flight = deferred = DeferredUpdate(model, optimizer, check_stale=check_stale)
+        in_flight = DeferredUpdate(model, optimizer, check_stale=check_stale)
     own_changes = OwnChanges()
     compiler = functools.partial(
         CompiledStep,
@@ -157,8 +153,8 @@ def compile_step(
         own_changes=own_changes,
         memory=Memory(),
     )
-    ways = _Ways(shared, in_flight, deferred)
-    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, ways, own_changes)
+    graph = StepGraph(WithLoss(model, loss_fn, has_aux=has_aux), optimizer, of_graph, clip_grad_norm, scaler)
+    return TrainingStep(model, optimizer, graph, compiler, accumulate, scaler, in_flight, own_changes)
 
 
 def _check_reduction(comm_hook: object, bucket_cap_mb: object, plan: object, dynamic: bool | None) -> None:
@@ -328,11 +324,13 @@ class TrainingStep:
         compiler: Callable[..., CompiledStep],
         accumulate: int,
         scaler: torch.amp.GradScaler | None,
-        ways: "_Ways",
+        in_flight: InFlight | None,
         own_changes: OwnChanges,
     ) -> None:
-        self.model, self.optimizer = model, optimizer
-        self._shared, self._in_flight, self._deferred = ways
+        self.model, self.optimizer, self._in_flight = model, optimizer, in_flight
+        self._deferred = in_flight if isinstance(in_flight, DeferredUpdate) else None
+        is_shared = graph.reduction.options.is_scattered and self._deferred is None
+        self._shared = ShardedState(optimizer, graph.reduction) if is_shared else None
         self._graph, self._compiler, self._own_changes = graph, compiler, own_changes
         self._accumulate, self._scaler = accumulate, scaler
         self._known: dict[tuple[Layout, int], list[_Known]] = {}  # with the number of ranks
@@ -568,9 +566,10 @@ class TrainingStep:
             with self._noting_what_is_torn(is_first=len(begun) == len(now.trained)):
                 outcome: Outcome = now.known.update.run((given,), {}, (written, read, numbers), self._recorder)
             torch_private.optimizers.note_step(self.optimizer)
-            if begun or (self._deferred is not None and outcome.unused):
+            if begun or (now.known.defers and outcome.unused):
                 updated = outcome.updated(now.layout)
-            self._defer(now, written.tree, outcome, updated if outcome.unused else {*now.layout.names})
+            if now.known.defers:
+                self._defer(now, written.tree, outcome, updated)
             return outcome
         finally:  # as with torch.optim, there is no state before an update
             for name, parameter in begun.items():
@@ -590,16 +589,13 @@ class TrainingStep:
         return self._numbers[1], given._replace(factor=before.factor, applies=before.applies)
 
     def _defer(self, now: "_Now", written: Written, outcome: Outcome, updated: set[str]) -> None:
-        """Let the next call make this update, of parameters with these names, where the graph `defers`."""
-        if now.known.defers:
-            assert self._deferred is not None
-            every = len(updated) == len(now.layout.names)
-            state = (
-                written.state if every else {name: written.state[name] for name in now.layout.names if name in updated}
-            )
-            params, numbers = [parameter for _, _, parameter in now.trained], self._numbers_now().tensors
-            terms = numbers, outcome.factor, outcome.used_by_some()
-            self._deferred.note(Update(now.layout, self.optimizer, params, state, *terms))
+        """Let the next call make this update, of all parameters or, where some are not used, of those `updated`."""
+        assert self._deferred is not None
+        state, params = written.state, [*now.read.params.values()]
+        if outcome.unused and len(updated) < len(state):
+            state = {name: own for name, own in state.items() if name in updated}
+        terms = self._numbers_now().tensors, outcome.factor, outcome.used_by_some()
+        self._deferred.note(Update(now.layout, self.optimizer, params, state, *terms))
 
     @contextlib.contextmanager
     def _noting_what_is_torn(self, *, is_first: bool) -> Iterator[None]:
@@ -757,14 +753,6 @@ def _refuse_other_shapes(name: str, state: dict[str, Tensor], needed: Sequence[s
             f"{tuple(parameter.shape)}: a share of it, as shard_optimizer leaves? Call optimizer.state_dict() on the "
             "ranks that have trained with it, and load what it returns."
         )
-
-
-class _Ways(NamedTuple):
-    """How a step goes about its update; None for what it does not do."""
-
-    shared: ShardedState | None
-    in_flight: InFlight | None
-    deferred: DeferredUpdate | None  # the same, where what is under way are gradients
 
 
 class _Now:

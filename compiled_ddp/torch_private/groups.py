@@ -221,9 +221,15 @@ def start_sum_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any,
     return tensor, work
 
 
-def start_all_to_all(group: dist.ProcessGroup, sent: torch.Tensor, received: torch.Tensor) -> dist.Work:
-    """Launch `received`, of one dimension, becoming each rank's part of what it has `sent`; for `wait_tensor`."""
-    work: dist.Work = group.alltoall_base(received, sent, [], [])
+def start_all_to_all(
+    group: dist.ProcessGroup,
+    sent: torch.Tensor,
+    received: torch.Tensor,
+    received_each: Sequence[int] = (),
+    sent_each: Sequence[int] = (),
+) -> dist.Work:
+    """Launch `received` becoming each rank's part of what it has `sent`, equal ones by default; for `wait_tensor`."""
+    work: dist.Work = group.alltoall_base(received, sent, [*received_each], [*sent_each])
     torch._C._distributed_c10d._register_work(received, work)
     return work
 
@@ -248,9 +254,7 @@ def start_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...
         return start_sum_in_graph(group, operator, args)
     tensor, received_each, sent_each, _ = args
     received = tensor.new_empty((sum(received_each), *tensor.shape[1:]))
-    work = group.alltoall_base(received, tensor.contiguous(), [*received_each], [*sent_each])
-    torch._C._distributed_c10d._register_work(received, work)
-    return received, work
+    return received, start_all_to_all(group, tensor.contiguous(), received, received_each, sent_each)
 
 
 @functools.cache

@@ -415,13 +415,19 @@ def test_a_fork_has_nothing_under_way(ranks2: RankPool, way: str) -> None:
     ranks2.run(_forks, way)
 
 
-def _does_not_come(rank: int, way: str) -> str:
-    """What is gathered fails on the way, and somebody has waited for it before, as where groups are closed."""
+def _with_second_step_under_way(rank: int, way: str, kind: str) -> tuple[Any, Any]:
+    """And the loop, of which there was one step."""
     with pipelining(way):
-        step, loop = both("SGD")
+        step, loop = both(kind)
     step(*batch(rank, 0)), loop.step(*batch(rank, 0))
     step.flush()
     step(*batch(rank, 1))
+    return step, loop
+
+
+def _does_not_come(rank: int, way: str) -> str:
+    """What is gathered fails on the way, and somebody has waited for it before, as where groups are closed."""
+    step, loop = _with_second_step_under_way(rank, way, "SGD")
     step._in_flight._failure = RuntimeError("Connection closed by peer")
     with pytest.raises(RuntimeError) as raised:
         step.model.state_dict()
@@ -438,11 +444,7 @@ def test_what_does_not_come_is_an_error_with_what_to_do(ranks2: RankPool, way: s
 
 def _raises_in_a_graph(rank: int, way: str) -> None:
     """A wait, of what the graph has not read yet, which torch tells once; and something else, behind which it comes."""
-    with pipelining(way):
-        step, loop = both("AdamW")
-    step(*batch(rank, 0)), loop.step(*batch(rank, 0))
-    step.flush()
-    step(*batch(rank, 1))
+    step, loop = _with_second_step_under_way(rank, way, "AdamW")
     with pytest.warns(UserWarning, match=r"load a checkpoint \(Connection closed by peer\)"):
         _raise_within(step, dist.DistBackendError("Connection closed by peer"))
     for name, value in loop.model.named_parameters():  # of the step before, none of them in part

@@ -99,12 +99,11 @@ def _take_apart(graph: Graph, before: Node, buckets: Sequence[Bucket], arrived: 
     *gathered, was_sound = arrived
     with graph.inserting_before(before):
         for bucket, one in zip(buckets, gathered, strict=True):
-            numels = [each.numel for each in bucket.gradients]
-            apart = emit(graph, taken_apart, emit(graph, wait_tensor, one), numels, bucket.ranks)
+            parts = _parts(graph, bucket, emit(graph, wait_tensor, one))
             like = {index: results[index].meta["val"] for index in bucket.indices}
             are_of_one_dtype = len({each.dtype for each in like.values()}) == 1
-            for number, index in enumerate(bucket.indices):
-                flat, size = emit(graph, operator.getitem, apart, number), [*like[index].shape]
+            for flat, index in zip(parts, bucket.indices, strict=True):
+                size = [*like[index].shape]
                 if not are_of_one_dtype:  # and sent as what all of them fit into
                     flat = emit(graph, torch.ops.prims.convert_element_type.default, flat, like[index].dtype)
                 sums[index] = emit(graph, torch.ops.aten.view.default, flat, size)
@@ -112,6 +111,14 @@ def _take_apart(graph: Graph, before: Node, buckets: Sequence[Bucket], arrived: 
         result.replace_all_uses_with(sums.get(index, was_sound))
     erase_with_results(graph, before)
     return sums
+
+
+def _parts(graph: Graph, bucket: Bucket, arrived: Node) -> list[Node]:
+    """The gradients of a bucket, flat; of one that is whole they are where they have arrived."""
+    if bucket.whole:
+        return [emit(graph, torch.ops.aten.slice.Tensor, arrived, 0, *bucket.parts[index]) for index in bucket.indices]
+    apart = emit(graph, taken_apart, arrived, [each.numel for each in bucket.gradients], bucket.ranks)
+    return [emit(graph, operator.getitem, apart, number) for number in range(len(bucket.indices))]
 
 
 _IN_PLACE = {put_together: put_together_in_place, optimizer_step: optimizer_step_in_place}

@@ -5,29 +5,41 @@ that stay"): a seventh of the step of a GPT on two ranks, of whose buckets each 
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import emit
-from compiled_ddp.passes.ops import all_to_all, all_to_all_into, fill_rows, is_launch, is_wait
+from compiled_ddp.passes.graph_edit import emit, is_view_of, results_of
+from compiled_ddp.passes.ops import (
+    all_to_all,
+    all_to_all_into,
+    fill_rows,
+    is_launch,
+    is_wait,
+    optimizer_step_in_place,
+    pack_into,
+    put_together_in_place,
+)
 from compiled_ddp.plan import Bucket, BucketPlan
 
 
-def lent_buckets(plan: BucketPlan) -> tuple[Bucket, ...]:
-    """Those that graphs are lent memory for, twice as much as they have: all, or none."""
+def lent_memory(plan: BucketPlan) -> tuple[Bucket, ...]:
+    """For each tensor that graphs are lent the bucket that it is for, and as large as: of all, or none.
+
+    What is sent of each bucket, then what comes; and of buckets that are whole, in which gradients may be produced at
+    any time, then what is gathered.
+    """
     own = plan.of_gradients
-    return own if all(bucket.ranks > 1 and bucket.kept for bucket in own) else ()
+    return own * (3 if own[0].whole else 2) if all(bucket.ranks > 1 and bucket.kept for bucket in own) else ()
 
 
 def lend_rows(graph: Graph, plan: BucketPlan, *, memory: Sequence[Node], group_names: Sequence[str]) -> None:
     """Let what is scattered of a bucket, and then what is gathered, be sent from and come into lent memory.
 
-    That are inputs which nothing reads yet: for `lent_buckets` what is sent, and for all of them again what comes.
-    Assumes that nothing is moved any more, and that each bucket is scattered once, in the order of the plan, and
-    gathered once, of the same dtype: in the same order, or in that of `buckets_to_gather` where the graph begins with
-    these. Then
+    That are inputs which nothing reads yet, those of `lent_memory`. Assumes that nothing is moved any more, and that
+    each bucket is scattered once, in the order of the plan, and gathered once, of the same dtype: in the same order, or
+    in that of `buckets_to_gather` where the graph begins with these. Then
 
         rows -> cat -> all_to_all -> wait                  parts -> repeated -> all_to_all
 
@@ -35,30 +47,40 @@ def lend_rows(graph: Graph, plan: BucketPlan, *, memory: Sequence[Node], group_n
 
         rows -> fill_rows(sent), all_to_all_into(sent, received), received -> wait
 
-    each launch `after` the one before it, by which a compiler knows their order. Does nothing where a bucket would be
-    filled before what the step before has sent of it is there.
+    and of a bucket that is whole
+
+        gradients -> pack -> all_to_all -> wait            parts -> repeated -> all_to_all
+
+    become
+
+        gradients -> pack_into(sent), all_to_all_into(sent, received), received -> wait
+        parts -> fill_rows(received), all_to_all_into(received, gathered)
+
+    each launch `after` the one before it, and behind what reads of this bucket what the step before has left in this
+    memory, by which a compiler knows their order. Does nothing where something would be overwritten before it is read.
     """
     buckets = plan.of_gradients
     launches = [node for node in graph.nodes if node.target is all_to_all and node.args[-1] in group_names]
     assert len(launches) == 2 * len(buckets), f"{len(launches)} all-to-alls of {len(buckets)} buckets"
-    arrived = _awaited_inputs(graph)  # what the step before has left under way: its rows may still be in what is sent
-    if not _are_awaited_before(arrived, launches[: len(buckets)][::-1]):
+    count = len(buckets)
+    arrived = _awaited_inputs(graph)  # what the step before has left under way, in this memory
+    reads = [_read_of(one) for one in arrived[::-1]] or [dict[Node, Node]()] * count
+    if not _are_before(reads, launches[:count]):
         return
     gathered = [*reversed(buckets)] if arrived else buckets
-    count = len(buckets)
-    memory_of = zip(memory[:count], memory[count:], arrived[::-1] or itertools.repeat(None, count), strict=True)
-    of_bucket = dict(zip(buckets, memory_of, strict=True))
+    of_bucket = {bucket: (memory[n::count], read) for n, (bucket, read) in enumerate(zip(buckets, reads, strict=True))}
     earlier = _launched_before(launches, group_names)
     instead = dict[Node, Node]()  # of a launch that has been replaced
     for number, (bucket, launch) in enumerate(zip((*buckets, *gathered), launches, strict=True)):
-        sent, received, before = of_bucket[bucket]
-        gathers = number >= count
+        (lent, read), gathers = of_bucket[bucket], number >= count
+        sent, received = lent[-2:] if gathers else lent[:2]
+        before = [] if gathers else [*read.values()]
         (filled,) = launch.all_input_nodes
-        parts: Sequence[Node] = filled.args[0]
         with graph.inserting_before(launch):
-            emit(graph, fill_rows, [*parts], sent, bucket.ranks, gathers, before)
-            after = instead.get(earlier[launch], earlier[launch]) if launch in earlier else None
-            emit(graph, all_to_all_into, sent, received, gathers, after, launch.args[-1])
+            packed = _fill(graph, filled, sent, bucket, before, repeats=gathers)
+            if launch in earlier:
+                before.append(instead.get(earlier[launch], earlier[launch]))
+            emit(graph, all_to_all_into, packed, received, gathers, before, launch.args[-1])
         instead[launch] = received
         if not gathers:
             _read_by_rows(graph, launch, bucket.ranks)
@@ -67,11 +89,41 @@ def lend_rows(graph: Graph, plan: BucketPlan, *, memory: Sequence[Node], group_n
             graph.erase_node(node)
 
 
-def _are_awaited_before(arrived: Sequence[Node], scatters: Sequence[Node]) -> bool:
-    place = {node: number for number, node in enumerate(scatters[0].graph.nodes)}
+def _fill(graph: Graph, filled: Node, into: Node, bucket: Bucket, after: Sequence[Node], *, repeats: bool) -> Node:
+    """Let `into` be what is `filled` now; returns what is to be sent."""
+    if bucket.whole and not repeats:
+        (pack,) = filled.all_input_nodes
+        pack.target, pack.args = pack_into, (pack.args[0], into)
+        return pack
+    emit(graph, fill_rows, [*filled.args[0]], into, bucket.ranks, repeats, after)
+    return into
+
+
+def _read_of(arrived: Node) -> dict[Node, Node]:
+    """What reads a bucket that has arrived, or awaits it alone, each with something that is there when it has."""
+    (wait,) = (user for user in arrived.users if is_wait(user))
+    found, ahead = dict[Node, Node](), [wait]
+    for node in ahead:  # which grows
+        for user in node.users:
+            if user.target in _PARAMETERS_OF:
+                found[user] = user.args[_PARAMETERS_OF[user.target]][0]
+            elif is_view_of(user, node):
+                ahead.append(user)
+            else:
+                found[user] = next(iter(results_of(user).values()), user)
+    return found or {wait: wait}
+
+
+_PARAMETERS_OF = {put_together_in_place: 2, optimizer_step_in_place: 0}  # their places among the arguments
+
+
+def _are_before(reads: Sequence[Mapping[Node, Node]], launches: Sequence[Node]) -> bool:
+    """Whether that stands before anything of the same bucket is sent."""
+    place = {node: number for number, node in enumerate(launches[0].graph.nodes)}
     return all(
-        any(is_wait(user) and place[user] < place[scatter.all_input_nodes[0]] for user in one.users)
-        for one, scatter in zip(arrived, scatters, strict=bool(arrived))
+        place[node] < place[launch.all_input_nodes[0]]
+        for read, launch in zip(reads, launches, strict=True)
+        for node in (*read, *read.values())
     )
 
 

@@ -13,7 +13,8 @@ graph in its place. `order` is that of the gradients in the buckets, `lengths` s
 last one with none has the riders alone.
 `leading` are the leading rider elements, `passengers` the user's, float32 of any shape. Returned are the sums of the
 gradients, contiguous, of the passengers, and last of `leading`. Where it is `scattered_by` "all_to_all" or
-"reduce_scatter", a rank gets its share of each sum alone, one-dimensional: `plan.share_elements`.
+"reduce_scatter", a rank gets its share of each sum alone, one-dimensional: `plan.share_elements`; in buckets that are
+`whole` elements of any of the bucket's gradients.
 
 `gather_shares` is the way back: in are shares of this rank, out is what all ranks have, one-dimensional, each with what
 fills it up. It is launched in the same buckets. `sum_numbers` sums a small tensor over ranks.
@@ -30,10 +31,9 @@ lists of them in, for each name of the state one behind the other, and in the sa
 it in place of what it was given.
 
 `repeated` is what each of `ranks` is sent of `parts`: all of them. `fill_rows` makes that in a flat buffer, `into`; or,
-where it does not repeat, a matrix with a row for each rank, which is a row of every part; `behind` is what stands
-before.
-`all_to_all_into` sends each rank its equal part of what is `sent`, into memory that there is, `after` another launch;
-`gathers` tells what for.
+where it does not repeat, a matrix with a row for each rank, which is a row of every part.
+`all_to_all_into` sends each rank its equal part of what is `sent`, into memory that there is; `gathers` tells what for.
+Both are told what they come `after`, as others read that memory first, or launch: by that a compiler knows their order.
 
 `add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value
 added at its index, in their order. `index_add` and `index_put` become additions in any order, of several threads or of
@@ -77,7 +77,7 @@ def _pack_into_fake(parts: Sequence[torch.Tensor], into: torch.Tensor) -> torch.
 torch.library.define(
     "compiled_ddp::sum_over_ranks",
     "(Tensor[] gradients, Tensor[] passengers, Tensor leading, int[] order, int[] lengths, int world_size, "
-    "str group_name, str scattered_by='') -> Tensor[]",
+    "str group_name, str scattered_by='', bool whole=False) -> Tensor[]",
 )
 torch.library.define(
     "compiled_ddp::gather_shares",
@@ -96,6 +96,7 @@ def _sum_over_ranks_fake(
     world_size: int,
     group_name: str,
     scattered_by: str = "",
+    _: bool = False,
 ) -> list[torch.Tensor]:
     others = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in (*passengers, leading)]
     if scattered_by:
@@ -120,7 +121,7 @@ _taken: contextvars.ContextVar[set[int] | None] = contextvars.ContextVar("taken"
 
 @contextlib.contextmanager
 def noting_what_is_taken() -> Iterator[set[int]]:
-    """The addresses of what was gathered and has been put together, or taken apart, in here: it had come."""
+    """The addresses of what was gathered, and has been read in here: it had come."""
     taken = set[int]()
     token = _taken.set(taken)
     try:
@@ -129,9 +130,10 @@ def noting_what_is_taken() -> Iterator[set[int]]:
         _taken.reset(token)
 
 
-def _note_taken(gathered: torch.Tensor) -> None:
+def note_taken(*arrived: torch.Tensor) -> None:
+    """These, or what they are views of, are read."""
     if (taken := _taken.get()) is not None:
-        taken.add(gathered.data_ptr())
+        taken.update(each.untyped_storage().data_ptr() for each in arrived)
 
 
 torch.library.define("compiled_ddp::gathered_before", "(Tensor[] params) -> Tensor[]")
@@ -165,7 +167,7 @@ torch.library.define("compiled_ddp::taken_apart", "(Tensor gathered, int[] numel
 
 @torch.library.impl("compiled_ddp::taken_apart", "CompositeExplicitAutograd")
 def _taken_apart(gathered: torch.Tensor, numels: Sequence[int], ranks: int) -> list[torch.Tensor]:
-    _note_taken(gathered)
+    note_taken(gathered)
     rows = gathered.view(ranks, -1).split([share_elements(numel, ranks) for numel in numels], dim=1)
     copies = [own.clone(memory_format=torch.contiguous_format).view(-1) for own in rows]
     return [own[:numel] for own, numel in zip(copies, numels, strict=True)]
@@ -178,11 +180,11 @@ def _taken_apart_fake(gathered: torch.Tensor, numels: Sequence[int], _: int) -> 
 
 torch.library.define("compiled_ddp::repeated", "(Tensor[] parts, int ranks) -> Tensor")
 torch.library.define(
-    "compiled_ddp::fill_rows", "(Tensor[] parts, Tensor(a!) into, int ranks, bool repeats, Tensor? behind) -> ()"
+    "compiled_ddp::fill_rows", "(Tensor[] parts, Tensor(a!) into, int ranks, bool repeats, Tensor[] after) -> ()"
 )
 torch.library.define(
     "compiled_ddp::all_to_all_into",
-    "(Tensor sent, Tensor(a!) received, bool gathers, Tensor? after, str group_name) -> ()",
+    "(Tensor sent, Tensor(a!) received, bool gathers, Tensor[] after, str group_name) -> ()",
 )
 
 
@@ -199,7 +201,7 @@ def _repeated_fake(parts: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
 
 @torch.library.impl("compiled_ddp::fill_rows", "CompositeExplicitAutograd")
 def _fill_rows(
-    parts: Sequence[torch.Tensor], into: torch.Tensor, ranks: int, repeats: bool, _: torch.Tensor | None
+    parts: Sequence[torch.Tensor], into: torch.Tensor, ranks: int, repeats: bool, _: Sequence[torch.Tensor]
 ) -> None:
     rows = into.view(ranks, -1)
     if repeats:
@@ -238,7 +240,7 @@ def _put_together(
 def _put_together_in_place(
     gathered: torch.Tensor, sound: torch.Tensor, params: Sequence[torch.Tensor], ranks: int
 ) -> None:
-    _note_taken(gathered)
+    note_taken(gathered)
     if sound.is_cpu and not sound:
         return
     rows, begin = gathered.view(ranks, -1), 0

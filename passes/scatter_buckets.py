@@ -20,6 +20,7 @@ from compiled_ddp.passes.ops import (
     gather_shares,
     is_launch,
     optimizer_step,
+    pack,
     reduce_scatter,
     repeated,
     sum_numbers,
@@ -66,15 +67,14 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
 
 def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -> None:
     gradients: Sequence[Node] = reduction.args[0]  # type: ignore[assignment]
-    results = results_of(reduction)
+    by, results = reduction.args[7], results_of(reduction)
     rows_each = [1] * plan.world_size  # that every rank is sent
     riders = emit_riders(graph, plan, reduction)
     with graph.inserting_before(reduction):
         summed = emit(graph, wait_tensor, emit(graph, all_reduce, riders, "sum", group_name))
         for bucket in plan.of_gradients:
-            rows = [_rows(graph, gradients[each.index], each.numel, bucket.ranks) for each in bucket.gradients]
-            matrix = emit(graph, _aten.cat.default, rows, 1)
-            if reduction.args[-1] == "reduce_scatter":
+            matrix = _matrix(graph, bucket, gradients)
+            if by == "reduce_scatter":
                 launch = emit(graph, reduce_scatter, matrix, "sum", bucket.ranks, group_name)
                 share = emit(graph, _aten.reshape.default, emit(graph, wait_tensor, launch), [-1])
             else:
@@ -149,6 +149,18 @@ def _begin_of(gradient: Node, sums: Container[Node]) -> Node:
     while gradient not in sums and len(gradient.all_input_nodes) == 1:
         (gradient,) = gradient.all_input_nodes
     return gradient
+
+
+def _matrix(graph: Graph, bucket: Bucket, gradients: Sequence[Node]) -> Node:
+    """What is sent of a bucket; of one that is whole in the memory in which its gradients may be produced."""
+    own = [gradients[index] for index in bucket.indices]
+    if not bucket.whole:
+        rows = [_rows(graph, each, of.numel, bucket.ranks) for each, of in zip(own, bucket.gradients, strict=True)]
+        return emit(graph, _aten.cat.default, rows, 1)
+    missing = bucket.numel - sum(each.numel for each in bucket.gradients)
+    if missing:
+        own.append(emit(graph, _aten.full.default, [missing], 0.0, dtype=bucket.dtype, device=bucket.device))
+    return emit(graph, _aten.view.default, emit(graph, pack, own), [bucket.ranks, -1])
 
 
 def _rows(graph: Graph, gradient: Node, numel: int, ranks: int) -> Node:

@@ -36,7 +36,7 @@ from torch.fx import Graph, Node
 from compiled_ddp.passes.finish_gradients import finish_gradients
 from compiled_ddp.passes.form_buckets import form_buckets
 from compiled_ddp.passes.gather_later import arrive_in_place
-from compiled_ddp.passes.lend_rows import lend_rows, lent_buckets
+from compiled_ddp.passes.lend_rows import lend_rows, lent_memory
 from compiled_ddp.passes.ops import is_launch, pack_into
 from compiled_ddp.passes.pack_buckets import pack_buckets
 from compiled_ddp.passes.pipeline import source_hash
@@ -63,9 +63,9 @@ def prepare_step(graph: Graph) -> None:
 class StepPipeline:
     """How a step is rewritten: the plan of each of its reductions, in order, and the group that it is launched on.
 
-    `in_place` is for a backend that runs the graph as it is. With `lent` the graph's last inputs are memory: for the
-    `lent_buckets` of scattered plans, twice, and behind these for the buckets of others, one for each; both in the
-    order of the reductions and of their plans. Without `lends_rows` there is none for scattered ones.
+    `in_place` is for a backend that runs the graph as it is. With `lent` the graph's last inputs are memory: that of
+    scattered plans, `lent_memory`, and behind it for the buckets of others, one for each; both in the order of the
+    reductions and of their plans. Without `lends_rows` there is none for scattered ones.
     """
 
     reductions: tuple[tuple[BucketPlan, str], ...]
@@ -129,7 +129,7 @@ class StepPipeline:
         others = sum(len(plan.buckets) for plan, _ in self.reductions if not plan.is_scattered)
         end = len(graph.find_nodes(op="placeholder")) - others
         for (plan, group_name), name in reversed([*zip(self.reductions, names, strict=True)]):
-            count = 2 * len(lent_buckets(plan))
+            count = len(lent_memory(plan)) if plan.is_scattered else 0
             memory = graph.find_nodes(op="placeholder")[end - count : end]
             if memory:
                 lend_rows(graph, plan, memory=memory, group_names=(name, group_name))

@@ -46,7 +46,7 @@ from compiled_ddp.graph.telling import compiling
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.options import check_compiler
 from compiled_ddp.passes.gather_later import buckets_to_gather
-from compiled_ddp.passes.lend_rows import lent_buckets
+from compiled_ddp.passes.lend_rows import lent_memory
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
 from compiled_ddp.plan import Bucket, BucketPlan
@@ -76,7 +76,7 @@ class FlatBuffers:
     def __init__(self, memory: list[Tensor], received: Mapping[Bucket, int]) -> None:
         """`memory` has a tensor for each bucket; other graphs may be given the same list.
 
-        For those that are scattered it has another one, at the places `received`, into which shares of all ranks come.
+        For those that are scattered it has several, the last at these places, into which shares of all ranks come.
         """
         self.memory, self._received = memory, received
         self._leaving: list[int] | None = None  # the places of those that results are parts of; None before a run
@@ -522,12 +522,11 @@ class CompiledStep:
 
     def _flat_buffers_of(self, plans: Sequence[BucketPlan], *, lends_rows: bool) -> FlatBuffers:
         """What is compiled for other batches fills the same memory."""
-        rows = [lent_buckets(plan) for plan in plans if lends_rows]
-        lent = [(bucket, n) for own in rows for n in range(2) for bucket in own]
+        lent = [bucket for plan in plans if plan.is_scattered and lends_rows for bucket in lent_memory(plan)]
         others = [bucket for plan in plans if not plan.is_scattered for bucket in plan.buckets]
-        buckets = *(bucket for bucket, _ in lent), *others
-        received = {bucket: place for place, (bucket, is_received) in enumerate(lent) if is_received}
-        return FlatBuffers(self._memory.setdefault(buckets, [empty(bucket) for bucket in buckets]), received)
+        buckets = *lent, *others
+        memory = self._memory.setdefault(buckets, [empty(bucket) for bucket in buckets])
+        return FlatBuffers(memory, {bucket: place for place, bucket in enumerate(lent)})
 
     @contextlib.contextmanager
     def _telling(self, session: Session | None = None, unit: Unit | None = None) -> Iterator[None]:

@@ -88,7 +88,7 @@ class InFlight:
             with noting_what_is_taken() as taken:
                 yield
         except BaseException as error:
-            have_all_come = taken.issuperset(map(Tensor.data_ptr, self._gathered))
+            have_all_come = taken.issuperset(each.untyped_storage().data_ptr() for each in self._gathered)
             if isinstance(error, RuntimeError) and failed_in_collective(error) and not have_all_come:
                 self._failure = error
             try:

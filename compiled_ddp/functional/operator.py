@@ -33,6 +33,7 @@ def plan_of(
     passengers: int,
     *,
     is_scattered: bool = False,
+    whole: bool = False,
 ) -> BucketPlan:
     """The buckets of these gradients, so many in each in this `order`, with so many elements of the user's at the end.
 
@@ -47,6 +48,7 @@ def plan_of(
         reduction="sum",
         passengers=passengers,
         is_scattered=is_scattered,
+        whole=whole,
     )
 
 
@@ -80,11 +82,13 @@ def _sum_over_ranks(
     world_size: int,
     group_name: str,
     scattered_by: str = "",
+    whole: bool = False,
 ) -> list[Tensor]:
     """All buckets launched one after the other, then awaited; the results are views of them."""
     specs = tuple(spec_of(index, tuple(g.shape), g.dtype, g.device) for index, g in enumerate(gradients))
     ridden = sum(passenger.numel() for passenger in passengers)
-    plan = plan_of(specs, tuple(order), tuple(lengths), world_size, ridden, is_scattered=bool(scattered_by))
+    of_all = specs, tuple(order), tuple(lengths), world_size, ridden
+    plan = plan_of(*of_all, is_scattered=bool(scattered_by), whole=whole)
     used = torch.ones(len(gradients), dtype=torch.float32, device=leading.device)
     name, launched = _bucket_name.get(), []
     for position, bucket in enumerate(plan.buckets):

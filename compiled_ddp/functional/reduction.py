@@ -41,6 +41,7 @@ class Options:
     is_scattered: bool = False  # whether each rank gets its share, in a compiled step that gathers what becomes of it
     numbers: int = 0  # that it sums up in between: see `Scattered`
     is_gathered_later: bool = False  # likewise
+    whole: bool = False  # whether the sums are gathered, so that any part of them may be a rank's share
     hook: AroundSum | None = None  # of a compiled step; makes the mean of a sum
     plan: SavedPlan | None = None  # of a compiled step, in place of one that is made for the link
 
@@ -185,7 +186,9 @@ class GradientReduction:
         if options.is_scattered:
             by = scattered_by(self.communicator.process_group, gradients[0].device)
             gathered = tuple(gradient_dtype(parameter) for parameter in parameters.values())
-            scattered = Scattered(by, options.numbers, options.is_gathered_later, gathered)
+            kinds = {(dtype, gradient.dtype) for dtype, gradient in zip(gathered, gradients, strict=True)}
+            are_alike = len({sent for _, sent in kinds}) == len(kinds)  # in each bucket, behind a hook that converts
+            scattered = Scattered(by, options.numbers, options.is_gathered_later, options.whole and are_alike, gathered)
         buckets = options.bucket_cap_mb, options.plan
         return Wanted(self.name, self.place, options.reduction, *buckets, tuple(found), ridden, scattered)
 

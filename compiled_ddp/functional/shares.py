@@ -39,7 +39,10 @@ def rows_of(tensor: Tensor, ranks: int) -> Tensor:
 
 def rows_of_bucket(bucket: Bucket, tensors: Sequence[Tensor]) -> Tensor:
     """The matrix that is its flat buffer, of tensors by the places of its gradients."""
-    return torch.cat([rows_of(tensors[index], bucket.ranks) for index in bucket.indices], dim=1)
+    if not bucket.whole:
+        return torch.cat([rows_of(tensors[index], bucket.ranks) for index in bucket.indices], dim=1)
+    flat = torch.cat([tensors[index].reshape(-1) for index in bucket.indices])
+    return torch.nn.functional.pad(flat, (0, bucket.numel - flat.numel())).view(bucket.ranks, -1)
 
 
 def own_row(tensor: Tensor, ranks: int, rank: Tensor) -> Tensor:
@@ -60,7 +63,7 @@ def launch_scatter(rows: Tensor, group_name: str, by: str) -> Tensor:
 
 
 @torch.library.impl("compiled_ddp::all_to_all_into", "CompositeExplicitAutograd")
-def _all_to_all_into(sent: Tensor, received: Tensor, _: bool, __: Tensor | None, group_name: str) -> None:
+def _all_to_all_into(sent: Tensor, received: Tensor, _: bool, __: Sequence[Tensor], group_name: str) -> None:
     torch_private.groups.start_all_to_all(torch_private.groups.group_called(group_name), sent, received)
 
 

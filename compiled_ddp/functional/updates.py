@@ -24,7 +24,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from compiled_ddp import torch_private
-from compiled_ddp.passes.ops import optimizer_step, optimizer_step_in_place
+from compiled_ddp.passes.ops import note_taken, optimizer_step, optimizer_step_in_place
 
 Group = Mapping[str, Any]
 
@@ -279,6 +279,7 @@ def _update(
     switches: str,
     names: str,
 ) -> None:
+    note_taken(*gradients)
     kind = Kind(tuple(names.split(",")), tuple(filter(None, switches.split(","))))
     count = len(params)
     lists = [[*state[begin : begin + count]] for begin in range(0, len(state), count)]

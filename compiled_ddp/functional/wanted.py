@@ -28,12 +28,14 @@ class Scattered:
     """A reduction of which each rank gets its share: by which collective, and what is launched behind it.
 
     That is, for the graph's update, a sum of so many float64 `numbers`, where there are any, and then the gathering of
-    all shares, of the last bucket first where that goes on when the step has returned: `passes.gather_later`.
+    all shares, of the last bucket first where that goes on when the step has returned: `passes.gather_later`. Buckets
+    are `whole` where these are of the sums themselves.
     """
 
     by: str
     numbers: int
     is_gathered_later: bool
+    whole: bool
     gathered: tuple[torch.dtype, ...] = field(repr=False)  # of each share; a hook may have compressed what is scattered
 
 
@@ -227,9 +229,9 @@ class Agreed:
     @functools.cached_property
     def plan(self) -> BucketPlan:
         """Asked several times in each step, and the same each time."""
-        is_scattered = self.wanted.scattered is not None
-        gradients, passengers = self.gradients, self.wanted.passengers
-        return plan_of(gradients, *self._places, self.world_size, passengers, is_scattered=is_scattered)
+        scattered, of_all = self.wanted.scattered, (self.gradients, *self._places, self.world_size)
+        whole = scattered is not None and scattered.whole
+        return plan_of(*of_all, self.wanted.passengers, is_scattered=scattered is not None, whole=whole)
 
     def bucket_name(self, position: int) -> str:
         """The name of the bucket at `position` of the launch order, in profiles."""
@@ -240,9 +242,10 @@ class Agreed:
     ) -> list[Tensor]:
         """The sums over ranks: of gradients, or this rank's shares of them, of passengers and of the leading riders."""
         order, lengths = map(list, self._places)
-        scattered_by = "" if self.wanted.scattered is None else self.wanted.scattered.by
+        scattered = self.wanted.scattered
+        how = ("", False) if scattered is None else (scattered.by, scattered.whole)
         sums: list[Tensor] = sum_over_ranks(
-            list(gradients), list(passengers), leading, order, lengths, self.world_size, group_name, scattered_by
+            list(gradients), list(passengers), leading, order, lengths, self.world_size, group_name, *how
         )
         return sums
 

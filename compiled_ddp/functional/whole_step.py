@@ -133,6 +133,7 @@ def compile_step(
         bucket_cap_mb,
         is_scattered=shard_optimizer or pipeline_updates,
         is_gathered_later=pipeline_updates,
+        whole=pipeline_updates and not shard_optimizer,
         hook=None if comm_hook is None else AroundSum(comm_hook),
         plan=plan,
     )

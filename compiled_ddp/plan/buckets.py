@@ -98,7 +98,9 @@ class Bucket:
     With `row` it is summed by rows of so many elements, of which zeros are not sent: `compiled_ddp.ranks.row_sums`.
 
     One that is scattered over several `ranks` sends each of them its share of the sum. It is a matrix with a row for
-    each rank, in which a share of every gradient stands; offsets are those in a row. See `share_elements`.
+    each rank, in which a share of every gradient stands; offsets are those in a row. See `share_elements`. Where it is
+    `whole`, for who sums gradients up and gathers them again, they lie in it back to back, ahead of what fills it up,
+    and a row has what comes to lie there: then the shares of gradients are parts of a row of their sizes, no more.
     """
 
     gradients: tuple[Gradient, ...]
@@ -108,6 +110,7 @@ class Bucket:
     riders: Riders | None = None
     row: int | None = None
     ranks: int = 1  # that it is scattered over
+    whole: bool = False
 
     def __hash__(self) -> int:
         return self._hash
@@ -130,13 +133,23 @@ class Bucket:
         """Of each gradient its index, and where a share of it begins and ends in a row."""
         return tuple((each.index, each.offset_elements, self._end_of_share(each)) for each in self.gradients)
 
+    @functools.cached_property
+    def parts(self) -> Mapping[int, tuple[int, int]]:
+        """Of one that is whole, for each gradient where it begins and ends."""
+        numels = [each.numel for each in self.gradients]
+        ends = [*itertools.accumulate(numels)]
+        return {index: (end - numel, end) for index, end, numel in zip(self.indices, ends, numels, strict=True)}
+
     def _end_of_share(self, gradient: Gradient) -> int:
         return gradient.offset_elements + share_elements(gradient.numel, self.ranks)
 
     def view(self, gradient: Gradient, flat_buffer: torch.Tensor) -> torch.Tensor:
-        """One of its gradients in its flat buffer; of one that is scattered a copy."""
+        """One of its gradients in its flat buffer; of one that is scattered by rows a copy."""
         if self.ranks == 1:
             return gradient.view(flat_buffer)
+        if self.whole:
+            begin, end = self.parts[gradient.index]
+            return flat_buffer.view(-1)[begin:end].view(gradient.size)
         rows = flat_buffer.view(self.ranks, -1)[:, gradient.offset_elements : self._end_of_share(gradient)]
         return whole_of(rows, gradient.size)
 

@@ -64,20 +64,21 @@ def place_buckets(
     reduction: ReductionKind = "mean",
     passengers: int = 0,
     is_scattered: bool = False,
+    whole: bool = False,
 ) -> BucketPlan:
     """The plan that has these buckets in this order, of gradients back to back.
 
     The riders follow the last bucket, in a bucket of their own where that one is not float32, or is summed by rows.
     `riders_apart` gives them one everywhere, and so does a communication hook, which must not see them. In a plan that
-    is scattered, of which each rank sees its share, that is the first one.
+    is scattered, of which each rank sees its share, that is the first one; it may have gradients `whole`.
     """
-    placed = [_place(gradients, world_size if is_scattered else 1) for gradients in buckets]
+    placed = [_place(gradients, world_size if is_scattered else 1, whole) for gradients in buckets]
     apart = riders_apart or reduction == "hook" or is_scattered
     first = is_scattered and world_size > 1
     return BucketPlan(tuple(_with_riders(placed, passengers, apart=apart, first=first)), world_size, reduction)
 
 
-def _place(gradients: Sequence[GradientSpec], ranks: int) -> Bucket:
+def _place(gradients: Sequence[GradientSpec], ranks: int, whole: bool) -> Bucket:
     placed, offset = [], 0
     for gradient in gradients:
         numel = gradient.numel
@@ -85,7 +86,8 @@ def _place(gradients: Sequence[GradientSpec], ranks: int) -> Bucket:
         offset += share_elements(numel, ranks)
     rows = {gradient.row for gradient in gradients}
     row = rows.pop() if len(rows) == 1 else None  # a plan that was given may have put anything together
-    return Bucket(tuple(placed), gradients[0].dtype, gradients[0].device, offset * ranks, row=row, ranks=ranks)
+    numel, whole = offset * ranks, whole and ranks > 1
+    return Bucket(tuple(placed), gradients[0].dtype, gradients[0].device, numel, row=row, ranks=ranks, whole=whole)
 
 
 def _with_riders(buckets: Sequence[Bucket], passengers: int, *, apart: bool, first: bool) -> Sequence[Bucket]:

@@ -18,9 +18,11 @@ from compiled_ddp.passes.ops import (
     gathered_before,
     optimizer_step,
     optimizer_step_in_place,
+    pack,
     put_together,
     put_together_in_place,
     reduce_scatter,
+    repeated,
     sum_numbers,
     sum_over_ranks,
     summed_before,
@@ -35,9 +37,9 @@ CPU = torch.device("cpu")
 SIZES = (4, 4)  # of two parameters, the first of which the forward reads first
 
 
-def plan(lengths: tuple[int, ...] = (1, 1)) -> BucketPlan:
-    specs = tuple(spec_of(index, (size,), torch.float32, CPU) for index, size in enumerate(SIZES))
-    return plan_of(specs, (1, 0), (*lengths, 0), 2, 0, is_scattered=True)
+def plan(lengths: tuple[int, ...] = (1, 1), *, whole: bool = False, sizes: tuple[int, ...] = SIZES) -> BucketPlan:
+    specs = tuple(spec_of(index, (size,), torch.float32, CPU) for index, size in enumerate(sizes))
+    return plan_of(specs, (1, 0), (*lengths, 0), 2, 0, is_scattered=True, whole=whole)
 
 
 def step_graph(by: str, lengths: tuple[int, ...] = (1, 1)) -> Graph:
@@ -166,17 +168,21 @@ def test_what_is_returned_keeps_memory_of_its_own(as_view: bool) -> None:
 GATHERED = ("gathered_0", "gathered_1")
 
 
-def deferred_graph(*, clips: bool = False, reads_old: bool = False, sums: bool = False) -> Graph:
+def deferred_graph(
+    planned: BucketPlan | None = None, *, clips: bool = False, reads_old: bool = False, sums: bool = False
+) -> Graph:
     """x * first * second as above, behind an update of both with momentum, of sums that the step before has left."""
-    graph, planned = Graph(), plan()
-    names = ("x", "first", "second", "of_first", "of_second", "numbers", "factor", "leading", *GATHERED, "sound")
+    graph, planned = Graph(), planned or plan()
+    gathered = GATHERED[: len(planned.of_gradients)]
+    names = ("x", "first", "second", "of_first", "of_second", "numbers", "factor", "leading", *gathered, "sound")
     nodes = {name: graph.placeholder(name) for name in names}
     nodes["leading"].meta["val"] = torch.empty(FIRST_USED, device="meta")
     params, state = [nodes["first"], nodes["second"]], [nodes["of_first"], nodes["of_second"]]
     before = graph.call_function(summed_before, (params,))
     sums = [graph.call_function(operator.getitem, (before, index)) for index in range(3)]
-    for each in sums[:2]:
-        each.meta["val"] = torch.empty(4, device="meta")
+    numels = {gradient.index: gradient.numel for _, gradient in planned.gradients}
+    for index, each in enumerate(sums[:2]):
+        each.meta["val"] = torch.empty(numels[index], device="meta")
     skip = graph.call_function(aten.bitwise_not.default, (sums[2],))
     factor = graph.call_function(aten.add.Tensor, (nodes["factor"], sums[0])) if clips else nodes["factor"]
     terms = nodes["numbers"], factor, skip, None, "SGD", "momentum", "lr,momentum,weight_decay"
@@ -186,7 +192,7 @@ def deferred_graph(*, clips: bool = False, reads_old: bool = False, sums: bool =
     result = graph.call_function(aten.mul.Tensor, (new[1], hidden))
     gradients = [graph.call_function(aten.mul.Tensor, (result, each)) for each in (nodes["x"], hidden)]
     reduced = graph.call_function(
-        sum_over_ranks, (gradients, [], nodes["leading"], [1, 0], [1, 1], 2, "", "all_to_all")
+        sum_over_ranks, (gradients, [], nodes["leading"], [1, 0], [1, 1], 2, "", "all_to_all", planned.buckets[1].whole)
     )
     shares = [graph.call_function(operator.getitem, (reduced, index)) for index in (0, 1)]
     riders = graph.call_function(operator.getitem, (reduced, 2))
@@ -198,7 +204,7 @@ def deferred_graph(*, clips: bool = False, reads_old: bool = False, sums: bool =
     for into, value in zip((*params, *state), new, strict=True):
         graph.call_function(aten.copy_.default, (into, value))
     graph.output((result, *old, riders, *shares, is_sound))
-    arrived = [nodes[name] for name in (*GATHERED, "sound")]
+    arrived = [nodes[name] for name in (*gathered, "sound")]
     gather_later(graph, planned, arrived=arrived, group_name="g", by="all_to_all")
     return graph
 
@@ -230,7 +236,24 @@ def test_numbers_are_summed_before_anything_is_gathered(lends: bool) -> None:
     assert launched == [all_reduce, *scatters, all_reduce, *gathers]
     if lends:
         *_, first, _ = graph.find_nodes(op="call_function", target=all_to_all_into)
-        assert first.args[3].target is all_reduce, "by which a compiler knows"
+        assert [each.target for each in first.args[3]] == [all_reduce], "by which a compiler knows"
+
+
+def test_sums_that_are_whole_are_read_where_they_have_arrived() -> None:
+    """And gradients are packed back to back, with what fills them up, in place of a row for each rank."""
+    planned = plan((2,), whole=True, sizes=(4, 3))
+    graph = deferred_graph(planned)
+    StepPipeline(((planned, "g"),)).run(graph)
+    assert not graph.find_nodes(op="call_function", target=taken_apart)
+    (update,) = graph.find_nodes(op="call_function", target=optimizer_step_in_place)
+    parts = [gradient.args[0] for gradient in update.args[1]]  # of the first parameter, then of the second
+    assert [each.args[1:] for each in parts] == [(0, 3, 7), (0, 0, 3)]
+    assert {each.args[0].target for each in parts} == {wait_tensor}
+    (packed,) = graph.find_nodes(op="call_function", target=pack)
+    *gradients, filler = packed.args[0]
+    assert len(gradients) == 2 and filler.args[:2] == ([1], 0.0)
+    (scatter, gather) = graph.find_nodes(op="call_function", target=all_to_all)
+    assert scatter.args[0].args == (packed, [2, -1]) and gather.args[0].target is repeated
 
 
 def test_one_whose_old_values_are_read_makes_others() -> None:

@@ -57,7 +57,7 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
 
         arrived -> wait -> put_together -> getitem -> ...          ... -> share -> cat -> all_gather -> output
 
-    (gloo: repeated -> all_to_all, see `scatter_buckets`). The last outputs are what is launched of all buckets, of each
+    (gloo: an exchange, see `scatter_buckets`). The last outputs are what is launched of all buckets, of each
     what is gathered, which is memory that nothing else may come to lie in before the wait, and whether that is sound.
 
     In the same way `summed_before` becomes `taken_apart`, and an update that is made of its results one of each bucket.

@@ -12,7 +12,7 @@ in, their sums over ranks out. Run as it is it launches the plan's buckets; `pas
 graph in its place. `order` is that of the gradients in the buckets, `lengths` says how many of them each bucket has: a
 last one with none has the riders alone.
 `leading` are the leading rider elements, `passengers` the user's, float32 of any shape. Returned are the sums of the
-gradients, contiguous, of the passengers, and last of `leading`. Where it is `scattered_by` "all_to_all" or
+gradients, contiguous, of the passengers, and last of `leading`. Where it is `scattered_by` "exchange" or
 "reduce_scatter", a rank gets its share of each sum alone, one-dimensional: `plan.share_elements`; in buckets that are
 `whole` elements of any of the bucket's gradients.
 
@@ -30,10 +30,11 @@ where it is run as it is. `taken_apart` makes them of a bucket, each flat and of
 lists of them in, for each name of the state one behind the other, and in the same order out. `optimizer_step_` leaves
 it in place of what it was given.
 
-`repeated` is what each of `ranks` is sent of `parts`: all of them. `fill_rows` makes that in a flat buffer, `into`; or,
-where it does not repeat, a matrix with a row for each rank, which is a row of every part.
-`all_to_all_into` sends each rank its equal part of what is `sent`, into memory that there is; `gathers` tells what for.
-Both are told what they come `after`, as others read that memory first, or launch: by that a compiler knows their order.
+`exchange` sends each rank its equal part of what is `sent`, or, where it `gathers`, all of that; the result, flat, is
+what comes of each, in the order of ranks, when it has been awaited. Ranks tell exchanges apart by their `number`:
+`number_of_exchange`. `exchange_into` receives into memory that there is, `after` another launch and what must be read
+before: by that a compiler knows their order. `fill_rows` makes a matrix with a row for each rank, which is a row of
+every part, in memory that there is.
 
 `add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value
 added at its index, in their order. `index_add` and `index_put` become additions in any order, of several threads or of
@@ -42,8 +43,8 @@ a GPU's, so that ranks which add the same values would round differently, and th
 
 import contextlib
 import contextvars
-import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -178,39 +179,19 @@ def _taken_apart_fake(gathered: torch.Tensor, numels: Sequence[int], _: int) -> 
     return [gathered.new_empty(numel) for numel in numels]
 
 
-torch.library.define("compiled_ddp::repeated", "(Tensor[] parts, int ranks) -> Tensor")
+torch.library.define("compiled_ddp::fill_rows", "(Tensor[] parts, Tensor(a!) into, int ranks) -> ()")
 torch.library.define(
-    "compiled_ddp::fill_rows", "(Tensor[] parts, Tensor(a!) into, int ranks, bool repeats, Tensor[] after) -> ()"
+    "compiled_ddp::exchange", "(Tensor sent, int ranks, bool gathers, int number, str group_name) -> Tensor"
 )
 torch.library.define(
-    "compiled_ddp::all_to_all_into",
-    "(Tensor sent, Tensor(a!) received, bool gathers, Tensor[] after, str group_name) -> ()",
+    "compiled_ddp::exchange_into",
+    "(Tensor sent, Tensor(a!) received, bool gathers, int number, Tensor[] after, str group_name) -> ()",
 )
-
-
-@torch.library.impl("compiled_ddp::repeated", "CompositeExplicitAutograd")
-def _repeated(parts: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
-    return torch.cat([*parts]).repeat(ranks)
-
-
-@torch.library.register_fake("compiled_ddp::repeated")
-def _repeated_fake(parts: Sequence[torch.Tensor], ranks: int) -> torch.Tensor:
-    dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
-    return parts[0].new_empty(ranks * sum(part.numel() for part in parts), dtype=dtype)
 
 
 @torch.library.impl("compiled_ddp::fill_rows", "CompositeExplicitAutograd")
-def _fill_rows(
-    parts: Sequence[torch.Tensor], into: torch.Tensor, ranks: int, repeats: bool, _: Sequence[torch.Tensor]
-) -> None:
-    rows = into.view(ranks, -1)
-    if repeats:
-        first, *others = rows
-        torch.cat([*parts], out=first)
-        for row in others:
-            row.copy_(first)
-    else:
-        torch.cat([*parts], 1, out=rows)
+def _fill_rows(parts: Sequence[torch.Tensor], into: torch.Tensor, ranks: int) -> None:
+    torch.cat([*parts], 1, out=into.view(ranks, -1))
 
 
 @torch.library.register_fake("compiled_ddp::fill_rows")
@@ -218,8 +199,13 @@ def _fill_rows_fake(*_: object) -> None:
     return
 
 
-@torch.library.register_fake("compiled_ddp::all_to_all_into")
-def _all_to_all_into_fake(*_: object) -> None:
+@torch.library.register_fake("compiled_ddp::exchange")
+def _exchange_fake(sent: torch.Tensor, ranks: int, gathers: bool, _: int, __: str) -> torch.Tensor:
+    return sent.new_empty(sent.numel() * (ranks if gathers else 1))
+
+
+@torch.library.register_fake("compiled_ddp::exchange_into")
+def _exchange_into_fake(*_: object) -> None:
     return
 
 
@@ -328,20 +314,30 @@ optimizer_step_in_place = torch.ops.compiled_ddp.optimizer_step_.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-all_to_all = torch.ops._c10d_functional.all_to_all_single.default
-all_to_all_into = torch.ops.compiled_ddp.all_to_all_into.default
-repeated = torch.ops.compiled_ddp.repeated.default
+exchange = torch.ops.compiled_ddp.exchange.default
+exchange_into = torch.ops.compiled_ddp.exchange_into.default
 fill_rows = torch.ops.compiled_ddp.fill_rows.default
 reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 PACKS = (pack, pack_into)
-LAUNCHES = (all_reduce, all_reduce_in_place, all_gather, all_to_all, all_to_all_into, reduce_scatter)
+EXCHANGES = (exchange, exchange_into)
+LAUNCHES = (all_reduce, all_reduce_in_place, all_gather, *EXCHANGES, reduce_scatter)
 WAITS: tuple[OpOverload, ...] = (wait_tensor,)
 if hasattr(
     torch.ops._c10d_functional, "wait_tensors"
 ):  # torch 2.15 and later, for all results of a coalesced collective
     WAITS += (torch.ops._c10d_functional.wait_tensors.default,)
+
+
+def number_of_exchange(bucket: Sequence[int], *, gathers: bool) -> int:
+    """The number of the exchange that scatters a bucket of these gradients, or gathers it; 0 is nobody's."""
+    return 2 * bucket[0] + 1 + gathers
+
+
+def exchange_gathers(operator: object, args: Sequence[Any]) -> bool:
+    """Whether an operator, called with these arguments, is an exchange that gathers."""
+    return operator in EXCHANGES and bool(args[2])
 
 
 def is_launch(node: torch.fx.Node, group_name: str) -> bool:

@@ -2,7 +2,7 @@
 
 A bucket that is scattered is a matrix with a row for each rank, in which a share of every gradient stands. Gloo's
 reduce-scatter is an all-reduce of the whole (pytorch 118911), and two of its all-gathers at once corrupt memory
-(`comm_hooks.Ranks`): there both are all-to-alls, as each rank adds up the rows that it is sent, in the order of ranks.
+(`comm_hooks.Ranks`): there both are exchanges, as each rank adds up the rows that it is sent, in the order of ranks.
 """
 
 import operator
@@ -16,13 +16,13 @@ from compiled_ddp.passes.graph_edit import emit, erase_with_results, results_of
 from compiled_ddp.passes.ops import (
     all_gather,
     all_reduce,
-    all_to_all,
+    exchange,
     gather_shares,
     is_launch,
+    number_of_exchange,
     optimizer_step,
     pack,
     reduce_scatter,
-    repeated,
     sum_numbers,
     wait_tensor,
 )
@@ -43,8 +43,8 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
 
     becomes, for each bucket on its way,
 
-        gradient -> rows -> cat -> reduce_scatter -> wait -> slice       (gloo: all_to_all -> wait -> sum)
-        share -> cat -> all_gather -> wait -> slice                      (gloo: repeated -> all_to_all -> wait)
+        gradient -> rows -> cat -> reduce_scatter -> wait -> slice       (gloo: exchange -> wait -> sum)
+        share -> cat -> all_gather -> wait -> slice                      (gloo: exchange in place of all_gather)
 
     and the riders are summed before all buckets, so that an update knows whether their sums are sound. One in between
     becomes one of each bucket, unless it waits for all of them, as clipping does: then a bucket is updated and gathered
@@ -68,7 +68,6 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
 def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -> None:
     gradients: Sequence[Node] = reduction.args[0]  # type: ignore[assignment]
     by, results = reduction.args[7], results_of(reduction)
-    rows_each = [1] * plan.world_size  # that every rank is sent
     riders = emit_riders(graph, plan, reduction)
     with graph.inserting_before(reduction):
         summed = emit(graph, wait_tensor, emit(graph, all_reduce, riders, "sum", group_name))
@@ -78,8 +77,10 @@ def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -
                 launch = emit(graph, reduce_scatter, matrix, "sum", bucket.ranks, group_name)
                 share = emit(graph, _aten.reshape.default, emit(graph, wait_tensor, launch), [-1])
             else:
-                launch = emit(graph, all_to_all, matrix, rows_each, rows_each, group_name)
-                share = emit(graph, _aten.sum.dim_IntList, emit(graph, wait_tensor, launch), [0])
+                number = number_of_exchange(bucket.indices, gathers=False)
+                launch = emit(graph, exchange, matrix, bucket.ranks, False, number, group_name)
+                received = emit(graph, _aten.view.default, emit(graph, wait_tensor, launch), [bucket.ranks, -1])
+                share = emit(graph, _aten.sum.dim_IntList, received, [0])
             for gradient, begin, end in bucket.shares:
                 if gradient in results:
                     part = emit(graph, _aten.slice.Tensor, share, 0, begin, end)
@@ -104,13 +105,11 @@ def _gather(graph: Graph, plan: BucketPlan, node: Node, group_name: str) -> None
 
 def emit_gather(graph: Graph, bucket: Bucket, shares: Sequence[Any], group_name: str, by: str) -> tuple[Node, Node]:
     """What gathers this rank's shares of a bucket, and what it is given; `shares` are by the places of gradients."""
-    own = [shares[index] for index in bucket.indices]
+    flat = emit(graph, _aten.cat.default, [shares[index] for index in bucket.indices])
     if by == "reduce_scatter":
-        flat = emit(graph, _aten.cat.default, own)
         return emit(graph, all_gather, flat, bucket.ranks, group_name), flat
-    splits = [bucket.numel // bucket.ranks] * bucket.ranks
-    sent = emit(graph, repeated, own, bucket.ranks)
-    return emit(graph, all_to_all, sent, splits, splits, group_name), sent
+    number = number_of_exchange(bucket.indices, gathers=True)
+    return emit(graph, exchange, flat, bucket.ranks, True, number, group_name), flat
 
 
 def split_updates(graph: Graph, plan: BucketPlan, sums: Mapping[int, Node]) -> None:
@@ -160,7 +159,7 @@ def _matrix(graph: Graph, bucket: Bucket, gradients: Sequence[Node]) -> Node:
     missing = bucket.numel - sum(each.numel for each in bucket.gradients)
     if missing:
         own.append(emit(graph, _aten.full.default, [missing], 0.0, dtype=bucket.dtype, device=bucket.device))
-    return emit(graph, _aten.view.default, emit(graph, pack, own), [bucket.ranks, -1])
+    return emit(graph, pack, own)
 
 
 def _rows(graph: Graph, gradient: Node, numel: int, ranks: int) -> Node:

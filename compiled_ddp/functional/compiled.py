@@ -58,12 +58,12 @@ from compiled_ddp.users_code import warn_user
 # ---- the memory that compiled steps pack their buckets into, kept from call to call ----------------------------------
 
 
-def empty(bucket: Bucket) -> Tensor:
-    """Allocate the flat buffer of `bucket`."""
-    return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+def empty(bucket: Bucket, numel: int) -> Tensor:
+    """Allocate memory for so many elements of a `bucket`, as for its flat buffer."""
+    return torch.empty(numel, dtype=bucket.dtype, device=bucket.device)
 
 
-Memory = dict[tuple[Bucket, ...], list[Tensor]]  # for buckets
+Memory = dict[tuple[tuple[Bucket, int], ...], list[Tensor]]  # for buckets, of so many elements each
 
 
 class FlatBuffers:
@@ -76,12 +76,12 @@ class FlatBuffers:
     def __init__(self, memory: list[Tensor], received: Mapping[Bucket, int]) -> None:
         """`memory` has a tensor for each bucket; other graphs may be given the same list.
 
-        For those that are scattered it has several, the last at these places, into which shares of all ranks come.
+        For those that are scattered it has several, at the places `received` those into which comes what is gathered.
         """
         self.memory, self._received = memory, received
         self._leaving: list[int] | None = None  # the places of those that results are parts of; None before a run
 
-    def exchange(self, buckets: Sequence[Bucket], gathered: Sequence[Tensor]) -> None:
+    def take_back(self, buckets: Sequence[Bucket], gathered: Sequence[Tensor]) -> None:
         """Take, for what is under way now, the memory of what was before: `gathered`, and is not any more."""
         for bucket, memory in zip(buckets, gathered, strict=False):
             if bucket in self._received:
@@ -253,7 +253,7 @@ class _Runnable:
                 results = list(self._run(*inputs))
             if in_flight is None:
                 return results
-            flat_buffers.exchange(self._to_gather, gathered)
+            flat_buffers.take_back(self._to_gather, gathered)
             return in_flight.launched(self._to_gather, results)
         finally:
             if self._donations is not None:
@@ -522,11 +522,13 @@ class CompiledStep:
 
     def _flat_buffers_of(self, plans: Sequence[BucketPlan], *, lends_rows: bool) -> FlatBuffers:
         """What is compiled for other batches fills the same memory."""
-        lent = [bucket for plan in plans if plan.is_scattered and lends_rows for bucket in lent_memory(plan)]
-        others = [bucket for plan in plans if not plan.is_scattered for bucket in plan.buckets]
-        buckets = *lent, *others
-        memory = self._memory.setdefault(buckets, [empty(bucket) for bucket in buckets])
-        return FlatBuffers(memory, {bucket: place for place, bucket in enumerate(lent)})
+        lent = [each for plan in plans if plan.is_scattered and lends_rows for each in lent_memory(plan)]
+        others = [(bucket, bucket.numel) for plan in plans if not plan.is_scattered for bucket in plan.buckets]
+        wanted = *lent, *others
+        memory = self._memory.setdefault(wanted, [empty(*each) for each in wanted])
+        return FlatBuffers(
+            memory, {bucket: place for place, (bucket, numel) in enumerate(lent) if numel == bucket.numel}
+        )
 
     @contextlib.contextmanager
     def _telling(self, session: Session | None = None, unit: Unit | None = None) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """Shares of tensors, one for each rank: how they are made, summed up and put together again, run as they are.
 
-`passes.scatter_buckets` puts the same into a graph. See there for why gloo's are all-to-alls.
+`passes.scatter_buckets` puts the same into a graph. See there for why gloo's are exchanges.
 """
 
 import itertools
@@ -14,8 +14,9 @@ from compiled_ddp import torch_private
 from compiled_ddp.passes.ops import (
     all_gather,
     all_reduce,
-    all_to_all,
+    exchange,
     gather_shares,
+    number_of_exchange,
     reduce_scatter,
     sum_numbers,
     wait_tensor,
@@ -24,8 +25,8 @@ from compiled_ddp.plan import Bucket, share_elements, whole_of
 
 
 def scattered_by(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The collective by which a group scatters sums of tensors on this device: as `sum_over_ranks` is told it."""
-    return "all_to_all" if device.type == "cpu" or dist.get_backend(group) == "gloo" else "reduce_scatter"
+    """What a group scatters sums of tensors on this device by: as `sum_over_ranks` is told it."""
+    return "exchange" if device.type == "cpu" or dist.get_backend(group) == "gloo" else "reduce_scatter"
 
 
 def rows_of(tensor: Tensor, ranks: int) -> Tensor:
@@ -53,31 +54,43 @@ def own_row(tensor: Tensor, ranks: int, rank: Tensor) -> Tensor:
 # ---- over ranks ------------------------------------------------------------------------------------------------------
 
 
-def launch_scatter(rows: Tensor, group_name: str, by: str) -> Tensor:
-    """Start to sum the rows of all ranks, contiguous, each for the rank that it is of; `added` is what came of it."""
+def launch_scatter(bucket: Bucket, tensors: Sequence[Tensor], group_name: str, by: str) -> Tensor:
+    """Start to sum the rows of all ranks, each for the rank that it is of; `added` is what comes of it.
+
+    Of tensors by the places of the bucket's gradients.
+    """
+    rows = rows_of_bucket(bucket, tensors)
     if by == "reduce_scatter":
-        launched: Tensor = reduce_scatter(rows, "sum", len(rows), group_name)
+        launched: Tensor = reduce_scatter(rows, "sum", bucket.ranks, group_name)
     else:
-        launched = all_to_all(rows, [1] * len(rows), [1] * len(rows), group_name)
+        launched = exchange(rows, bucket.ranks, False, number_of_exchange(bucket.indices, gathers=False), group_name)
     return launched
 
 
-@torch.library.impl("compiled_ddp::all_to_all_into", "CompositeExplicitAutograd")
-def _all_to_all_into(sent: Tensor, received: Tensor, _: bool, __: Sequence[Tensor], group_name: str) -> None:
-    torch_private.groups.start_all_to_all(torch_private.groups.group_called(group_name), sent, received)
+@torch.library.impl("compiled_ddp::exchange_into", "CompositeExplicitAutograd")
+def _exchange_into(sent: Tensor, received: Tensor, _: bool, number: int, __: object, group_name: str) -> None:
+    torch_private.groups.start_exchange(torch_private.groups.group_called(group_name), sent, received, number)
+
+
+@torch.library.impl("compiled_ddp::exchange", "CompositeExplicitAutograd")
+def _exchange(sent: Tensor, ranks: int, gathers: bool, number: int, group_name: str) -> Tensor:
+    received = sent.new_empty(sent.numel() * (ranks if gathers else 1))
+    # A compiler does not know that what is sent is still read, and may give its memory to others.
+    torch_private.groups.start_exchange(torch_private.groups.group_called(group_name), sent.clone(), received, number)
+    return received
 
 
 def added(received: Tensor, bucket: Bucket) -> Tensor:
-    """This rank's row of the sum, of what a scatter of this bucket has brought: by an all-to-all a row of each rank."""
+    """This rank's row of the sum, of what a scatter of this bucket has brought: by an exchange a row of each rank."""
     return received.view(-1, bucket.numel // bucket.ranks).sum(0)
 
 
-def gather(share: Tensor, ranks: int, group_name: str, by: str) -> Tensor:
-    """The `share`, one-dimensional, of each rank: shape (ranks, share)."""
+def gather(share: Tensor, ranks: int, group_name: str, by: str, number: int = 0) -> Tensor:
+    """The `share`, one-dimensional, of each rank: shape (ranks, share); see `number_of_exchange`."""
     if by == "reduce_scatter":
         gathered: Tensor = wait_tensor(all_gather(share, ranks, group_name))
     else:
-        gathered = wait_tensor(all_to_all(share.repeat(ranks, 1), [1] * ranks, [1] * ranks, group_name))
+        gathered = wait_tensor(exchange(share, ranks, True, number, group_name))
     return gathered.view(ranks, -1)
 
 
@@ -93,7 +106,8 @@ def _gather_shares(
 ) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for bucket in _buckets(order, lengths):
-        gathered = gather(torch.cat([shares[index] for index in bucket]), world_size, group_name, by)
+        share, number = torch.cat([shares[index] for index in bucket]), number_of_exchange(bucket, gathers=True)
+        gathered = gather(share, world_size, group_name, by, number)
         parts = gathered.split([shares[index].numel() for index in bucket], dim=1)
         found |= {index: part.reshape(-1) for index, part in zip(bucket, parts, strict=True)}
     return [found[index] for index in range(len(shares))]

@@ -424,8 +424,7 @@ class _Watched:
                 if expected.reference is not None:
                     expected.launched.proof.note_wrong(compare(expected.bucket, flat_buffer, expected.reference))
         latest = every[self._place] if self._place >= 0 else None
-        is_gathered = following is None and latest is not None and latest.bucket.ranks > 1  # and of the same size
-        if latest is None or latest.bucket.numel != size or is_gathered:
+        if latest is None or latest.bucket.numel != size:
             return UNNAMED
         self._under_way[number] = latest, flat_buffer  # where it is launched again too
         return latest.named("launch")
@@ -444,7 +443,7 @@ class _Watched:
         if expected is None or result is None or expected.launched.recording is None:
             return
         bucket = expected.bucket
-        if bucket.ranks > 1:  # what an all-to-all brings is added up behind its wait
+        if bucket.ranks > 1:  # what an exchange brings is added up behind its wait
             expected.launched.shares.append((bucket, added(result, bucket)))
         else:
             views = [gradient.view(result) for gradient in bucket.gradients]

@@ -9,15 +9,14 @@ import torch
 from torch.profiler import record_function
 
 from compiled_ddp import torch_private
-from compiled_ddp.passes.ops import all_to_all_into
+from compiled_ddp.passes.ops import EXCHANGES, exchange_gathers, exchange_into
 from compiled_ddp.plan import is_called
 
 _LAUNCHES = (
     torch.ops._c10d_functional.all_reduce.default,
     torch.ops._c10d_functional.all_reduce_.default,
-    torch.ops._c10d_functional.all_to_all_single.default,  # of a bucket that is scattered, as the next one
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    all_to_all_into,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # of a bucket that is scattered, as the next ones
+    *EXCHANGES,
 )
 _GATHERS = (torch.ops._c10d_functional.all_gather_into_tensor.default,)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -31,7 +30,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
     collective runs inside of the context that they return. Buckets are numbered from `first_bucket` on in the order of
     their launches. On a GPU a wait only orders streams. Observers may be nested. What C++ launches (Inductor's
     `cpp_wrapper`) is not seen; `launched` tells how many launches were. `start(bucket, operator, args)` launches, and
-    returns what is to be awaited, as `launch` does. What gathers by all-gathers is seen with `sees_gathers` alone.
+    returns what is to be awaited, as `launch` does. What gathers is seen with `sees_gathers` alone.
     """
 
     supports_higher_order_operators = True  # passes them on like all others
@@ -57,6 +56,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         self._first_bucket = first_bucket
         self.launched = 0
         self._launches = (*_LAUNCHES, *_GATHERS) if sees_gathers else _LAUNCHES
+        self._sees_gathers = sees_gathers
         self._around_launch, self._around_wait, self._start = launch, wait, start
         self._bucket_at: dict[int, int] = {}  # address of a launched flat buffer -> bucket
 
@@ -70,13 +70,13 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         # AOTAutograd may compile a backward when it first runs, on fake tensors.
         if type(next(iter(args), None)) is not torch.Tensor:
             return func(*args, **kwargs)
-        if func in self._launches and is_called(args[-1], self._group_name):
+        if func in self._launches and is_called(args[-1], self._group_name) and self._is_seen(func, args):
             bucket = self._first_bucket + self.launched
             self.launched += 1
             with self._around_launch(bucket, args[0]):
                 reduced = self._start(bucket, func, args)
             self._bucket_at[reduced.data_ptr()] = bucket
-            return None if func is all_to_all_into else reduced
+            return None if func is exchange_into else reduced
         if func is _WAIT and args[0].data_ptr() in self._bucket_at:
             with self._around_wait(self._bucket_at.pop(args[0].data_ptr())):
                 return func(*args, **kwargs)
@@ -87,11 +87,14 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         with torch_private.autograd.dispatched_by(self._keys_outside):
             return func(*args, **kwargs)
 
+    def _is_seen(self, func: Any, args: Any) -> bool:
+        return self._sees_gathers or not exchange_gathers(func, args)
+
 
 def start_collective(operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
     """Launch a graph's collective; returns what is to be awaited."""
     result = operator(*args)
-    awaited: torch.Tensor = args[1] if operator is all_to_all_into else result
+    awaited: torch.Tensor = args[1] if operator is exchange_into else result
     return awaited
 
 

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 
 from compiled_ddp import torch_private
 from compiled_ddp.formatting import format_bytes, format_names
-from compiled_ddp.passes.ops import all_to_all_into
+from compiled_ddp.passes.ops import EXCHANGES
 from compiled_ddp.plan import Bucket
 
 _STAGES = ("before its backward", "in its backward", "after its backward")
@@ -321,6 +321,6 @@ def _collectives_in(frames: Iterable[FrameType]) -> Iterator[tuple[Any, Any]]:
         operator = frame.f_locals.get("self")
         if not isinstance(operator, OpOverload):
             continue
-        if operator.namespace in ("_c10d_functional", "c10d") or operator is all_to_all_into:
+        if operator.namespace in ("_c10d_functional", "c10d") or operator in EXCHANGES:
             arguments = frame.f_locals.get("args", ())
             yield operator, arguments[0] if arguments else None

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
-from compiled_ddp.passes.ops import all_to_all_into
+from compiled_ddp.passes.ops import EXCHANGES, exchange_gathers
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.step_model import GATHERED_LATER, Kind, Mode
 from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, start_collective
@@ -96,10 +96,7 @@ class StepRecorder:
             return start_collective(operator, args)
         self._launched[number] = transfer
         transfer.times.begin("launch")
-        result, work = torch_private.groups.start_in_graph(group, operator, args)
-        if work is not None:
-            work.get_future().add_done_callback(transfer.times.arrive)
-        return result  # type: ignore[no-any-return]
+        return torch_private.groups.start_in_graph(group, operator, args, transfer.times.arrive)
 
     def _note(self, kind: Kind) -> RecordedTransfer | None:
         """The next one of this kind, as all ranks launch them in one order; None for what is of no bucket."""
@@ -119,10 +116,8 @@ class StepRecorder:
 def _kind(operator: Any, args: tuple[Any, ...]) -> Kind:
     if operator in _ALL_REDUCES:
         return "all-reduce"
-    if operator is all_to_all_into:
-        return "gather" if args[2] else "scatter"
-    if operator is _OPERATORS.all_to_all_single.default:  # of what is scattered a row for each rank
-        return "scatter" if args[0].dim() == 2 else "gather"
+    if operator in EXCHANGES:
+        return "gather" if exchange_gathers(operator, args) else "scatter"
     return "scatter" if operator is _OPERATORS.reduce_scatter_tensor.default else "gather"
 
 

@@ -101,6 +101,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch._C._distributed_c10d._unregister_process_group",
     ),
     "when an all-reduce in a graph has ended": ("torch._C._distributed_c10d._register_work",),
+    "sending beside a profiler": ("torch.autograd._enable_record_function",),
     "the group of a collective in a graph": ("torch.distributed.distributed_c10d._resolve_process_group",),
     "the group that all ranks have": (
         "torch.distributed.distributed_c10d._get_default_group",

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from compiled_ddp import compile_step
 from compiled_ddp.functional import unit
 from compiled_ddp.passes import scatter_buckets
-from compiled_ddp.passes.ops import all_to_all_into, wait_tensor
+from compiled_ddp.passes.ops import exchange_into, wait_tensor
 from ranks import RankError, RankPool
 
 sharding = functools.partial(whole.stepping_with, shard_optimizer=True)
@@ -379,7 +379,7 @@ def _sums_up_wrongly(rank: int) -> str:
 
     def half(self: Any, number: int, operator: Any, args: Any) -> Tensor:
         result = start(self, number, operator, args)
-        if operator is all_to_all_into and rank == 0:
+        if operator is exchange_into and rank == 0:
             wait_tensor(result).view(2, -1)[1].zero_()
         return result
 

@@ -13,8 +13,8 @@ from compiled_ddp.passes.ops import (
     LAUNCHES,
     all_gather,
     all_reduce,
-    all_to_all,
-    all_to_all_into,
+    exchange,
+    exchange_into,
     gathered_before,
     optimizer_step,
     optimizer_step_in_place,
@@ -22,7 +22,6 @@ from compiled_ddp.passes.ops import (
     put_together,
     put_together_in_place,
     reduce_scatter,
-    repeated,
     sum_numbers,
     sum_over_ranks,
     summed_before,
@@ -71,14 +70,14 @@ def order(graph: Graph) -> list[object]:
         if node.target is wait_tensor:
             awaited: Node = node.args[0]
             found.append(awaited.name if awaited.op == "placeholder" else wait_tensor)
-        elif node.target in (all_reduce, all_gather, all_to_all, reduce_scatter, aten.mul.Tensor):
+        elif node.target in (all_reduce, all_gather, exchange, reduce_scatter, aten.mul.Tensor):
             found.append(node.target)
     return found
 
 
 @pytest.mark.parametrize(
     ("by", "scatters", "gathers"),
-    [("all_to_all", all_to_all, all_to_all), ("reduce_scatter", reduce_scatter, all_gather)],
+    [("exchange", exchange, exchange), ("reduce_scatter", reduce_scatter, all_gather)],
 )
 def test_each_bucket_is_awaited_where_it_is_read_and_gathered_behind_all_others(
     by: str, scatters: object, gathers: object
@@ -94,10 +93,10 @@ def test_each_bucket_is_awaited_where_it_is_read_and_gathered_behind_all_others(
 
 
 def test_nothing_of_what_departs_is_awaited_and_its_memory_is_kept() -> None:
-    graph = step_graph("all_to_all")
+    graph = step_graph("exchange")
     (outputs,) = graph.output_node().args
     launched, sent = outputs[2:4], outputs[4:6]
-    assert [each.target for each in launched] == [all_to_all, all_to_all]
+    assert [each.target for each in launched] == [exchange, exchange]
     assert [each.args[0] for each in launched] == [*sent]
     assert not any(user.target is wait_tensor for each in launched for user in each.users)
 
@@ -179,20 +178,20 @@ def deferred_graph(
     nodes["leading"].meta["val"] = torch.empty(FIRST_USED, device="meta")
     params, state = [nodes["first"], nodes["second"]], [nodes["of_first"], nodes["of_second"]]
     before = graph.call_function(summed_before, (params,))
-    sums = [graph.call_function(operator.getitem, (before, index)) for index in range(3)]
+    *of_before, sound = [graph.call_function(operator.getitem, (before, index)) for index in range(3)]
     numels = {gradient.index: gradient.numel for _, gradient in planned.gradients}
-    for index, each in enumerate(sums[:2]):
+    for index, each in enumerate(of_before):
         each.meta["val"] = torch.empty(numels[index], device="meta")
-    skip = graph.call_function(aten.bitwise_not.default, (sums[2],))
-    factor = graph.call_function(aten.add.Tensor, (nodes["factor"], sums[0])) if clips else nodes["factor"]
+    skip = graph.call_function(aten.bitwise_not.default, (sound,))
+    factor = graph.call_function(aten.add.Tensor, (nodes["factor"], of_before[0])) if clips else nodes["factor"]
     terms = nodes["numbers"], factor, skip, None, "SGD", "momentum", "lr,momentum,weight_decay"
-    update = graph.call_function(optimizer_step, (params, sums[:2], state, [], *terms))
+    update = graph.call_function(optimizer_step, (params, of_before, state, [], *terms))
     new = [graph.call_function(operator.getitem, (update, index)) for index in range(4)]
     hidden = graph.call_function(aten.mul.Tensor, (nodes["x"], new[0]))
     result = graph.call_function(aten.mul.Tensor, (new[1], hidden))
     gradients = [graph.call_function(aten.mul.Tensor, (result, each)) for each in (nodes["x"], hidden)]
     reduced = graph.call_function(
-        sum_over_ranks, (gradients, [], nodes["leading"], [1, 0], [1, 1], 2, "", "all_to_all", planned.buckets[1].whole)
+        sum_over_ranks, (gradients, [], nodes["leading"], [1, 0], [1, 1], 2, "", "exchange", planned.buckets[1].whole)
     )
     shares = [graph.call_function(operator.getitem, (reduced, index)) for index in (0, 1)]
     riders = graph.call_function(operator.getitem, (reduced, 2))
@@ -205,7 +204,7 @@ def deferred_graph(
         graph.call_function(aten.copy_.default, (into, value))
     graph.output((result, *old, riders, *shares, is_sound))
     arrived = [nodes[name] for name in (*gathered, "sound")]
-    gather_later(graph, planned, arrived=arrived, group_name="g", by="all_to_all")
+    gather_later(graph, planned, arrived=arrived, group_name="g", by="exchange")
     return graph
 
 
@@ -231,12 +230,12 @@ def test_numbers_are_summed_before_anything_is_gathered(lends: bool) -> None:
         with graph.inserting_after(last):
             graph.placeholder(f"memory_{number}")
     StepPipeline(((plan(), "g"),), lent=lends).run(graph)
-    scatters = gathers = [all_to_all_into if lends else all_to_all] * 2
+    scatters = gathers = [exchange_into if lends else exchange] * 2
     launched = [node.target for node in graph.nodes if node.target in LAUNCHES]
     assert launched == [all_reduce, *scatters, all_reduce, *gathers]
     if lends:
-        *_, first, _ = graph.find_nodes(op="call_function", target=all_to_all_into)
-        assert [each.target for each in first.args[3]] == [all_reduce], "by which a compiler knows"
+        *_, first, _ = graph.find_nodes(op="call_function", target=exchange_into)
+        assert [each.target for each in first.args[4]] == [all_reduce], "by which a compiler knows"
 
 
 def test_sums_that_are_whole_are_read_where_they_have_arrived() -> None:
@@ -252,8 +251,8 @@ def test_sums_that_are_whole_are_read_where_they_have_arrived() -> None:
     (packed,) = graph.find_nodes(op="call_function", target=pack)
     *gradients, filler = packed.args[0]
     assert len(gradients) == 2 and filler.args[:2] == ([1], 0.0)
-    (scatter, gather) = graph.find_nodes(op="call_function", target=all_to_all)
-    assert scatter.args[0].args == (packed, [2, -1]) and gather.args[0].target is repeated
+    (scatter, gather) = graph.find_nodes(op="call_function", target=exchange)
+    assert scatter.args[:4] == (packed, 2, False, 3) and gather.args[1:4] == (2, True, 4)
 
 
 def test_one_whose_old_values_are_read_makes_others() -> None:

@@ -74,10 +74,7 @@ def _exchange_into(sent: Tensor, received: Tensor, _: bool, number: int, __: obj
 
 @torch.library.impl("compiled_ddp::exchange", "CompositeExplicitAutograd")
 def _exchange(sent: Tensor, ranks: int, gathers: bool, number: int, group_name: str) -> Tensor:
-    received = sent.new_empty(sent.numel() * (ranks if gathers else 1))
-    # A compiler does not know that what is sent is still read, and may give its memory to others.
-    torch_private.groups.start_exchange(torch_private.groups.group_called(group_name), sent.clone(), received, number)
-    return received
+    return torch_private.groups.exchanged(torch_private.groups.group_called(group_name), sent, ranks, gathers, number)
 
 
 def added(received: Tensor, bucket: Bucket) -> Tensor:

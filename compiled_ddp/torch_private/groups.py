@@ -255,6 +255,20 @@ def start_exchange(
         torch._C._distributed_c10d._register_work(received, work)
 
 
+def exchanged(
+    group: dist.ProcessGroup,
+    sent: torch.Tensor,
+    ranks: int,
+    gathers: bool,
+    number: int,
+    arrived: Callable[[], object] | None = None,
+) -> torch.Tensor:
+    """Launch the same into new memory, which is returned; `sent` may be changed at once, as by compiled code."""
+    received = sent.new_empty(sent.numel() * (ranks if gathers else 1))
+    start_exchange(group, sent.clone(), received, number, arrived)
+    return received
+
+
 @contextlib.contextmanager
 def _unseen_by_profilers() -> Iterator[None]:
     """What is sent, and received, within a profiler and awaited when that has ended writes into freed memory there."""
@@ -304,10 +318,7 @@ def start_in_graph(
         start_exchange(group, sent, received, number, arrived)
         return received
     if operator is torch.ops.compiled_ddp.exchange.default:
-        sent, ranks, gathers, number, _ = args
-        received = sent.new_empty(sent.numel() * (ranks if gathers else 1))
-        start_exchange(group, sent.clone(), received, number, arrived)
-        return received
+        return exchanged(group, *args[:-1], arrived)
     if not is_gloo(group):
         return operator(*args)  # type: ignore[no-any-return]
     result, work = start_sum_in_graph(group, operator, args)

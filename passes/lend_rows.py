@@ -54,17 +54,17 @@ def lend_rows(graph: Graph, plan: BucketPlan, *, memory: Sequence[Node], group_n
     count = len(buckets)
     if not _are_awaited_before(arrived, launches[:count][::-1]):
         return
-    awaited: Sequence[Node | None] = arrived[::-1] or [None] * count
-    of_bucket = {bucket: (*memory[n::count], awaited[n]) for n, bucket in enumerate(buckets)}
+    awaited = [[node] for node in arrived[::-1]] or [list[Node]()] * count
+    of_bucket = {bucket: (memory[n::count], awaited[n]) for n, bucket in enumerate(buckets)}
     earlier = _launched_before(launches, group_names)
     instead = dict[Node, Node]()  # of a launch that has been replaced
     for launch, bucket in zip(launches, (*buckets, *(reversed(buckets) if arrived else buckets)), strict=True):
-        sent, received, share, before = of_bucket[bucket]
+        (sent, received, share), before = of_bucket[bucket]
         (filled,) = launch.all_input_nodes
         _, _, gathers, number, group_name = launch.args
         parts: Sequence[Node] = filled.args[0] if filled.target in (_CAT, pack) else [filled]
         after = [instead.get(earlier[launch], earlier[launch])] if launch in earlier else []
-        after += [before] if before is not None and not gathers else []
+        after += [] if gathers else before
         with graph.inserting_before(launch):
             if gathers or bucket.whole:
                 packed = emit(graph, pack_into, [*parts], share if gathers else sent)

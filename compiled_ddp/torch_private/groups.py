@@ -228,7 +228,7 @@ def start_exchange(
     sent: torch.Tensor,
     received: torch.Tensor,
     number: int,
-    arrived: Callable[[], object] | None = None,
+    arrived: Callable[[], None] | None = None,
 ) -> None:
     """Launch `received` becoming what each rank has sent this one, for `wait_tensor`, by which `sent` may be changed.
 
@@ -261,7 +261,7 @@ def exchanged(
     ranks: int,
     gathers: bool,
     number: int,
-    arrived: Callable[[], object] | None = None,
+    arrived: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Launch the same into new memory, which is returned; `sent` may be changed at once, as by compiled code."""
     received = sent.new_empty(sent.numel() * (ranks if gathers else 1))
@@ -272,22 +272,22 @@ def exchanged(
 @contextlib.contextmanager
 def _unseen_by_profilers() -> Iterator[None]:
     """What is sent, and received, within a profiler and awaited when that has ended writes into freed memory there."""
-    torch.autograd._enable_record_function(False)  # type: ignore[attr-defined]
+    torch.autograd._enable_record_function(False)
     try:
         yield
     finally:
-        torch.autograd._enable_record_function(True)  # type: ignore[attr-defined]
+        torch.autograd._enable_record_function(True)
 
 
 class _Awaited(dist.Work):
     """Some that another thread awaits, and `arrived` is called behind the first so many: those of gloo do not tell."""
 
-    def __init__(self, works: Sequence[dist.Work], count: int, arrived: Callable[[], object]) -> None:
+    def __init__(self, works: Sequence[dist.Work], count: int, arrived: Callable[[], None]) -> None:
         super().__init__()
         self._done = Future[None]()
         threading.Thread(target=self._await, args=(works, count, arrived), daemon=True).start()
 
-    def _await(self, works: Sequence[dist.Work], count: int, arrived: Callable[[], object]) -> None:
+    def _await(self, works: Sequence[dist.Work], count: int, arrived: Callable[[], None]) -> None:
         try:
             for number, work in enumerate(works, 1):
                 work.wait()
@@ -310,15 +310,16 @@ def group_called(name: str) -> dist.ProcessGroup:
 
 
 def start_in_graph(
-    group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...], arrived: Callable[[], object]
+    group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...], arrived: Callable[[], None]
 ) -> torch.Tensor:
     """What is to be awaited of a functional collective of `group`; `arrived` is called when it has come, on gloo."""
     if operator is torch.ops.compiled_ddp.exchange_into.default:
-        sent, received, _, number, *_ = args
-        start_exchange(group, sent, received, number, arrived)
-        return received
+        sent, into, _, number, *_ = args
+        start_exchange(group, sent, into, number, arrived)
+        return into  # type: ignore[no-any-return]
     if operator is torch.ops.compiled_ddp.exchange.default:
-        return exchanged(group, *args[:-1], arrived)
+        sent, ranks, gathers, number, _ = args
+        return exchanged(group, sent, ranks, gathers, number, arrived)
     if not is_gloo(group):
         return operator(*args)  # type: ignore[no-any-return]
     result, work = start_sum_in_graph(group, operator, args)

@@ -15,7 +15,7 @@ from typing import Any
 from tabulate import tabulate
 
 from benchmarks.launch import REPOSITORY, run_job
-from benchmarks.link import LOOPBACK, link_or_loopback
+from benchmarks.link import LOOPBACK, link_or_loopback, sent_bytes
 from benchmarks.tasks import WORDS
 from benchmarks.workload import Workload
 from compiled_ddp.tools.comparison.measure import warm_up
@@ -54,19 +54,11 @@ def measure(
         for contender, row in zip(contenders, found, strict=True):
             batch = contender.next_batch()
             rank.barrier()
-            before = _sent_bytes()
+            before = sent_bytes()
             row["seconds"].append(sum(contender.step(batch)))
             rank.barrier()
-            row["sent"].append(_sent_bytes() - before)
+            row["sent"].append(sent_bytes() - before)
     return rank.gather(found)
-
-
-def _sent_bytes() -> int:
-    """By all interfaces of this process's network namespace but loopback, unless there is no other."""
-    lines = [line.split(":") for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
-    sent = {name.strip(): int(numbers.split()[8]) for name, numbers in lines}
-    others = [number for name, number in sent.items() if name != "lo" and number]
-    return sum(others) if others else sent["lo"]
 
 
 def rows_of(by_rank: Sequence[Sequence[dict[str, Any]]]) -> list[Row]:

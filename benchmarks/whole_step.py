@@ -20,7 +20,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from benchmarks.launch import REPOSITORY, run_job
-from benchmarks.link import LOOPBACK, link_or_loopback
+from benchmarks.link import LOOPBACK, link_or_loopback, sent_bytes
 from benchmarks.tasks import EXTENTS, WORKLOADS
 from benchmarks.variants import make_variants
 from benchmarks.workload import Workload
@@ -82,7 +82,7 @@ class Whole:
 def measure(
     workload: Workload, variants: Sequence[Variant], *, whole: Sequence[str], warmup: int, rounds: int, rank: Rank
 ) -> list[dict[str, dict[str, list[float]]]]:
-    """By rank, for each variant: seconds of its steps, those of the main thread's CPU, and MiB.
+    """By rank, for each variant: seconds of its steps, those of the main thread's CPU, MB that are sent, and MiB.
 
     These are what a step needs meanwhile, and the optimizer's state, of which only whole steps tell.
     """
@@ -94,12 +94,14 @@ def measure(
         each.rest()
     loops = {variant.name: contender for variant, contender in zip(variants, contenders, strict=True)}
     every: dict[str, Contender | Whole] = {**loops, **wholes}
-    taken, on_cpu = ({name: list[float]() for name in every} for _ in range(2))
+    turns = {name: list[tuple[float, float, float]]() for name in every}
     for _ in range(rounds):
         for name, each in every.items():
-            seconds, of_cpu = _turn(each, rank)
-            taken[name].append(seconds)
-            on_cpu[name].append(of_cpu)
+            turns[name].append(_turn(each, rank))
+    found = {
+        kind: {name: [turn[place] for turn in own] for name, own in turns.items()}
+        for place, kind in enumerate(("seconds", "of CPU", "MB sent"))
+    }
     within = dict[str, list[float]]()
     for name, each in every.items():
         batch = each.next_batch()
@@ -107,22 +109,24 @@ def measure(
         within[name] = [peak_within(functools.partial(each.step, batch)) / 2**20]
         _rest(each)
     state = {name: [own.bytes_of_state / 2**20] for name, own in wholes.items()}
-    return rank.gather({"seconds": taken, "of CPU": on_cpu, "MiB within": within, "MiB of state": state})
+    return rank.gather({**found, "MiB within": within, "MiB of state": state})
 
 
-def _turn(each: Contender | Whole, rank: Rank) -> tuple[float, float]:
-    """The seconds of a step, of several in a row, and those in which this thread computes.
+def _turn(each: Contender | Whole, rank: Rank) -> tuple[float, float, float]:
+    """The seconds of a step, of several in a row, those in which this thread computes, and the MB that are sent.
 
-    On a CPU its kernels are among these.
+    On a CPU its kernels are among these seconds; on loopback both ranks send those bytes.
     """
     batches = [each.next_batch() for _ in range(1 + IN_A_ROW)]
     rank.barrier()
+    sent_before = sent_bytes()
     each.step(batches[0])
     begin = time.thread_time()
     seconds = sum(sum(each.step(batch)) for batch in batches[1:])
     of_cpu = time.thread_time() - begin
     _rest(each)
-    return seconds / IN_A_ROW, of_cpu / IN_A_ROW
+    sent = (sent_bytes() - sent_before) / 1e6
+    return seconds / IN_A_ROW, of_cpu / IN_A_ROW, sent / len(batches)
 
 
 def _rest(each: Contender | Whole) -> None:
@@ -135,14 +139,15 @@ def table(by_rank: Sequence[dict[str, dict[str, list[float]]]]) -> str:
         names = by_rank[0][kind]
         return {name: statistics.mean(statistics.median(each[kind][name]) for each in by_rank) for name in names}
 
-    kinds = ("seconds", "of CPU", "MiB within", "MiB of state")
-    seconds, on_cpu, within, state = map(means, kinds)
+    kinds = ("seconds", "of CPU", "MB sent", "MiB within", "MiB of state")
+    seconds, on_cpu, sent, within, state = map(means, kinds)
     rows = [
-        (name, 1e3 * each, each / seconds["torch DDP"], 1e3 * on_cpu[name], within[name], state.get(name))
+        (name, 1e3 * each, each / seconds["torch DDP"], 1e3 * on_cpu[name], sent[name], within[name], state.get(name))
         for name, each in seconds.items()
     ]
-    headers = ("", "step ms", "x torch DDP", "main thread's CPU ms", "MiB within a step", "MiB of state")
-    return str(tabulate(rows, headers=headers, floatfmt=("s", ".3f", ".3f", ".3f", ".1f", ".1f"), tablefmt="simple"))
+    headers = ("", "step ms", "x torch DDP", "main thread's CPU ms", "MB sent", "MiB within a step", "MiB of state")
+    formats = ("s", ".3f", ".3f", ".3f", ".1f", ".1f", ".1f")
+    return str(tabulate(rows, headers=headers, floatfmt=formats, tablefmt="simple"))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

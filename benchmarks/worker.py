@@ -5,7 +5,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import cpu_rounds, embedding_rows, expected_steps, real_model_rank, steps_by_size, timeline, whole_step
+from benchmarks import (
+    cpu_rounds,
+    embedding_rows,
+    exchanges,
+    expected_steps,
+    real_model_rank,
+    steps_by_size,
+    timeline,
+    whole_step,
+)
 from benchmarks.gpu import alone, deadline, watched_steps
 from benchmarks.gpu.workloads import ALL
 from benchmarks.train import train
@@ -24,6 +33,8 @@ def run(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
         return watched_steps.run(arguments["what"], arguments["steps"], rank)
     if kind == "timeline":
         return timeline.measure(arguments["path"], arguments["of"], arguments["batch"], rank)
+    if kind == "exchanges":
+        return exchanges.measure(arguments["turns"], rank)
     return _scaling(arguments, rank) if kind == "scaling" else _of_workload(kind, arguments, rank)
 
 
@@ -67,7 +78,7 @@ def _of_workload(kind: str, arguments: dict[str, Any], rank: Rank) -> Any:
             )
     raise ValueError(
         f"Unknown kind of job '{kind}'; expected compare, expect, alone, probe, train, cpu_time, "
-        "embedding_rows, whole_step, scaling, real_model, watched_steps or timeline"
+        "embedding_rows, whole_step, scaling, real_model, watched_steps, timeline or exchanges"
     )
 
 

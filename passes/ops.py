@@ -31,10 +31,10 @@ lists of them in, for each name of the state one behind the other, and in the sa
 it in place of what it was given.
 
 `exchange` sends each rank its equal part of what is `sent`, or, where it `gathers`, all of that; the result, flat, is
-what comes of each, in the order of ranks, when it has been awaited. Ranks tell exchanges apart by their `number`:
-`number_of_exchange`. `exchange_into` receives into memory that there is, `after` another launch and what must be read
-before: by that a compiler knows their order. `fill_rows` makes a matrix with a row for each rank, which is a row of
-every part, in memory that there is.
+what comes of each, in the order of ranks, when it has been awaited. Ranks tell exchanges apart by their `number`,
+`number_of_exchange`, and those of one number by the order in which they launch them. `exchange_into` receives into
+memory that there is, `after` another launch and what must have come before: by that a compiler knows their order.
+`fill_rows` makes a matrix with a row for each rank, which is a row of every part, in memory that there is.
 
 `add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value
 added at its index, in their order. `index_add` and `index_put` become additions in any order, of several threads or of

@@ -37,6 +37,18 @@ def _exchanges(rank: int) -> None:
             assert torch.equal(part.view(ranks, -1), everybodys.view(ranks, ranks, -1)[:, rank])
 
 
+def _in_order(rank: int) -> None:
+    """Of one number, as two steps of one group may have under way: in the order of launches, of whatever sizes."""
+    ranks, name = dist.get_world_size(), dist.group.WORLD.group_name
+    under_way = [exchange(torch.full((size,), float(size)), ranks, True, 5, name) for size in (3, 3000, 1)]
+    for size, gathered in reversed([*zip((3, 3000, 1), under_way, strict=True)]):
+        assert torch.equal(wait_tensor(gathered), torch.full((ranks * size,), float(size)))
+
+
+def test_exchanges_of_one_number_come_in_the_order_of_their_launches(ranks3: RankPool) -> None:
+    ranks3.run(_in_order)
+
+
 def test_each_rank_has_what_the_others_have_sent_it(ranks2: RankPool, ranks3: RankPool) -> None:
     ranks2.run(_exchanges)
     ranks3.run(_exchanges)

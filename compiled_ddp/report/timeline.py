@@ -8,7 +8,7 @@ from typing import Any
 
 from compiled_ddp.formatting import format_bytes
 from compiled_ddp.report.explain import Explanation
-from compiled_ddp.report.times import Span, spans_of_measurement, spans_of_prediction
+from compiled_ddp.report.times import Span, format_ms, spans_of_measurement, spans_of_prediction
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ def timeline_of_backward(explanation: Explanation) -> Timeline:
 
 def totals(seconds: float, difference: float | None, waiting: float) -> str:
     """What is said beside the lanes; exposed communication by `difference`, if that is known, and by the waits."""
-    by_difference = "" if difference is None else f"{difference * 1e3:.3g} ms by difference\n"
-    return f"{seconds * 1e3:.4g} ms,\nof which exposed:\n{by_difference}{waiting * 1e3:.3g} ms by the waits"
+    by_difference = "" if difference is None else f"{format_ms(difference)} ms by difference\n"
+    return f"{format_ms(seconds)} ms,\nof which exposed:\n{by_difference}{format_ms(waiting)} ms by the waits"
 
 
 # ---- a trace ---------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _keys(timeline: Timeline) -> tuple[list[Any], int]:
     keys.append(Patch(facecolor=_OTHER, label=f"the rest of the {timeline.of}"))
     keys.append(Patch(facecolor="white", edgecolor="#555555", hatch="/////", label="waits for a bucket"))
     if any(span.transfer == "gather" for lanes in timeline.lanes.values() for span in lanes.spans):
-        keys.append(Patch(facecolor="#555555", alpha=_GATHERED, label="gathered parameters"))
+        keys.append(Patch(facecolor="#555555", alpha=_GATHERED, label="gathered"))
     return keys, 3 if are_named else 6
 
 

@@ -26,7 +26,7 @@ def measure(turns: int, rank: Rank) -> dict[str, dict[str, float]]:
     """On each rank: for each way the median milliseconds of each size, and of a step."""
     from compiled_ddp.torch_private import groups
 
-    ways = {"all-to-all": _all_to_all, "exchange": groups.start_exchange}
+    ways: dict[str, Any] = {"all-to-all": groups.start_all_to_all, "exchange": groups.start_exchange}
     found: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
     times = [*(_alone(mib, rank) for mib in SIZES_MIB), _steps(rank)]
     for turn in range(turns):
@@ -36,16 +36,6 @@ def measure(turns: int, rank: Rank) -> dict[str, dict[str, float]]:
                 what, seconds = timed()
                 found[way].setdefault(what, []).append(seconds * 1e3)
     return {way: {what: statistics.median(every) for what, every in own.items()} for way, own in found.items()}
-
-
-def _all_to_all(group: Any, sent: Any, received: Any, number: int, arrived: Any = None) -> None:
-    """In place of `start_exchange`."""
-    import torch
-
-    ranks = group.size()
-    parts = sent.view(ranks, -1) if sent.numel() == received.numel() else sent.view(1, -1).expand(ranks, -1)
-    work = group.alltoall_base(received, parts.reshape(-1), [], [])
-    torch._C._distributed_c10d._register_work(received, work)
 
 
 def _alone(mib: int, rank: Rank) -> Callable[[], tuple[str, float]]:

@@ -1,10 +1,11 @@
 """What is done to each gradient on its way into a sum over ranks, done where the gradient is produced."""
 
 import bisect
+import operator
 
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import is_elementwise
+from compiled_ddp.passes.graph_edit import is_elementwise, returns_views
 from compiled_ddp.passes.ops import sum_over_ranks
 from compiled_ddp.passes.schedule_collectives import mutates
 
@@ -24,24 +25,60 @@ def finish_gradients(graph: Graph) -> None:
     Else each would count as ready at the end, and buckets be filled in the order of parameters, of which the first ones
     have their gradients last.
 
-    What goes elsewhere, too, stays where it is, and nothing passes what is written in place: a step as it was traced
-    holds what users' hooks and losses write.
+    What goes elsewhere, too, stays where it is, and nothing passes what is written into memory that it reads: a step as
+    it was traced holds what users' hooks and losses write, and what derivatives write for themselves, as SiLU's do.
     """
     place = {node: number for number, node in enumerate(graph.nodes)}
     writes = [node for node in graph.nodes if mutates(node)]
+    written = {write: _written_by(write) for write in writes}
     latest = dict[Node, Node]()  # by what they need the nodes that were moved behind that last
     for reduction in graph.find_nodes(op="call_function", target=sum_over_ranks):
         for gradient in reduction.args[0]:
-            earlier = writes[: bisect.bisect(writes, place[gradient], key=place.__getitem__)][-1:]
+            found = _between(gradient, reduction)
+            memory = {*map(_memory_of, _needed(found))}
+            before = writes[: bisect.bisect(writes, place[gradient], key=place.__getitem__)]
+            earlier = [write for write in before if _may_meet(written[write], memory)][-1:]
             begin = max(map(place.__getitem__, earlier), default=-1)
-            found = {node for node in _between(gradient, reduction) if place[node] > begin}
-            needed = {each for node in found for each in node.all_input_nodes if each not in found}
+            found = {node for node in found if place[node] > begin}
+            needed = _needed(found)
             behind = max((*needed, *earlier), key=place.__getitem__, default=gradient)
             if behind.op == "placeholder":
                 continue
             for node in sorted(found, key=place.__getitem__):
                 latest.get(behind, behind).append(node)
                 latest[behind] = node
+
+
+def _needed(found: set[Node]) -> set[Node]:
+    """What these read that is none of them."""
+    return {each for node in found for each in node.all_input_nodes if each not in found}
+
+
+def _written_by(write: Node) -> set[Node] | None:
+    """What has made the memory that it mutates; None where that is not known."""
+    arguments = zip(write.target._schema.arguments, write.args, strict=False)  # type: ignore[union-attr]
+    values = [
+        value for argument, value in arguments if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    nodes = [value for value in values if isinstance(value, Node)]
+    return {*map(_memory_of, nodes)} if nodes and len(nodes) == len(values) else None
+
+
+def _memory_of(value: Node) -> Node:
+    """What has made the memory in which a value lies."""
+    while value.op == "call_function":
+        source = value.args[0] if value.target is operator.getitem else value
+        if not isinstance(source, Node) or not returns_views(source) or not isinstance(source.args[0], Node):
+            break
+        value = source.args[0]
+    return value
+
+
+def _may_meet(written: set[Node] | None, memory: set[Node]) -> bool:
+    """Inputs of the graph may share theirs."""
+    if written is None or not written.isdisjoint(memory):
+        return True
+    return any(node.op == "placeholder" for node in written) and any(node.op == "placeholder" for node in memory)
 
 
 def _between(gradient: Node, reduction: Node) -> set[Node]:

@@ -116,6 +116,26 @@ def test_factor_stays_behind_what_writes_to_the_gradient() -> None:
     assert torch.equal(found[0], X) and torch.equal(found[1], 3 * X)
 
 
+def test_what_is_written_elsewhere_holds_nothing_back() -> None:
+    """As the derivative of SiLU, which fills memory of its own, and subtracts in it."""
+    graph = step(returns="seed")
+    other = next(node for node in graph.nodes if node.name == "other")
+    with graph.inserting_after(other):
+        own = call(graph, aten.empty_like.default, other, name="own")
+    with graph.inserting_after(own):
+        filled = call(graph, aten.fill_.Scalar, own, 1.0)
+    with graph.inserting_after(filled):
+        call(graph, aten.sub_.Tensor, call(graph, aten.view.default, filled, [-1]), 0.5)
+    view, sub = graph.find_nodes(op="call_function", target=aten.view.default), aten.sub_.Tensor
+    filled.append(view[0])
+    (written,) = graph.find_nodes(op="call_function", target=sub)
+    view[0].append(written)
+    finish_gradients(graph)
+    order = [node.name for node in graph.nodes]
+    for scaled in graph.find_nodes(op="call_function", target=aten.mul.Tensor)[-2:]:
+        assert order.index(scaled.name) < order.index("own")
+
+
 def test_what_is_done_to_gradients_at_the_end_is_done_where_they_are_produced() -> None:
     """As a trace holds it: all derivatives, then for each gradient what was held, a share, and a conversion."""
     graph = Graph()

@@ -5,7 +5,7 @@ import operator
 
 from torch.fx import Graph, Node
 
-from compiled_ddp.passes.graph_edit import is_elementwise, returns_views
+from compiled_ddp.passes.graph_edit import is_elementwise, returns_views, written_arguments
 from compiled_ddp.passes.ops import sum_over_ranks
 from compiled_ddp.passes.schedule_collectives import mutates
 
@@ -54,31 +54,30 @@ def _needed(found: set[Node]) -> set[Node]:
     return {each for node in found for each in node.all_input_nodes if each not in found}
 
 
-def _written_by(write: Node) -> set[Node] | None:
-    """What has made the memory that it mutates; None where that is not known."""
-    arguments = zip(write.target._schema.arguments, write.args, strict=False)  # type: ignore[union-attr]
-    values = [
-        value for argument, value in arguments if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    nodes = [value for value in values if isinstance(value, Node)]
-    return {*map(_memory_of, nodes)} if nodes and len(nodes) == len(values) else None
+def _written_by(write: Node) -> set[Node | None]:
+    """What has made the memory that it mutates; None for what is not known."""
+    return {_memory_of(each) for each in written_arguments(write.target, write.args, write.kwargs) if each is not None}
 
 
-def _memory_of(value: Node) -> Node:
-    """What has made the memory in which a value lies."""
+def _memory_of(value: Node) -> Node | None:
+    """What has made the memory in which a value lies; None where that is not known."""
     while value.op == "call_function":
         source = value.args[0] if value.target is operator.getitem else value
-        if not isinstance(source, Node) or not returns_views(source) or not isinstance(source.args[0], Node):
+        assert isinstance(source, Node)
+        if not returns_views(source):
             break
-        value = source.args[0]
+        owner, *others = written_arguments(source.target, source.args, source.kwargs) or source.args[:1]
+        if others or not isinstance(owner, Node):
+            return None
+        value = owner
     return value
 
 
-def _may_meet(written: set[Node] | None, memory: set[Node]) -> bool:
+def _may_meet(written: set[Node | None], memory: set[Node | None]) -> bool:
     """Inputs of the graph may share theirs."""
-    if written is None or not written.isdisjoint(memory):
+    if None in written | memory or not written.isdisjoint(memory):
         return True
-    return any(node.op == "placeholder" for node in written) and any(node.op == "placeholder" for node in memory)
+    return all(any(node is not None and node.op == "placeholder" for node in each) for each in (written, memory))
 
 
 def _between(gradient: Node, reduction: Node) -> set[Node]:

@@ -57,10 +57,11 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
 
         arrived -> wait -> put_together -> getitem -> ...          ... -> share -> cat -> all_gather -> output
 
-    (gloo: an exchange, see `scatter_buckets`). The last outputs are what is launched of all buckets, of each
-    what is gathered, which is memory that nothing else may come to lie in before the wait, and whether that is sound.
+    (gloo: an exchange, see `scatter_buckets`). The last outputs are what is launched of all buckets, of each what is
+    gathered, which is memory that nothing else may come to lie in before the wait, and whether that is sound.
 
-    In the same way `summed_before` becomes `taken_apart`, and an update that is made of its results one of each bucket.
+    In the same way `summed_before` becomes `taken_apart`, or parts of what has arrived of a bucket that is whole, and
+    an update that is made of its results one of each bucket.
     """
     buckets = buckets_to_gather(plan)
     for before in graph.find_nodes(op="call_function", target=gathered_before):

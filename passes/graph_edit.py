@@ -99,6 +99,18 @@ def copies_into(result: Node, into: Node) -> list[Node]:
     return found if into.op == "placeholder" and not value.users else []
 
 
+def written_arguments(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Those of a call's arguments that the operator `target` writes to, of lists every element."""
+    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
+        return []
+    found = list[Any]()
+    for place, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, list | tuple) else [value]
+    return found
+
+
 def is_elementwise(node: Node) -> bool:
     """Whether each element that a node returns is made of those at its place, and by no chance."""
     target = node.target

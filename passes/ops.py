@@ -335,9 +335,9 @@ def number_of_exchange(bucket: Sequence[int], *, gathers: bool) -> int:
     return 2 * bucket[0] + 1 + gathers
 
 
-def exchange_gathers(operator: object, args: Sequence[Any]) -> bool:
-    """Whether an operator, called with these arguments, is an exchange that gathers."""
-    return operator in EXCHANGES and bool(args[2])
+def gathers(operator: object, args: Sequence[Any]) -> bool:
+    """Whether a launch by this operator, with these arguments, gathers."""
+    return operator is all_gather or (operator in EXCHANGES and bool(args[2]))
 
 
 def is_launch(node: torch.fx.Node, group_name: str) -> bool:

@@ -526,9 +526,8 @@ class CompiledStep:
         others = [(bucket, bucket.numel) for plan in plans if not plan.is_scattered for bucket in plan.buckets]
         wanted = *lent, *others
         memory = self._memory.setdefault(wanted, [empty(*each) for each in wanted])
-        return FlatBuffers(
-            memory, {bucket: place for place, (bucket, numel) in enumerate(lent) if numel == bucket.numel}
-        )
+        of_whole = [(bucket, place) for place, (bucket, numel) in enumerate(lent) if numel == bucket.numel]
+        return FlatBuffers(memory, dict(of_whole))  # the later place of two: what comes of a bucket, not what is sent
 
     @contextlib.contextmanager
     def _telling(self, session: Session | None = None, unit: Unit | None = None) -> Iterator[None]:

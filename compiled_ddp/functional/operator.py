@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compiled_ddp.functional.shares import added, launch_scatter
+from compiled_ddp.functional.shares import added, launch_scatter, rows_of_bucket
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.passes.ops import all_reduce_in_place, wait_tensor
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
@@ -93,14 +93,16 @@ def _sum_over_ranks(
     name, launched = _bucket_name.get(), []
     for position, bucket in enumerate(plan.buckets):
         with profiled("fold", name, position):
-            if bucket.ranks == 1:
+            if bucket.ranks > 1:
+                flat = rows_of_bucket(bucket, gradients)
+            else:
                 parts = [gradients[index].reshape(-1) for index in bucket.indices]
                 if bucket.riders is not None:
                     parts += [part.to(bucket.device).reshape(-1) for part in (leading, used, *passengers)]
                 flat = torch.cat(parts)
         with profiled("launch", name, position):
             if bucket.ranks > 1:
-                launched.append(launch_scatter(bucket, gradients, group_name, scattered_by))
+                launched.append(launch_scatter(bucket, flat, group_name, scattered_by))
             else:
                 launched.append(all_reduce_in_place(flat, "sum", group_name))
     views: dict[int, Tensor] = {}

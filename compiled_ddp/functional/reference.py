@@ -15,8 +15,8 @@ from compiled_ddp.graph.reference import (
     ReferenceGraph,
     RoundingAtRandom,
     rounded,
-    written_arguments,
 )
+from compiled_ddp.passes.graph_edit import written_arguments
 from compiled_ddp.passes.ops import meets_other_ranks, sum_over_ranks
 from compiled_ddp.passes.schedule_collectives import draws_random_numbers
 

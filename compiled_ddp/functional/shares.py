@@ -54,12 +54,8 @@ def own_row(tensor: Tensor, ranks: int, rank: Tensor) -> Tensor:
 # ---- over ranks ------------------------------------------------------------------------------------------------------
 
 
-def launch_scatter(bucket: Bucket, tensors: Sequence[Tensor], group_name: str, by: str) -> Tensor:
-    """Start to sum the rows of all ranks, each for the rank that it is of; `added` is what comes of it.
-
-    Of tensors by the places of the bucket's gradients.
-    """
-    rows = rows_of_bucket(bucket, tensors)
+def launch_scatter(bucket: Bucket, rows: Tensor, group_name: str, by: str) -> Tensor:
+    """Start to sum a bucket's rows of all ranks, each for the rank that it is of; `added` is what comes of it."""
     if by == "reduce_scatter":
         launched: Tensor = reduce_scatter(rows, "sum", bucket.ranks, group_name)
     else:

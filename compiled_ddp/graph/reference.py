@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from compiled_ddp import torch_private
 from compiled_ddp.graph.kept_state import random_state_kept
+from compiled_ddp.passes.graph_edit import written_arguments
 from compiled_ddp.passes.ops import meets_other_ranks
 
 _UNFUSED = ("flex_attention",)  # operators that need another order of memory where they are not compiled
@@ -139,19 +140,6 @@ def _may_return_its_arguments(target: object) -> bool:
     if not isinstance(target, OpOverload):
         return True
     return any(returned.alias_info is not None for returned in target._schema.returns)
-
-
-def written_arguments(target: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Those of a call's arguments that the operator `target` writes to, of lists every element."""
-    if not isinstance(target, OpOverload) or not target._schema.is_mutable:
-        return []
-    written = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(target._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    leaves: list[Any] = torch_private.trees.flatten(written)[0]
-    return leaves
 
 
 def _hindrance(graph_module: GraphModule, may_communicate: bool) -> str:

@@ -9,16 +9,9 @@ import torch
 from torch.profiler import record_function
 
 from compiled_ddp import torch_private
-from compiled_ddp.passes.ops import EXCHANGES, exchange_gathers, exchange_into
+from compiled_ddp.passes.ops import LAUNCHES, exchange_into, gathers
 from compiled_ddp.plan import is_called
 
-_LAUNCHES = (
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.all_reduce_.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,  # of a bucket that is scattered, as the next ones
-    *EXCHANGES,
-)
-_GATHERS = (torch.ops._c10d_functional.all_gather_into_tensor.default,)
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _WITHOUT_DERIVATIVES = ("aten::", "prims::", "_c10d_functional::", "compiled_ddp::")  # in the kernels of operators
 
@@ -55,7 +48,6 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         self._group_name = group_name
         self._first_bucket = first_bucket
         self.launched = 0
-        self._launches = (*_LAUNCHES, *_GATHERS) if sees_gathers else _LAUNCHES
         self._sees_gathers = sees_gathers
         self._around_launch, self._around_wait, self._start = launch, wait, start
         self._bucket_at: dict[int, int] = {}  # address of a launched flat buffer -> bucket
@@ -70,7 +62,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         # AOTAutograd may compile a backward when it first runs, on fake tensors.
         if type(next(iter(args), None)) is not torch.Tensor:
             return func(*args, **kwargs)
-        if func in self._launches and is_called(args[-1], self._group_name) and self._is_seen(func, args):
+        if func in LAUNCHES and is_called(args[-1], self._group_name) and self._is_seen(func, args):
             bucket = self._first_bucket + self.launched
             self.launched += 1
             with self._around_launch(bucket, args[0]):
@@ -88,7 +80,7 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
             return func(*args, **kwargs)
 
     def _is_seen(self, func: Any, args: Any) -> bool:
-        return self._sees_gathers or not exchange_gathers(func, args)
+        return self._sees_gathers or not gathers(func, args)
 
 
 def start_collective(operator: Any, args: tuple[Any, ...]) -> torch.Tensor:

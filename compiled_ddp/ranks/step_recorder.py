@@ -10,14 +10,11 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
-from compiled_ddp.passes.ops import EXCHANGES, exchange_gathers
+from compiled_ddp.passes.ops import all_reduce, all_reduce_in_place, gathers
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.step_model import GATHERED_LATER, Kind, Mode
 from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, start_collective
 from compiled_ddp.ranks.recorder import BucketTimes, now, timing
-
-_OPERATORS = torch.ops._c10d_functional
-_ALL_REDUCES = (_OPERATORS.all_reduce.default, _OPERATORS.all_reduce_.default)
 
 
 @dataclass
@@ -114,11 +111,9 @@ class StepRecorder:
 
 
 def _kind(operator: Any, args: tuple[Any, ...]) -> Kind:
-    if operator in _ALL_REDUCES:
+    if operator in (all_reduce, all_reduce_in_place):
         return "all-reduce"
-    if operator in EXCHANGES:
-        return "gather" if exchange_gathers(operator, args) else "scatter"
-    return "scatter" if operator is _OPERATORS.reduce_scatter_tensor.default else "gather"
+    return "gather" if gathers(operator, args) else "scatter"
 
 
 def _positions(kind: Kind, plan: BucketPlan, mode: Mode) -> Sequence[int]:

@@ -240,7 +240,7 @@ def start_exchange(
     of 325 ms for 73 MiB on 1 Gbit/s, two ranks). Here each receipt is announced first.
     """
     if not (is_gloo(group) and received.is_cpu):
-        start_all_to_all(group, sent, received)
+        start_all_to_all(group, sent, received, number, arrived)
         return
     rank, ranks = group.rank(), group.size()
     rows, parts = received.view(ranks, -1), _parts(sent, received, ranks)
@@ -253,11 +253,24 @@ def start_exchange(
         torch._C._distributed_c10d._register_work(received, work)
 
 
-def start_all_to_all(group: dist.ProcessGroup, sent: torch.Tensor, received: torch.Tensor, *_: object) -> None:
+def start_all_to_all(
+    group: dist.ProcessGroup,
+    sent: torch.Tensor,
+    received: torch.Tensor,
+    _: int,
+    arrived: Callable[[], None] | None = None,
+) -> None:
     """Launch the same as the backend's own all-to-all."""
     parts = _parts(sent, received, group.size())
     work = group.alltoall_base(received, parts.reshape(-1), [], [])
     torch._C._distributed_c10d._register_work(received, work)
+    if arrived is not None:
+        _tell_of_end(work, arrived)
+
+
+def _tell_of_end(work: dist.Work, arrived: Callable[[], None]) -> None:
+    """Those of gloo's collectives tell when they have ended, by their futures."""
+    work.get_future().add_done_callback(lambda _: arrived())
 
 
 def _parts(sent: torch.Tensor, received: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -334,7 +347,7 @@ def start_in_graph(
         return operator(*args)  # type: ignore[no-any-return]
     result, work = start_sum_in_graph(group, operator, args)
     if work is not None:
-        work.get_future().add_done_callback(lambda _: arrived())
+        _tell_of_end(work, arrived)
     return result  # type: ignore[no-any-return]
 
 

@@ -116,6 +116,20 @@ def test_factor_stays_behind_what_writes_to_the_gradient() -> None:
     assert torch.equal(found[0], X) and torch.equal(found[1], 3 * X)
 
 
+def test_a_result_lies_in_what_it_was_written_to() -> None:
+    """By name, as `out`: not in the first argument."""
+    graph = step(returns="seed")
+    gradient = next(node for node in graph.nodes if node.name == "gradient")
+    with graph.inserting_before(gradient):
+        own = call(graph, aten.empty_like.default, *gradient.args[1:])
+    gradient.target, gradient.kwargs = aten.mul.out, {"out": own}
+    with graph.inserting_after(gradient):
+        call(graph, aten.mul_.Tensor, own, 2.0)
+    finish_gradients(graph)
+    found = run(graph)
+    assert torch.equal(found[0], X) and torch.equal(found[1], 3 * X)
+
+
 def test_what_is_written_elsewhere_holds_nothing_back() -> None:
     """As the derivative of SiLU, which fills memory of its own, and subtracts in it."""
     graph = step(returns="seed")

@@ -526,7 +526,7 @@ def test_a_new_graph_that_leaves_a_gradient_local_is_found_in_its_first_backward
 
 def _launches_not_seen(rank: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch_observer, "_LAUNCHES", ())
+        patch.setattr(launch_observer, "LAUNCHES", ())
         ddp = wrappers(BOTH)["compile_ddp"](Loss(), verify="always")
         _step(ddp, row_batch(rank))
         assert not pending(ddp), "by what it should launch, and what comes out"

@@ -23,15 +23,15 @@ SIZES_MIB = (3, 12, 73)  # a planned bucket, several, the embedding of 50,000 to
 
 
 def measure(turns: int, rank: Rank) -> dict[str, dict[str, float]]:
-    """On each rank: for each way the median milliseconds of each size, and of a step."""
-    from compiled_ddp.torch_private import groups
+    """On each rank: for each way the median milliseconds of each size, which is added up, and of a step."""
+    from compiled_ddp.torch_private import launches
 
-    ways: dict[str, Any] = {"all-to-all": groups.start_all_to_all, "exchange": groups.start_exchange}
+    ways: dict[str, Any] = {"all-to-all": launches.start_all_to_all, "exchange": launches.start_exchange}
     found: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
     times = [*(_alone(mib, rank) for mib in SIZES_MIB), _steps(rank)]
     for turn in range(turns):
         for way in [*ways][:: -1 if turn % 2 else 1]:
-            groups.start_exchange = ways[way]
+            launches.start_exchange = ways[way]
             for timed in times:
                 what, seconds = timed()
                 found[way].setdefault(what, []).append(seconds * 1e3)
@@ -42,16 +42,16 @@ def _alone(mib: int, rank: Rank) -> Callable[[], tuple[str, float]]:
     import torch
     import torch.distributed as dist
 
-    from compiled_ddp.passes.ops import exchange_into, wait_tensor
+    from compiled_ddp.passes.ops import exchange_of_sums_into, wait_tensor
 
     sent = torch.ones(mib * 2**18)
-    received = torch.empty_like(sent)
+    received, summed = torch.empty_like(sent), torch.empty(mib * 2**18 // RANKS)
 
     def timed() -> tuple[str, float]:
         rank.barrier()
         begin = time.perf_counter()
-        exchange_into(sent, received, False, 0, (), dist.group.WORLD.group_name)
-        wait_tensor(received)
+        exchange_of_sums_into(sent, received, summed, 0, (), dist.group.WORLD.group_name)
+        wait_tensor(summed)
         rank.barrier()
         return f"{mib} MiB", time.perf_counter() - begin
 

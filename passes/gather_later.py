@@ -57,8 +57,8 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
 
         arrived -> wait -> put_together -> getitem -> ...          ... -> share -> cat -> all_gather -> output
 
-    (gloo: an exchange, see `scatter_buckets`). The last outputs are what is launched of all buckets, of each what is
-    gathered, which is memory that nothing else may come to lie in before the wait, and whether that is sound.
+    (gloo: exchange_of_all). The last outputs are what is launched of all buckets, of each what is gathered, which is
+    memory that nothing else may come to lie in before the wait, and whether that is sound.
 
     In the same way `summed_before` becomes `taken_apart`, or parts of what has arrived of a bucket that is whole, and
     an update that is made of its results one of each bucket.

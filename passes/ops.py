@@ -30,10 +30,12 @@ where it is run as it is. `taken_apart` makes them of a bucket, each flat and of
 lists of them in, for each name of the state one behind the other, and in the same order out. `optimizer_step_` leaves
 it in place of what it was given.
 
-`exchange` sends each rank its equal part of what is `sent`, or, where it `gathers`, all of that; the result, flat, is
-what comes of each, in the order of ranks, when it has been awaited. Ranks tell exchanges apart by their `number`,
-`number_of_exchange`, and those of one number by the order in which they launch them. `exchange_into` receives into
-memory that there is, `after` another launch and what must have come before: by that a compiler knows their order.
+`exchange_of_sums` sends each rank its equal part of what is `sent`; the result, when it has been awaited, is the sum of
+what comes, in the order of ranks. `exchange_of_all` sends every rank this one's `share`; the result, flat, is that of
+each. Ranks tell exchanges apart by their `number`, `number_of_exchange`, and those of one number by the order in which
+they launch them. `exchange_of_sums_into` and `exchange_of_all_into` receive into memory that there is,
+`after` another launch and what must have come before: by that a compiler knows their order. What is awaited of them is
+`summed`, and `received`; both may have this rank's share of the sums where its own row of what is received would be.
 `fill_rows` makes a matrix with a row for each rank, which is a row of every part, in memory that there is.
 
 `add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value
@@ -180,12 +182,15 @@ def _taken_apart_fake(gathered: torch.Tensor, numels: Sequence[int], _: int) -> 
 
 
 torch.library.define("compiled_ddp::fill_rows", "(Tensor[] parts, Tensor(a!) into, int ranks) -> ()")
+torch.library.define("compiled_ddp::exchange_of_sums", "(Tensor sent, int ranks, int number, str group_name) -> Tensor")
+torch.library.define("compiled_ddp::exchange_of_all", "(Tensor share, int ranks, int number, str group_name) -> Tensor")
 torch.library.define(
-    "compiled_ddp::exchange", "(Tensor sent, int ranks, bool gathers, int number, str group_name) -> Tensor"
+    "compiled_ddp::exchange_of_sums_into",
+    "(Tensor sent, Tensor(a!) received, Tensor(b!) summed, int number, Tensor[] after, str group_name) -> ()",
 )
 torch.library.define(
-    "compiled_ddp::exchange_into",
-    "(Tensor sent, Tensor(a!) received, bool gathers, int number, Tensor[] after, str group_name) -> ()",
+    "compiled_ddp::exchange_of_all_into",
+    "(Tensor share, Tensor(a!) received, int number, Tensor[] after, str group_name) -> ()",
 )
 
 
@@ -199,13 +204,23 @@ def _fill_rows_fake(*_: object) -> None:
     return
 
 
-@torch.library.register_fake("compiled_ddp::exchange")
-def _exchange_fake(sent: torch.Tensor, ranks: int, gathers: bool, _: int, __: str) -> torch.Tensor:
-    return sent.new_empty(sent.numel() * (ranks if gathers else 1))
+@torch.library.register_fake("compiled_ddp::exchange_of_sums")
+def _exchange_of_sums_fake(sent: torch.Tensor, ranks: int, _: int, __: str) -> torch.Tensor:
+    return sent.new_empty(sent.numel() // ranks)
 
 
-@torch.library.register_fake("compiled_ddp::exchange_into")
-def _exchange_into_fake(*_: object) -> None:
+@torch.library.register_fake("compiled_ddp::exchange_of_all")
+def _exchange_of_all_fake(share: torch.Tensor, ranks: int, _: int, __: str) -> torch.Tensor:
+    return share.new_empty(share.numel() * ranks)
+
+
+@torch.library.register_fake("compiled_ddp::exchange_of_sums_into")
+def _exchange_of_sums_into_fake(*_: object) -> None:
+    return
+
+
+@torch.library.register_fake("compiled_ddp::exchange_of_all_into")
+def _exchange_of_all_into_fake(*_: object) -> None:
     return
 
 
@@ -314,14 +329,17 @@ optimizer_step_in_place = torch.ops.compiled_ddp.optimizer_step_.default
 all_reduce = torch.ops._c10d_functional.all_reduce.default
 all_reduce_in_place = torch.ops._c10d_functional.all_reduce_.default
 all_gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-exchange = torch.ops.compiled_ddp.exchange.default
-exchange_into = torch.ops.compiled_ddp.exchange_into.default
+exchange_of_sums = torch.ops.compiled_ddp.exchange_of_sums.default
+exchange_of_all = torch.ops.compiled_ddp.exchange_of_all.default
+exchange_of_sums_into = torch.ops.compiled_ddp.exchange_of_sums_into.default
+exchange_of_all_into = torch.ops.compiled_ddp.exchange_of_all_into.default
 fill_rows = torch.ops.compiled_ddp.fill_rows.default
 reduce_scatter = torch.ops._c10d_functional.reduce_scatter_tensor.default
 wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 
 PACKS = (pack, pack_into)
-EXCHANGES = (exchange, exchange_into)
+EXCHANGES = (exchange_of_sums, exchange_of_all, exchange_of_sums_into, exchange_of_all_into)
+GATHERS = (all_gather, exchange_of_all, exchange_of_all_into)
 LAUNCHES = (all_reduce, all_reduce_in_place, all_gather, *EXCHANGES, reduce_scatter)
 WAITS: tuple[OpOverload, ...] = (wait_tensor,)
 if hasattr(
@@ -335,9 +353,11 @@ def number_of_exchange(bucket: Sequence[int], *, gathers: bool) -> int:
     return 2 * bucket[0] + 1 + gathers
 
 
-def gathers(operator: object, args: Sequence[Any]) -> bool:
-    """Whether a launch by this operator, with these arguments, gathers."""
-    return operator is all_gather or (operator in EXCHANGES and bool(args[2]))
+def awaited_of(operator: object, args: Sequence[Any], result: Any) -> Any:
+    """What is to be awaited of a launch by this operator, which has this result: of some it is an argument."""
+    if operator is exchange_of_sums_into:
+        return args[2]
+    return args[1] if operator is exchange_of_all_into else result
 
 
 def is_launch(node: torch.fx.Node, group_name: str) -> bool:

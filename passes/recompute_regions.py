@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import emit
@@ -34,7 +35,7 @@ def recompute_regions(graph: Graph) -> None:
     """Let readers outside of a region read copies of its nodes, which stand before the first of those readers.
 
     Assumes a graph without mutations, but for its tail, in the order in which it was traced, whose nodes have `REGION`
-    in their meta. A region's results, and what it communicates, are kept and read as they are. So
+    in their meta. A region's results, what it communicates and what it draws are kept and read as they are. So
 
         input -> a -> b -> result -> ... -> gradient -> reader of a
 
@@ -81,12 +82,13 @@ def _label(node: Node, name: str) -> Any:
 
 
 def _kept(region: Sequence[Node]) -> set[Node]:
-    """The last node of each result, and collectives."""
+    """The last node of each result, and what would not be the same again: collectives, draws of default generators."""
     results = {_label(node, RESULT): node for node in region if _label(node, RESULT) is not None}
     kept = set(results.values())
     for node in region:
         collective = node.target is sum_over_ranks or getattr(node.target, "namespace", "") == "_c10d_functional"
-        if collective or (node.target is operator.getitem and node.args[0] in kept):
+        drawn = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+        if collective or drawn or (node.target is operator.getitem and node.args[0] in kept):
             kept.add(node)
     return kept
 

@@ -2,7 +2,7 @@
 
 A bucket that is scattered is a matrix with a row for each rank, in which a share of every gradient stands. Gloo's
 reduce-scatter is an all-reduce of the whole (pytorch 118911), and two of its all-gathers at once corrupt memory
-(`comm_hooks.Ranks`): there both are exchanges, as each rank adds up the rows that it is sent, in the order of ranks.
+(`comm_hooks.Ranks`): there both are exchanges, and each rank adds up the rows that it is sent, in the order of ranks.
 """
 
 import operator
@@ -16,7 +16,8 @@ from compiled_ddp.passes.graph_edit import emit, erase_with_results, results_of
 from compiled_ddp.passes.ops import (
     all_gather,
     all_reduce,
-    exchange,
+    exchange_of_all,
+    exchange_of_sums,
     gather_shares,
     is_launch,
     number_of_exchange,
@@ -43,8 +44,8 @@ def scatter_buckets(graph: Graph, plan: BucketPlan, *, reduction: Node, group_na
 
     becomes, for each bucket on its way,
 
-        gradient -> rows -> cat -> reduce_scatter -> wait -> slice       (gloo: exchange -> wait -> sum)
-        share -> cat -> all_gather -> wait -> slice                      (gloo: exchange in place of all_gather)
+        gradient -> rows -> cat -> reduce_scatter -> wait -> slice       (gloo: exchange_of_sums)
+        share -> cat -> all_gather -> wait -> slice                      (gloo: exchange_of_all)
 
     and the riders are summed before all buckets, so that an update knows whether their sums are sound. One in between
     becomes one of each bucket, unless it waits for all of them, as clipping does: then a bucket is updated and gathered
@@ -78,9 +79,8 @@ def _scatter(graph: Graph, plan: BucketPlan, reduction: Node, group_name: str) -
                 share = emit(graph, _aten.reshape.default, emit(graph, wait_tensor, launch), [-1])
             else:
                 number = number_of_exchange(bucket.indices, gathers=False)
-                launch = emit(graph, exchange, matrix, bucket.ranks, False, number, group_name)
-                received = emit(graph, _aten.view.default, emit(graph, wait_tensor, launch), [bucket.ranks, -1])
-                share = emit(graph, _aten.sum.dim_IntList, received, [0])
+                launch = emit(graph, exchange_of_sums, matrix, bucket.ranks, number, group_name)
+                share = emit(graph, wait_tensor, launch)
             for gradient, begin, end in bucket.shares:
                 if gradient in results:
                     part = emit(graph, _aten.slice.Tensor, share, 0, begin, end)
@@ -109,7 +109,7 @@ def emit_gather(graph: Graph, bucket: Bucket, shares: Sequence[Any], group_name:
     if by == "reduce_scatter":
         return emit(graph, all_gather, flat, bucket.ranks, group_name), flat
     number = number_of_exchange(bucket.indices, gathers=True)
-    return emit(graph, exchange, flat, bucket.ranks, True, number, group_name), flat
+    return emit(graph, exchange_of_all, flat, bucket.ranks, number, group_name), flat
 
 
 def split_updates(graph: Graph, plan: BucketPlan, sums: Mapping[int, Node]) -> None:

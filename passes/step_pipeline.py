@@ -129,11 +129,12 @@ class StepPipeline:
         others = sum(len(plan.buckets) for plan, _ in self.reductions if not plan.is_scattered)
         end = len(graph.find_nodes(op="placeholder")) - others
         for (plan, group_name), name in reversed([*zip(self.reductions, names, strict=True)]):
-            count = len(lent_memory(plan)) if plan.is_scattered else 0
-            memory = graph.find_nodes(op="placeholder")[end - count : end]
-            if memory:
-                lend_rows(graph, plan, memory=memory, group_names=(name, group_name))
-            end -= count
+            lent = lent_memory(plan) if plan.is_scattered else ()
+            begin = end - len(lent)
+            if lent:
+                inputs = graph.find_nodes(op="placeholder")[begin:end]
+                lend_rows(graph, plan, lent=dict(zip(lent, inputs, strict=True)), group_names=(name, group_name))
+            end = begin
 
 
 def _nobody(_: str, __: Graph) -> None:

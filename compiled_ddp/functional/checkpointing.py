@@ -10,10 +10,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function(*args, **kwargs)` and keep only its results; the backward recomputes intermediate values.
 
     Like jax.checkpoint, and like torch.utils.checkpoint, which torch.func refuses. The function may close over tensors
-    and draw from explicit generators, which then give the same numbers again; collectives in it run once. A nested call
-    belongs to the outer one. Inputs of `function` that are not arguments of the step are copied once.
+    and draw from explicit generators, which then give the same numbers again; what it draws from the default one, as
+    dropout does, is kept, and collectives in it run once. A nested call belongs to the outer one. Inputs of `function`
+    that are not arguments of the step are copied once. torch.utils.checkpoint does the same in a compiled step.
 
-    Raises RuntimeError outside of a compiled step, and for draws from the default generator.
+    Raises RuntimeError outside of a compiled step.
     """
     session = current_session()
     if session is None:

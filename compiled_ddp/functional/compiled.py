@@ -46,7 +46,7 @@ from compiled_ddp.graph.telling import compiling
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.options import check_compiler
 from compiled_ddp.passes.gather_later import buckets_to_gather
-from compiled_ddp.passes.lend_rows import lent_memory
+from compiled_ddp.passes.lend_rows import Lent, lent_memory
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
 from compiled_ddp.plan import Bucket, BucketPlan
@@ -58,12 +58,7 @@ from compiled_ddp.users_code import warn_user
 # ---- the memory that compiled steps pack their buckets into, kept from call to call ----------------------------------
 
 
-def empty(bucket: Bucket, numel: int) -> Tensor:
-    """Allocate memory for so many elements of a `bucket`, as for its flat buffer."""
-    return torch.empty(numel, dtype=bucket.dtype, device=bucket.device)
-
-
-Memory = dict[tuple[tuple[Bucket, int], ...], list[Tensor]]  # for buckets, of so many elements each
+Memory = dict[tuple[Lent, ...], list[Tensor]]  # of what has memory of its own
 
 
 class FlatBuffers:
@@ -73,13 +68,22 @@ class FlatBuffers:
     code tells: which results do is the same in every run of it, and is found in the first one.
     """
 
-    def __init__(self, memory: list[Tensor], received: Mapping[Bucket, int]) -> None:
-        """`memory` has a tensor for each bucket; other graphs may be given the same list.
-
-        For those that are scattered it has several, at the places `received` those into which comes what is gathered.
-        """
-        self.memory, self._received = memory, received
+    def __init__(self, lent: Sequence[Lent], kept: Memory, rank: int) -> None:
+        """What graphs on this `rank` that are `lent` the same are given is `kept` for all of them."""
+        owners = tuple(each for each in lent if each.what != "own row")
+        self._lent, self._rank = lent, rank
+        self.memory = kept.setdefault(owners, [*map(_empty, owners)])
+        self._received = {each.bucket: place for place, each in enumerate(owners) if each.what == "received"}
         self._leaving: list[int] | None = None  # the places of those that results are parts of; None before a run
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The memory, and rows of it."""
+        owned = iter(self.memory)
+        return [self._own_row(each.bucket) if each.what == "own row" else next(owned) for each in self._lent]
+
+    def _own_row(self, bucket: Bucket) -> Tensor:
+        return self.memory[self._received[bucket]].view(bucket.ranks, -1)[self._rank]
 
     def take_back(self, buckets: Sequence[Bucket], gathered: Sequence[Tensor]) -> None:
         """Take, for what is under way now, the memory of what was before: `gathered`, and is not any more."""
@@ -93,8 +97,14 @@ class FlatBuffers:
             held = {torch_private.tensors.memory_of(result) for result in results}
             places = range(len(self.memory))
             self._leaving = [n for n in places if torch_private.tensors.memory_of(self.memory[n]) in held]
-        for number in self._leaving:
-            self.memory[number] = torch.empty_like(self.memory[number])
+        with torch.inference_mode(False):
+            for number in self._leaving:
+                self.memory[number] = torch.empty_like(self.memory[number])
+
+
+def _empty(lent: Lent) -> Tensor:
+    with torch.inference_mode(False):  # a later call, outside of that mode, writes into it too
+        return torch.empty(lent.numel, dtype=lent.bucket.dtype, device=lent.bucket.device)
 
 
 # ---- compiled steps --------------------------------------------------------------------------------------------------
@@ -246,7 +256,7 @@ class _Runnable:
         """What the graph returns. It may have written to what is donated wherever it raises."""
         in_flight, flat_buffers = self._in_flight, self._flat_buffers
         gathered = [] if in_flight is None else in_flight.given_to(self._to_gather)
-        inputs = [*given, *gathered, *flat_buffers.memory]
+        inputs = [*given, *gathered, *flat_buffers.inputs]
         try:
             # Autocast's casts have been traced.
             with torch_private.tensors.without_autocast(), in_flight.awaited_by_graph() if in_flight else _NOTHING:
@@ -340,6 +350,8 @@ class CompiledStep:
     ) -> Any:
         """Call it outside of any other graph; `kept` are its first arguments. `recorder` is of its one reduction."""
         self._notice_another_world()
+        if torch.is_anomaly_enabled():
+            _warn_of_anomaly_mode()
         with self._telling():
             every = [*kept, Arguments((args, kwargs))]
             leaves = [*itertools.chain.from_iterable(each.leaves for each in every)]
@@ -472,8 +484,10 @@ class CompiledStep:
             )
             traced, to_gather = self._gathering_later(traced, session, plans)
             lends_rows = all(run.wanted.gathers_what_it_scatters for run in session.runs)
-            flat_buffers = self._flat_buffers_of([plan for plan, _ in plans], lends_rows=lends_rows)
-            traced = traced.add_inputs(flat_buffers.memory, "flat_buffer")
+            lent = [each for plan, _ in plans if plan.is_scattered and lends_rows for each in lent_memory(plan)]
+            lent += [Lent(bucket, "flat") for plan, _ in plans if not plan.is_scattered for bucket in plan.buckets]
+            flat_buffers = FlatBuffers(lent, self._memory, unit.communicators[0].rank if unit is not None else 0)
+            traced = traced.add_inputs(flat_buffers.inputs, "flat_buffer")
             pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True, lends_rows=lends_rows)
             identity = f"{pipeline.cache_identity} {torch_private.tracing.labels_of(traced.graph_module.graph)}"
             rewriting = torch_private.inductor.rewriting_step(pipeline.run, identity)
@@ -519,15 +533,6 @@ class CompiledStep:
         work = compile_once.work_on(traced.graph_module, traced.inputs, options, identity)
         waiting = functools.partial(slow_work, ("waiting", "waited"))
         return compile_once.in_turn(work, lambda owner: waiting(what=compile_once.waiting_for(owner)))
-
-    def _flat_buffers_of(self, plans: Sequence[BucketPlan], *, lends_rows: bool) -> FlatBuffers:
-        """What is compiled for other batches fills the same memory."""
-        lent = [each for plan in plans if plan.is_scattered and lends_rows for each in lent_memory(plan)]
-        others = [(bucket, bucket.numel) for plan in plans if not plan.is_scattered for bucket in plan.buckets]
-        wanted = *lent, *others
-        memory = self._memory.setdefault(wanted, [empty(*each) for each in wanted])
-        of_whole = [(bucket, place) for place, (bucket, numel) in enumerate(lent) if numel == bucket.numel]
-        return FlatBuffers(memory, dict(of_whole))  # the later place of two: what comes of a bucket, not what is sent
 
     @contextlib.contextmanager
     def _telling(self, session: Session | None = None, unit: Unit | None = None) -> Iterator[None]:
@@ -609,6 +614,14 @@ def _ambient(device_types: Set[str]) -> Hashable:
     autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     return autocast, torch.get_default_dtype(), torch.get_default_device(), is_deterministic
+
+
+@functools.cache
+def _warn_of_anomaly_mode() -> None:
+    warn_user(
+        "torch.autograd.detect_anomaly does not see a compiled step, whose graph has derivatives as operators: to "
+        "find where a NaN comes from, train some steps with compile_ddp(model) or EagerDDP(model) under it."
+    )
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compiled_ddp.functional.shares import added, launch_scatter, rows_of_bucket
+from compiled_ddp.functional.shares import launch_scatter, rows_of_bucket
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.passes.ops import all_reduce_in_place, wait_tensor
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
@@ -110,8 +110,7 @@ def _sum_over_ranks(
         with profiled("wait for", name, position):
             wait_tensor(flat)
         if bucket.ranks > 1:
-            share = added(flat, bucket)
-            views |= {index: share[begin:end] for index, begin, end in bucket.shares}
+            views |= {index: flat[begin:end] for index, begin, end in bucket.shares}
         else:
             views |= {gradient.index: gradient.view(flat) for gradient in bucket.gradients}
     riders = plan.riders.view(launched[plan.place_of_riders])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from compiled_ddp import torch_private
@@ -34,10 +33,7 @@ class RecomputedRegions:
         self._is_within = False
 
     def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The results of `function`, which are kept. Within another region it belongs to that one.
-
-        Raises RuntimeError where it draws from a default generator.
-        """
+        """The results of `function`, which are kept. Within another region it belongs to that one."""
         if self._is_within:
             return function(*args, **kwargs)
         self._is_within = True
@@ -50,18 +46,9 @@ class RecomputedRegions:
         leaves = [leaf for leaf in torch_private.trees.flatten(results)[0] if isinstance(leaf, Tensor)]
         kept = {torch_private.tracing.node_of(leaf) for leaf in (*leaves, *self._generators.states())}
         for node in nodes:
-            _refuse_if_random(node)
             result = {RESULT: node.name} if node in kept else {}
             node.meta["custom"] = node.meta.get("custom", {}) | {REGION: self._number} | result
         return results
-
-
-def _refuse_if_random(node: Node) -> None:
-    if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
-        raise RuntimeError(
-            f"a checkpointed function draws from the default generator ({node.target}), and would draw other numbers "
-            "when it is computed again: draw outside of it, or from an explicit generator."
-        )
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------

@@ -14,7 +14,8 @@ from compiled_ddp import torch_private
 from compiled_ddp.passes.ops import (
     all_gather,
     all_reduce,
-    exchange,
+    exchange_of_all,
+    exchange_of_sums,
     gather_shares,
     number_of_exchange,
     reduce_scatter,
@@ -55,27 +56,36 @@ def own_row(tensor: Tensor, ranks: int, rank: Tensor) -> Tensor:
 
 
 def launch_scatter(bucket: Bucket, rows: Tensor, group_name: str, by: str) -> Tensor:
-    """Start to sum a bucket's rows of all ranks, each for the rank that it is of; `added` is what comes of it."""
+    """Start to sum a bucket's rows of all ranks, each for the rank that it is of."""
     if by == "reduce_scatter":
         launched: Tensor = reduce_scatter(rows, "sum", bucket.ranks, group_name)
     else:
-        launched = exchange(rows, bucket.ranks, False, number_of_exchange(bucket.indices, gathers=False), group_name)
-    return launched
+        number = number_of_exchange(bucket.indices, gathers=False)
+        launched = exchange_of_sums(rows, bucket.ranks, number, group_name)
+    return launched.view(-1)
 
 
-@torch.library.impl("compiled_ddp::exchange_into", "CompositeExplicitAutograd")
-def _exchange_into(sent: Tensor, received: Tensor, _: bool, number: int, __: object, group_name: str) -> None:
-    torch_private.groups.start_exchange(torch_private.groups.group_called(group_name), sent, received, number)
+@torch.library.impl("compiled_ddp::exchange_of_sums", "CompositeExplicitAutograd")
+def _exchange_of_sums(sent: Tensor, ranks: int, number: int, group_name: str) -> Tensor:
+    return torch_private.launches.exchange_of_sums(torch_private.groups.group_called(group_name), sent, ranks, number)
 
 
-@torch.library.impl("compiled_ddp::exchange", "CompositeExplicitAutograd")
-def _exchange(sent: Tensor, ranks: int, gathers: bool, number: int, group_name: str) -> Tensor:
-    return torch_private.groups.exchanged(torch_private.groups.group_called(group_name), sent, ranks, gathers, number)
+@torch.library.impl("compiled_ddp::exchange_of_sums_into", "CompositeExplicitAutograd")
+def _exchange_of_sums_into(
+    sent: Tensor, received: Tensor, summed: Tensor, number: int, _: object, group_name: str
+) -> None:
+    group = torch_private.groups.group_called(group_name)
+    torch_private.launches.start_exchange_of_sums(group, sent, received, summed, number)
 
 
-def added(received: Tensor, bucket: Bucket) -> Tensor:
-    """This rank's row of the sum, of what a scatter of this bucket has brought: by an exchange a row of each rank."""
-    return received.view(-1, bucket.numel // bucket.ranks).sum(0)
+@torch.library.impl("compiled_ddp::exchange_of_all", "CompositeExplicitAutograd")
+def _exchange_of_all(share: Tensor, ranks: int, number: int, group_name: str) -> Tensor:
+    return torch_private.launches.exchange_of_all(torch_private.groups.group_called(group_name), share, ranks, number)
+
+
+@torch.library.impl("compiled_ddp::exchange_of_all_into", "CompositeExplicitAutograd")
+def _exchange_of_all_into(share: Tensor, received: Tensor, number: int, _: object, group_name: str) -> None:
+    torch_private.launches.start_exchange_of_all(torch_private.groups.group_called(group_name), share, received, number)
 
 
 def gather(share: Tensor, ranks: int, group_name: str, by: str, number: int = 0) -> Tensor:
@@ -83,7 +93,7 @@ def gather(share: Tensor, ranks: int, group_name: str, by: str, number: int = 0)
     if by == "reduce_scatter":
         gathered: Tensor = wait_tensor(all_gather(share, ranks, group_name))
     else:
-        gathered = wait_tensor(exchange(share, ranks, True, number, group_name))
+        gathered = wait_tensor(exchange_of_all(share, ranks, number, group_name))
     return gathered.view(ranks, -1)
 
 

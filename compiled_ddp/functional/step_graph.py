@@ -3,8 +3,9 @@
 What a graph has fixed is `Layout`: which parameters are trained, their groups and the groups' switches.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -372,7 +373,7 @@ def _loss_of(whole: WithLoss) -> Loss:
         copies = {name: buffer.clone() for name, buffer in written.buffers.items()}
         named = {**params, **read.others, **copies}
         tensors = {f"model.{name}": each for name, each in named.items()}
-        with _HoweverReached(whole.model, named):
+        with _HoweverReached(whole.model, named), _putting_back(whole):
             result = torch.func.functional_call(whole, tensors, given.batch, given.named)
         value, aux = _loss_and_more(result, whole)
         assert users_loss is whole.loss_fn
@@ -385,6 +386,19 @@ def _loss_of(whole: WithLoss) -> Loss:
 
     loss.__qualname__ = f"loss of {type(whole.model).__name__}"
     return loss
+
+
+@contextlib.contextmanager
+def _putting_back(whole: nn.Module) -> Iterator[None]:
+    """Modules hold what they held behind this: in one that has two names `functional_call` leaves other tensors."""
+    held: list[dict[str, Any]] = [each for m in whole.modules() for each in (m._parameters, m._buffers)]
+    before = [dict(each) for each in held]
+    try:
+        yield
+    finally:
+        for each, own in zip(held, before, strict=True):
+            each.clear()
+            each.update(own)
 
 
 class _HoweverReached(TorchFunctionMode):
@@ -401,6 +415,8 @@ class _HoweverReached(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = torch_private.trees.map_tensors(self._traced, (args, kwargs or {}))
+        if function is Tensor.requires_grad_:  # of activations, for autograd's checkpoints
+            return args[0]
         return function(*args, **kwargs)
 
     def _traced(self, tensor: Tensor) -> Tensor:

@@ -222,7 +222,7 @@ def trace(
         return [*_copied(memory, targets, kept), *of_session]
 
     inputs = [in_plain_memory(given[place]).detach() for place in places]
-    graph_module, constants, surroundings, set_first = _graph_of(step, flat, inputs, given)
+    graph_module, constants, surroundings, set_first = _graph_of(step, flat, inputs, given, session)
     surroundings.refuse_as_donated([leaf for leaf in given if id(leaf) in to_reuse])
     generators = session.generators.drawn(given)
     tensors = [*inputs, *constants]
@@ -257,7 +257,11 @@ _REQUIRES_GRAD: Callable[..., bool] = inspect.getattr_static(Tensor, "requires_g
 
 
 def _graph_of(
-    step: Callable[..., Any], flat: Callable[..., list[Tensor]], inputs: Sequence[Tensor], given: Sequence[Any]
+    step: Callable[..., Any],
+    flat: Callable[..., list[Tensor]],
+    inputs: Sequence[Tensor],
+    given: Sequence[Any],
+    session: Session,
 ) -> tuple[GraphModule, list[Tensor], Surroundings, list[tuple[nn.Module, str]]]:
     """The graph of `flat`, which calls `step` with the leaves `given`; the tensors that it closes over; what it met.
 
@@ -283,7 +287,8 @@ def _graph_of(
         return results
 
     try:
-        with modules_called() as called, refusing_optimizers(), emptying_caches(before):
+        checkpointing = torch_private.tracing.checkpointing_by(session.regions.call)
+        with modules_called() as called, refusing_optimizers(), emptying_caches(before), checkpointing:
             graph_module, constants = torch_private.tracing.trace_without_mutations(whole, inputs)
     except Exception as error:
         if torch_private.tracing.depends_on_values(error):
@@ -303,8 +308,9 @@ _REMEDIES = {
     "backward() called inside": "the step takes the gradients itself; return the loss without calling backward().",
     "support saved tensor hooks": "torch.utils.checkpoint goes by hooks that no graph has; call "
     "compiled_ddp.functional.checkpoint, which recomputes in the graph, or train with compile_ddp(model).",
-    "must override the setup_context": "an autograd.Function needs a setup_context for graphs, and so does what "
-    "register_full_backward_hook puts around a module; define it, remove the hook, or train with compile_ddp(model).",
+    "must override the setup_context": "an autograd.Function needs a setup_context for graphs; so does what "
+    "register_full_backward_hook puts around a module, and what torch makes of a custom operator's register_autograd. "
+    "Define it, remove the hook, let an autograd.Function call the operator, or train with compile_ddp(model).",
     "Tensor.requires_grad_()": "gradients within a loss are taken by torch.func.grad there, not by autograd.grad; or "
     "train with compile_ddp(model).",
     "mutate a captured Tensor": "a loss writes into what is no parameter or buffer of the model's (a teacher's "

@@ -17,7 +17,7 @@ from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
-from compiled_ddp.functional.shares import added, gather
+from compiled_ddp.functional.shares import gather
 from compiled_ddp.functional.wanted import Agreed, Arrival, Wanted, agreed_apart, describe
 from compiled_ddp.passes.ops import wait_tensor
 from compiled_ddp.plan import Bucket
@@ -443,8 +443,8 @@ class _Watched:
         if expected is None or result is None or expected.launched.recording is None:
             return
         bucket = expected.bucket
-        if bucket.ranks > 1:  # what an exchange brings is added up behind its wait
-            expected.launched.shares.append((bucket, added(result, bucket)))
+        if bucket.ranks > 1:
+            expected.launched.shares.append((bucket, result.flatten()))
         else:
             views = [gradient.view(result) for gradient in bucket.gradients]
             expected.launched.recording.come_out(bucket.indices, views)

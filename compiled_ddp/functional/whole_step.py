@@ -10,6 +10,7 @@ What is compiled stands in `step_graph`. Another layout is another graph, which 
 import contextlib
 import functools
 import os
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,8 @@ def _refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
 
 # ---- what users call -------------------------------------------------------------------------------------------------
 
+_one_thread = threading.RLock()
+
 
 class TrainingStep:
     """Made by `compile_step`: `loss = step(x, y)` does what this loop does under DDP, in one graph.
@@ -502,8 +505,13 @@ class TrainingStep:
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """What raises in here ends an update: its micro-batches do not belong to the next one."""
-        with contextlib.nullcontext() if self._in_flight is None else self._in_flight.within_step():
+        """What raises in here ends an update: its micro-batches do not belong to the next one.
+
+        One thread at a time: ranks whose threads come in another order are told so, where they launched at once before.
+        """
+        within = contextlib.nullcontext() if self._in_flight is None else self._in_flight.within_step()
+        # What is kept from call to call, as memory and the optimizer's state, is written in later calls.
+        with _one_thread, torch.inference_mode(False), within:
             try:
                 yield
             except BaseException:

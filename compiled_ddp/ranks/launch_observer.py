@@ -9,7 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from compiled_ddp import torch_private
-from compiled_ddp.passes.ops import LAUNCHES, exchange_into, gathers
+from compiled_ddp.passes.ops import GATHERS, LAUNCHES, awaited_of
 from compiled_ddp.plan import is_called
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -62,13 +62,13 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         # AOTAutograd may compile a backward when it first runs, on fake tensors.
         if type(next(iter(args), None)) is not torch.Tensor:
             return func(*args, **kwargs)
-        if func in LAUNCHES and is_called(args[-1], self._group_name) and self._is_seen(func, args):
+        if func in LAUNCHES and is_called(args[-1], self._group_name) and self._is_seen(func):
             bucket = self._first_bucket + self.launched
             self.launched += 1
             with self._around_launch(bucket, args[0]):
-                reduced = self._start(bucket, func, args)
-            self._bucket_at[reduced.data_ptr()] = bucket
-            return None if func is exchange_into else reduced
+                awaited = self._start(bucket, func, args)
+            self._bucket_at[awaited.data_ptr()] = bucket
+            return awaited if func._schema.returns else None
         if func is _WAIT and args[0].data_ptr() in self._bucket_at:
             with self._around_wait(self._bucket_at.pop(args[0].data_ptr())):
                 return func(*args, **kwargs)
@@ -79,14 +79,13 @@ class LaunchObserver(torch_private.autograd.DispatchMode):
         with torch_private.autograd.dispatched_by(self._keys_outside):
             return func(*args, **kwargs)
 
-    def _is_seen(self, func: Any, args: Any) -> bool:
-        return self._sees_gathers or not gathers(func, args)
+    def _is_seen(self, func: Any) -> bool:
+        return self._sees_gathers or func not in GATHERS
 
 
 def start_collective(operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
     """Launch a graph's collective; returns what is to be awaited."""
-    result = operator(*args)
-    awaited: torch.Tensor = args[1] if operator is exchange_into else result
+    awaited: torch.Tensor = awaited_of(operator, args, operator(*args))
     return awaited
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_ddp import torch_private
-from compiled_ddp.passes.ops import all_reduce, all_reduce_in_place, gathers
+from compiled_ddp.passes.ops import GATHERS, all_reduce, all_reduce_in_place
 from compiled_ddp.plan import BucketPlan
 from compiled_ddp.planning.step_model import GATHERED_LATER, Kind, Mode
 from compiled_ddp.ranks.launch_observer import UNNAMED, LaunchObserver, start_collective
@@ -88,12 +88,12 @@ class StepRecorder:
         return self._observer
 
     def _start(self, group: dist.ProcessGroup, number: int, operator: Any, args: tuple[Any, ...]) -> torch.Tensor:
-        transfer = self._note(_kind(operator, args))
+        transfer = self._note(_kind(operator))
         if transfer is None:
             return start_collective(operator, args)
         self._launched[number] = transfer
         transfer.times.begin("launch")
-        return torch_private.groups.start_in_graph(group, operator, args, transfer.times.arrive)
+        return torch_private.launches.start_in_graph(group, operator, args, transfer.times.arrive)
 
     def _note(self, kind: Kind) -> RecordedTransfer | None:
         """The next one of this kind, as all ranks launch them in one order; None for what is of no bucket."""
@@ -110,10 +110,10 @@ class StepRecorder:
         return UNNAMED if transfer is None else timing(transfer.times, "wait for", UNNAMED)
 
 
-def _kind(operator: Any, args: tuple[Any, ...]) -> Kind:
+def _kind(operator: Any) -> Kind:
     if operator in (all_reduce, all_reduce_in_place):
         return "all-reduce"
-    return "gather" if gathers(operator, args) else "scatter"
+    return "gather" if operator in GATHERS else "scatter"
 
 
 def _positions(kind: Kind, plan: BucketPlan, mode: Mode) -> Sequence[int]:

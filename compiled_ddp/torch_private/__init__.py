@@ -20,6 +20,7 @@ Beside `names`, which can be looked for, these are used:
 | `CompiledFunction._lazy_backward_info`, `bw_compiler` and `disable_amp` in that closure | compiling it again |
 | `torch._functorch.config` (`enable_autograd_cache`) | a graph that is not in AOTAutograd's cache |
 | `GraphModule._param_name_to_source`, `Node._dynamo_source` | compiling a captured graph again |
+| `__dynamo_disable` of `torch.utils.checkpoint.checkpoint` | what a whole step does in its place |
 | `torch._dynamo.eval_frame.OptimizeContext.callback` | how Python is set up while Dynamo captures |
 | the warning `torch._dynamo hit config.…` of the logger `torch._dynamo.convert_frame` | naming a recompile limit |
 | `MetricsContext._metrics` | which guard has failed, in messages; compiling a backward while a forward is compiled |
@@ -74,6 +75,7 @@ try:
         for_tests,
         groups,
         inductor,
+        launches,
         modules,
         optimizers,
         packing,
@@ -103,6 +105,7 @@ __all__ = [
     "for_tests",
     "groups",
     "inductor",
+    "launches",
     "modules",
     "names",
     "optimizers",

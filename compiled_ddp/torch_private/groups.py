@@ -1,13 +1,10 @@
 """Process groups, their stores and their collectives."""
 
 import contextlib
-import functools
 import operator
-import threading
 import unittest.mock
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -196,166 +193,10 @@ def with_own_connection(store: dist.Store) -> dist.Store:
     return clone
 
 
-def start_sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
-    """`dist.all_reduce(tensor, group=group, async_op=True)` without the checks of what a user may pass."""
-    work: dist.Work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], _sum())
-    return work
-
-
-def start_gather(group: dist.ProcessGroup, gathered: torch.Tensor, own: torch.Tensor) -> dist.Work:
-    """Launch `gathered` becoming every rank's `own`, one after the other in rank order; both have one dimension."""
-    work: dist.Work = group._allgather_base(gathered, own)
-    return work
-
-
-def start_sum_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...]) -> tuple[Any, dist.Work | None]:
-    """What a functional all-reduce of `group` returns, and its Work: what the operator keeps to itself.
-
-    The Work is None where it is no sum, and the operator has run.
-    """
-    tensor, kind, _ = args
-    if kind != "sum":
-        return operator(*args), None
-    if operator is not torch.ops._c10d_functional.all_reduce_.default:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    work = start_sum(group, tensor)
-    torch._C._distributed_c10d._register_work(tensor, work)  # for `wait_tensor`
-    return tensor, work
-
-
-def start_exchange(
-    group: dist.ProcessGroup,
-    sent: torch.Tensor,
-    received: torch.Tensor,
-    number: int,
-    arrived: Callable[[], None] | None = None,
-) -> None:
-    """Launch `received` becoming what each rank has sent this one, for `wait_tensor`, by which `sent` may be changed.
-
-    Each sends an equal part of it to every rank; or all of it, where what comes is that of as many ranks. `number` is
-    that of the exchange. `arrived` is called, by another thread, when all has come.
-
-    Gloo's all-to-all sends before it receives. It announces a receipt on the connection on which it sends, and on the
-    rank that comes last, behind all of that: one direction of the link idles while the other one is used (656 in place
-    of 325 ms for 73 MiB on 1 Gbit/s, two ranks). Here each receipt is announced first.
-    """
-    if not (is_gloo(group) and received.is_cpu):
-        start_all_to_all(group, sent, received, number, arrived)
-        return
-    rank, ranks = group.rank(), group.size()
-    rows, parts = received.view(ranks, -1), _parts(sent, received, ranks)
-    others = [(rank + distance) % ranks for distance in range(1, ranks)]
-    with _unseen_by_profilers():
-        receipts = [group.recv([rows[other]], other, number + 1) for other in others]  # 0 is that of `end_waits`
-        works = receipts + [group.send([parts[other]], other, number + 1) for other in others]
-    rows[rank].copy_(parts[rank])
-    for work in works if arrived is None else [_Awaited(works, len(receipts), arrived)]:
-        torch._C._distributed_c10d._register_work(received, work)
-
-
-def start_all_to_all(
-    group: dist.ProcessGroup,
-    sent: torch.Tensor,
-    received: torch.Tensor,
-    _: int,
-    arrived: Callable[[], None] | None = None,
-) -> None:
-    """Launch the same as the backend's own all-to-all."""
-    parts = _parts(sent, received, group.size())
-    work = group.alltoall_base(received, parts.reshape(-1), [], [])
-    torch._C._distributed_c10d._register_work(received, work)
-    if arrived is not None:
-        _tell_of_end(work, arrived)
-
-
-def _tell_of_end(work: dist.Work, arrived: Callable[[], None]) -> None:
-    """Those of gloo's collectives tell when they have ended, by their futures."""
-    work.get_future().add_done_callback(lambda _: arrived())
-
-
-def _parts(sent: torch.Tensor, received: torch.Tensor, ranks: int) -> torch.Tensor:
-    """What is for each rank, a row for each."""
-    return sent.view(ranks, -1) if sent.numel() == received.numel() else sent.view(1, -1).expand(ranks, -1)
-
-
-def exchanged(
-    group: dist.ProcessGroup,
-    sent: torch.Tensor,
-    ranks: int,
-    gathers: bool,
-    number: int,
-    arrived: Callable[[], None] | None = None,
-) -> torch.Tensor:
-    """Launch the same into new memory, which is returned; `sent` may be changed at once, as by compiled code."""
-    received = sent.new_empty(sent.numel() * (ranks if gathers else 1))
-    start_exchange(group, sent.clone(), received, number, arrived)
-    return received
-
-
-@contextlib.contextmanager
-def _unseen_by_profilers() -> Iterator[None]:
-    """What is sent, and received, within a profiler and awaited when that has ended writes into freed memory there."""
-    torch.autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch.autograd._enable_record_function(True)
-
-
-class _Awaited(dist.Work):
-    """Some that another thread awaits, and `arrived` is called behind the first so many: those of gloo do not tell."""
-
-    def __init__(self, works: Sequence[dist.Work], count: int, arrived: Callable[[], None]) -> None:
-        super().__init__()
-        self._done = Future[None]()
-        threading.Thread(target=self._await, args=(works, count, arrived), daemon=True).start()
-
-    def _await(self, works: Sequence[dist.Work], count: int, arrived: Callable[[], None]) -> None:
-        try:
-            for number, work in enumerate(works, 1):
-                work.wait()
-                if number == count:
-                    arrived()
-        except BaseException as error:  # for who waits
-            self._done.set_exception(error)
-        else:
-            self._done.set_result(None)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self._done.result()
-        return True
-
-
 def group_called(name: str) -> dist.ProcessGroup:
     """The process group that graphs call so."""
     group: dist.ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
     return group
-
-
-def start_in_graph(
-    group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...], arrived: Callable[[], None]
-) -> torch.Tensor:
-    """What is to be awaited of a functional collective of `group`; `arrived` is called when it has come, on gloo."""
-    if operator is torch.ops.compiled_ddp.exchange_into.default:
-        sent, into, _, number, *_ = args
-        start_exchange(group, sent, into, number, arrived)
-        return into  # type: ignore[no-any-return]
-    if operator is torch.ops.compiled_ddp.exchange.default:
-        sent, ranks, gathers, number, _ = args
-        return exchanged(group, sent, ranks, gathers, number, arrived)
-    if not is_gloo(group):
-        return operator(*args)  # type: ignore[no-any-return]
-    result, work = start_sum_in_graph(group, operator, args)
-    if work is not None:
-        _tell_of_end(work, arrived)
-    return result  # type: ignore[no-any-return]
-
-
-@functools.cache
-def _sum() -> Any:
-    options = distributed_c10d.AllreduceOptions()
-    options.reduceOp, options.asyncOp = dist.ReduceOp(dist.ReduceOp.SUM), True
-    return options
 
 
 def collectives_launched(group: dist.ProcessGroup) -> int:

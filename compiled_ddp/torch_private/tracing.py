@@ -1,8 +1,10 @@
 """Tracing a function into a graph without running it."""
 
 import contextlib
+import inspect
+import unittest.mock
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +109,8 @@ def labels_of(graph: torch.fx.Graph) -> list[tuple[str, str]]:
 def outside_of_traces() -> Iterator[None]:
     """In here operators run at once, on tensors with values, whatever is traced or transformed around."""
     if not (
-        torch._C._len_torch_dispatch_stack()
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
         or _len_torch_dispatch_stack_pre_dispatch()
         or torch._C._functorch.peek_interpreter_stack() is not None
     ):  # as in most calls: what is below takes 20 us
@@ -115,9 +118,15 @@ def outside_of_traces() -> Iterator[None]:
             yield
         return
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.overrides import _pop_mode_temporarily
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with temporarily_clear_interpreter_stack(), _disable_current_modes(), torch.no_grad():
+    with contextlib.ExitStack() as stack:
+        for _ in range(torch._C._len_torch_function_stack()):  # modes that a trace sees tensors by, or a user's
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(torch.no_grad())
         yield
 
 
@@ -126,16 +135,46 @@ def trace_without_mutations(
 ) -> tuple[GraphModule, list[torch.Tensor]]:
     """The graph of `function`, which takes tensors and returns a list of them, below all transforms of torch.func.
 
-    What it closes over becomes further inputs, which are returned. Nothing is computed.
+    What it closes over becomes further inputs, which are returned. Nothing is computed. Libraries are told that this is
+    a compiler, as torch.export tells them: transformers looks at the values of a mask otherwise.
     """
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    with _traceable_zeros(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+    told = unittest.mock.patch.object(torch.compiler, "_is_compiling_flag", True)
+    # Anomaly mode looks for NaN in gradients, which have no values here.
+    unseen = torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
+    zeros, fake = _traceable_zeros(), FakeTensorMode(allow_non_fake_inputs=True)
+    with told, unseen, zeros, fake as mode, torch.no_grad():
         graph_module: GraphModule = make_fx(function)(*(mode.from_tensor(value) for value in inputs))
     for node in graph_module.graph.find_nodes(op="call_function", target=_aten._efficientzerotensor.default):
         node.target = _aten.zeros.default
     return graph_module, _lift_constants(graph_module)
+
+
+@contextlib.contextmanager
+def checkpointing_by(call: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]) -> Iterator[None]:
+    """In here `torch.utils.checkpoint.checkpoint(function, *args)` is `call(function, args, kwargs)`.
+
+    However that is reached: models keep the function, or a partial of it. It looks at what Dynamo is to leave alone.
+    """
+    from torch.utils import checkpoint
+
+    def called(
+        function: Callable[..., Any],
+        *args: Any,
+        use_reentrant: object = None,
+        context_fn: object = None,
+        determinism_check: object = None,
+        debug: object = None,
+        early_stop: object = None,
+        preserve_rng_state: object = None,
+        **kwargs: Any,
+    ) -> Any:
+        return call(function, args, kwargs)
+
+    with unittest.mock.patch.object(inspect.unwrap(checkpoint.checkpoint), "__dynamo_disable", called, create=True):
+        yield
 
 
 def depends_on_values(error: BaseException) -> bool:

@@ -133,9 +133,6 @@ def test_checkpoints_compose(ranks2: RankPool, backend: str, what: Sequence[str]
     ranks2.run(_on_ranks, backend, what, **LIMITS)
 
 
-def test_what_would_not_be_the_same_again_is_refused() -> None:
-    dropped = ddp.compile(lambda x: ddp.checkpoint(F.dropout, x), backend="aot_eager")
-    with pytest.raises(RuntimeError, match=r"draws from the default generator \(aten.bernoulli"):
-        dropped(torch.ones(3))
+def test_eager_calls_are_refused() -> None:
     with pytest.raises(RuntimeError, match="call it within a step of"):
         ddp.checkpoint(torch.sin, torch.ones(3))

@@ -132,16 +132,17 @@ def test_inductors_code_gives_the_same_bits_as_without(ranks2: RankPool, way: st
 
 
 def _keeps_memory(rank: int, way: str, backend: str) -> None:
-    """What is under way comes into one of two pieces of memory in turn, and is sent from one."""
+    """What is under way comes into one of two pieces of memory in turn, and is sent from this rank's row of it."""
     with pipelining(way):
         step, _ = both("AdamW", backend=backend, bucket_cap_mb=0.0001)
-    came, went = list[list[int]](), list[list[int]]()
+    came = list[list[int]]()
     for n in range(14):  # the first ones are proven
         step(*batch(rank, n))
-        came.append([each.data_ptr() for each in step._in_flight._gathered])
-        went.append([each.data_ptr() for each in step._in_flight._sent])
-    assert len(came[-1]) > 1 and came[-5:-2] == came[-3:] and went[-2] == went[-1]
-    assert {*came[-1]}.isdisjoint(came[-2]) and {*went[-1]}.isdisjoint((*came[-1], *came[-2]))
+        in_flight = step._in_flight
+        came.append([each.data_ptr() for each in in_flight._gathered])
+        for flat, own, bucket in zip(in_flight._gathered, in_flight._sent, in_flight._buckets, strict=True):
+            assert n < 4 or own.data_ptr() == flat.view(bucket.ranks, -1)[rank].data_ptr()
+    assert len(came[-1]) > 1 and came[-5:-2] == came[-3:] and {*came[-1]}.isdisjoint(came[-2])
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -156,19 +157,20 @@ def _launches(rank: int, way: str) -> None:
         step, loop = both("AdamW", backend="inductor", bucket_cap_mb=0.0)
     (source, *_) = for_tests.generated_code(lambda: step(*batch(rank, 0)))
     loop.step(*batch(rank, 0))
-    found = re.findall(r"exchange_into\.default\((\w+), (\w+), (True|False), \d+, \[(\w+)", source)
-    scattered, gathered = ([each for each in found if each[2] == kind] for kind in ("False", "True"))
+    launch = r"exchange_of_(sums|all)_into\.default\((\w+), ([\w, ]+), \d+, \[(\w+)"
+    found = [(kind, sent, *into.split(", "), after) for kind, sent, into, after in re.findall(launch, source)]
+    scattered, gathered = ([each for each in found if each[0] == kind] for kind in ("sums", "all"))
     buckets = len(step._explained[1].reductions[0].plan.of_gradients)
     assert len(scattered) == buckets > 3 and found == [*scattered, *gathered]
-    assert [each[1] for each in gathered] == [each[1] for each in scattered[::-1]], "in the same memory"
-    assert {sent for sent, *_ in gathered}.isdisjoint(sent for sent, *_ in scattered)
+    assert [each[2] for each in gathered] == [each[2] for each in scattered[::-1]], "in the same memory"
+    assert (way == "sums") == ([each[1] for each in gathered] == [each[3] for each in scattered[::-1]]), "as they are"
     copies = "fill_rows" in source, "taken_apart" in source
     assert copies == (way == "shares", False), "gradients are produced where they are sent from"
-    assert [after for *_, after in found[1:]] == [received for _, received, *_ in found[:-1]]
-    awaited = re.findall(r"wait_tensor\.default\((\w+)\)|exchange_into\.default\((\w+)", source)
+    assert [after for *_, after in found[1:]] == [into for *_, into, _ in found[:-1]]
+    awaited = re.findall(r"wait_tensor\.default\((\w+)\)|(?:sums|all)_into\.default\((\w+)", source)
     first_launch = next(n for n, (_, sent) in enumerate(awaited) if sent)
     assert first_launch == buckets, "what the step before has left is awaited by the forward"
-    assert [name for name, _ in awaited if name][-buckets:] == [received for _, received, *_ in scattered]
+    assert [name for name, _ in awaited if name][-buckets:] == [summed for _, _, _, summed, _ in scattered]
     assert_same(step, loop)
 
 

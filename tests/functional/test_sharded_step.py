@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from compiled_ddp import compile_step
 from compiled_ddp.functional import unit
 from compiled_ddp.passes import scatter_buckets
-from compiled_ddp.passes.ops import exchange_into, wait_tensor
+from compiled_ddp.passes.ops import exchange_of_sums_into, wait_tensor
 from ranks import RankError, RankPool
 
 sharding = functools.partial(whole.stepping_with, shard_optimizer=True)
@@ -374,13 +374,13 @@ def test_a_graph_that_scatters_something_else_is_an_error_on_every_rank(ranks2: 
 
 
 def _sums_up_wrongly(rank: int) -> str:
-    """What rank 0 is sent by rank 1 comes to nothing."""
+    """The half of what comes of rank 0's sums is nothing."""
     start = unit._Watched.start
 
     def half(self: Any, number: int, operator: Any, args: Any) -> Tensor:
         result = start(self, number, operator, args)
-        if operator is exchange_into and rank == 0:
-            wait_tensor(result).view(2, -1)[1].zero_()
+        if operator is exchange_of_sums_into and rank == 0:
+            wait_tensor(result).view(-1)[::2].zero_()
         return result
 
     return _told(rank, unit._Watched, "start", half)

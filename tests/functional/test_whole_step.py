@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -328,6 +329,48 @@ def _two_steps(rank: int) -> None:
 
 def test_two_models_take_turns(ranks2: RankPool) -> None:
     ranks2.run(_two_steps)
+
+
+def _in_inference_mode(rank: int) -> None:
+    """Around some calls: what is kept from call to call is memory like any other."""
+    step, loop = both("AdamW", bucket_cap_mb=0.0)
+    for n in range(6):
+        with torch.inference_mode(n in (0, 1, 4)):
+            found = step(*batch(rank, n))
+        torch.testing.assert_close(found.clone(), loop.step(*batch(rank, n)))
+    assert_same(step, loop)
+
+
+def test_inference_mode_around_some_calls_changes_nothing(ranks2: RankPool) -> None:
+    ranks2.run(_in_inference_mode)
+
+
+def _in_two_threads(rank: int) -> list[str]:
+    """Two steps of two groups, whose first calls come in the same order, and the others in two threads."""
+    made = [both("SGD", process_group=dist.new_group()) for _ in range(2)]
+    for step, _ in made:
+        step(*batch(rank, 0))
+    errors = list[str]()
+
+    def run(step: Any) -> None:
+        for n in range(1, 5):
+            try:
+                step(*batch(rank, n))
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(step,)) for step, _ in made[:: 1 if rank == 0 else -1]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_steps_of_two_threads_end(ranks2: RankPool) -> None:
+    """Where they come in another order on another rank that is an error, and no hang."""
+    for errors in ranks2.run(_in_two_threads, timeout_seconds=60, collective_timeout_seconds=30):
+        assert all("the communicator is" in each or "launched something else" in each for each in errors), errors
 
 
 class Images(nn.Sequential):

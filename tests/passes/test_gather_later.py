@@ -9,12 +9,15 @@ from torch.fx import Graph, Node
 from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.functional.shares import rows_of
 from compiled_ddp.passes.gather_later import arrive_in_place, buckets_to_gather, gather_later
+from compiled_ddp.passes.lend_rows import Lent, lent_memory
 from compiled_ddp.passes.ops import (
     LAUNCHES,
     all_gather,
     all_reduce,
-    exchange,
-    exchange_into,
+    exchange_of_all,
+    exchange_of_all_into,
+    exchange_of_sums,
+    exchange_of_sums_into,
     gathered_before,
     optimizer_step,
     optimizer_step_in_place,
@@ -63,6 +66,16 @@ def step_graph(by: str, lengths: tuple[int, ...] = (1, 1)) -> Graph:
     return graph
 
 
+def with_memory(graph: Graph, planned: BucketPlan) -> dict[Lent, Node]:
+    """Inputs behind all others, which have the names of what they are for."""
+    lent = lent_memory(planned)
+    *_, last = graph.find_nodes(op="placeholder")
+    for each in reversed(lent):
+        with graph.inserting_after(last):
+            graph.placeholder(f"{each.what.replace(' ', '_')}_{planned.of_gradients.index(each.bucket)}")
+    return dict(zip(lent, graph.find_nodes(op="placeholder")[-len(lent) :], strict=True))
+
+
 def order(graph: Graph) -> list[object]:
     """Of what communicates, and of products; waits for inputs as their names."""
     found: list[object] = []
@@ -70,14 +83,14 @@ def order(graph: Graph) -> list[object]:
         if node.target is wait_tensor:
             awaited: Node = node.args[0]
             found.append(awaited.name if awaited.op == "placeholder" else wait_tensor)
-        elif node.target in (all_reduce, all_gather, exchange, reduce_scatter, aten.mul.Tensor):
+        elif node.target in (*LAUNCHES, aten.mul.Tensor):
             found.append(node.target)
     return found
 
 
 @pytest.mark.parametrize(
     ("by", "scatters", "gathers"),
-    [("exchange", exchange, exchange), ("reduce_scatter", reduce_scatter, all_gather)],
+    [("exchange", exchange_of_sums, exchange_of_all), ("reduce_scatter", reduce_scatter, all_gather)],
 )
 def test_each_bucket_is_awaited_where_it_is_read_and_gathered_behind_all_others(
     by: str, scatters: object, gathers: object
@@ -96,7 +109,7 @@ def test_nothing_of_what_departs_is_awaited_and_its_memory_is_kept() -> None:
     graph = step_graph("exchange")
     (outputs,) = graph.output_node().args
     launched, sent = outputs[2:4], outputs[4:6]
-    assert [each.target for each in launched] == [exchange, exchange]
+    assert [each.target for each in launched] == [exchange_of_all] * 2
     assert [each.args[0] for each in launched] == [*sent]
     assert not any(user.target is wait_tensor for each in launched for user in each.users)
 
@@ -225,17 +238,15 @@ def test_each_bucket_is_updated_where_the_forward_reads_it() -> None:
 def test_numbers_are_summed_before_anything_is_gathered(lends: bool) -> None:
     """As by a rank that has failed, which sends zeros."""
     graph = deferred_graph(sums=True)
-    *_, last = graph.find_nodes(op="placeholder")
-    for number in range(4 * lends):
-        with graph.inserting_after(last):
-            graph.placeholder(f"memory_{number}")
-    StepPipeline(((plan(), "g"),), lent=lends).run(graph)
-    scatters = gathers = [exchange_into if lends else exchange] * 2
-    launched = [node.target for node in graph.nodes if node.target in LAUNCHES]
-    assert launched == [all_reduce, *scatters, all_reduce, *gathers]
     if lends:
-        *_, first, _ = graph.find_nodes(op="call_function", target=exchange_into)
-        assert [each.target for each in first.args[4]] == [all_reduce], "by which a compiler knows"
+        with_memory(graph, plan())
+    StepPipeline(((plan(), "g"),), lent=lends).run(graph)
+    scatters, gathers = (exchange_of_sums_into, exchange_of_all_into) if lends else (exchange_of_sums, exchange_of_all)
+    launched = [node.target for node in graph.nodes if node.target in LAUNCHES]
+    assert launched == [all_reduce, *[scatters] * 2, all_reduce, *[gathers] * 2]
+    if lends:
+        first, _ = graph.find_nodes(op="call_function", target=gathers)
+        assert [each.target for each in first.args[3]] == [all_reduce], "by which a compiler knows"
 
 
 def test_sums_that_are_whole_are_read_where_they_have_arrived() -> None:
@@ -251,8 +262,9 @@ def test_sums_that_are_whole_are_read_where_they_have_arrived() -> None:
     (packed,) = graph.find_nodes(op="call_function", target=pack)
     *gradients, filler = packed.args[0]
     assert len(gradients) == 2 and filler.args[:2] == ([1], 0.0)
-    (scatter, gather) = graph.find_nodes(op="call_function", target=exchange)
-    assert scatter.args[:4] == (packed, 2, False, 3) and gather.args[1:4] == (2, True, 4)
+    (scatter,) = graph.find_nodes(op="call_function", target=exchange_of_sums)
+    (gather,) = graph.find_nodes(op="call_function", target=exchange_of_all)
+    assert scatter.args[:3] == (packed, 2, 3) and gather.args[1:3] == (2, 4)
 
 
 def test_one_whose_old_values_are_read_makes_others() -> None:

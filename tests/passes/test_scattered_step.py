@@ -11,7 +11,8 @@ from compiled_ddp.passes.ops import (
     LAUNCHES,
     all_gather,
     all_reduce,
-    exchange,
+    exchange_of_all,
+    exchange_of_sums,
     gather_shares,
     optimizer_step,
     optimizer_step_in_place,
@@ -66,7 +67,7 @@ def targets(graph: Graph, among: tuple[object, ...]) -> list[object]:
 
 @pytest.mark.parametrize(
     ("by", "scatters", "gathers"),
-    [("exchange", exchange, exchange), ("reduce_scatter", reduce_scatter, all_gather)],
+    [("exchange", exchange_of_sums, exchange_of_all), ("reduce_scatter", reduce_scatter, all_gather)],
 )
 def test_each_bucket_is_scattered_updated_and_gathered(by: str, scatters: object, gathers: object) -> None:
     graph = step_graph(by)
@@ -83,7 +84,7 @@ def test_each_bucket_is_scattered_updated_and_gathered(by: str, scatters: object
 def test_one_bucket_of_both_is_updated_at_once() -> None:
     graph = step_graph("exchange")
     StepPipeline(((plan((2,)), "g"),)).run(graph)
-    assert targets(graph, LAUNCHES) == [all_reduce, exchange, exchange]
+    assert targets(graph, LAUNCHES) == [all_reduce, exchange_of_sums, exchange_of_all]
     (update,) = graph.find_nodes(op="call_function", target=optimizer_step)
     assert len(update.args[0]) == 2
 
@@ -91,7 +92,8 @@ def test_one_bucket_of_both_is_updated_at_once() -> None:
 def test_clipping_waits_for_all_and_comes_before_the_gathers() -> None:
     graph = step_graph("exchange", clips=True)
     StepPipeline(((plan((1, 1)), "g"),)).run(graph)
-    assert targets(graph, LAUNCHES) == [all_reduce, exchange, exchange, all_reduce, exchange, exchange]
+    scatters, gathers = [exchange_of_sums] * 2, [exchange_of_all] * 2
+    assert targets(graph, LAUNCHES) == [all_reduce, *scatters, all_reduce, *gathers]
     assert len(graph.find_nodes(op="call_function", target=optimizer_step)) == 1
 
 

@@ -353,12 +353,15 @@ class CompiledStep:
         if torch.is_anomaly_enabled():
             _warn_of_anomaly_mode()
         with self._telling():
-            every = [*kept, Arguments((args, kwargs))]
+            own = Arguments((args, kwargs))
+            if not own.are_fit and torch_private.trees.open_user_dicts(own.leaves):
+                own = Arguments((args, kwargs))
+            every = [*kept, own]
             leaves = [*itertools.chain.from_iterable(each.leaves for each in every)]
             args = *(each.tree for each in kept), *args
             if self._donations is not None:
                 self._donations.refuse(_name_of(self._step), leaves, functools.partial(self._named, args, kwargs))
-            if not every[-1].are_fit:
+            if not own.are_fit:
                 raise self._unfit(args, kwargs)
             around = self._around(every)
             runnable = self._chosen_before(every, leaves, around)

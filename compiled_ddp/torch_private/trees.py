@@ -1,6 +1,8 @@
 """Pytrees: nested containers of tensors, as torch.func takes them."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections import UserDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +17,26 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     return _pytree.tree_unflatten(leaves, structure)
+
+
+def open_user_dicts(leaves: Sequence[Any]) -> bool:
+    """From now on those of their classes are containers, as batches of transformers; returns whether there are any."""
+    kinds = {type(leaf) for leaf in leaves if isinstance(leaf, UserDict)}
+    for kind in kinds:
+        _pytree.register_pytree_node(
+            kind,
+            lambda tree: ([*tree.data.values()], (*tree.data,)),
+            functools.partial(_user_dict, kind),
+            flatten_with_keys_fn=lambda tree: (
+                [(_pytree.MappingKey(key), value) for key, value in tree.data.items()],
+                (*tree.data,),
+            ),
+        )
+    return bool(kinds)
+
+
+def _user_dict(kind: type[UserDict[Any, Any]], values: Iterable[Any], keys: Any) -> UserDict[Any, Any]:
+    return kind(dict(zip(keys, values, strict=True)))
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

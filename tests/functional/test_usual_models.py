@@ -3,6 +3,7 @@
 import copy
 import functools
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,35 @@ def test_checkpoints_are_torchs_own_behind_a_trace() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda value: value, lambda value: value):
         checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.ones(3).cos())
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------------
+
+
+class Encoding(UserDict[str, Tensor]):
+    """As those of transformers, whose keys are attributes too."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def test_a_batch_may_be_a_dictionary_of_a_librarys() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    loop = copy.deepcopy(model)
+
+    def loss(model: nn.Module, given: Encoding, more: list[Encoding]) -> Tensor:
+        return ((model(given.x) - more[0]["y"]) ** 2).mean()
+
+    step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, backend="aot_eager")
+    plain = plain_step(loop, torch.optim.SGD(loop.parameters(), lr=0.1), loss)
+    for n in range(3):
+        given, more = Encoding(x=batch(n)), [Encoding(y=batch(10 + n))]
+        torch.testing.assert_close(step(given, more), plain(given, more))
+    assert sum(known.graphs for every in step._known.values() for known in every) == 1
 
 
 # ---- asking ----------------------------------------------------------------------------------------------------------

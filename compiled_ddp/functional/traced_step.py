@@ -303,16 +303,17 @@ def _graph_of(
     return graph_module, [constant.detach() for constant in constants], surroundings, attributes.set_first
 
 
+_NO_AUTOGRAD = "gradients within a loss are taken by torch.func.grad there, not by autograd.grad; or train with compile_ddp(model)."
 # What to do, by a part of the message of torch.func and of make_fx.
 _REMEDIES = {
     "backward() called inside": "the step takes the gradients itself; return the loss without calling backward().",
-    "support saved tensor hooks": "torch.utils.checkpoint goes by hooks that no graph has; call "
-    "compiled_ddp.functional.checkpoint, which recomputes in the graph, or train with compile_ddp(model).",
+    "support saved tensor hooks": "hooks on saved tensors, as save_on_cpu's, are none of a graph's; leave them out, or "
+    "train with compile_ddp(model). (Checkpoints of torch.utils.checkpoint are recomputed in the graph.)",
     "must override the setup_context": "an autograd.Function needs a setup_context for graphs; so does what "
     "register_full_backward_hook puts around a module, and what torch makes of a custom operator's register_autograd. "
     "Define it, remove the hook, let an autograd.Function call the operator, or train with compile_ddp(model).",
-    "Tensor.requires_grad_()": "gradients within a loss are taken by torch.func.grad there, not by autograd.grad; or "
-    "train with compile_ddp(model).",
+    "Tensor.requires_grad_()": _NO_AUTOGRAD,
+    "differentiated Tensors does not require grad": _NO_AUTOGRAD,
     "mutate a captured Tensor": "a loss writes into what is no parameter or buffer of the model's (a teacher's "
     "BatchNorm that trains, a metric): let it be a part of the model, put a teacher into eval(), or write between "
     "two steps.",

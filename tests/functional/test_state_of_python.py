@@ -463,16 +463,18 @@ def test_a_batch_may_be_a_lazy_negative(backend: str) -> None:
         torch.testing.assert_close(step(x), square(model, x).detach())
 
 
+def _on_the_cpu(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return square(model, x)
+
+
 LOSSES: dict[str, tuple[Loss | Any, str]] = {
     "a pair": (lambda model, x: (square(model, x), x), "has_aux=True"),
     "a dict": (lambda model, x: {"loss": square(model, x)}, r"\.loss"),
     "none": (lambda model, x: None, "returns None"),
     "many numbers": (lambda model, x: model(x), r"of shape \(3, 2\).*mean\(\)"),
     "backward": (lambda model, x: square(model, x).backward(), "without calling backward"),
-    "checkpoint": (
-        lambda model, x: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).mean(),
-        r"compiled_ddp\.functional\.checkpoint",
-    ),
+    "saved tensors": (_on_the_cpu, "save_on_cpu"),
     "autograd.grad": (lambda model, x: torch.autograd.grad(model(x.requires_grad_()).sum(), x)[0].sum(), "torch.func"),
 }
 

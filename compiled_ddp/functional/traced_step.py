@@ -303,7 +303,10 @@ def _graph_of(
     return graph_module, [constant.detach() for constant in constants], surroundings, attributes.set_first
 
 
-_NO_AUTOGRAD = "gradients within a loss are taken by torch.func.grad there, not by autograd.grad; or train with compile_ddp(model)."
+_NO_AUTOGRAD = (
+    "gradients within a loss are taken by torch.func.grad there, not by autograd.grad; or train with "
+    "compile_ddp(model)."
+)
 # What to do, by a part of the message of torch.func and of make_fx.
 _REMEDIES = {
     "backward() called inside": "the step takes the gradients itself; return the loss without calling backward().",

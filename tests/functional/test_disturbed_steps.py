@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import test_whole_step as whole
 import torch
+import torch.distributed as dist
 from test_whole_step import Loop, Net, assert_same, batch
 from torch import nn
 
@@ -122,7 +123,7 @@ class Disturbed:
             self._fail()
         elif draw < 0.95:
             self.log.append("a rank looks")
-            if self.rank == self.drawn.randrange(2):
+            if self.rank == self.drawn.randrange(dist.get_world_size()):
                 _ = float(self.step.model.scale.detach())
         else:
             self.log.append("an ordinary step")
@@ -162,7 +163,7 @@ class Disturbed:
         """One rank's batch is none: all raise, and nothing has come of it but in the buffers of those that ran."""
         self.log.append("an error")
         buffers = {name: value.clone() for name, value in self.loop.model.named_buffers()}
-        failing = self.drawn.randrange(2)
+        failing = self.drawn.randrange(dist.get_world_size())
         given = batch(self.rank, self.batches, self.rows)
         with pytest.raises((RuntimeError, ValueError)):
             self.step(given[0][:, :3] if self.rank == failing else given[0], given[1])
@@ -177,10 +178,22 @@ def _is_disturbed(rank: int, seed: int, mode: str, accumulate: int, options: dic
     Disturbed(rank, seed, mode, accumulate, **options).run(events=40)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 30))])
 @pytest.mark.parametrize("mode", MODES)
 def test_what_users_do_between_steps(ranks2: RankPool, mode: str, seed: int) -> None:
     ranks2.run(_is_disturbed, seed, mode, 1, {}, timeout_seconds=300)
+
+
+@pytest.mark.parametrize("mode", ["pipelined", "both"])
+def test_what_users_do_on_three_ranks(ranks3: RankPool, mode: str) -> None:
+    ranks3.run(_is_disturbed, 3, mode, 1, {}, timeout_seconds=300)
+
+
+@pytest.mark.slow
+@pytest.mark.inductor
+@pytest.mark.parametrize("mode", MODES)
+def test_what_users_do_between_steps_of_inductors(ranks2: RankPool, mode: str) -> None:
+    ranks2.run(_is_disturbed, 4, mode, 1, {"backend": "inductor"}, timeout_seconds=900)
 
 
 @pytest.mark.parametrize("mode", MODES)

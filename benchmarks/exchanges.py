@@ -1,7 +1,7 @@
 """What ranks send each other by an exchange, and by gloo's all-to-all: `python -m benchmarks.exchanges --link 1gbit`.
 
 First alone, one buffer at a time, of which each of two ranks sends one half. Then within the steps of a GPT with
-`pipeline_updates`, in turns of both ways.
+`pipeline_updates`, in turns of all ways.
 """
 
 import argparse
@@ -24,14 +24,19 @@ SIZES_MIB = (3, 12, 73)  # a planned bucket, several, the embedding of 50,000 to
 
 def measure(turns: int, rank: Rank) -> dict[str, dict[str, float]]:
     """On each rank: for each way the median milliseconds of each size, which is added up, and of a step."""
-    from compiled_ddp.torch_private import launches
+    from compiled_ddp.torch_private import exchanges
 
-    ways: dict[str, Any] = {"all-to-all": launches.start_all_to_all, "exchange": launches.start_exchange}
+    one_slice, exchange = 2**40, exchanges.start_exchange
+    ways: dict[str, tuple[Any, int]] = {
+        "all-to-all": (exchanges.start_all_to_all, one_slice),
+        "exchange, in one slice": (exchange, one_slice),
+        "exchange": (exchange, exchanges.SLICE_BYTES),
+    }
     found: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
     times = [*(_alone(mib, rank) for mib in SIZES_MIB), _steps(rank)]
     for turn in range(turns):
         for way in [*ways][:: -1 if turn % 2 else 1]:
-            launches.start_exchange = ways[way]
+            exchanges.start_exchange, exchanges.SLICE_BYTES = ways[way]
             for timed in times:
                 what, seconds = timed()
                 found[way].setdefault(what, []).append(seconds * 1e3)
@@ -86,7 +91,7 @@ def _steps(rank: Rank) -> Callable[[], tuple[str, float]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchanges", description=__doc__)
     parser.add_argument("--link", default="1gbit", help="'loopback', or a rate such as 1gbit")
-    parser.add_argument("--turns", type=int, default=8, help="of both ways")
+    parser.add_argument("--turns", type=int, default=8, help="of all ways")
     options = parser.parse_args(arguments)
     with link_or_loopback(options.link) as link:
         found = run_job("exchanges", {"turns": options.turns, "device": "cpu"}, ranks=RANKS, link=link)

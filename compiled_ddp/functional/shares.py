@@ -67,7 +67,7 @@ def launch_scatter(bucket: Bucket, rows: Tensor, group_name: str, by: str) -> Te
 
 @torch.library.impl("compiled_ddp::exchange_of_sums", "CompositeExplicitAutograd")
 def _exchange_of_sums(sent: Tensor, ranks: int, number: int, group_name: str) -> Tensor:
-    return torch_private.launches.exchange_of_sums(torch_private.groups.group_called(group_name), sent, ranks, number)
+    return torch_private.exchanges.exchange_of_sums(torch_private.groups.group_called(group_name), sent, ranks, number)
 
 
 @torch.library.impl("compiled_ddp::exchange_of_sums_into", "CompositeExplicitAutograd")
@@ -75,17 +75,18 @@ def _exchange_of_sums_into(
     sent: Tensor, received: Tensor, summed: Tensor, number: int, _: object, group_name: str
 ) -> None:
     group = torch_private.groups.group_called(group_name)
-    torch_private.launches.start_exchange_of_sums(group, sent, received, summed, number)
+    torch_private.exchanges.start_exchange_of_sums(group, sent, received, summed, number)
 
 
 @torch.library.impl("compiled_ddp::exchange_of_all", "CompositeExplicitAutograd")
 def _exchange_of_all(share: Tensor, ranks: int, number: int, group_name: str) -> Tensor:
-    return torch_private.launches.exchange_of_all(torch_private.groups.group_called(group_name), share, ranks, number)
+    return torch_private.exchanges.exchange_of_all(torch_private.groups.group_called(group_name), share, ranks, number)
 
 
 @torch.library.impl("compiled_ddp::exchange_of_all_into", "CompositeExplicitAutograd")
 def _exchange_of_all_into(share: Tensor, received: Tensor, number: int, _: object, group_name: str) -> None:
-    torch_private.launches.start_exchange_of_all(torch_private.groups.group_called(group_name), share, received, number)
+    group = torch_private.groups.group_called(group_name)
+    torch_private.exchanges.start_exchange_of_all(group, share, received, number)
 
 
 def gather(share: Tensor, ranks: int, group_name: str, by: str, number: int = 0) -> Tensor:

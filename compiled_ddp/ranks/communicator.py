@@ -189,7 +189,7 @@ class Communicator:
 
         These are to be known by `sum_rows`.
         """
-        return torch_private.launches.start_sum(self.by_rows.get(row, self.group), flat_buffer)
+        return torch_private.groups.start_sum(self.by_rows.get(row, self.group), flat_buffer)
 
     def sum_rows(self, rows: Collection[int]) -> None:
         """Be able to sum by rows of so many elements. A collective, the first time that there are any."""
@@ -247,7 +247,7 @@ class Communicator:
         group = next(
             (self.by_rows[row] for row in self.by_rows if args[2].endswith(name_for_rows("", row))), self.group
         )
-        reduced, work = torch_private.launches.start_sum_in_graph(group, operator, args)
+        reduced, work = torch_private.groups.start_sum_in_graph(group, operator, args)
         if work is not None:
             self.recorder.follow(bucket, work)
         return reduced  # type: ignore[no-any-return]

@@ -155,7 +155,7 @@ class RowSums:
         own = rows.view(_AS_BITS[rows.itemsize]).any(1).nonzero().flatten()  # -0.0 is no zero: of equal bits everywhere
         counts = torch.zeros(self._world_size, dtype=torch.int64, device="cpu")
         count = torch.tensor([len(own)], dtype=torch.int64, device="cpu")
-        counted = torch_private.launches.start_gather(counting, counts, count)
+        counted = torch_private.groups.start_gather(counting, counts, count)
         work = _SumOfRows(self._under_way.discard)
         self._under_way.add(work)
         note, failed = functools.partial(self.counted.__setitem__, (buffer.numel(), row)), self._failed
@@ -196,7 +196,7 @@ def _sum_up(rows: Tensor, own: Tensor, counts: list[int], group: dist.ProcessGro
     """Leave the sum over ranks in `rows`, of which this rank's `own` are not zero; the ranks have so many of them."""
     most, row_bytes = max(counts), rows.shape[1] * rows.itemsize
     if not sends_rows(counts, len(rows), row_bytes):
-        torch_private.launches.start_sum(group, rows.view(-1)).wait()
+        torch_private.groups.start_sum(group, rows.view(-1)).wait()
         return
     if most == 0:
         return
@@ -207,7 +207,7 @@ def _sum_up(rows: Tensor, own: Tensor, counts: list[int], group: dist.ProcessGro
     numbers.copy_(own)
     torch.index_select(rows, 0, own, out=values)
     gathered = torch.empty(len(counts), size, dtype=torch.uint8, device="cpu")
-    torch_private.launches.start_gather(group, gathered.view(-1), message).wait()
+    torch_private.groups.start_gather(group, gathered.view(-1), message).wait()
     rows.index_fill_(0, own, 0)
     for count, received in zip(counts, gathered, strict=True):
         numbers, values = _parts(received, count, most, rows)

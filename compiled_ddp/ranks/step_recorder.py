@@ -93,7 +93,7 @@ class StepRecorder:
             return start_collective(operator, args)
         self._launched[number] = transfer
         transfer.times.begin("launch")
-        return torch_private.launches.start_in_graph(group, operator, args, transfer.times.arrive)
+        return torch_private.exchanges.start_in_graph(group, operator, args, transfer.times.arrive)
 
     def _note(self, kind: Kind) -> RecordedTransfer | None:
         """The next one of this kind, as all ranks launch them in one order; None for what is of no bucket."""

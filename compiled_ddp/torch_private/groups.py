@@ -1,6 +1,7 @@
 """Process groups, their stores and their collectives."""
 
 import contextlib
+import functools
 import operator
 import unittest.mock
 import weakref
@@ -191,6 +192,40 @@ def with_own_connection(store: dist.Store) -> dist.Store:
     """A connection to the same store for another thread, which blocking calls on `store` do not hold up."""
     clone: dist.Store = store.clone()  # type: ignore[attr-defined]
     return clone
+
+
+def start_sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
+    """`dist.all_reduce(tensor, group=group, async_op=True)` without the checks of what a user may pass."""
+    work: dist.Work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], _sum())
+    return work
+
+
+def start_gather(group: dist.ProcessGroup, gathered: torch.Tensor, own: torch.Tensor) -> dist.Work:
+    """Launch `gathered` becoming every rank's `own`, one after the other in rank order; both have one dimension."""
+    work: dist.Work = group._allgather_base(gathered, own)
+    return work
+
+
+def start_sum_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...]) -> tuple[Any, dist.Work | None]:
+    """What a functional all-reduce of `group` returns, and its Work: what the operator keeps to itself.
+
+    The Work is None where it is no sum, and the operator has run.
+    """
+    tensor, kind, _ = args
+    if kind != "sum":
+        return operator(*args), None
+    if operator is not torch.ops._c10d_functional.all_reduce_.default:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    work = start_sum(group, tensor)
+    torch._C._distributed_c10d._register_work(tensor, work)  # for `wait_tensor`
+    return tensor, work
+
+
+@functools.cache
+def _sum() -> Any:
+    options = distributed_c10d.AllreduceOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp(dist.ReduceOp.SUM), True
+    return options
 
 
 def group_called(name: str) -> dist.ProcessGroup:

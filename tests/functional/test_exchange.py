@@ -64,7 +64,7 @@ def _in_slices(rank: int) -> None:
     """Each is added up by itself, also where they do not have the same size."""
     ranks, name = dist.get_world_size(), dist.group.WORLD.group_name
     sent = brought(rank, ranks * 1003, torch.float32) / 7
-    with unittest.mock.patch.object(torch_private.launches, "SLICE_BYTES", 1000):
+    with unittest.mock.patch.object(torch_private.exchanges, "SLICE_BYTES", 1000):
         summed = wait_tensor(exchange_of_sums(sent, ranks, 1, name))
     everybodys = torch.stack([brought(other, ranks * 1003, torch.float32) / 7 for other in range(ranks)])
     assert torch.equal(summed, everybodys.view(ranks, ranks, -1)[:, rank].sum(0))
@@ -146,7 +146,7 @@ class Group:
 @contextlib.contextmanager
 def gloo() -> Iterator[list[str]]:
     """Of groups that are stood in for; what is noted of arrivals."""
-    with unittest.mock.patch.object(torch_private.launches, "is_gloo", return_value=True):
+    with unittest.mock.patch.object(torch_private.exchanges, "is_gloo", return_value=True):
         yield []
 
 
@@ -155,7 +155,7 @@ def test_every_receipt_is_announced_before_anything_is_sent() -> None:
     works, received = [Work() for _ in range(4)], torch.zeros(6)
     group: Any = Group(works)
     with gloo() as arrived:
-        torch_private.launches.start_exchange_of_all(group, torch.ones(2), received, 4, lambda: arrived.append("now"))
+        torch_private.exchanges.start_exchange_of_all(group, torch.ones(2), received, 4, lambda: arrived.append("now"))
     assert group.asked == [("receive from", 2, 5), ("receive from", 0, 5), ("send to", 2, 5), ("send to", 0, 5)]
     assert received.tolist() == [0, 0, 1, 1, 0, 0], "this rank's own part needs nobody"
     works[0].let.set()
@@ -169,13 +169,13 @@ def test_every_receipt_is_announced_before_anything_is_sent() -> None:
 @pytest.mark.parametrize("tells", [True, False])
 def test_a_slice_is_added_up_while_the_next_one_is_on_its_way(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1's own part of what it sends is 1, and rows of ones and twos are what others have sent."""
-    monkeypatch.setattr(torch_private.launches, "SLICE_BYTES", 4)  # an element
+    monkeypatch.setattr(torch_private.exchanges, "SLICE_BYTES", 4)  # an element
     works = [Work() for _ in range(8)]
     group: Any = Group(works)
     received, summed = torch.tensor([3.0, 4.0, 0.0, 0.0, 5.0, 6.0]), torch.zeros(2)
     with gloo() as arrived:
         arrive = (lambda: arrived.append("now")) if tells else None
-        torch_private.launches.start_exchange_of_sums(group, torch.ones(6), received, summed, 4, arrive)
+        torch_private.exchanges.start_exchange_of_sums(group, torch.ones(6), received, summed, 4, arrive)
     assert [asked for asked, *_ in group.asked] == ["receive from"] * 4 + ["send to"] * 4
     waiting = threading.Thread(target=wait_tensor, args=(summed,))
     waiting.start()
@@ -191,10 +191,10 @@ def test_a_slice_is_added_up_while_the_next_one_is_on_its_way(tells: bool, monke
 
 
 def test_who_waits_is_told_of_an_error() -> None:
-    launches = torch_private.launches
+    exchanges = torch_private.exchanges
     for start, sent, memory in (
-        (launches.start_exchange_of_all, torch.ones(2), [torch.zeros(6)]),
-        (launches.start_exchange_of_sums, torch.ones(6), [torch.zeros(6), torch.zeros(2)]),
+        (exchanges.start_exchange_of_all, torch.ones(2), [torch.zeros(6)]),
+        (exchanges.start_exchange_of_sums, torch.ones(6), [torch.zeros(6), torch.zeros(2)]),
     ):
         works = [Work(), Work(RuntimeError("the other rank is gone")), Work(), Work()]
         for work in works:

@@ -117,9 +117,9 @@ def _unused_costs_nothing(rank: int, wrapper: str) -> tuple[int, int, str]:
         launched.append(flat.numel() * flat.element_size())
         return start_sum(group, flat)
 
-    start_sum = torch_private.launches.start_sum
+    start_sum = torch_private.groups.start_sum
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_private.launches, "start_sum", count)
+        patch.setattr(torch_private.groups, "start_sum", count)
         ddp(row_batch(rank), (1,)).backward()
     return sum(launched), ddp.plan.nbytes, str(ddp.explain())
 

@@ -1,4 +1,4 @@
-"""Launching collectives, and exchanges, by which ranks of gloo scatter sums and gather shares."""
+"""Exchanges, by which ranks of gloo scatter sums and gather shares, point to point."""
 
 import contextlib
 import functools
@@ -11,73 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from compiled_ddp.torch_private.groups import is_gloo
+from compiled_ddp.torch_private.groups import is_gloo, start_sum_in_graph
 
 SLICE_BYTES = 8 * 2**20  # docs/compile-step.md, "Measured": of what comes from one rank, to be added up at once
-
-
-def start_sum(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
-    """`dist.all_reduce(tensor, group=group, async_op=True)` without the checks of what a user may pass."""
-    work: dist.Work = group.allreduce([torch.view_as_real(tensor) if tensor.is_complex() else tensor], _sum())
-    return work
-
-
-def start_gather(group: dist.ProcessGroup, gathered: torch.Tensor, own: torch.Tensor) -> dist.Work:
-    """Launch `gathered` becoming every rank's `own`, one after the other in rank order; both have one dimension."""
-    work: dist.Work = group._allgather_base(gathered, own)
-    return work
-
-
-def start_sum_in_graph(group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...]) -> tuple[Any, dist.Work | None]:
-    """What a functional all-reduce of `group` returns, and its Work: what the operator keeps to itself.
-
-    The Work is None where it is no sum, and the operator has run.
-    """
-    tensor, kind, _ = args
-    if kind != "sum":
-        return operator(*args), None
-    if operator is not torch.ops._c10d_functional.all_reduce_.default:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    work = start_sum(group, tensor)
-    torch._C._distributed_c10d._register_work(tensor, work)  # for `wait_tensor`
-    return tensor, work
-
-
-@functools.cache
-def _sum() -> Any:
-    options = distributed_c10d.AllreduceOptions()
-    options.reduceOp, options.asyncOp = dist.ReduceOp(dist.ReduceOp.SUM), True
-    return options
-
-
-def start_in_graph(
-    group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...], arrived: Callable[[], None]
-) -> torch.Tensor:
-    """What is to be awaited of a functional collective of `group`; `arrived` is called when it has come, on gloo."""
-    ours = torch.ops.compiled_ddp
-    if operator is ours.exchange_of_sums_into.default:
-        sent, received, summed, number, *_ = args
-        start_exchange_of_sums(group, sent, received, summed, number, arrived)
-        return summed  # type: ignore[no-any-return]
-    if operator is ours.exchange_of_all_into.default:
-        share, received, number, *_ = args
-        start_exchange_of_all(group, share, received, number, arrived)
-        return received  # type: ignore[no-any-return]
-    if operator in (ours.exchange_of_sums.default, ours.exchange_of_all.default):
-        sent, ranks, number, _ = args
-        start = exchange_of_sums if operator is ours.exchange_of_sums.default else exchange_of_all
-        return start(group, sent, ranks, number, arrived)
-    if not is_gloo(group):
-        return operator(*args)  # type: ignore[no-any-return]
-    result, work = start_sum_in_graph(group, operator, args)
-    if work is not None:
-        _tell_of_end(work, arrived)
-    return result  # type: ignore[no-any-return]
-
-
-# ---- exchanges -------------------------------------------------------------------------------------------------------
 
 
 def start_exchange_of_sums(
@@ -260,3 +197,28 @@ def _by_thread(works: Sequence[dist.Work], count: int, arrived: Callable[[], Non
 
     threading.Thread(target=await_each, daemon=True).start()
     return awaited
+
+
+def start_in_graph(
+    group: dist.ProcessGroup, operator: Any, args: tuple[Any, ...], arrived: Callable[[], None]
+) -> torch.Tensor:
+    """What is to be awaited of a functional collective of `group`; `arrived` is called when it has come, on gloo."""
+    ours = torch.ops.compiled_ddp
+    if operator is ours.exchange_of_sums_into.default:
+        sent, received, summed, number, *_ = args
+        start_exchange_of_sums(group, sent, received, summed, number, arrived)
+        return summed  # type: ignore[no-any-return]
+    if operator is ours.exchange_of_all_into.default:
+        share, received, number, *_ = args
+        start_exchange_of_all(group, share, received, number, arrived)
+        return received  # type: ignore[no-any-return]
+    if operator in (ours.exchange_of_sums.default, ours.exchange_of_all.default):
+        sent, ranks, number, _ = args
+        start = exchange_of_sums if operator is ours.exchange_of_sums.default else exchange_of_all
+        return start(group, sent, ranks, number, arrived)
+    if not is_gloo(group):
+        return operator(*args)  # type: ignore[no-any-return]
+    result, work = start_sum_in_graph(group, operator, args)
+    if work is not None:
+        _tell_of_end(work, arrived)
+    return result  # type: ignore[no-any-return]

@@ -22,11 +22,17 @@ def stretched(gradients: Tensor, ranks: Any) -> Tensor:
     return ranks.all_reduce(sent).to(gradients.dtype).sqrt() / ranks.size
 
 
+def squared(gradients: Tensor, ranks: Any) -> Tensor:
+    """The same, in the dtype of the gradients: what is made of the sums may lie where they did."""
+    return ranks.all_reduce(gradients * gradients).sqrt() / ranks.size
+
+
 # Each hook with what it does to a gradient, by hand: before the sum over two ranks, and behind it.
 HOOKS: dict[str, tuple[Any, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
     "bf16_compress": (bf16_compress, lambda g: (g / 2).bfloat16(), lambda s: s.float()),
     "fp16_compress": (fp16_compress, lambda g: (g / 2).half(), lambda s: s.float()),
     "stretched": (stretched, lambda g: (g * g).bfloat16(), lambda s: s.float().sqrt() / 2),
+    "squared": (squared, lambda g: g * g, lambda s: s.sqrt() / 2),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
@@ -104,21 +110,24 @@ def test_what_a_hook_makes_of_gradients_is_sent(ranks2: RankPool, hook: str) -> 
 
 @pytest.mark.parametrize("options", [name for name in OPTIONS if name])
 def test_with_other_options_too(ranks2: RankPool, options: str) -> None:
-    ranks2.run(_sends, "bf16_compress", options)
+    for hook in ("bf16_compress", "squared"):
+        ranks2.run(_sends, hook, options)
 
 
-def _inductor_sends(rank: int) -> None:
-    step = made(comm_hook=bf16_compress, backend="inductor")
-    loop = Hooked(step, *HOOKS["bf16_compress"][1:])
-    for n in range(2):
+def _inductor_sends(rank: int, hook: str, options: str) -> None:
+    given, before, behind = HOOKS[hook]
+    step = made(comm_hook=given, backend="inductor", bucket_cap_mb=0.0001, **OPTIONS[options])
+    loop = Hooked(step, before, behind)
+    for n in range(4):
         step(*batch(rank, n))
         loop.step([batch(rank, n)])
     for found, value in zip(step.model.parameters(), loop.model.parameters(), strict=True):
         torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-4)
 
 
-def test_inductors_code_sends_it(ranks2: RankPool) -> None:
-    ranks2.run(_inductor_sends)
+@pytest.mark.parametrize(("hook", "options"), [("bf16_compress", ""), ("squared", "deferred")])
+def test_inductors_code_sends_it(ranks2: RankPool, hook: str, options: str) -> None:
+    ranks2.run(_inductor_sends, hook, options)
 
 
 class Small(nn.Module):

@@ -344,6 +344,7 @@ class TrainingStep:
         self._numbers: tuple[list[list[float]], Arguments] | None = None  # of the latest update
         self._is_behind = False  # whether an update outside of the graph has raised here
         self._held, self._batches = Tensors(), 0  # sums of the gradients of so many micro-batches
+        self._held_of: dict[str, nn.Parameter] = {}  # the parameters whose they are
 
     @untraced
     def __call__(self, *batch: Any, **named: Any) -> Any:
@@ -515,7 +516,7 @@ class TrainingStep:
             try:
                 yield
             except BaseException:
-                self._held, self._batches = {}, 0
+                self._held, self._held_of, self._batches = {}, {}, 0
                 raise
 
     def _take(self, batch: Any, named: Any, *, is_update: bool) -> tuple[Any, Any]:
@@ -666,21 +667,39 @@ class TrainingStep:
             {name: each for name, each in parameters.items() if name not in params},
             rank=torch.tensor([self._graph.reduction.own_rank], dtype=torch.int64, device=device),
         )
-        self._hold({**params, USED: torch.empty(len(trained), dtype=torch.float32, device=device)})
+        if self._accumulate > 1:
+            self._hold({name: parameter for name, _, parameter in trained})
         known, buffers = self._known_of(layout), dict(self.model.named_buffers())
         unchanged = _unchanged(self.model, self.optimizer, [*parameters.values(), *buffers.values()])
         return _Now(
             layout, known, parameters, trained, buffers, self._held, read, unchanged, _of_groups(self.optimizer)
         )
 
-    def _hold(self, every: Tensors) -> None:
-        """Memory for the sums of micro-batches' gradients, zeros before the first; none where each is an update."""
-        if self._accumulate > 1 and [*self._held] != [*every]:  # a parameter was frozen, or the first call
-            kept = {name: each for name, each in self._held.items() if name in every and name != USED}
-            self._held = {
-                name: kept.get(name, torch.zeros_like(each, memory_format=torch.preserve_format, requires_grad=False))
-                for name, each in every.items()
-            }
+    def _hold(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Memory for the sums of micro-batches' gradients, zeros before the first.
+
+        Within an update a parameter keeps its own, in its dtype and on its device as they are now. Raises RuntimeError
+        for one that has been frozen since it got some.
+        """
+        before, of, used = self._held, self._held_of, dict[str, float]()
+        are_names_the_same = [*of] == [*params]
+        if are_names_the_same and all(of[n] is each and _is_like(before[n], each) for n, each in params.items()):
+            return
+        if self._batches:
+            used = dict(zip(of, before[USED].tolist(), strict=True))
+        for name, parameter in of.items():
+            if used.get(name) and not parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen within an update of {self._accumulate} micro-batches, of which "
+                    f"{self._batches} have given it a gradient: freeze it behind the update, or behind step.flush()."
+                )
+        kept = {name for name, each in params.items() if name in used and of[name] is each}
+        kept = {name for name in kept if before[name].shape == params[name].shape}
+        held = {name: before[name].to(each) if name in kept else _zeros_like(each) for name, each in params.items()}
+        counts = [used[name] if name in kept else 0.0 for name in params]
+        device = next(iter(params.values())).device
+        self._held = {**held, USED: torch.tensor(counts, dtype=torch.float32, device=device)}
+        self._held_of = dict(params)
 
     def _share(self, batch: Any) -> Tensor | None:
         """What one micro-batch counts in the mean of all that an update has; None where it has one."""
@@ -762,6 +781,14 @@ def _refuse_other_shapes(name: str, state: dict[str, Tensor], needed: Sequence[s
             f"{tuple(parameter.shape)}: a share of it, as shard_optimizer leaves? Call optimizer.state_dict() on the "
             "ranks that have trained with it, and load what it returns."
         )
+
+
+def _is_like(one: Tensor, other: Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+
+
+def _zeros_like(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, memory_format=torch.preserve_format, requires_grad=False)
 
 
 class _Now:

@@ -79,6 +79,7 @@ CHANGES: dict[str, Change] = {
     "zero_grad": lambda _, optimizer: optimizer.zero_grad(),
 }
 NOTHING = ["nothing"] * 8
+NOT_WITHIN = ("frozen", "zero_grad")  # an update of several batches: an error, and what a loop holds in `.grad`
 
 
 class Disturbed:
@@ -112,7 +113,11 @@ class Disturbed:
 
     def _event(self) -> None:
         draw = self.drawn.random()
-        if self._is_within or draw < 0.5:
+        if self._is_within:
+            if draw < 0.3:
+                self._change()
+            self._call()
+        elif draw < 0.5:
             self._call()
         elif draw < 0.75:
             self._change()
@@ -137,6 +142,8 @@ class Disturbed:
 
     def _change(self) -> None:
         name = self.drawn.choice([*CHANGES, *NOTHING])
+        if self._is_within and name in NOT_WITHIN:
+            return
         if "betas" not in self.loop.optimizer.param_groups[0] and name == "betas":
             return
         self.log.append(name)

@@ -33,9 +33,9 @@ it in place of what it was given.
 `exchange_of_sums` sends each rank its equal part of what is `sent`; the result, when it has been awaited, is the sum of
 what comes, in the order of ranks. `exchange_of_all` sends every rank this one's `share`; the result, flat, is that of
 each. Ranks tell exchanges apart by their `number`, `number_of_exchange`, and those of one number by the order in which
-they launch them. `exchange_of_sums_into` and `exchange_of_all_into` receive into memory that there is,
-`after` another launch and what must have come before: by that a compiler knows their order. What is awaited of them is
-`summed`, and `received`; both may have this rank's share of the sums where its own row of what is received would be.
+they launch them. `exchange_of_sums_into` and `exchange_of_all_into` receive into memory that there is, `after` another
+launch: by that a compiler knows their order. What is awaited of them is `summed`, and `received`; both may have this
+rank's share of the sums where its own row of what is received would be.
 `fill_rows` makes a matrix with a row for each rank, which is a row of every part, in memory that there is.
 
 `add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value

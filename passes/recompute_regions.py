@@ -5,11 +5,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import emit
 from compiled_ddp.passes.ops import sum_over_ranks
+from compiled_ddp.passes.schedule_collectives import draws_random_numbers
 
 # What a node's meta["custom"] says: the number of its region, and which of the region's results it is a part of.
 REGION, RESULT = "compiled_ddp.region", "compiled_ddp.result"
@@ -87,8 +87,11 @@ def _kept(region: Sequence[Node]) -> set[Node]:
     kept = set(results.values())
     for node in region:
         collective = node.target is sum_over_ranks or getattr(node.target, "namespace", "") == "_c10d_functional"
-        drawn = isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        if collective or drawn or (node.target is operator.getitem and node.args[0] in kept):
+        if (
+            collective
+            or draws_random_numbers(node.target)
+            or (node.target is operator.getitem and node.args[0] in kept)
+        ):
             kept.add(node)
     return kept
 

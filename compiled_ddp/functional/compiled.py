@@ -97,9 +97,8 @@ class FlatBuffers:
             held = {torch_private.tensors.memory_of(result) for result in results}
             places = range(len(self.memory))
             self._leaving = [n for n in places if torch_private.tensors.memory_of(self.memory[n]) in held]
-        with torch.inference_mode(False):
-            for number in self._leaving:
-                self.memory[number] = torch.empty_like(self.memory[number])
+        for number in self._leaving:
+            self.memory[number] = torch.empty_like(self.memory[number])
 
 
 def _empty(lent: Lent) -> Tensor:
@@ -245,11 +244,11 @@ class _Runnable:
             results = (
                 self._communicated(given, donated) if self._unit is None else self._reduced(given, donated, recorder)
             )
-        first_state = len(results) - len(generators)
-        for generator, state in zip(generators, results[first_state:], strict=True):
+            first_state = len(results) - len(generators)
+            results, states = results[: first_state - len(self._runs)], results[first_state:]
+            self._flat_buffers.give_up(results)
+        for generator, state in zip(generators, states, strict=True):
             generator.advance(leaves, state)
-        results = results[: first_state - len(self._runs)]
-        self._flat_buffers.give_up(results)
         return self._traced.rebuild(results, leaves)
 
     def _ran(self, given: list[Tensor], donated: Sequence[Tensor]) -> list[Tensor]:

@@ -508,7 +508,7 @@ class TrainingStep:
     def _calling(self) -> Iterator[None]:
         """What raises in here ends an update: its micro-batches do not belong to the next one.
 
-        One thread at a time: ranks whose threads come in another order are told so, where they launched at once before.
+        One thread at a time: so ranks whose threads come in another order are told of that, and do not hang.
         """
         within = contextlib.nullcontext() if self._in_flight is None else self._in_flight.within_step()
         # What is kept from call to call, as memory and the optimizer's state, is written in later calls.
@@ -693,8 +693,8 @@ class TrainingStep:
                     f"parameter {name} was frozen within an update of {self._accumulate} micro-batches, of which "
                     f"{self._batches} have given it a gradient: freeze it behind the update, or behind step.flush()."
                 )
-        kept = {name for name, each in params.items() if name in used and of[name] is each}
-        kept = {name for name in kept if before[name].shape == params[name].shape}
+        own = [name for name, each in params.items() if name in used and of[name] is each]
+        kept = {name for name in own if before[name].shape == params[name].shape}
         held = {name: before[name].to(each) if name in kept else _zeros_like(each) for name, each in params.items()}
         counts = [used[name] if name in kept else 0.0 for name in params]
         device = next(iter(params.values())).device

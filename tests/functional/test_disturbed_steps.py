@@ -133,9 +133,7 @@ class Disturbed:
         else:
             self.log.append("an ordinary step")
             for model, optimizer in self._each():
-                other = Loop.__new__(Loop)
-                other.model, other.optimizer, other.clip = model, optimizer, None
-                other.step(*batch(self.rank, 1000 + self.batches))
+                Loop.of(model, optimizer).step(*batch(self.rank, 1000 + self.batches))
 
     def _each(self) -> list[tuple[nn.Module, torch.optim.Optimizer]]:
         return [(each.model, each.optimizer) for each in (self.step, self.loop)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_steps import plain_step
+from plain_steps import batch, plain_step, square
 from torch import Tensor, nn
 
 from compiled_ddp import compile_step
@@ -25,14 +25,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = x if self.skips else self.first(x)
         return self.head(hidden) + self.other(hidden)  # type: ignore[no-any-return]
-
-
-def square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).pow(2).mean()
-
-
-def batch(number: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(3, 4, generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
 def _another_head(model: Any, optimizer: torch.optim.Optimizer, outputs: int) -> None:
@@ -74,7 +66,7 @@ def test_gradients_that_are_held_stay_those_of_their_parameters(what: str, pipel
     for number in range(6):
         if number == when:
             change(model, optimizers[0]), change(loop, optimizers[1])
-        given = batch(number, loop.first.weight.dtype)
+        given = batch(number).to(loop.first.weight.dtype)
         torch.testing.assert_close(step(given), plain(given))
     for name, value in loop.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
@@ -84,13 +76,13 @@ def test_one_that_is_frozen_within_an_update_is_an_error() -> None:
     """As what it has been given would be lost; the next call begins an update."""
     model = Net()
     step = compile_step(model, torch.optim.SGD(model.parameters(), lr=0.1), square, accumulate=2, backend="aot_eager")
-    step(batch(0, torch.float32))
+    step(batch(0))
     model.first.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"first.weight was frozen within an update of 2 micro-batches, of which 1"):
-        step(batch(1, torch.float32))
+        step(batch(1))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    step(batch(2, torch.float32))
+    step(batch(2))
     assert torch.equal(model.head.weight, before["head.weight"])
-    step(batch(3, torch.float32))
+    step(batch(3))
     assert not torch.equal(model.head.weight, before["head.weight"])
     assert torch.equal(model.first.weight, before["first.weight"])

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from plain_steps import batch, plain_step
+from plain_steps import batch, plain_step, square
 from torch import Tensor, nn
 
 from compiled_ddp import compile_step
@@ -21,10 +21,6 @@ FACTOR = {"of": 1.0, "static": 1.0}  # globals of forward's
 STEPS = 4
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-def square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).pow(2).mean()
 
 
 def step_of(model: nn.Module, loss: Loss = square) -> Callable[..., Tensor]:

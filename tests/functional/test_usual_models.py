@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from plain_steps import batch, plain_step
+from plain_steps import batch, plain_step, square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,10 +18,6 @@ from compiled_ddp import compile_step
 from compiled_ddp.torch_private import for_tests
 
 pytestmark = pytest.mark.usefixtures("alone")
-
-
-def square(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x).pow(2).mean()
 
 
 def step_of(model: nn.Module) -> Any:

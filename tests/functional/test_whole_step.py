@@ -76,6 +76,13 @@ class Loop:
         self.model, self.clip = copy.deepcopy(model), clip
         self.optimizer = make(self.model.parameters())
 
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: torch.optim.Optimizer, clip: float | None = None) -> "Loop":
+        """With a model and an optimizer that there are."""
+        loop = cls.__new__(cls)
+        loop.model, loop.optimizer, loop.clip = model, optimizer, clip
+        return loop
+
     def step(self, *given: Any) -> Tensor:
         loss: Tensor = self.model(*given)
         loss.backward()
@@ -267,8 +274,7 @@ def _between_steps(rank: int) -> None:
     average = torch.optim.swa_utils.AveragedModel(step.model)
     average.update_parameters(step.model)
     before = {name: value.clone() for name, value in average.module.state_dict().items()}
-    other = Loop.__new__(Loop)
-    other.model, other.optimizer, other.clip = step.model, step.optimizer, None
+    other = Loop.of(step.model, step.optimizer)
     for n in (7, 8):
         torch.testing.assert_close(other.step(*batch(rank, n)), loop.step(*batch(rank, n)))
     assert_same(step, loop)
@@ -466,8 +472,7 @@ def _in_half(rank: int, dtype: torch.dtype) -> None:
     twin = copy.deepcopy(model).float()
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01, betas=(0.9, 0.999)) for each in (model, twin)]
     step = compile_step(model, optimizers[0], **DEFAULTS, clip_grad_norm=1.0)
-    loop = Loop.__new__(Loop)
-    loop.model, loop.optimizer, loop.clip = twin, optimizers[1], 1.0
+    loop = Loop.of(twin, optimizers[1], clip=1.0)
     for n in range(4):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * n + rank))
         loss, expected = step(x), loop.step(x)

@@ -81,11 +81,10 @@ def test_sums_of_a_bucket_that_is_whole_are_gathered_from_where_they_are() -> No
 
 def test_what_a_hook_makes_of_the_sums_is_packed_where_they_are() -> None:
     graph = deferred_graph(plan(whole=True))
-    with graph.inserting_before(graph.find_nodes(op="call_function", target=exchange_of_all)[0]):
-        for launch in graph.find_nodes(op="call_function", target=exchange_of_all):
-            flat = launch.args[0]
-            flat.args = ([emit(graph, aten.mul.Tensor, each, 2.0) for each in flat.args[0]], *flat.args[1:])
-            flat.prepend(flat.args[0][0])
+    for launch in graph.find_nodes(op="call_function", target=exchange_of_all):
+        flat = launch.args[0]
+        with graph.inserting_before(flat):
+            flat.args = ([emit(graph, aten.mul.Tensor, each, 2.0) for each in flat.args[0]],)
     graph = lent_graph(graph, whole=True)
     assert launches_of(graph) == [
         *WHOLE,

@@ -23,6 +23,10 @@ def call(graph: Graph, target: Callable[..., object], *args: object, name: str |
     return node
 
 
+def node_called(graph: Graph, name: str) -> Node:
+    return next(node for node in graph.nodes if node.name == name)
+
+
 def step(
     *,
     factors: tuple[float, float] = (0.5, 0.5),
@@ -106,7 +110,7 @@ def test_gradients_of_several_factors_stay_as_they_are(factors: tuple[float, flo
 def test_factor_stays_behind_what_writes_to_the_gradient() -> None:
     """As a trace holds it where a view of a leaf was written to in the loss."""
     graph = step(returns="seed")  # so that the seed stays as it is
-    gradient = next(node for node in graph.nodes if node.name == "gradient")
+    gradient = node_called(graph, "gradient")
     with graph.inserting_after(gradient):
         call(graph, aten.mul_.Tensor, gradient, 2.0)
     scale_seeds(graph)
@@ -119,7 +123,7 @@ def test_factor_stays_behind_what_writes_to_the_gradient() -> None:
 def test_a_result_lies_in_what_it_was_written_to() -> None:
     """By name, as `out`: not in the first argument."""
     graph = step(returns="seed")
-    gradient = next(node for node in graph.nodes if node.name == "gradient")
+    gradient = node_called(graph, "gradient")
     with graph.inserting_before(gradient):
         own = call(graph, aten.empty_like.default, *gradient.args[1:])
     gradient.target, gradient.kwargs = aten.mul.out, {"out": own}
@@ -133,17 +137,15 @@ def test_a_result_lies_in_what_it_was_written_to() -> None:
 def test_what_is_written_elsewhere_holds_nothing_back() -> None:
     """As the derivative of SiLU, which fills memory of its own, and subtracts in it."""
     graph = step(returns="seed")
-    other = next(node for node in graph.nodes if node.name == "other")
+    other = node_called(graph, "other")
     with graph.inserting_after(other):
         own = call(graph, aten.empty_like.default, other, name="own")
     with graph.inserting_after(own):
         filled = call(graph, aten.fill_.Scalar, own, 1.0)
     with graph.inserting_after(filled):
-        call(graph, aten.sub_.Tensor, call(graph, aten.view.default, filled, [-1]), 0.5)
-    view, sub = graph.find_nodes(op="call_function", target=aten.view.default), aten.sub_.Tensor
-    filled.append(view[0])
-    (written,) = graph.find_nodes(op="call_function", target=sub)
-    view[0].append(written)
+        flat = call(graph, aten.view.default, filled, [-1])
+    with graph.inserting_after(flat):
+        call(graph, aten.sub_.Tensor, flat, 0.5)
     finish_gradients(graph)
     order = [node.name for node in graph.nodes]
     for scaled in graph.find_nodes(op="call_function", target=aten.mul.Tensor)[-2:]:

@@ -1,13 +1,14 @@
-"""What ranks send each other by an exchange, and by gloo's all-to-all: `python -m benchmarks.exchanges --link 1gbit`.
+"""What ranks send each other by exchanges, and in other ways: `python -m benchmarks.exchanges --link 1gbit`.
 
-First alone, one buffer at a time, of which each of two ranks sends one half. Then within the steps of a GPT with
-`pipeline_updates`, in turns of all ways.
+First alone, one buffer at a time, of which each of two ranks sends one half; then what a small one takes of the thread
+that computes meanwhile; then within the steps of a GPT with `pipeline_updates`. All in turns of all ways.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+import unittest.mock
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tabulate import tabulate
@@ -20,45 +21,104 @@ from compiled_ddp.tools.comparison.ranks import Rank
 
 RANKS, IN_A_ROW, PROVEN = 2, 4, 3
 SIZES_MIB = (3, 12, 73)  # a planned bucket, several, the embedding of 50,000 tokens of a width of 384
+SMALL_KIB, PRODUCTS, BESIDE = 64, 12, 20  # products of 256 x 256 take longer than a small exchange; so often in a turn
+
+
+def ways() -> Mapping[str, Mapping[str, Any]]:
+    """By name: what stands in place of the parts of `exchanges`."""
+    from compiled_ddp.torch_private import exchanges
+
+    return {
+        "all-to-all": {"is_gloo": lambda group: False},
+        "receipts and sends": {"_start_parts": _receipts_and_sends, "_start_rows": _rows_by_receipts_and_sends},
+        "both ways on one group": {"_back": lambda group: None},
+        "both ways, in one slice": {"SLICE_BYTES": 2**40},
+        "both ways": {"SLICE_BYTES": exchanges.SLICE_BYTES},
+    }
+
+
+def _receipts_and_sends(group: Any, parts: Any, rows: Any) -> list[Any]:
+    """As `exchanges` had it before: launched by the thread that computes, receipts first. Of two ranks."""
+    other = 1 - group.rank()
+    return [group.recv([rows[other]], other, 1), group.send([parts[other]], other, 1)]
+
+
+def _rows_by_receipts_and_sends(group: Any, share: Any, rows: Any) -> list[Any]:
+    return _receipts_and_sends(group, share.expand(RANKS, -1), rows)
 
 
 def measure(turns: int, rank: Rank) -> dict[str, dict[str, float]]:
-    """On each rank: for each way the median milliseconds of each size, which is added up, and of a step."""
+    """On each rank: for each way the median milliseconds of each size, added up, of computing, and of a step."""
+    import torch.distributed as dist
+
     from compiled_ddp.torch_private import exchanges
 
-    one_slice, exchange = 2**40, exchanges.start_exchange
-    ways: dict[str, tuple[Any, int]] = {
-        "all-to-all": (exchanges.start_all_to_all, one_slice),
-        "exchange, in one slice": (exchange, one_slice),
-        "exchange": (exchange, exchanges.SLICE_BYTES),
-    }
-    found: dict[str, dict[str, list[float]]] = {way: {} for way in ways}
-    times = [*(_alone(mib, rank) for mib in SIZES_MIB), _steps(rank)]
+    group = dist.group.WORLD
+    assert group is not None
+    exchanges.let_send_back(group, by=dist.new_group())
+    found: dict[str, dict[str, list[float]]] = {way: {} for way in ways()}
+    times = [*(_alone(mib, rank) for mib in SIZES_MIB), _beside(rank), _steps(rank)]
     for turn in range(turns):
-        for way in [*ways][:: -1 if turn % 2 else 1]:
-            exchanges.start_exchange, exchanges.SLICE_BYTES = ways[way]
-            for timed in times:
-                what, seconds = timed()
-                found[way].setdefault(what, []).append(seconds * 1e3)
+        for way, instead in [*ways().items()][:: -1 if turn % 2 else 1]:
+            with unittest.mock.patch.multiple(exchanges, **instead):
+                for timed in times:
+                    what, seconds = timed()
+                    found[way].setdefault(what, []).append(seconds * 1e3)
     return {way: {what: statistics.median(every) for what, every in own.items()} for way, own in found.items()}
 
 
-def _alone(mib: int, rank: Rank) -> Callable[[], tuple[str, float]]:
+def _exchange(nbytes: int) -> tuple[Callable[[], object], Callable[[], object]]:
+    """What launches one, and what awaits it."""
     import torch
     import torch.distributed as dist
 
     from compiled_ddp.passes.ops import exchange_of_sums_into, wait_tensor
 
-    sent = torch.ones(mib * 2**18)
-    received, summed = torch.empty_like(sent), torch.empty(mib * 2**18 // RANKS)
+    sent = torch.ones(nbytes // 4, dtype=torch.float32)
+    received, summed = torch.empty_like(sent), sent.new_empty(nbytes // 4 // RANKS)
+    group = dist.group.WORLD
+    assert group is not None
+    return lambda: exchange_of_sums_into(sent, received, summed, (), group.group_name), lambda: wait_tensor(summed)
+
+
+def _alone(mib: int, rank: Rank) -> Callable[[], tuple[str, float]]:
+    launch, await_it = _exchange(mib * 2**20)
 
     def timed() -> tuple[str, float]:
         rank.barrier()
         begin = time.perf_counter()
-        exchange_of_sums_into(sent, received, summed, 0, (), dist.group.WORLD.group_name)
-        wait_tensor(summed)
+        launch()
+        await_it()
         rank.barrier()
         return f"{mib} MiB", time.perf_counter() - begin
+
+    return timed
+
+
+def _beside(rank: Rank) -> Callable[[], tuple[str, float]]:
+    """How much longer computing takes with a small exchange meanwhile."""
+    import torch
+
+    launch, await_it = _exchange(SMALL_KIB * 2**10)
+    matrix = torch.ones(256, 256, dtype=torch.float32)
+    product = torch.empty_like(matrix)
+
+    def compute() -> None:
+        for _ in range(PRODUCTS):
+            torch.mm(matrix, matrix, out=product)
+
+    def seconds(before: Callable[[], object], behind: Callable[[], object]) -> float:
+        rank.barrier()
+        begin = time.perf_counter()
+        for _ in range(BESIDE):
+            before()
+            compute()
+            behind()
+        return (time.perf_counter() - begin) / BESIDE
+
+    def timed() -> tuple[str, float]:
+        alone = seconds(lambda: None, lambda: None)
+        return f"computing, beside {SMALL_KIB} KiB", seconds(launch, await_it) - alone
 
     return timed
 
@@ -96,7 +156,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with link_or_loopback(options.link) as link:
         found = run_job("exchanges", {"turns": options.turns, "device": "cpu"}, ranks=RANKS, link=link)
     rows = [[way, *own.values()] for way, own in found.items()]
-    print(tabulate(rows, ["ms", *next(iter(found.values()))], floatfmt=".1f"))
+    print(tabulate(rows, ["ms", *next(iter(found.values()))], floatfmt=".2f"))
 
 
 if __name__ == "__main__":

@@ -87,11 +87,11 @@ def lend_rows(graph: Graph, plan: BucketPlan, *, lent: Mapping[Lent, Node], grou
             if launch.target is exchange_of_sums:
                 sent = _filled(graph, source, bucket, lent[Lent(bucket, "sent")])
                 instead[launch] = own_row if bucket.whole else lent[Lent(bucket, "sums")]
-                emit(graph, exchange_of_sums_into, sent, received, instead[launch], number, after, name)
+                emit(graph, exchange_of_sums_into, sent, received, instead[launch], after, name)
             else:
                 share = _share(graph, source, bucket, own_row)
                 instead[launch] = received
-                emit(graph, exchange_of_all_into, share, received, number, after, name)
+                emit(graph, exchange_of_all_into, share, received, after, name)
                 graph.output_node().replace_input_with(source, own_row)
         launch.replace_all_uses_with(instead[launch])
         graph.erase_node(launch)

@@ -32,10 +32,10 @@ it in place of what it was given.
 
 `exchange_of_sums` sends each rank its equal part of what is `sent`; the result, when it has been awaited, is the sum of
 what comes, in the order of ranks. `exchange_of_all` sends every rank this one's `share`; the result, flat, is that of
-each. Ranks tell exchanges apart by their `number`, `number_of_exchange`, and those of one number by the order in which
-they launch them. `exchange_of_sums_into` and `exchange_of_all_into` receive into memory that there is, `after` another
-launch: by that a compiler knows their order. What is awaited of them is `summed`, and `received`; both may have this
-rank's share of the sums where its own row of what is received would be.
+each. Passes tell by their `number`, `number_of_exchange`, of which bucket they are. `exchange_of_sums_into` and
+`exchange_of_all_into` receive into memory that there is, `after` another launch: by that a compiler knows their order.
+What is awaited of them is `summed`, and `received`; both may have this rank's share of the sums where its own row of
+what is received would be.
 `fill_rows` makes a matrix with a row for each rank, which is a row of every part, in memory that there is.
 
 `add_in_order(Tensor into, Tensor indices, Tensor values) -> Tensor`, all of one dimension, is `into` with each value
@@ -186,11 +186,11 @@ torch.library.define("compiled_ddp::exchange_of_sums", "(Tensor sent, int ranks,
 torch.library.define("compiled_ddp::exchange_of_all", "(Tensor share, int ranks, int number, str group_name) -> Tensor")
 torch.library.define(
     "compiled_ddp::exchange_of_sums_into",
-    "(Tensor sent, Tensor(a!) received, Tensor(b!) summed, int number, Tensor[] after, str group_name) -> ()",
+    "(Tensor sent, Tensor(a!) received, Tensor(b!) summed, Tensor[] after, str group_name) -> ()",
 )
 torch.library.define(
     "compiled_ddp::exchange_of_all_into",
-    "(Tensor share, Tensor(a!) received, int number, Tensor[] after, str group_name) -> ()",
+    "(Tensor share, Tensor(a!) received, Tensor[] after, str group_name) -> ()",
 )
 
 

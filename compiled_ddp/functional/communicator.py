@@ -215,6 +215,8 @@ class Communicator:
             remedy = "make the gradient functions anew on every rank"
             self._made = ranks.Communicator(self._ranks, occasion=self.agreements.occasion, remedy=remedy)
             self.agreements.groups.note_open(self.name)
+        if wanted.scattered is not None and wanted.scattered.by == "exchange":
+            self._made.exchange_both_ways()
         agreed = self.order.known(wanted)
         if agreed is None:
             agreed = Agreed(wanted, arrival, self.world_size, self._planner(wanted))

@@ -66,35 +66,33 @@ def launch_scatter(bucket: Bucket, rows: Tensor, group_name: str, by: str) -> Te
 
 
 @torch.library.impl("compiled_ddp::exchange_of_sums", "CompositeExplicitAutograd")
-def _exchange_of_sums(sent: Tensor, ranks: int, number: int, group_name: str) -> Tensor:
-    return torch_private.exchanges.exchange_of_sums(torch_private.groups.group_called(group_name), sent, ranks, number)
+def _exchange_of_sums(sent: Tensor, ranks: int, _: int, group_name: str) -> Tensor:
+    return torch_private.exchanges.exchange_of_sums(torch_private.groups.group_called(group_name), sent, ranks)
 
 
 @torch.library.impl("compiled_ddp::exchange_of_sums_into", "CompositeExplicitAutograd")
-def _exchange_of_sums_into(
-    sent: Tensor, received: Tensor, summed: Tensor, number: int, _: object, group_name: str
-) -> None:
+def _exchange_of_sums_into(sent: Tensor, received: Tensor, summed: Tensor, _: object, group_name: str) -> None:
     group = torch_private.groups.group_called(group_name)
-    torch_private.exchanges.start_exchange_of_sums(group, sent, received, summed, number)
+    torch_private.exchanges.start_exchange_of_sums(group, sent, received, summed)
 
 
 @torch.library.impl("compiled_ddp::exchange_of_all", "CompositeExplicitAutograd")
-def _exchange_of_all(share: Tensor, ranks: int, number: int, group_name: str) -> Tensor:
-    return torch_private.exchanges.exchange_of_all(torch_private.groups.group_called(group_name), share, ranks, number)
+def _exchange_of_all(share: Tensor, ranks: int, _: int, group_name: str) -> Tensor:
+    return torch_private.exchanges.exchange_of_all(torch_private.groups.group_called(group_name), share, ranks)
 
 
 @torch.library.impl("compiled_ddp::exchange_of_all_into", "CompositeExplicitAutograd")
-def _exchange_of_all_into(share: Tensor, received: Tensor, number: int, _: object, group_name: str) -> None:
+def _exchange_of_all_into(share: Tensor, received: Tensor, _: object, group_name: str) -> None:
     group = torch_private.groups.group_called(group_name)
-    torch_private.exchanges.start_exchange_of_all(group, share, received, number)
+    torch_private.exchanges.start_exchange_of_all(group, share, received)
 
 
-def gather(share: Tensor, ranks: int, group_name: str, by: str, number: int = 0) -> Tensor:
-    """The `share`, one-dimensional, of each rank: shape (ranks, share); see `number_of_exchange`."""
+def gather(share: Tensor, ranks: int, group_name: str, by: str) -> Tensor:
+    """The `share`, one-dimensional, of each rank: shape (ranks, share)."""
     if by == "reduce_scatter":
         gathered: Tensor = wait_tensor(all_gather(share, ranks, group_name))
     else:
-        gathered = wait_tensor(exchange_of_all(share, ranks, number, group_name))
+        gathered = wait_tensor(exchange_of_all(share, ranks, 0, group_name))
     return gathered.view(ranks, -1)
 
 
@@ -110,8 +108,7 @@ def _gather_shares(
 ) -> list[Tensor]:
     found: dict[int, Tensor] = {}
     for bucket in _buckets(order, lengths):
-        share, number = torch.cat([shares[index] for index in bucket]), number_of_exchange(bucket, gathers=True)
-        gathered = gather(share, world_size, group_name, by, number)
+        gathered = gather(torch.cat([shares[index] for index in bucket]), world_size, group_name, by)
         parts = gathered.split([shares[index].numel() for index in bucket], dim=1)
         found |= {index: part.reshape(-1) for index, part in zip(bucket, parts, strict=True)}
     return [found[index] for index in range(len(shares))]

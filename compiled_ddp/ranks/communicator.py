@@ -144,7 +144,8 @@ class Communicator:
         group, self.group_name = ranks.new_process_group(occasion, is_models=is_models)
         # torch.distributed owns the groups: held here, their threads would live on after they are destroyed.
         self._group = weakref.ref(group)
-        self._at_end = weakref.finalize(self, _abandoned.append, self._group)
+        self._occasion, self._groups = occasion, [self._group]  # all that end with this one
+        self._at_end = weakref.finalize(self, _abandoned.extend, self._groups)
         self._at_end.atexit = False
         self._row_sums: RowSums | None = None
         self.by_rows: dict[int | None, dist.ProcessGroup] = {}  # what sums by rows of so many elements
@@ -194,15 +195,23 @@ class Communicator:
     def sum_rows(self, rows: Collection[int]) -> None:
         """Be able to sum by rows of so many elements. A collective, the first time that there are any."""
         if rows and self._row_sums is None:
-            moving, _ = self.ranks.new_process_group("", is_models=False, purpose="/rows")
-            self._row_sums = RowSums(self.group, moving)
-            self._end_of_rows = weakref.finalize(self, _abandoned.append, weakref.ref(moving))
-            self._end_of_rows.atexit = False
+            self._row_sums = RowSums(self.group, self._further_group("rows"))
         for row in {*rows}.difference(self.by_rows):
             assert self._row_sums is not None
             self.by_rows[row] = self._row_sums.group_of(row)
             torch_private.groups.name_group(self.by_rows[row], name_for_rows(self.group_name, row))
             _forget_name(self.group)  # graphs are to find this one too
+
+    def exchange_both_ways(self) -> None:
+        """Be able to scatter and gather with both directions of a link in use. A collective, the first time."""
+        if torch_private.groups.is_gloo(self.group) and not torch_private.exchanges.has_way_back(self.group):
+            torch_private.exchanges.let_send_back(self.group, by=self._further_group("back"))
+
+    def _further_group(self, purpose: str) -> dist.ProcessGroup:
+        """Another one of the same ranks, which ends with this one. A collective."""
+        group, _ = self.ranks.new_process_group(self._occasion, is_models=False, purpose=f"/{purpose}")
+        self._groups.append(weakref.ref(group))
+        return group
 
     @property
     def counted_rows(self) -> Mapping[tuple[int, int], Sequence[int]]:
@@ -353,10 +362,9 @@ class Communicator:
         self._hangs.close()
         self._at_end.detach()
         if self._row_sums is not None:
-            self._end_of_rows.detach()
             self._forget_rows(self._row_sums)
-            _end(self._row_sums.moving)
-        _end(self._group())
+        for group in reversed(self._groups):
+            _end(group())
         self.closed = True
 
     def _forget_rows(self, row_sums: RowSums) -> None:
@@ -369,7 +377,6 @@ class Communicator:
         self._hangs.close()
         if self._row_sums is not None:
             self._forget_rows(self._row_sums)
-            self._end_of_rows()
         self._at_end()
         self.closed = True
 

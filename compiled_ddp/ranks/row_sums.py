@@ -124,11 +124,6 @@ class RowSums:
         self._at_end = weakref.finalize(self, self._tasks.put, None)
         self._at_end.atexit = False
 
-    @property
-    def moving(self) -> dist.ProcessGroup | None:
-        """The group that the thread uses, unless it has been destroyed."""
-        return self._moving()
-
     def close(self) -> None:
         """Let the thread end, when it is done with what was launched."""
         self._at_end()

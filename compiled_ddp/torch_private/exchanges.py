@@ -1,11 +1,19 @@
-"""Exchanges, by which ranks of gloo scatter sums and gather shares, point to point."""
+"""Exchanges, by which ranks scatter sums and gather shares where a backend's own collectives are no good for that.
+
+[Note: both ways] Gloo announces a receipt on the connection on which it sends, and in an all-to-all sends first: on the
+rank that comes last the announcement stands behind all that it sends, so that one direction of the link idles while the
+other one is used (656 in place of 325 ms for 73 MiB on 1 Gbit/s, two ranks). So on gloo what ranks send to those above
+them, and what they send to those below, are collectives of their own, on two groups, and a rank launches first that by
+which it receives. They are collectives, and no receipts and sends, since gloo's threads launch those: announcing a
+receipt waits for the thread that receives, and that, where ranks share cores, for other ranks to be done computing (2
+in place of 0.2 ms of the thread that computes, on two cores).
+"""
 
 import contextlib
 import functools
 import itertools
-import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
@@ -17,34 +25,99 @@ from compiled_ddp.torch_private.groups import is_gloo, start_sum_in_graph
 SLICE_BYTES = 8 * 2**20  # docs/compile-step.md, "Measured": of what comes from one rank, to be added up at once
 
 
+# The group by which ranks send to those below them, of the one by which they send to those above. torch.distributed
+# owns both.
+_way_back: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+
+
+def let_send_back(group: dist.ProcessGroup, *, by: dist.ProcessGroup) -> None:
+    """Have exchanges of `group` use another one of the same ranks too, which nothing else uses: [Note: both ways]."""
+    _way_back[group] = weakref.ref(by)
+
+
+def _back(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    reference = _way_back.get(group)
+    return reference() if reference else None
+
+
+def has_way_back(group: dist.ProcessGroup) -> bool:
+    """Whether it was let send back by another one, which is there still."""
+    return _back(group) is not None
+
+
+@contextlib.contextmanager
+def _unseen_by_profilers() -> Iterator[None]:
+    """What is launched within a profiler and awaited when that has ended writes into freed memory there."""
+    torch.autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch.autograd._enable_record_function(True)
+
+
+@_unseen_by_profilers()
 def start_exchange_of_sums(
     group: dist.ProcessGroup,
     sent: torch.Tensor,
     received: torch.Tensor,
     summed: torch.Tensor,
-    number: int,
     arrived: Callable[[], None] | None = None,
 ) -> None:
     """Launch `summed` becoming the sum over ranks of what each sends this one, an equal part of what it has `sent`.
 
-    That is there behind `wait_tensor`, by which `sent` may be changed: a slice is added up, in the order of ranks,
-    while the next one is on its way. `received` is memory for what comes, of the size of `sent`; this rank's own row of
-    it may be `summed`. `number` is that of the exchange. `arrived` is called, by another thread, when all has come.
+    That is there behind `wait_tensor`, by which `sent` may be changed: of two ranks a slice is added up while the next
+    one is on its way, of more all comes at once, and is added up in the order of ranks. `received` is memory for what
+    comes, of the size of `sent`; this rank's own row of it may be `summed`. `arrived` is called, by another thread,
+    when all has come.
+    """
+    under_way = list[tuple[slice, Sequence[dist.Work]]]()
+    if not _goes_both_ways(group, received):
+        under_way.append((slice(None), [group.alltoall_base(received.view(-1), sent.view(-1), [], [])]))
+    else:
+        # Of several rows a slice is nothing that a collective could fill.
+        count = -(-summed.nbytes // SLICE_BYTES) if group.size() == 2 else 1
+        bounds = [summed.numel() * number // count for number in range(count + 1)]
+        sent_bytes, come = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
+        for begin, end in itertools.pairwise(bounds):
+            size = sent.itemsize
+            under_way.append((slice(begin, end), _start_parts(group, sent_bytes, come, begin * size, end * size)))
+    if arrived is not None:
+        _tell_of_end([work for _, works in under_way for work in works], arrived)
+    torch._C._distributed_c10d._register_work(summed, _Added(group, sent, received, summed, under_way))
+
+
+def _goes_both_ways(group: dist.ProcessGroup, memory: torch.Tensor) -> bool:
+    """In collectives of their own, [Note: both ways]; elsewhere it is the backend's all-to-all."""
+    return memory.is_cpu and (group in _way_back or is_gloo(group))
+
+
+def _start_parts(
+    group: dist.ProcessGroup, sent: torch.Tensor, come: torch.Tensor, begin: int, end: int
+) -> Sequence[dist.Work]:
+    """Launch each other rank's part of what is `sent` going there, and coming from there, from byte `begin` to `end`.
+
+    These are the bounds within a part. Those of several ranks are whole.
     """
     rank, ranks = group.rank(), group.size()
-    parts, rows = sent.view(ranks, -1), received.view(ranks, -1)
-    count = -(-rows[0].nbytes // SLICE_BYTES)
-    receipts, sends = start_exchange(group, parts, rows, number, count, arrived)
-    slices = zip(parts[rank].tensor_split(count), rows.tensor_split(count, 1), summed.tensor_split(count), strict=True)
-    additions = [functools.partial(_add_up, rank, *each) for each in slices]
-    torch._C._distributed_c10d._register_work(summed, _Added([*zip(receipts, additions, strict=True)], sends))
+    part, size = len(sent) // ranks, end - begin
+    lower, higher = [size] * rank + [0] * (ranks - rank), [0] * (rank + 1) + [size] * (ranks - rank - 1)
+    of_lower = slice(begin, max(0, (rank - 1) * part + end))
+    of_higher = slice((rank + 1) * part + begin, (ranks - 1) * part + end)
+
+    def up(by: dist.ProcessGroup) -> list[dist.Work]:
+        return [by.alltoall_base(come[of_lower], sent[of_higher], lower, higher)]
+
+    def down(by: dist.ProcessGroup) -> list[dist.Work]:
+        return [by.alltoall_base(come[of_higher], sent[of_lower], higher, lower)]
+
+    return _both_ways(group, up, down)
 
 
+@_unseen_by_profilers()
 def start_exchange_of_all(
     group: dist.ProcessGroup,
     share: torch.Tensor,
     received: torch.Tensor,
-    number: int,
     arrived: Callable[[], None] | None = None,
 ) -> None:
     """Launch `received` becoming the `share` of each rank, for `wait_tensor`, by which that may be changed.
@@ -52,64 +125,59 @@ def start_exchange_of_all(
     The other arguments are those of `start_exchange_of_sums`. This rank's own row of `received` may be its share.
     """
     rank, ranks = group.rank(), group.size()
-    rows = received.view(ranks, -1)
-    receipts, sends = start_exchange(group, share.expand(ranks, -1), rows, number, 1, arrived)
-    if rows[rank].data_ptr() != share.data_ptr():
-        rows[rank].copy_(share)
-    for work in (*receipts[0], *sends):
+    if not _goes_both_ways(group, received):
+        works = [group.alltoall_base(received.view(-1), share.repeat(ranks), [], [])]
+    else:
+        rows = received.view(-1).split(share.numel())
+        if rows[rank].data_ptr() != share.data_ptr():
+            rows[rank].copy_(share)
+        works = _start_rows(group, [row.view(torch.uint8) for row in rows])
+    if arrived is not None:
+        _tell_of_end(works, arrived)
+    for work in works:
         torch._C._distributed_c10d._register_work(received, work)
 
 
-def start_exchange(
+def _start_rows(group: dist.ProcessGroup, rows: Sequence[torch.Tensor]) -> list[dist.Work]:
+    """Launch every row becoming that of its rank."""
+
+    def launch(roots: range, by: dist.ProcessGroup) -> list[dist.Work]:
+        return [by.broadcast([rows[root]], _from(root)) for root in roots]
+
+    ranks = len(rows)
+    lower, higher = range(ranks // 2), range(ranks // 2, ranks)
+    return _both_ways(group, functools.partial(launch, lower), functools.partial(launch, higher))
+
+
+@functools.cache
+def _from(root: int) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor, options.asyncOp = root, 0, True
+    return options
+
+
+def _both_ways(
     group: dist.ProcessGroup,
-    parts: torch.Tensor,
-    rows: torch.Tensor,
-    number: int,
-    count: int,
-    arrived: Callable[[], None] | None,
-) -> tuple[Sequence[Sequence[dist.Work]], Sequence[dist.Work]]:
-    """Launch each of the other ranks being sent its part, and the rows for theirs filled with what comes.
-
-    Returns what is to be awaited of each of `count` slices that have come, and what of what is sent.
-
-    Gloo's all-to-all sends before it receives. It announces a receipt on the connection on which it sends, and on the
-    rank that comes last, behind all of that: one direction of the link idles while the other one is used (656 in place
-    of 325 ms for 73 MiB on 1 Gbit/s, two ranks). Here each receipt is announced first.
-    """
-    if not (is_gloo(group) and rows.is_cpu):
-        return start_all_to_all(group, parts, rows, number, count, arrived)
-    rank, ranks = group.rank(), group.size()
-    others = [(rank + distance) % ranks for distance in range(1, ranks)]
-    with _unseen_by_profilers():
-        receipts = [
-            [group.recv([each[other]], other, number + 1) for other in others]  # 0 is that of `end_waits`
-            for each in rows.tensor_split(count, 1)
-        ]
-        sends = [group.send([each[o]], o, number + 1) for each in parts.tensor_split(count, 1) for o in others]
-    if arrived is None:
-        return receipts, sends
-    awaited = iter(_by_thread([*itertools.chain(*receipts), *sends], count * len(others), arrived))
-    return [[*itertools.islice(awaited, len(others))] for _ in receipts], [*awaited]
+    up: Callable[[dist.ProcessGroup], list[dist.Work]],
+    down: Callable[[dist.ProcessGroup], list[dist.Work]],
+) -> list[dist.Work]:
+    """Launch what goes up by `group`, and what goes down by its way back. [Note: both ways]"""
+    back = _back(group)
+    if back is None or group.rank() >= group.size() // 2:
+        return [*up(group), *down(back or group)]
+    return [*down(back), *up(group)]  # first what is received
 
 
-def start_all_to_all(
-    group: dist.ProcessGroup,
-    parts: torch.Tensor,
-    rows: torch.Tensor,
-    _: int,
-    count: int,
-    arrived: Callable[[], None] | None,
-) -> tuple[Sequence[Sequence[dist.Work]], Sequence[dist.Work]]:
-    """Launch the same as the backend's own all-to-all, in one slice."""
-    work = group.alltoall_base(rows.view(-1), parts.reshape(-1), [], [])
-    if arrived is not None:
-        _tell_of_end(work, arrived)
-    return [[work], *([] for _ in range(1, count))], []
+def _tell_of_end(works: Sequence[dist.Work], arrived: Callable[[], None]) -> None:
+    """Those of collectives tell when they have ended, by their futures."""
+    left = [*range(len(works))]
 
+    def note(_: object) -> None:
+        if left.pop() == 0:  # for one thread alone
+            arrived()
 
-def _tell_of_end(work: dist.Work, arrived: Callable[[], None]) -> None:
-    """Those of gloo's collectives tell when they have ended, by their futures."""
-    work.get_future().add_done_callback(lambda _: arrived())
+    for work in works:
+        work.get_future().add_done_callback(note)
 
 
 def _add_up(rank: int, own: torch.Tensor, rows: torch.Tensor, into: torch.Tensor) -> None:
@@ -122,81 +190,46 @@ def _add_up(rank: int, own: torch.Tensor, rows: torch.Tensor, into: torch.Tensor
 
 
 def exchange_of_sums(
-    group: dist.ProcessGroup, sent: torch.Tensor, ranks: int, number: int, arrived: Callable[[], None] | None = None
+    group: dist.ProcessGroup, sent: torch.Tensor, ranks: int, arrived: Callable[[], None] | None = None
 ) -> torch.Tensor:
     """Launch the same into new memory, which is returned; `sent` may be changed at once, as by compiled code."""
     summed = sent.new_empty(sent.numel() // ranks)
-    start_exchange_of_sums(group, sent.clone(), torch.empty_like(sent), summed, number, arrived)
+    start_exchange_of_sums(group, sent.clone(), torch.empty_like(sent), summed, arrived)
     return summed
 
 
 def exchange_of_all(
-    group: dist.ProcessGroup, share: torch.Tensor, ranks: int, number: int, arrived: Callable[[], None] | None = None
+    group: dist.ProcessGroup, share: torch.Tensor, ranks: int, arrived: Callable[[], None] | None = None
 ) -> torch.Tensor:
     """Launch the same into new memory, which is returned; `share` may be changed at once, as by compiled code."""
     received = share.new_empty(share.numel() * ranks)
-    start_exchange_of_all(group, share.clone(), received, number, arrived)
+    start_exchange_of_all(group, share.clone(), received, arrived)
     return received
 
 
-@contextlib.contextmanager
-def _unseen_by_profilers() -> Iterator[None]:
-    """What is sent, and received, within a profiler and awaited when that has ended writes into freed memory there."""
-    torch.autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch.autograd._enable_record_function(True)
-
-
 class _Added(dist.Work):
-    """What is added up as it comes: each slice's receipts, with what adds it up; and then what was sent."""
+    """What is added up as it comes: of each slice of a part its collectives."""
 
     def __init__(
-        self, slices: Sequence[tuple[Sequence[dist.Work], Callable[[], None]]], sends: Sequence[dist.Work]
+        self,
+        group: dist.ProcessGroup,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+        summed: torch.Tensor,
+        slices: Sequence[tuple[slice, Sequence[dist.Work]]],
     ) -> None:
         super().__init__()
-        self._slices, self._sends = slices, sends
+        self._rank, self._ranks = group.rank(), group.size()
+        self._memory, self._slices = (sent, received, summed), slices
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        for receipts, add in self._slices:
-            for work in receipts:
+        sent, received, summed = self._memory
+        parts, rows = sent.view(self._ranks, -1), received.view(self._ranks, -1)
+        for elements, works in self._slices:
+            for work in works:
                 work.wait()
-            add()
-        for work in self._sends:
-            work.wait()
+            _add_up(self._rank, parts[self._rank, elements], rows[:, elements], summed[elements])
         return True
-
-
-class _Awaited(dist.Work):
-    """Something that another thread awaits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.done = Future[None]()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.done.result()
-        return True
-
-
-def _by_thread(works: Sequence[dist.Work], count: int, arrived: Callable[[], None]) -> list[_Awaited]:
-    """The same, awaited by a thread, which calls `arrived` behind the first so many: those of gloo do not tell."""
-    awaited = [_Awaited() for _ in works]
-
-    def await_each() -> None:
-        for number, (work, here) in enumerate(zip(works, awaited, strict=True), 1):
-            try:
-                work.wait()
-                if number == count:
-                    arrived()
-            except BaseException as error:  # for who waits
-                here.done.set_exception(error)
-            else:
-                here.done.set_result(None)
-
-    threading.Thread(target=await_each, daemon=True).start()
-    return awaited
 
 
 def start_in_graph(
@@ -205,20 +238,20 @@ def start_in_graph(
     """What is to be awaited of a functional collective of `group`; `arrived` is called when it has come, on gloo."""
     ours = torch.ops.compiled_ddp
     if operator is ours.exchange_of_sums_into.default:
-        sent, received, summed, number, *_ = args
-        start_exchange_of_sums(group, sent, received, summed, number, arrived)
+        sent, received, summed, *_ = args
+        start_exchange_of_sums(group, sent, received, summed, arrived)
         return summed  # type: ignore[no-any-return]
     if operator is ours.exchange_of_all_into.default:
-        share, received, number, *_ = args
-        start_exchange_of_all(group, share, received, number, arrived)
+        share, received, *_ = args
+        start_exchange_of_all(group, share, received, arrived)
         return received  # type: ignore[no-any-return]
     if operator in (ours.exchange_of_sums.default, ours.exchange_of_all.default):
-        sent, ranks, number, _ = args
+        sent, ranks, *_ = args
         start = exchange_of_sums if operator is ours.exchange_of_sums.default else exchange_of_all
-        return start(group, sent, ranks, number, arrived)
+        return start(group, sent, ranks, arrived)
     if not is_gloo(group):
         return operator(*args)  # type: ignore[no-any-return]
     result, work = start_sum_in_graph(group, operator, args)
     if work is not None:
-        _tell_of_end(work, arrived)
+        _tell_of_end([work], arrived)
     return result  # type: ignore[no-any-return]

@@ -157,7 +157,7 @@ def _launches(rank: int, way: str) -> None:
         step, loop = both("AdamW", backend="inductor", bucket_cap_mb=0.0)
     (source, *_) = for_tests.generated_code(lambda: step(*batch(rank, 0)))
     loop.step(*batch(rank, 0))
-    launch = r"exchange_of_(sums|all)_into\.default\((\w+), ([\w, ]+), \d+, \[(\w+)"
+    launch = r"exchange_of_(sums|all)_into\.default\((\w+), ([\w, ]+), \[(\w+)"
     found = [(kind, sent, *into.split(", "), after) for kind, sent, into, after in re.findall(launch, source)]
     scattered, gathered = ([each for each in found if each[0] == kind] for kind in ("sums", "all"))
     buckets = len(step._explained[1].reductions[0].plan.of_gradients)

@@ -246,7 +246,7 @@ def test_numbers_are_summed_before_anything_is_gathered(lends: bool) -> None:
     assert launched == [all_reduce, *[scatters] * 2, all_reduce, *[gathers] * 2]
     if lends:
         first, _ = graph.find_nodes(op="call_function", target=gathers)
-        assert [each.target for each in first.args[3]] == [all_reduce], "by which a compiler knows"
+        assert [each.target for each in first.args[2]] == [all_reduce], "by which a compiler knows"
 
 
 def test_sums_that_are_whole_are_read_where_they_have_arrived() -> None:

@@ -14,6 +14,7 @@ State is torch's own: `optimizer.state[parameter]` has what `optimizer.step()` w
 import contextlib
 import contextvars
 import itertools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -298,16 +299,20 @@ def _update(
     own = dict(zip(kind.numbers, numbers.tolist(), strict=True))
     with _widened_on_cpu(given) as wide:
         if fused:
-            wide = wide._replace(gradients=[each.contiguous() for each in wide.gradients])
+            wide = wide._replace(gradients=[*map(Tensor.contiguous, wide.gradients)])
         if (made := _made.get()) is not None:  # behind all that may find no memory
             kept = None if skip is None else skip.clone()  # whose memory others may get later in the graph
             made.append(Made(bool(state or steps), frozenset(map(Tensor.data_ptr, given.params)), kept))
         _BY_NAME[optimizer].apply(wide, own, kind, fused=fused, skip=skip)
 
 
+_OF_16_BITS = frozenset((torch.float16, torch.bfloat16))
+_dtype_of, _device_of = operator.attrgetter("dtype"), operator.attrgetter("device")  # of hundreds in a call, in C
+
+
 def widened(tensor: Tensor) -> Tensor:
     """In float32 what has 16 bits; anything else as it is."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return tensor.float() if tensor.dtype in _OF_16_BITS else tensor
 
 
 @contextlib.contextmanager
@@ -317,6 +322,10 @@ def _widened_on_cpu(given: GroupTensors) -> Iterator[GroupTensors]:
     Torch's fused SGD leaves such parameters as they are there, or takes what lies in memory (torch 2.13, from 16
     elements on).
     """
+
+    if _OF_16_BITS.isdisjoint(map(_dtype_of, itertools.chain(given.params, given.gradients, *given.state))):
+        yield given
+        return
 
     def wide(every: Sequence[Tensor]) -> list[Tensor]:
         return [widened(each) if each.is_cpu else each for each in every]
@@ -331,10 +340,10 @@ def _widened_on_cpu(given: GroupTensors) -> Iterator[GroupTensors]:
 
 def _can_be_fused(given: GroupTensors) -> bool:
     """Whether torch's fused kernels may be given these: they go through memory, and read counts on their device."""
-    if not all(each.is_contiguous() for each in itertools.chain(given.params, *given.state)):
+    devices = {*map(_device_of, itertools.chain(given.params, given.steps))}
+    if len(devices) > 1 or any(device.type not in ("cpu", "cuda") for device in devices):
         return False
-    device = given.params[0].device if given.params else torch.device("cpu")
-    return device.type in ("cpu", "cuda") and all(each.device == device for each in (*given.params, *given.steps))
+    return all(map(Tensor.is_contiguous, itertools.chain(given.params, *given.state)))
 
 
 @torch.library.impl("compiled_ddp::optimizer_step", "CompositeExplicitAutograd")

@@ -37,14 +37,16 @@ def ways() -> Mapping[str, Mapping[str, Any]]:
     }
 
 
-def _receipts_and_sends(group: Any, parts: Any, rows: Any) -> list[Any]:
+def _receipts_and_sends(group: Any, sent: Any, come: Any, begin: int, end: int) -> list[Any]:
     """As `exchanges` had it before: launched by the thread that computes, receipts first. Of two ranks."""
     other = 1 - group.rank()
-    return [group.recv([rows[other]], other, 1), group.send([parts[other]], other, 1)]
+    of_other = slice(other * len(sent) // RANKS + begin, other * len(sent) // RANKS + end)
+    return [group.recv([come[of_other]], other, 1), group.send([sent[of_other]], other, 1)]
 
 
-def _rows_by_receipts_and_sends(group: Any, share: Any, rows: Any) -> list[Any]:
-    return _receipts_and_sends(group, share.expand(RANKS, -1), rows)
+def _rows_by_receipts_and_sends(group: Any, rows: Sequence[Any]) -> list[Any]:
+    rank, other = group.rank(), 1 - group.rank()
+    return [group.recv([rows[other]], other, 1), group.send([rows[rank]], other, 1)]
 
 
 def measure(turns: int, rank: Rank) -> dict[str, dict[str, float]]:

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -389,6 +390,27 @@ def _sums_up_wrongly(rank: int) -> str:
 def test_shares_that_are_not_the_sum_are_an_error_on_every_rank(ranks2: RankPool) -> None:
     for told in ranks2.run(_sums_up_wrongly):
         assert "first.weight" in told and "are not the sum over ranks" in told, told
+
+
+def _groups_of(rank: int, options: dict[str, bool]) -> int:
+    """How many process groups a step has, which end when it is dropped and another one is made."""
+    step, _ = both("AdamW", **options)
+    step(*batch(rank, 0))
+    communicator = step._graph.reduction.communicator.made
+    groups = [*communicator._groups]
+    assert all(group() is not None for group in groups)
+    del step, communicator
+    gc.collect()
+    another, _ = both("AdamW", **options)
+    another(*batch(rank, 0))
+    assert not any(group() for group in groups), "their threads live on"
+    return len(groups)
+
+
+def test_shares_go_up_and_down_by_groups_of_their_own(ranks2: RankPool) -> None:
+    assert ranks2.run(_groups_of, {}) == [1, 1]
+    for way in ("shard_optimizer", "pipeline_updates"):
+        assert ranks2.run(_groups_of, {way: True}) == [2, 2]
 
 
 def _is_refused(rank: int) -> None:

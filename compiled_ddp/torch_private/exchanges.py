@@ -24,7 +24,6 @@ from compiled_ddp.torch_private.groups import is_gloo, start_sum_in_graph
 
 SLICE_BYTES = 8 * 2**20  # docs/compile-step.md, "Measured": of what comes from one rank, to be added up at once
 
-
 # The group by which ranks send to those below them, of the one by which they send to those above. torch.distributed
 # owns both.
 _way_back: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
@@ -74,8 +73,8 @@ def start_exchange_of_sums(
     if not _goes_both_ways(group, received):
         under_way.append((slice(None), [group.alltoall_base(received.view(-1), sent.view(-1), [], [])]))
     else:
-        # Of several rows a slice is nothing that a collective could fill.
-        count = -(-summed.nbytes // SLICE_BYTES) if group.size() == 2 else 1
+        # Slices of several ranks' rows lie apart, and no collective fills these at once.
+        count = max(1, -(-summed.nbytes // SLICE_BYTES)) if group.size() == 2 else 1
         bounds = [summed.numel() * number // count for number in range(count + 1)]
         sent_bytes, come = sent.view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
         for begin, end in itertools.pairwise(bounds):
@@ -128,10 +127,10 @@ def start_exchange_of_all(
     if not _goes_both_ways(group, received):
         works = [group.alltoall_base(received.view(-1), share.repeat(ranks), [], [])]
     else:
-        rows = received.view(-1).split(share.numel())
+        rows = received.view(ranks, share.numel())
         if rows[rank].data_ptr() != share.data_ptr():
             rows[rank].copy_(share)
-        works = _start_rows(group, [row.view(torch.uint8) for row in rows])
+        works = _start_rows(group, rows.view(torch.uint8).unbind())
     if arrived is not None:
         _tell_of_end(works, arrived)
     for work in works:
@@ -224,7 +223,7 @@ class _Added(dist.Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         sent, received, summed = self._memory
-        parts, rows = sent.view(self._ranks, -1), received.view(self._ranks, -1)
+        parts, rows = (memory.view(self._ranks, summed.numel()) for memory in (sent, received))
         for elements, works in self._slices:
             for work in works:
                 work.wait()

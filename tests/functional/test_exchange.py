@@ -50,7 +50,7 @@ def _exchanges(rank: int) -> None:
 def _several(rank: int) -> None:
     """At once, awaited in another order; each rank's part of the sum, or all of what it has."""
     ranks, name = dist.get_world_size(), dist.group.WORLD.group_name
-    sizes = (1, 7, 5000)
+    sizes = (1, 7, 5000, 0)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         sent = [brought(rank, ranks * size, dtype) for size in sizes]
         received, summed = [
@@ -66,8 +66,8 @@ def _several(rank: int) -> None:
         for each, part, another, gathered in reversed([*zip(sent, summed, new, whole, strict=True)]):
             wait_tensor(gathered), wait_tensor(part), wait_tensor(another)
             everybodys = torch.stack([brought(other, each.numel(), dtype) for other in range(ranks)])
-            assert torch.equal(gathered.view(ranks, -1), everybodys)
-            assert torch.equal(part, everybodys.view(ranks, ranks, -1)[:, rank].sum(0))
+            assert torch.equal(gathered.view(everybodys.shape), everybodys)
+            assert torch.equal(part, everybodys.unflatten(1, (ranks, len(part)))[:, rank].sum(0))
             assert torch.equal(part, another)
         exchange_of_all_into(own, received[1], (), name)
         assert torch.equal(wait_tensor(received[1])[rank * 7 : (rank + 1) * 7], own)

@@ -29,7 +29,7 @@ def ways() -> Mapping[str, Mapping[str, Any]]:
     from compiled_ddp.torch_private import exchanges
 
     return {
-        "all-to-all": {"is_gloo": lambda group: False},
+        "all-to-all": {"_goes_both_ways": lambda *_: False},
         "receipts and sends": {"_start_parts": _receipts_and_sends, "_start_rows": _rows_by_receipts_and_sends},
         "both ways on one group": {"_back": lambda group: None},
         "both ways, in one slice": {"SLICE_BYTES": 2**40},

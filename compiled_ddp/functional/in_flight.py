@@ -41,12 +41,14 @@ class InFlight:
         self._parameters: list[nn.Parameter] = []
         self._memory: set[int] = set()  # theirs; empty where it may have become other memory since it was known
         self._buckets: tuple[Bucket, ...] = ()
-        self._gathered: list[Tensor] = []  # empty where the parameters are what they are
+        self._gathered: list[Tensor] = []  # empty where the parameters are what they are; the same list for good
         self._sent: list[Tensor] = []  # from which they are gathered
         self._sound = torch.ones((), dtype=torch.bool, device="cpu")  # whether that is what ranks meant to send
         self._failure: RuntimeError | None = None  # of waiting for it, which torch tells once
         self._awaited = {kind: _awaited_by(self, kind) for kind in (nn.Parameter, Tensor)}
         self._shown = {awaited: kind for kind, awaited in self._awaited.items()}
+        _await_left()
+        weakref.finalize(self, _left.append, self._gathered).atexit = False
         _every.add(self)
         model.register_forward_pre_hook(_land_before_forward)
 
@@ -102,7 +104,7 @@ class InFlight:
         *results, self._sound = results
         others, count = len(results) - 2 * len(buckets), len(buckets)
         self._buckets = buckets
-        self._gathered, self._sent = results[others : others + count], results[others + count :]
+        self._gathered[:], self._sent = results[others : others + count], results[others + count :]
         return results[:others]
 
     # ---- for everybody else ------------------------------------------------------------------------------------------
@@ -117,8 +119,9 @@ class InFlight:
             return
         with torch_private.tracing.outside_of_traces():  # of a loss that reads the parameters of another model
             self.wait()
-            gathered, failure = self._gathered, self._failure
-            self._gathered, self._sent, self._memory, self._failure = [], [], set(), None
+            gathered, failure = [*self._gathered], self._failure
+            self._gathered.clear()
+            self._sent, self._memory, self._failure = [], set(), None
             if failure is not None:
                 raise RuntimeError(
                     "what other ranks have sent in the latest step has not come, and parameters of this rank, or some "
@@ -188,6 +191,18 @@ class InFlight:
 
 
 _every = weakref.WeakSet[InFlight]()
+_left: list[list[Tensor]] = []  # what those have left under way that were collected as garbage with their models
+
+
+def _await_left() -> None:
+    """Torch keeps what nobody has awaited, and with it the threads and connections of the group that it came by.
+
+    A destructor must not wait for other ranks: the next step to be made does.
+    """
+    while _left:
+        for flat in _left.pop():
+            with contextlib.suppress(RuntimeError):
+                wait_tensor(flat)
 
 
 @untraced

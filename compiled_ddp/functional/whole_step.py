@@ -752,6 +752,8 @@ class TrainingStep:
     def _state(self, now: "_Now", begun: dict[str, nn.Parameter]) -> dict[str, Tensors]:
         rule, states = rule_of(self.optimizer), dict[str, Tensors]()
         shared = self._shared if now.layout.ranks > 1 else None
+        if shared is not None:
+            shared.take_over()
         for name, group, parameter in now.trained:
             needed = rule.needed(now.layout.kinds[group])
             own: dict[str, Any] = self.optimizer.state.get(parameter, {})  # which makes no entry, as torch makes none

@@ -40,13 +40,21 @@ def mark_wrapped(state: ManagedState, owner: Owner) -> None:
 
 def mark_parts(state: ManagedState) -> None:
     """Note what belongs to the wrapper that looks after `state`, as the model is now."""
-    for part in (torch_private.modules.without_compile_wrapper(state.module), *state.parameters().values()):
+    for part in _parts_of(state):
         if _state_of(part) is None:  # a parameter that is frozen here may be trained by an earlier wrapper
             _owner_of[part] = weakref.ref(state)
 
 
+def _parts_of(state: ManagedState) -> list[nn.Module | nn.Parameter]:
+    return [torch_private.modules.without_compile_wrapper(state.module), *state.parameters().values()]
+
+
 def unmark_wrapped(state: ManagedState) -> None:
+    """Note that nobody looks after `state` any more: nothing is left that keeps `torch.utils.swap_tensors` away."""
     _in_use.pop(state, None)
+    for part in _parts_of(state):
+        if (reference := _owner_of.get(part)) is not None and reference() is state:
+            del _owner_of[part]
 
 
 def _state_of(part: object) -> ManagedState | None:

@@ -1,6 +1,7 @@
 """compile_step(pipeline_updates=True): parameters, or sums of gradients, that are under way when a call returns."""
 
 import copy
+import gc
 import io
 import os
 import pickle
@@ -486,6 +487,25 @@ def _ends(rank: int, way: str) -> None:
 @in_both_ways
 def test_behind_destroy_process_group_parameters_are_there(ranks2: RankPool, way: str) -> None:
     ranks2.run(_ends, way)
+
+
+def _is_dropped(rank: int, way: str) -> None:
+    """With its model and what it has under way: the next step to be made awaits that, and its groups end."""
+    open_files = []
+    for _ in range(5):
+        with pipelining(way):
+            step, _ = both("AdamW")
+        step(*batch(rank, 0))
+        assert is_under_way(step.model)
+        del step
+        gc.collect()
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    assert open_files[4] <= open_files[2], "the connections of groups that nobody has any more"
+
+
+@in_both_ways
+def test_nothing_stays_of_a_step_that_is_dropped(ranks2: RankPool, way: str) -> None:
+    ranks2.run(_is_dropped, way)
 
 
 def _is_left(rank: int, way: str) -> None:

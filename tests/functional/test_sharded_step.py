@@ -4,7 +4,9 @@ import copy
 import functools
 import gc
 import io
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -390,6 +392,75 @@ def _sums_up_wrongly(rank: int) -> str:
 def test_shares_that_are_not_the_sum_are_an_error_on_every_rank(ranks2: RankPool) -> None:
     for told in ranks2.run(_sums_up_wrongly):
         assert "first.weight" in told and "are not the sum over ranks" in told, told
+
+
+def _of_one_optimizer(rank: int) -> None:
+    """Several in a row, and one that is never called: state is whole, and what is left of the dropped ones is freed."""
+    step, loop = both("AdamW")
+    model, optimizer, open_files = step.model, step.optimizer, []
+    for n in range(4):
+        with sharding():
+            step, _ = both("AdamW", lambda: model, optimizer=optimizer)
+        assert_same(step, loop)
+        step(*batch(rank, n)), loop.step(*batch(rank, n))
+        assert_same(step, loop)
+        del step
+        gc.collect()
+        open_files.append(len(os.listdir("/proc/self/fd")))
+    assert open_files[3] <= open_files[1], "the connections of groups that nobody has any more"
+    loop_of_others = Loop.of(model, optimizer)
+    loop_of_others.step(*batch(rank, 4)), loop.step(*batch(rank, 4))
+    assert_same(loop_of_others, loop)
+
+
+def test_several_steps_of_one_optimizer_take_turns(ranks2: RankPool) -> None:
+    ranks2.run(_of_one_optimizer)
+
+
+def _is_torn_for_all(rank: int) -> None:
+    """A state that one step has torn is torn for another one, and what is loaded is there for both."""
+    with sharding():
+        step, loop = both("AdamW", Breaking, bucket_cap_mb=0.0)
+        other, _ = both("AdamW", lambda: step.model, optimizer=step.optimizer, bucket_cap_mb=0.0)
+    good, bad = torch.tensor(False), torch.tensor(rank == 1)
+    for n, each in enumerate((step, other)):
+        each(*batch(rank, n), good), loop.step(*batch(rank, n), good)
+    saved = copy.deepcopy({"model": step.model.state_dict(), "optimizer": step.optimizer.state_dict()})
+    with pytest.raises((RuntimeError, ValueError), match="a kernel has raised"):
+        step(*batch(rank, 2), bad)
+    _is_told_of_a_torn_state(other, rank)
+    step.model.load_state_dict(saved["model"])
+    step.optimizer.load_state_dict(saved["optimizer"])
+    for n, each in enumerate((other, step)):
+        each(*batch(rank, n), good), loop.step(*batch(rank, n), good)
+    assert_same(step, loop)
+
+
+def test_a_state_is_torn_for_all_steps_of_an_optimizer(ranks2: RankPool) -> None:
+    ranks2.run(_is_torn_for_all)
+
+
+def _in_another_world(rank: int, store: Path) -> None:
+    """The state is gathered by the step that has it now, and not by one that has ended with its world."""
+    model = Net()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    for world in range(2):
+        dist.init_process_group("gloo", store=dist.FileStore(f"{store}{world}", 2), rank=rank, world_size=2)
+        step = compile_step(model, optimizer, shard_optimizer=True, backend="aot_eager")
+        step(*batch(rank, world))
+        whole_state = optimizer.state_dict()["state"]
+        if world == 0:
+            dist.destroy_process_group()
+    model(*batch(rank, 2)).backward()
+    optimizer.step()  # which finds the whole
+    parameters = [*model.parameters()]
+    for number, own in whole_state.items():
+        parameter = parameters[number]
+        assert own["exp_avg"].shape == parameter.shape == optimizer.state[parameter]["exp_avg"].shape
+
+
+def test_a_step_in_another_world_takes_over_the_state(ranks2: RankPool, tmp_path: Path) -> None:
+    ranks2.run(_in_another_world, tmp_path / "store", process_group=False)
 
 
 def _groups_of(rank: int, options: dict[str, bool]) -> int:

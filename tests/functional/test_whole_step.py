@@ -124,11 +124,13 @@ def graphs(step: Any) -> int:
     return sum(known.graphs for every in step._known.values() for known in every)
 
 
-def both(kind: str, make: Callable[[], nn.Module] = Net, **options: Any) -> tuple[Any, Loop]:
+def both(
+    kind: str, make: Callable[[], nn.Module] = Net, *, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> tuple[Any, Loop]:
     torch.manual_seed(0)  # as the loop's model is copied before rank 0's values are sent
     model = make()
     loop = Loop(model, OPTIMIZERS[kind], options.get("clip_grad_norm"))
-    return compile_step(model, OPTIMIZERS[kind](model.parameters()), **{**DEFAULTS, **options}), loop
+    return compile_step(model, optimizer or OPTIMIZERS[kind](model.parameters()), **{**DEFAULTS, **options}), loop
 
 
 # ---- the same as the loop --------------------------------------------------------------------------------------------

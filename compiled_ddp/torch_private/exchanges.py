@@ -5,8 +5,8 @@ rank that comes last the announcement stands behind all that it sends, so that o
 other one is used (656 in place of 325 ms for 73 MiB on 1 Gbit/s, two ranks). So on gloo what ranks send to those above
 them, and what they send to those below, are collectives of their own, on two groups, and a rank launches first that by
 which it receives. They are collectives, and no receipts and sends, since gloo's threads launch those: announcing a
-receipt waits for the thread that receives, and that, where ranks share cores, for other ranks to be done computing (2
-in place of 0.2 ms of the thread that computes, on two cores).
+receipt waits for the thread that receives, and that, where ranks share cores, for other ranks to be done computing
+(docs/compile-step.md, "Measured").
 """
 
 import contextlib

@@ -395,22 +395,23 @@ def test_shares_that_are_not_the_sum_are_an_error_on_every_rank(ranks2: RankPool
 
 
 def _of_one_optimizer(rank: int) -> None:
-    """Several in a row, and one that is never called: state is whole, and what is left of the dropped ones is freed."""
-    step, loop = both("AdamW")
-    model, optimizer, open_files = step.model, step.optimizer, []
+    """Several in a row, one of them never called: state is whole, and what is left of the dropped ones is freed."""
+    good, open_files = torch.tensor(False), []
+    step, loop = both("AdamW", Breaking)
+    model, optimizer = step.model, step.optimizer
     for n in range(4):
         with sharding():
             step, _ = both("AdamW", lambda: model, optimizer=optimizer)
         assert_same(step, loop)
-        step(*batch(rank, n)), loop.step(*batch(rank, n))
+        step(*batch(rank, n), good), loop.step(*batch(rank, n), good)
         assert_same(step, loop)
         del step
         gc.collect()
         open_files.append(len(os.listdir("/proc/self/fd")))
     assert open_files[3] <= open_files[1], "the connections of groups that nobody has any more"
-    loop_of_others = Loop.of(model, optimizer)
-    loop_of_others.step(*batch(rank, 4)), loop.step(*batch(rank, 4))
-    assert_same(loop_of_others, loop)
+    in_a_loop = Loop.of(model, optimizer)
+    in_a_loop.step(*batch(rank, 4), good), loop.step(*batch(rank, 4), good)
+    assert_same(in_a_loop, loop)
 
 
 def test_several_steps_of_one_optimizer_take_turns(ranks2: RankPool) -> None:

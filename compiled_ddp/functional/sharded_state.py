@@ -20,73 +20,56 @@ from compiled_ddp.plan import share_elements, whole_of
 State = dict[str, Any]
 
 
-class _OfOptimizer:
-    """What all sharded steps of one optimizer share, for as long as that lives: its hooks go by the latest one."""
+_known: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[ShardedState]]" = weakref.WeakKeyDictionary()
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.latest: ShardedState | None = None  # which has made shares of the state
-        self.is_torn = False
+
+class ShardedState:
+    """The state of one optimizer, which is gathered where the optimizer is asked for it, or steps by itself.
+
+    All sharded steps of an optimizer have the same one, for as long as that lives.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, reduction: GradientReduction) -> None:
+        """Shared among the ranks of `reduction`. Registers hooks with the optimizer, which keep it."""
+        self._reduction, self._is_torn = reduction, False
         optimizer.register_state_dict_post_hook(self._fill, prepend=True)
         optimizer.register_load_state_dict_post_hook(self._note_loaded)
         torch_private.optimizers.register_own_step_pre_hook(optimizer, self._leave)
 
-    def go_by(self, latest: "ShardedState") -> None:
-        self.latest = latest
-
-    def note_torn(self) -> None:
-        self.is_torn = True
-
-    def _fill(self, optimizer: torch.optim.Optimizer, state_dict: State) -> State:
-        return state_dict if self.latest is None else self.latest.filled(optimizer, state_dict)
-
-    def _note_loaded(self, _: torch.optim.Optimizer) -> None:
-        self.is_torn = False
-
-    def _leave(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self.latest is not None:
-            self.latest.leave(optimizer)
-
-
-_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[_OfOptimizer]] = weakref.WeakKeyDictionary()
-
-
-def _of(optimizer: torch.optim.Optimizer) -> _OfOptimizer:
-    reference = _known.get(optimizer)
-    found = None if reference is None else reference()
-    if found is None:
-        found = _OfOptimizer(optimizer)  # which its hooks keep
-        _known[optimizer] = weakref.ref(found)
-    return found
-
-
-class ShardedState:
-    """The state of one optimizer, which is gathered where the optimizer is asked for it, or steps by itself."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, reduction: GradientReduction) -> None:
-        """Shared among the ranks of `reduction`. Registers hooks with the optimizer."""
-        self._reduction, self._shared = reduction, _of(optimizer)
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, reduction: GradientReduction) -> "ShardedState":
+        """The one that this optimizer has, or a new one."""
+        reference = _known.get(optimizer)
+        found = None if reference is None else reference()
+        if found is None:
+            found = cls(optimizer, reduction)
+            _known[optimizer] = weakref.ref(found)
+        return found
 
     @property
     def ranks(self) -> int:
         return self._reduction.world_size
 
-    def take_over(self) -> None:
-        """From now on it gathers what is asked for: a step is about to make shares of the state, or to change them."""
-        self._shared.go_by(self)
+    def take_over(self, reduction: GradientReduction) -> None:
+        """From now on it is shared by this one's ranks: its step is about to make shares of it, or to change them."""
+        self._reduction = reduction
 
     def note_torn(self) -> None:
         """An update has raised when it had changed shares: those of some buckets are the new ones, others the old."""
-        self._shared.note_torn()
+        self._is_torn = True
 
     def refuse_torn(self) -> None:
         """Raise RuntimeError while they are torn."""
-        if self._shared.is_torn:
+        if self._is_torn:
             raise RuntimeError(
                 f"rank {self._reduction.global_rank}: an update has raised an error when this rank had updated its "
                 "shares of some buckets, and so the optimizer's state is neither the old one nor the new one. On every "
                 "rank load a checkpoint, by model.load_state_dict() and optimizer.load_state_dict(), or make model, "
                 "optimizer and step anew."
             )
+
+    def _note_loaded(self, _: torch.optim.Optimizer) -> None:
+        self._is_torn = False
 
     def share_like(self, parameter: Tensor) -> Tensor:
         """Memory for a share of what is like this parameter."""
@@ -107,7 +90,7 @@ class ShardedState:
 
     # ---- where it is asked for ---------------------------------------------------------------------------------------
 
-    def filled(self, optimizer: torch.optim.Optimizer, state_dict: State) -> State:
+    def _fill(self, optimizer: torch.optim.Optimizer, state_dict: State) -> State:
         """What `optimizer.state_dict()` returns: the same on every rank, with the whole of each tensor."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         state = {key: (own, parameters[key]) for key, own in state_dict["state"].items() if isinstance(key, int)}
@@ -117,7 +100,7 @@ class ShardedState:
         whole = {key: self._whole(own, parameter) for key, (own, parameter) in state.items()}
         return {**state_dict, "state": {**state_dict["state"], **whole}}
 
-    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+    def _leave(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Before the optimizer's own `step()`: let it find its state as it has left it."""
         if any(self._shares_in(own, parameter) for parameter, own in optimizer.state.items()):
             self._agree("optimizer.step()")

@@ -17,7 +17,6 @@ from compiled_ddp.passes.ops import (
     exchange_of_all,
     exchange_of_sums,
     gather_shares,
-    number_of_exchange,
     reduce_scatter,
     sum_numbers,
     wait_tensor,
@@ -60,8 +59,7 @@ def launch_scatter(bucket: Bucket, rows: Tensor, group_name: str, by: str) -> Te
     if by == "reduce_scatter":
         launched: Tensor = reduce_scatter(rows, "sum", bucket.ranks, group_name)
     else:
-        number = number_of_exchange(bucket.indices, gathers=False)
-        launched = exchange_of_sums(rows, bucket.ranks, number, group_name)
+        launched = exchange_of_sums(rows, bucket.ranks, 0, group_name)
     return launched.view(-1)
 
 

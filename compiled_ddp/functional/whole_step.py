@@ -334,7 +334,7 @@ class TrainingStep:
         self.model, self.optimizer, self._in_flight = model, optimizer, in_flight
         self._deferred = in_flight if isinstance(in_flight, DeferredUpdate) else None
         is_shared = graph.reduction.options.is_scattered and self._deferred is None
-        self._shared = ShardedState(optimizer, graph.reduction) if is_shared else None
+        self._shared = ShardedState.of(optimizer, graph.reduction) if is_shared else None
         self._graph, self._compiler, self._own_changes = graph, compiler, own_changes
         self._accumulate, self._scaler = accumulate, scaler
         self._known: dict[tuple[Layout, int], list[_Known]] = {}  # with the number of ranks
@@ -753,7 +753,7 @@ class TrainingStep:
         rule, states = rule_of(self.optimizer), dict[str, Tensors]()
         shared = self._shared if now.layout.ranks > 1 else None
         if shared is not None:
-            shared.take_over()
+            shared.take_over(self._graph.reduction)
         for name, group, parameter in now.trained:
             needed = rule.needed(now.layout.kinds[group])
             own: dict[str, Any] = self.optimizer.state.get(parameter, {})  # which makes no entry, as torch makes none

@@ -169,14 +169,7 @@ def _both_ways(
 
 def _tell_of_end(works: Sequence[dist.Work], arrived: Callable[[], None]) -> None:
     """Those of collectives tell when they have ended, by their futures."""
-    left = [*range(len(works))]
-
-    def note(_: object) -> None:
-        if left.pop() == 0:  # for one thread alone
-            arrived()
-
-    for work in works:
-        work.get_future().add_done_callback(note)
+    torch.futures.collect_all([work.get_future() for work in works]).add_done_callback(lambda _: arrived())
 
 
 def _add_up(rank: int, own: torch.Tensor, rows: torch.Tensor, into: torch.Tensor) -> None:

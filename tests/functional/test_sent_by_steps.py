@@ -378,6 +378,10 @@ def _sends_in_one_dtype(rank: int, options: str, backend: str) -> None:
         made.append(compile_step(model, optimizer, comm_hook=bf16_compress, backend=backend, **given))
     for n in range(3):
         torch.testing.assert_close(*(step(*batch(rank, n)) for step in made), rtol=1e-2, atol=1e-3)
+    if made[1]._in_flight is not None:
+        launched = made[1]._in_flight._gathered[:]
+        begun, _ = made[1]._in_flight._begin(made[1]._in_flight._buckets)
+        assert [each.dtype for each in begun] == [each.dtype for each in launched], "a graph reads either"
     plain, other = (step.model.state_dict() for step in made)
     for name, value in plain.items():
         # Of gradients that round to another number of 16 bits there is one or the other.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from test_whole_step import OPTIMIZERS, Net, assert_same, batch, both
 from torch import Tensor, nn
 
-from compiled_ddp import compile_step
+from compiled_ddp import compile_step, torch_private
 from compiled_ddp.functional import in_flight
 from compiled_ddp.torch_private import for_tests
 from ranks import RankPool
@@ -549,6 +549,23 @@ def _is_refused(rank: int) -> None:
 
 def test_what_cannot_be_under_way_is_refused(ranks2: RankPool) -> None:
     ranks2.run(_is_refused)
+
+
+def _would_be_replayed(rank: int) -> None:
+    """As on a GPU with mode="reduce-overhead": refused before anything is launched, and nothing is lost."""
+    with pipelining("shares"):
+        step, loop = both("AdamW")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_private.compiler_options, "uses_cuda_graphs", lambda *_: True)
+        with pytest.raises((ValueError, RuntimeError), match="where a CUDA graph writes those of the next one"):
+            step(*batch(rank, 0))
+    for n in range(2):
+        step(*batch(rank, n)), loop.step(*batch(rank, n))
+    assert_same(step, loop)
+
+
+def test_cuda_graphs_are_refused(ranks2: RankPool) -> None:
+    ranks2.run(_would_be_replayed)
 
 
 def test_what_is_told_of_a_parameter_is_what_torch_asks() -> None:

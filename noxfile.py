@@ -33,6 +33,7 @@ QUICK = (
     "tests/test_launch_observer.py",
     "tests/test_architecture.py",
 )
+ON_OTHERS = (*QUICK, "tests/functional/test_whole_step.py")  # on other torches and Pythons, in a minute more
 
 # What a change needs, in two minutes or so: the quick round, and all that is short of the tests of one module, most of
 # which need no ranks, and of those that read the sources.
@@ -61,14 +62,14 @@ def on_torch(session: nox.Session, version: str) -> None:
 @nox.session(name="python", python=PYTHON)
 def on_python(session: nox.Session) -> None:
     """The quick round on one Python; arguments are pytest's."""
-    _run(session, TORCH_OF_PYTHON, QUICK)
+    _run(session, TORCH_OF_PYTHON, ON_OTHERS)
 
 
 def _run(session: nox.Session, torch: str, default: tuple[str, ...]) -> None:
     constraints = Path(session.create_tmp()) / "constraints.txt"
     constraints.write_text(_constraints(torch))
     session.install("-c", str(constraints), f"torch=={torch}", "-e", ".[test,bench]")
-    wanted = QUICK if session.posargs == ["quick"] else session.posargs or default
+    wanted = ON_OTHERS if session.posargs == ["quick"] else session.posargs or default
     _test(session, "python", *wanted)
 
 

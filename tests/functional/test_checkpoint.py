@@ -125,7 +125,7 @@ CALLS = (plainly, ddp.checkpoint)
     ("backend", "what"),
     [
         ("aot_eager", ("noisy", "batched", "forward")),
-        pytest.param("inductor", ("noisy",), marks=pytest.mark.inductor),
+        pytest.param("inductor", ("noisy",), marks=[pytest.mark.inductor, pytest.mark.slow]),
         pytest.param("inductor", ("batched", "forward"), marks=[pytest.mark.inductor, pytest.mark.slow]),
     ],
 )

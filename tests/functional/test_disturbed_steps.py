@@ -201,6 +201,6 @@ def test_what_users_do_between_steps_of_inductors(ranks2: RankPool, mode: str) -
     ranks2.run(_is_disturbed, 4, mode, 1, {"backend": "inductor"}, timeout_seconds=900)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [m if m == "both" else pytest.param(m, marks=pytest.mark.slow) for m in MODES])
 def test_what_users_do_between_updates_of_several_clipped_batches(ranks2: RankPool, mode: str) -> None:
     ranks2.run(_is_disturbed, 7, mode, 2, {"clip_grad_norm": 0.5}, timeout_seconds=300)

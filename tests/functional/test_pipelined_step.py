@@ -126,7 +126,7 @@ def test_200_steps_give_the_same_bits_as_without(ranks2: RankPool, kind: str, wa
     ranks2.run(_is_equal_bit_for_bit, way, kind, "aot_eager", 200)
 
 
-@in_both_ways
+@pytest.mark.parametrize("way", [pytest.param("shares", marks=pytest.mark.slow), "sums"])
 def test_inductors_code_gives_the_same_bits_as_without(ranks2: RankPool, way: str) -> None:
     ranks2.run(_is_equal_bit_for_bit, way, "AdamW", "inductor", 20)
 

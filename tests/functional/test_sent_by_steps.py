@@ -125,7 +125,9 @@ def _inductor_sends(rank: int, hook: str, options: str) -> None:
         torch.testing.assert_close(found, value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("hook", "options"), [("bf16_compress", ""), ("squared", "deferred")])
+@pytest.mark.parametrize(
+    ("hook", "options"), [("bf16_compress", ""), pytest.param("squared", "deferred", marks=pytest.mark.slow)]
+)
 def test_inductors_code_sends_it(ranks2: RankPool, hook: str, options: str) -> None:
     ranks2.run(_inductor_sends, hook, options)
 
@@ -393,7 +395,7 @@ def _sends_in_one_dtype(rank: int, options: str, backend: str) -> None:
     ("options", "backend"),
     [
         ("sharded", "aot_eager"),
-        ("sharded", "inductor"),
+        pytest.param("sharded", "inductor", marks=pytest.mark.slow),
         ("pipelined", "inductor"),
         ("deferred", "aot_eager"),
         ("deferred", "inductor"),

@@ -48,7 +48,9 @@ def test_inductors_code_is_what_the_loop_does(ranks2: RankPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [whole._clips, whole._between_steps, whole._two_steps, whole._follows], ids=lambda each: each.__name__
+    "function",
+    [whole._clips, pytest.param(whole._between_steps, marks=pytest.mark.slow), whole._two_steps, whole._follows],
+    ids=lambda each: each.__name__,
 )
 def test_the_rest_is_as_without(ranks2: RankPool, function: Callable[..., Any]) -> None:
     ranks2.run(_sharded, function)

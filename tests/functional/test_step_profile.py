@@ -65,7 +65,11 @@ def _profile(rank: int, mode: str, backend: str) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "backend"),
-    [*((mode, "aot_eager") for mode in MODES), ("pipelined", "inductor"), ("deferred", "inductor")],
+    [
+        *((mode, "aot_eager") for mode in MODES),
+        pytest.param("pipelined", "inductor", marks=pytest.mark.slow),
+        ("deferred", "inductor"),
+    ],
 )
 def test_each_transfer_is_seen_in_its_order_and_steps_stay_what_they_are(
     ranks2: RankPool, mode: str, backend: str

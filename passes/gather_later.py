@@ -4,9 +4,11 @@ So what ranks have made of their shares of parameters is gathered while the next
 where each rank updates all of them, their shares of the sums of gradients, as in DeAR (arXiv 2302.12445).
 """
 
+import functools
 import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch.fx import Graph, Node
@@ -35,13 +37,40 @@ from compiled_ddp.passes.scatter_buckets import emit_gather, split_updates
 from compiled_ddp.plan import Bucket, BucketPlan
 
 
-def buckets_to_gather(plan: BucketPlan) -> tuple[Bucket, ...]:
-    """Those of a scattered plan that have gradients, in the order in which all ranks gather them.
+def departing(graph: Graph, count: int) -> list[Node]:
+    """What a step leaves of `count` gradients, by their places: shares of parameters, or of the gradients' sums.
+
+    Sums as they were sent: where a hook has widened them, what has come is widened, which is as exact and takes fewer
+    bytes.
+    """
+    shares: list[Node] = output_values(graph)[-1 - count : -1]  # type: ignore[assignment]
+    are_sums = graph.find_nodes(op="call_function", target=summed_before)
+    return [*map(_before_widening, shares)] if are_sums else shares
+
+
+def _before_widening(share: Node) -> Node:
+    while share.target is _convert:
+        source, dtype = share.args
+        assert isinstance(source, Node) and isinstance(dtype, torch.dtype)
+        narrow = source.meta["val"].dtype
+        if not narrow.is_floating_point or torch.promote_types(narrow, dtype) != dtype:
+            break
+        share = source
+    return share
+
+
+def buckets_to_gather(graph: Graph, plan: BucketPlan) -> tuple[Bucket, ...]:
+    """Those of a scattered plan that have gradients, in the order in which all ranks gather them, and as what.
 
     That is the reverse of the order in which they are scattered: the parameters that a forward reads first have their
-    gradients last.
+    gradients last. Each is of the dtype that holds all of its shares: it may have been scattered in another one.
     """
-    return tuple(reversed(plan.of_gradients))
+    shares = departing(graph, len(plan.indices))
+    dtypes = [each.meta["val"].dtype for each in shares]
+    return tuple(
+        replace(bucket, dtype=functools.reduce(torch.promote_types, (dtypes[index] for index in bucket.indices)))
+        for bucket in reversed(plan.of_gradients)
+    )
 
 
 def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], group_name: str, by: str) -> None:
@@ -63,17 +92,16 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
     In the same way `summed_before` becomes `taken_apart`, or parts of what has arrived of a bucket that is whole, and
     an update that is made of its results one of each bucket.
     """
-    buckets = buckets_to_gather(plan)
+    buckets, shares = buckets_to_gather(graph, plan), departing(graph, len(plan.indices))
     for before in graph.find_nodes(op="call_function", target=gathered_before):
         _put_together(graph, before, buckets, arrived)
     for before in graph.find_nodes(op="call_function", target=summed_before):
         split_updates(graph, plan, _take_apart(graph, before, buckets, arrived))
-    count = len(plan.indices)
     *others, is_sound = output_values(graph)
-    others, shares = others[:-count], others[-count:]
+    others = others[: -len(shares)]
     place = {node: number for number, node in enumerate(graph.nodes)}
     numbers = graph.find_nodes(op="call_function", target=sum_numbers)  # which all ranks sum before
-    latest = max((*filter(None, shares), *numbers), key=place.__getitem__)
+    latest = max((*shares, *numbers), key=place.__getitem__)
     with graph.inserting_before(latest.next):  # what mutates stays behind everything else
         pairs = [emit_gather(graph, bucket, shares, group_name, by) for bucket in buckets]
     launched, sent = zip(*pairs, strict=True)
@@ -101,13 +129,11 @@ def _take_apart(graph: Graph, before: Node, buckets: Sequence[Bucket], arrived: 
     with graph.inserting_before(before):
         for bucket, one in zip(buckets, gathered, strict=True):
             parts = _parts(graph, bucket, emit(graph, wait_tensor, one))
-            like = {index: results[index].meta["val"] for index in bucket.indices}
-            are_of_one_dtype = len({each.dtype for each in like.values()}) == 1
             for flat, index in zip(parts, bucket.indices, strict=True):
-                size = [*like[index].shape]
-                if not are_of_one_dtype:  # and sent as what all of them fit into
-                    flat = emit(graph, torch.ops.prims.convert_element_type.default, flat, like[index].dtype)
-                sums[index] = emit(graph, torch.ops.aten.view.default, flat, size)
+                like = results[index].meta["val"]
+                if like.dtype != bucket.dtype:
+                    flat = emit(graph, _convert, flat, like.dtype)
+                sums[index] = emit(graph, torch.ops.aten.view.default, flat, [*like.shape])
     for index, result in results.items():
         result.replace_all_uses_with(sums.get(index, was_sound))
     erase_with_results(graph, before)
@@ -122,6 +148,7 @@ def _parts(graph: Graph, bucket: Bucket, arrived: Node) -> list[Node]:
     return [emit(graph, operator.getitem, apart, number) for number in range(len(bucket.indices))]
 
 
+_convert = torch.ops.prims.convert_element_type.default
 _IN_PLACE = {put_together: put_together_in_place, optimizer_step: optimizer_step_in_place}
 
 

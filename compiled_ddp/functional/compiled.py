@@ -45,7 +45,7 @@ from compiled_ddp.graph.backward_work import count_gradients, counted
 from compiled_ddp.graph.telling import compiling
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.options import check_compiler
-from compiled_ddp.passes.gather_later import buckets_to_gather
+from compiled_ddp.passes.gather_later import departing
 from compiled_ddp.passes.lend_rows import Lent, lent_memory
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
@@ -473,6 +473,8 @@ class CompiledStep:
             reference = ReferenceStep(traced.graph_module) if session.runs else None
             prepare_step(graph)
             refuse_rows_of_shares(graph)
+            if session.departing:
+                session.gathers([each.meta["val"].dtype for each in departing(graph, len(session.departing) - 1)])
             arrivals = [_arrival_of(node) for node in find_sums(graph)]
             launches = session.launches_in(graph)
         unit = Unit(launches) if session.runs else None
@@ -522,7 +524,7 @@ class CompiledStep:
                 "pipeline_updates leaves results of a call under way, where a CUDA graph writes those of the next one: "
                 'leave out mode="reduce-overhead" and options that turn on cudagraphs.'
             )
-        return traced.gathering_later(plan, group_name, wanted.scattered.by), buckets_to_gather(plan)
+        return traced.gathering_later(plan, group_name, wanted.scattered.by)
 
     def _in_turn(
         self, traced: TracedStep, options: Mapping[str, Any], identity: str, slow_work: Callable[..., SlowWork]

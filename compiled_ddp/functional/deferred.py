@@ -1,8 +1,6 @@
 """Updates that the next step makes: `pipeline_updates` where each rank has all of the optimizer's state."""
 
 import contextlib
-import functools
-import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,12 +107,7 @@ class DeferredUpdate(InFlight):
                 self._made = ()
 
     def _begin(self, buckets: tuple[Bucket, ...]) -> tuple[list[Tensor], bool]:
-        return [self._zeros(bucket) for bucket in buckets], False
-
-    def _zeros(self, bucket: Bucket) -> Tensor:
-        """As what is gathered of it: a hook may let gradients of several dtypes share a bucket."""
-        own = [self._parameters[index] for index in bucket.indices]
-        return own[0].new_zeros(bucket.numel, dtype=functools.reduce(torch.promote_types, map(_dtype_of, own)))
+        return [torch.zeros(each.numel, dtype=each.dtype, device=each.device) for each in buckets], False
 
     def _write(self, gathered: Sequence[Tensor], sound: Tensor) -> None:
         update, self._update = self._update, None
@@ -140,6 +133,3 @@ class DeferredUpdate(InFlight):
     def _spoil(self) -> None:
         self._kept = [parameter.detach().clone() for parameter in self._parameters]
         super()._spoil()
-
-
-_dtype_of = operator.attrgetter("dtype")

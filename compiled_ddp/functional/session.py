@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,11 @@ class Session:
         self.runs.append(run)
         self.sums.append(sums)
         self.parameters.append({name: torch_private.tracing.origin_of(each) for name, each in parameters.items()})
+
+    def gathers(self, dtypes: Iterable[torch.dtype]) -> None:
+        """What departs of the gradients of the only run, or of their parameters, is gathered in these."""
+        (run,) = self.runs
+        self.runs = [replace(run, wanted=run.wanted.gathered_in(dtypes))]
 
     def are_sound(self) -> Tensor | None:
         """Whether all runs have summed what ranks were to send; None where there are none."""

@@ -4,8 +4,8 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -69,6 +69,11 @@ class Wanted:
     def gathers_what_it_scatters(self) -> bool:
         """Whether shares are gathered in the dtype in which they are scattered, if they are."""
         return self.scattered is None or self.scattered.gathered == tuple(dtype for _, _, dtype, _ in self.gradients)
+
+    def gathered_in(self, dtypes: Iterable[torch.dtype]) -> "Wanted":
+        """The same, with shares gathered in these dtypes."""
+        assert self.scattered is not None, "no sum is scattered"
+        return replace(self, scattered=replace(self.scattered, gathered=tuple(dtypes)))
 
     def describe(self) -> Description:
         """Describe what must be equal on all ranks."""

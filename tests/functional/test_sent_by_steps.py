@@ -384,6 +384,8 @@ def _sends_in_one_dtype(rank: int, options: str, backend: str) -> None:
         launched = made[1]._in_flight._gathered[:]
         begun, _ = made[1]._in_flight._begin(made[1]._in_flight._buckets)
         assert [each.dtype for each in begun] == [each.dtype for each in launched], "a graph reads either"
+        # Sums as they were sent, and parameters of both dtypes in the wider one.
+        assert {each.dtype for each in launched} == {torch.bfloat16 if options == "deferred" else torch.float32}
     plain, other = (step.model.state_dict() for step in made)
     for name, value in plain.items():
         # Of gradients that round to another number of 16 bits there is one or the other.

@@ -8,7 +8,7 @@ from torch.fx import Graph, Node
 
 from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.functional.shares import rows_of
-from compiled_ddp.passes.gather_later import arrive_in_place, buckets_to_gather, gather_later
+from compiled_ddp.passes.gather_later import arrive_in_place, buckets_to_gather, departing, gather_later
 from compiled_ddp.passes.lend_rows import Lent, lent_memory
 from compiled_ddp.passes.ops import (
     LAUNCHES,
@@ -35,6 +35,7 @@ from compiled_ddp.passes.step_pipeline import StepPipeline
 from compiled_ddp.plan import FIRST_USED, BucketPlan
 
 aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
 CPU = torch.device("cpu")
 SIZES = (4, 4)  # of two parameters, the first of which the forward reads first
 
@@ -44,11 +45,20 @@ def plan(lengths: tuple[int, ...] = (1, 1), *, whole: bool = False, sizes: tuple
     return plan_of(specs, (1, 0), (*lengths, 0), 2, 0, is_scattered=True, whole=whole)
 
 
+def with_value(node: Node, dtype: torch.dtype) -> Node:
+    node.meta["val"] = torch.empty(2, dtype=dtype, device="meta")
+    return node
+
+
+def shares_of(graph: Graph, sums: Node, dtype: torch.dtype) -> list[Node]:
+    return [with_value(graph.call_function(operator.getitem, (sums, index)), dtype) for index in (0, 1)]
+
+
 def step_graph(by: str, lengths: tuple[int, ...] = (1, 1)) -> Graph:
     """x * first * second, of which each parameter reads its gradient last; what arrives is read in the other order."""
     graph, planned = Graph(), plan(lengths)
     x, first, second, leading = map(graph.placeholder, ("x", "first", "second", "leading"))
-    arrived = [graph.placeholder(f"gathered_{n}") for n, _ in enumerate(buckets_to_gather(planned))]
+    arrived = [graph.placeholder(f"gathered_{n}") for n, _ in enumerate(planned.of_gradients)]
     sound = graph.placeholder("sound")
     leading.meta["val"] = torch.empty(FIRST_USED, device="meta")
     before = graph.call_function(gathered_before, ([first, second],))
@@ -59,7 +69,7 @@ def step_graph(by: str, lengths: tuple[int, ...] = (1, 1)) -> Graph:
     of_second = graph.call_function(aten.mul.Tensor, (result, hidden))
     of_first = graph.call_function(aten.mul.Tensor, (of_second, x))
     sums = graph.call_function(sum_over_ranks, ([of_first, of_second], [], leading, [1, 0], [1, 1], 2, "", by))
-    shares = [graph.call_function(operator.getitem, (sums, index)) for index in (0, 1)]
+    shares = shares_of(graph, sums, torch.float32)
     riders = graph.call_function(operator.getitem, (sums, 2))
     graph.output((result, riders, *shares, graph.call_function(aten.eq.Scalar, (riders, 1))))
     gather_later(graph, planned, arrived=[*arrived, sound], group_name="g", by=by)
@@ -181,9 +191,17 @@ GATHERED = ("gathered_0", "gathered_1")
 
 
 def deferred_graph(
-    planned: BucketPlan | None = None, *, clips: bool = False, reads_old: bool = False, sums: bool = False
+    planned: BucketPlan | None = None,
+    *,
+    clips: bool = False,
+    reads_old: bool = False,
+    sums: bool = False,
+    sent: torch.dtype = torch.float32,
 ) -> Graph:
-    """x * first * second as above, behind an update of both with momentum, of sums that the step before has left."""
+    """x * first * second as above, behind an update of both with momentum, of sums that the step before has left.
+
+    A hook has summed them as `sent`, and made float32 of that.
+    """
     graph, planned = Graph(), planned or plan()
     gathered = GATHERED[: len(planned.of_gradients)]
     names = ("x", "first", "second", "of_first", "of_second", "numbers", "factor", "leading", *gathered, "sound")
@@ -206,7 +224,9 @@ def deferred_graph(
     reduced = graph.call_function(
         sum_over_ranks, (gradients, [], nodes["leading"], [1, 0], [1, 1], 2, "", "exchange", planned.buckets[1].whole)
     )
-    shares = [graph.call_function(operator.getitem, (reduced, index)) for index in (0, 1)]
+    shares = shares_of(graph, reduced, sent)
+    if sent != torch.float32:
+        shares = [with_value(graph.call_function(convert, (each, torch.float32)), torch.float32) for each in shares]
     riders = graph.call_function(operator.getitem, (reduced, 2))
     is_sound = graph.call_function(aten.eq.Scalar, (riders, 1))
     if sums:  # of all gradients, for clipping
@@ -265,6 +285,34 @@ def test_sums_that_are_whole_are_read_where_they_have_arrived() -> None:
     (scatter,) = graph.find_nodes(op="call_function", target=exchange_of_sums)
     (gather,) = graph.find_nodes(op="call_function", target=exchange_of_all)
     assert scatter.args[:3] == (packed, 2, 3) and gather.args[1:3] == (2, 4)
+
+
+def graph_of_departing(sent: torch.dtype, made: torch.dtype) -> Graph:
+    """Nothing but what a step leaves of two sums."""
+    graph = Graph()
+    param, *sums = map(graph.placeholder, ("param", "first", "second"))
+    graph.call_function(summed_before, ([param],))
+    shares = [with_value(graph.call_function(convert, (with_value(each, sent), made)), made) for each in sums]
+    graph.output((*shares, param))
+    return graph
+
+
+def test_sums_are_gathered_as_they_were_sent_and_widened_where_they_have_come() -> None:
+    """As a hook does that sends 16 bits: half of the bytes, and the same numbers."""
+    planned = plan((2,), whole=True)
+    graph = deferred_graph(planned, sent=torch.bfloat16)
+    (bucket,) = buckets_to_gather(graph_of_departing(torch.bfloat16, torch.float32), planned)
+    assert bucket.dtype == torch.bfloat16
+    (gather,) = graph.find_nodes(op="call_function", target=exchange_of_all)
+    assert [part.target for part in gather.args[0].args[0]] == [operator.getitem] * 2, "what was summed"
+    (update,) = graph.find_nodes(op="call_function", target=optimizer_step)
+    assert [each.args[0].target for each in update.args[1]] == [convert] * 2
+
+
+def test_what_a_hook_has_rounded_or_computed_is_gathered_as_it_is() -> None:
+    for narrow, wide in ((torch.float32, torch.bfloat16), (torch.int32, torch.float32)):
+        graph = graph_of_departing(narrow, wide)
+        assert departing(graph, 2) == list(graph.output_node().args[0])[:2]
 
 
 def test_one_whose_old_values_are_read_makes_others() -> None:

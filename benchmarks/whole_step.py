@@ -42,6 +42,7 @@ WHOLE: dict[str, dict[str, Any]] = {
     "compile_step, pipelined": {"shard_optimizer": True, "pipeline_updates": True},
     "compile_step, deferred": {"pipeline_updates": True},
     "compile_step, bf16_compress": {"comm_hook": bf16_compress},
+    "compile_step, bf16_compress, deferred": {"comm_hook": bf16_compress, "pipeline_updates": True},
 }
 
 

@@ -409,7 +409,11 @@ allowed_function = torch.compiler.allow_in_graph(InTheBackwardAlone.apply)
         (lambda x: checkpoint(lambda y: twice(y) * 2, x, use_reentrant=False), False),
         (InTheBackwardAlone.apply, False),
         (lambda x: left_in_the_graph(x) + 1, False),
-        (lambda x: allowed_function(x) + 1, False),
+        pytest.param(
+            lambda x: allowed_function(x) + 1,
+            False,
+            marks=pytest.mark.skipif(torch.__version__ >= "2.15", reason="torch 2.15 finds no module for its `apply`"),
+        ),
     ],
     ids=[
         "torch",

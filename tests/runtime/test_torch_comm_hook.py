@@ -473,7 +473,7 @@ def _bad_futures(rank: int) -> None:
         ddp.register_comm_hook(None, hook)
         with pytest.raises(RuntimeError, match=message) as failure:
             loss_of(ddp, row_batch(rank)).backward()
-        assert "No rank is behind" in str(failure.value)  # with the report of where every rank stands
+        assert "behind" in str(failure.value)  # none, or which: with the report of where every rank stands
 
 
 def test_a_future_that_never_ends_or_holds_something_else_is_an_error(ranks2: RankPool) -> None:

@@ -6,7 +6,7 @@ other one is used (656 in place of 325 ms for 73 MiB on 1 Gbit/s, two ranks). So
 them, and what they send to those below, are collectives of their own, on two groups, and a rank launches first that by
 which it receives. They are collectives, and no receipts and sends, since gloo's threads launch those: announcing a
 receipt waits for the thread that receives, and that, where ranks share cores, for other ranks to be done computing
-(docs/compile-step.md, "Measured").
+(docs/compile-step/measured.md).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from compiled_ddp.torch_private.groups import is_gloo, start_sum_in_graph
 
-SLICE_BYTES = 8 * 2**20  # docs/compile-step.md, "Measured": of what comes from one rank, to be added up at once
+SLICE_BYTES = 8 * 2**20  # docs/compile-step/measured.md: of what comes from one rank, to be added up at once
 
 # The group by which ranks send to those below them, of the one by which they send to those above. torch.distributed
 # owns both.

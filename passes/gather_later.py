@@ -59,26 +59,33 @@ def _before_widening(share: Node) -> Node:
     return share
 
 
-def buckets_to_gather(graph: Graph, plan: BucketPlan) -> tuple[Bucket, ...]:
+def buckets_to_gather(plan: BucketPlan, dtypes: Sequence[torch.dtype]) -> tuple[Bucket, ...]:
     """Those of a scattered plan that have gradients, in the order in which all ranks gather them, and as what.
 
     That is the reverse of the order in which they are scattered: the parameters that a forward reads first have their
-    gradients last. Each is of the dtype that holds all of its shares: it may have been scattered in another one.
+    gradients last. `dtypes` are those of the shares, by the places of gradients; each bucket is of the one that holds
+    all of its own, and may have been scattered in another one.
     """
-    shares = departing(graph, len(plan.indices))
-    dtypes = [each.meta["val"].dtype for each in shares]
     return tuple(
         replace(bucket, dtype=functools.reduce(torch.promote_types, (dtypes[index] for index in bucket.indices)))
         for bucket in reversed(plan.of_gradients)
     )
 
 
-def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], group_name: str, by: str) -> None:
+def gather_later(
+    graph: Graph,
+    plan: BucketPlan,
+    buckets: Sequence[Bucket],
+    *,
+    arrived: Sequence[Node],
+    group_name: str,
+    by: str,
+) -> None:
     """Let a step begin with what the one before has left under way, and leave its own so.
 
     Assumes that the last outputs are shares, of parameters or of their gradients' sums, in the order of the plan's
-    gradients, and then whether they are sound; and inputs that nothing reads yet, one for each of `buckets_to_gather`
-    and one for that. With these, `arrived`,
+    gradients, and then whether they are sound; and inputs that nothing reads yet, one for each of the `buckets` of
+    `buckets_to_gather` and one for that. With these, `arrived`,
 
         params -> gathered_before -> getitem -> ...                ... -> share -> output
 
@@ -92,7 +99,7 @@ def gather_later(graph: Graph, plan: BucketPlan, *, arrived: Sequence[Node], gro
     In the same way `summed_before` becomes `taken_apart`, or parts of what has arrived of a bucket that is whole, and
     an update that is made of its results one of each bucket.
     """
-    buckets, shares = buckets_to_gather(graph, plan), departing(graph, len(plan.indices))
+    shares = departing(graph, len(plan.indices))
     for before in graph.find_nodes(op="call_function", target=gathered_before):
         _put_together(graph, before, buckets, arrived)
     for before in graph.find_nodes(op="call_function", target=summed_before):

@@ -45,7 +45,7 @@ from compiled_ddp.graph.backward_work import count_gradients, counted
 from compiled_ddp.graph.telling import compiling
 from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.options import check_compiler
-from compiled_ddp.passes.gather_later import departing
+from compiled_ddp.passes.gather_later import buckets_to_gather, departing
 from compiled_ddp.passes.lend_rows import Lent, lent_memory
 from compiled_ddp.passes.step_pipeline import StepPipeline, prepare_step
 from compiled_ddp.passes.unfold_sums import arrival_order, find_sums
@@ -524,7 +524,8 @@ class CompiledStep:
                 "pipeline_updates leaves results of a call under way, where a CUDA graph writes those of the next one: "
                 'leave out mode="reduce-overhead" and options that turn on cudagraphs.'
             )
-        return traced.gathering_later(plan, group_name, wanted.scattered.by)
+        buckets = buckets_to_gather(plan, wanted.scattered.gathered)
+        return traced.gathering_later(plan, buckets, group_name, wanted.scattered.by), buckets
 
     def _in_turn(
         self, traced: TracedStep, options: Mapping[str, Any], identity: str, slow_work: Callable[..., SlowWork]

@@ -27,7 +27,7 @@ from compiled_ddp.functional.overlaps import overlapping
 from compiled_ddp.functional.random_state import DrawnGenerator
 from compiled_ddp.functional.reached import Reached
 from compiled_ddp.functional.session import Session
-from compiled_ddp.passes.gather_later import buckets_to_gather, gather_later
+from compiled_ddp.passes.gather_later import gather_later
 from compiled_ddp.passes.ops import gather_shares, gathered_before
 from compiled_ddp.plan import Bucket, BucketPlan
 from compiled_ddp.users_code import line_that_raised
@@ -133,19 +133,15 @@ class TracedStep:
         self.graph_module.recompile()
         return dataclasses.replace(self, inputs=[*self.inputs, *values])
 
-    def gathering_later(self, plan: BucketPlan, group_name: str, by: str) -> tuple["TracedStep", tuple[Bucket, ...]]:
-        """With shares, its last outputs but one, gathered behind it: `gather_later`. Changes its graph.
-
-        And the buckets that are gathered.
-        """
-        buckets = buckets_to_gather(self.graph_module.graph, plan)
+    def gathering_later(self, plan: BucketPlan, buckets: Sequence[Bucket], group_name: str, by: str) -> "TracedStep":
+        """With shares, its last outputs but one, gathered behind it in `buckets`: `gather_later`. Changes its graph."""
         values = [torch.empty(each.numel, dtype=each.dtype, device=each.device) for each in buckets]
         values.append(torch.empty((), dtype=torch.bool, device=values[0].device))
         added, graph = self.add_inputs(values, "gathered"), self.graph_module.graph
         arrived = graph.find_nodes(op="placeholder")[-len(values) :]
-        gather_later(graph, plan, arrived=arrived, group_name=group_name, by=by)
+        gather_later(graph, plan, buckets, arrived=arrived, group_name=group_name, by=by)
         self.graph_module.recompile()
-        return added, buckets
+        return added
 
     def rebuild(self, tensors: Sequence[Tensor], arguments: Sequence[Any]) -> Any:
         """The step's results, of those of its graph, called with arguments of these leaves."""

@@ -50,10 +50,6 @@ def with_value(node: Node, dtype: torch.dtype) -> Node:
     return node
 
 
-def shares_of(graph: Graph, sums: Node, dtype: torch.dtype) -> list[Node]:
-    return [with_value(graph.call_function(operator.getitem, (sums, index)), dtype) for index in (0, 1)]
-
-
 def step_graph(by: str, lengths: tuple[int, ...] = (1, 1)) -> Graph:
     """x * first * second, of which each parameter reads its gradient last; what arrives is read in the other order."""
     graph, planned = Graph(), plan(lengths)
@@ -69,10 +65,11 @@ def step_graph(by: str, lengths: tuple[int, ...] = (1, 1)) -> Graph:
     of_second = graph.call_function(aten.mul.Tensor, (result, hidden))
     of_first = graph.call_function(aten.mul.Tensor, (of_second, x))
     sums = graph.call_function(sum_over_ranks, ([of_first, of_second], [], leading, [1, 0], [1, 1], 2, "", by))
-    shares = shares_of(graph, sums, torch.float32)
+    shares = [graph.call_function(operator.getitem, (sums, index)) for index in (0, 1)]
     riders = graph.call_function(operator.getitem, (sums, 2))
     graph.output((result, riders, *shares, graph.call_function(aten.eq.Scalar, (riders, 1))))
-    gather_later(graph, planned, arrived=[*arrived, sound], group_name="g", by=by)
+    buckets = buckets_to_gather(planned, [torch.float32] * 2)
+    gather_later(graph, planned, buckets, arrived=[*arrived, sound], group_name="g", by=by)
     return graph
 
 
@@ -224,9 +221,9 @@ def deferred_graph(
     reduced = graph.call_function(
         sum_over_ranks, (gradients, [], nodes["leading"], [1, 0], [1, 1], 2, "", "exchange", planned.buckets[1].whole)
     )
-    shares = shares_of(graph, reduced, sent)
+    shares = [graph.call_function(operator.getitem, (reduced, index)) for index in (0, 1)]
     if sent != torch.float32:
-        shares = [with_value(graph.call_function(convert, (each, torch.float32)), torch.float32) for each in shares]
+        shares = [graph.call_function(convert, (with_value(each, sent), torch.float32)) for each in shares]
     riders = graph.call_function(operator.getitem, (reduced, 2))
     is_sound = graph.call_function(aten.eq.Scalar, (riders, 1))
     if sums:  # of all gradients, for clipping
@@ -237,7 +234,8 @@ def deferred_graph(
         graph.call_function(aten.copy_.default, (into, value))
     graph.output((result, *old, riders, *shares, is_sound))
     arrived = [nodes[name] for name in (*gathered, "sound")]
-    gather_later(graph, planned, arrived=arrived, group_name="g", by="exchange")
+    buckets = buckets_to_gather(planned, [sent] * 2)
+    gather_later(graph, planned, buckets, arrived=arrived, group_name="g", by="exchange")
     return graph
 
 
@@ -301,7 +299,8 @@ def test_sums_are_gathered_as_they_were_sent_and_widened_where_they_have_come() 
     """As a hook does that sends 16 bits: half of the bytes, and the same numbers."""
     planned = plan((2,), whole=True)
     graph = deferred_graph(planned, sent=torch.bfloat16)
-    (bucket,) = buckets_to_gather(graph_of_departing(torch.bfloat16, torch.float32), planned)
+    left = departing(graph_of_departing(torch.bfloat16, torch.float32), 2)
+    (bucket,) = buckets_to_gather(planned, [each.meta["val"].dtype for each in left])
     assert bucket.dtype == torch.bfloat16
     (gather,) = graph.find_nodes(op="call_function", target=exchange_of_all)
     assert [part.target for part in gather.args[0].args[0]] == [operator.getitem] * 2, "what was summed"

@@ -60,7 +60,7 @@ class Ranks:
 
 
 class StatefulHook(ABC):
-    """A hook with tensors of its own for each bucket, which `ddp.comm_hook_state_dict()` saves.
+    """A hook with tensors of its own for each bucket, which `comm_hook_state_dict()` of a wrapper or a step saves.
 
     Each bucket of a backward has a state of its own, also where two have the same parameters. A floating-point tensor
     that is as long as the bucket belongs to the gradients, element by element: what it holds of a parameter moves with

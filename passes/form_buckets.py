@@ -56,10 +56,43 @@ def form_buckets(
     """
     if not plan.buckets:
         return
+    hooks = hooks or [None] * len(plan.buckets)
+    old = _add_state_placeholders(graph, hooks)
+    state = _form(graph, plan, group_name, output_positions, hooks, old)
+    outputs = output_values(graph)
+    set_output_values(graph, [*outputs[:-1], *state, outputs[-1]])
+
+
+def form_buckets_of_hooks(
+    graph: Graph,
+    plan: BucketPlan,
+    *,
+    group_name: str,
+    output_positions: Mapping[int, int],
+    hooks: Sequence[TracedHook | None],
+    kept: Sequence[tuple[Node, Node]],
+) -> None:
+    """As `form_buckets`, with hooks whose state is in the graph: `kept` has a pair for each tensor of it.
+
+    That is the node that the hook reads, and the one that stands for what becomes of it.
+    """
+    state = _form(graph, plan, group_name, output_positions, hooks, [each for each, _ in kept])
+    replace_nodes(graph, {stand_in: new for (_, stand_in), new in zip(kept, state, strict=True)})
+
+
+def _form(
+    graph: Graph,
+    plan: BucketPlan,
+    group_name: str,
+    output_positions: Mapping[int, int],
+    hooks: Sequence[TracedHook | None],
+    old: Sequence[Node],
+) -> list[Node]:
+    """Merge all; from the `old` state of hooks, which is returned as it has become."""
     reductions = {r.gradient.index: r for r in read_reductions(graph, plan, output_positions)}
     riders_wait = output_values(graph)[-1]
     assert riders_wait is not None
-    waits, state = _merge_all(graph, plan, reductions, riders_wait, group_name, hooks)
+    waits, state = _merge_all(graph, plan, reductions, riders_wait, group_name, hooks, _by_hook(hooks, old))
     with graph.inserting_before(waits[-1].next):
         riders = _view(graph, waits[-1], (plan.riders.numel,), (1,), plan.riders.offset_elements)
     replacements = {riders_wait: riders}
@@ -68,9 +101,8 @@ def form_buckets(
         views = _views(graph, bucket, merged, wait)
         replacements |= {r.normalised or r.wait: view for r, view in zip(merged, views, strict=True)}
     replace_nodes(graph, replacements)
-    outputs = output_values(graph)
-    set_output_values(graph, [*outputs[:-1], *state, outputs[-1]])
     _erase(graph, reductions.values(), riders_wait)
+    return state
 
 
 def memory_order(gradient: Gradient) -> list[int]:
@@ -78,14 +110,23 @@ def memory_order(gradient: Gradient) -> list[int]:
     return sorted(range(len(gradient.size)), key=lambda dim: (-gradient.stride[dim], dim))
 
 
-def _add_state_placeholders(graph: Graph, hooks: Sequence[TracedHook | None]) -> list[list[Node]]:
-    """Append the inputs for the state of all hooks; returns those of each."""
-    states = [[] if hook is None else hook.graph.find_nodes(op="placeholder")[1:] for hook in hooks]
-    likes = [node.meta["val"] for state in states for node in state]
-    added = iter(
-        add_placeholders(graph, {f"hook_state_{n}": functools.partial(_new, like) for n, like in enumerate(likes)})
-    )
-    return [list(itertools.islice(added, len(state))) for state in states]
+def _states(hooks: Sequence[TracedHook | None]) -> list[list[Node]]:
+    """The inputs of each hook's program that are its state."""
+    return [[] if hook is None else hook.graph.find_nodes(op="placeholder")[1:] for hook in hooks]
+
+
+def _by_hook(hooks: Sequence[TracedHook | None], nodes: Sequence[Node]) -> list[list[Node]]:
+    """The state of all hooks, taken apart."""
+    rest = iter(nodes)
+    states = [[*itertools.islice(rest, len(state))] for state in _states(hooks)]
+    assert next(rest, None) is None, "there is more state than hooks have"
+    return states
+
+
+def _add_state_placeholders(graph: Graph, hooks: Sequence[TracedHook | None]) -> list[Node]:
+    """Append the inputs for the state of all hooks."""
+    likes = [node.meta["val"] for state in _states(hooks) for node in state]
+    return add_placeholders(graph, {f"hook_state_{n}": functools.partial(_new, like) for n, like in enumerate(likes)})
 
 
 def _new(like: torch.Tensor) -> torch.Tensor:
@@ -99,15 +140,15 @@ def _merge_all(
     riders_wait: Node,
     group_name: str,
     hooks: Sequence[TracedHook | None],
+    states: Sequence[Sequence[Node]],
 ) -> tuple[list[Node], list[Node]]:
     """Emit the buckets' reductions; returns the reduced flat tensors, and the new state of all hooks."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     last_place, anchor = -1, riders_wait  # behind which the next bucket's reduction goes
     waits, state = [], list[Node]()
-    hooks = hooks or [None] * len(plan.buckets)
-    for bucket, hook, old in zip(plan.buckets, hooks, _add_state_placeholders(graph, hooks), strict=True):
+    for bucket, hook, old in zip(plan.buckets, hooks, states, strict=True):
         merged = [reductions[index] for index in bucket.indices]
-        needed = [reduction.wait for reduction in merged]
+        needed = [*(reduction.wait for reduction in merged), *old]
         if bucket.riders is not None:
             needed += riders_wait.all_input_nodes[0].all_input_nodes
         latest = max(needed, key=place.__getitem__, default=None)

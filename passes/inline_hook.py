@@ -7,9 +7,12 @@ import torch
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.graph_edit import emit, output_values
+from compiled_ddp.passes.ops import wait_tensor
+from compiled_ddp.passes.schedule_collectives import descendants
 
 _aten = torch.ops.aten
 _cat = _aten.cat.default
+HOOKS_GROUP = "the ranks of a hook"  # what a program may call its group, until it is in a graph
 _MARK = "compiled_ddp_flat_buffer"
 
 # With a scalar, these may be taken of each part before they are laid back to back.
@@ -47,6 +50,16 @@ def inline_hook(graph: Graph, hook: Graph, parts: Sequence[Node], state: Sequenc
             emitted[node] = emit(graph, node.target, *args, **kwargs)
     reduced, *new = (emitted[output] for output in output_values(hook) if output is not None)
     return reduced, new
+
+
+def rounds(launches: Sequence[Node]) -> tuple[list[Node], list[Node]]:
+    """The collectives among these that can be launched at once, and those that need a result of one."""
+    if not launches:
+        return [], []
+    nodes = list(launches[0].graph.nodes)
+    waits = [node for node in nodes if node.target is wait_tensor and node.args[0] in launches]
+    later = descendants(nodes, waits)
+    return [each for each in launches if each not in later], [each for each in launches if each in later]
 
 
 def emit_flat(graph: Graph, parts: Sequence[Node]) -> Node:

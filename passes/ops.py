@@ -14,7 +14,9 @@ last one with none has the riders alone.
 `leading` are the leading rider elements, `passengers` the user's, float32 of any shape. Returned are the sums of the
 gradients, contiguous, of the passengers, and last of `leading`. Where it is `scattered_by` "exchange" or
 "reduce_scatter", a rank gets its share of each sum alone, one-dimensional: `plan.share_elements`; in buckets that are
-`whole` elements of any of the bucket's gradients.
+`whole` elements of any of the bucket's gradients. With `kept`, in place of the sums there is what a communication hook
+makes of each bucket: it is what the hook keeps for all of them, in launch order, and what becomes of that is returned
+behind all else. Only passes know the hook's program: this is not to be run as it is.
 
 `gather_shares` is the way back: in are shares of this rank, out is what all ranks have, one-dimensional, each with what
 fills it up. It is launched in the same buckets. `sum_numbers` sums a small tensor over ranks.
@@ -80,7 +82,7 @@ def _pack_into_fake(parts: Sequence[torch.Tensor], into: torch.Tensor) -> torch.
 torch.library.define(
     "compiled_ddp::sum_over_ranks",
     "(Tensor[] gradients, Tensor[] passengers, Tensor leading, int[] order, int[] lengths, int world_size, "
-    "str group_name, str scattered_by='', bool whole=False) -> Tensor[]",
+    "str group_name, str scattered_by='', bool whole=False, Tensor[]? kept=None) -> Tensor[]",
 )
 torch.library.define(
     "compiled_ddp::gather_shares",
@@ -99,9 +101,11 @@ def _sum_over_ranks_fake(
     world_size: int,
     group_name: str,
     scattered_by: str = "",
-    _: bool = False,
+    whole: bool = False,
+    kept: Sequence[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:
-    others = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in (*passengers, leading)]
+    unscattered = (*passengers, leading, *(kept or ()))
+    others = [torch.empty_like(part, memory_format=torch.contiguous_format) for part in unscattered]
     if scattered_by:
         return [*(part.new_empty(share_elements(part.numel(), world_size)) for part in gradients), *others]
     return [*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in gradients), *others]

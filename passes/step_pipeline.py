@@ -16,6 +16,8 @@ For each reduction of the step, on a group name of its own:
 3. `pack_buckets`          lets gradients be produced inside their bucket
 4. `verify_collectives`    asserts that the graph launches what the plan says
 
+where a communication hook's programs may stand in place of the buckets' all-reduces,
+
 or, where each rank gets its share of the sums, `scatter_buckets`, which does all of that.
 
 Then, for all of them:
@@ -28,14 +30,15 @@ Then, for all of them:
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
 
 from compiled_ddp.passes.finish_gradients import finish_gradients
-from compiled_ddp.passes.form_buckets import form_buckets
+from compiled_ddp.passes.form_buckets import form_buckets, form_buckets_of_hooks
 from compiled_ddp.passes.gather_later import arrive_in_place
+from compiled_ddp.passes.inline_hook import HOOKS_GROUP, TracedHook, rounds
 from compiled_ddp.passes.lend_rows import lend_rows, lent_memory
 from compiled_ddp.passes.ops import is_launch, pack_into
 from compiled_ddp.passes.pack_buckets import pack_buckets
@@ -45,7 +48,7 @@ from compiled_ddp.passes.reduce_in_place import reduce_in_place
 from compiled_ddp.passes.scale_seeds import scale_seeds
 from compiled_ddp.passes.scatter_buckets import scatter_buckets
 from compiled_ddp.passes.schedule_step import schedule_step
-from compiled_ddp.passes.unfold_sums import drop_outputs, find_sums, unfold_sum
+from compiled_ddp.passes.unfold_sums import drop_outputs, find_sums, unfold_kept, unfold_sum
 from compiled_ddp.passes.update_in_place import update_in_place
 from compiled_ddp.passes.verify_collectives import verify_collectives
 from compiled_ddp.plan import BucketPlan
@@ -63,20 +66,25 @@ def prepare_step(graph: Graph) -> None:
 class StepPipeline:
     """How a step is rewritten: the plan of each of its reductions, in order, and the group that it is launched on.
 
+    `hooks` has for some, by their places, the programs that reduce their buckets, None for the riders.
+
     `in_place` is for a backend that runs the graph as it is. With `lent` the graph's last inputs are memory: that of
-    scattered plans, `lent_memory`, and behind it for the buckets of others, one for each; both in the order of the
-    reductions and of their plans. Without `lends_rows` there is none for scattered ones.
+    scattered plans, `lent_memory`, and behind it for the buckets of others, one for each, but of those that hooks
+    reduce; both in the order of the reductions and of their plans. Without `lends_rows` there is none for scattered
+    ones.
     """
 
     reductions: tuple[tuple[BucketPlan, str], ...]
     in_place: bool = False
     lent: bool = False
     lends_rows: bool = True
+    hooks: Mapping[int, Sequence[TracedHook | None]] = field(default_factory=dict)
 
     @property
     def cache_identity(self) -> str:
         """A hash of the passes' sources and of everything they are given, for a compiler's cache key."""
         given = " ".join(f"{plan.fingerprint} {group_name}" for plan, group_name in self.reductions)
+        given += "".join(f" {place} {[hook and hook.identity for hook in own]}" for place, own in self.hooks.items())
         return hashlib.sha256(
             f"{source_hash()} step {given} {self.in_place} {self.lent} {self.lends_rows}".encode()
         ).hexdigest()
@@ -90,23 +98,30 @@ class StepPipeline:
         assert len(sums) == len(self.reductions), f"{len(sums)} reductions in the graph, {len(self.reductions)} planned"
         names = [f"{group_name}#{number}" for number, (_, group_name) in enumerate(self.reductions)]
         following = list[Node]()
-        for reduction, (plan, group_name), name in zip(sums, self.reductions, names, strict=True):
+        for place, (reduction, (plan, group_name), name) in enumerate(zip(sums, self.reductions, names, strict=True)):
             if plan.is_scattered:
                 following += scatter_buckets(graph, plan, reduction=reduction, group_name=name)
                 following += [node for node in graph.nodes if is_launch(node, group_name)]  # of `gather_later`
                 tell("scatter_buckets", graph)
                 continue
+            hooks = self.hooks.get(place, ())
+            kept = unfold_kept(graph, reduction) if hooks else []
             positions = unfold_sum(graph, plan, reduction=reduction, group_name=name)
             tell("unfold_sum", graph)
-            form_buckets(graph, plan, group_name=name, output_positions=positions)
+            if hooks:
+                form_buckets_of_hooks(graph, plan, group_name=name, output_positions=positions, hooks=hooks, kept=kept)
+                _rename(graph, HOOKS_GROUP, name)
+            else:
+                form_buckets(graph, plan, group_name=name, output_positions=positions)
             tell("form_buckets", graph)
             pack_buckets(graph, plan, lent=())
             tell("pack_buckets", graph)
-            verify_collectives(graph, plan, group_name=name, output_positions=positions)
+            verify_collectives(graph, plan, group_name=name, output_positions=positions, hooks=hooks)
             drop_outputs(graph, len(positions) + 1)
+            following += _in_further_rounds([node for node in graph.nodes if is_launch(node, name)])
         if self.lent:
             planned = zip(self.reductions, names, strict=True)
-            _pack_into_last_inputs(graph, [name for (plan, _), name in planned if not plan.is_scattered])
+            _pack_into_last_inputs(graph, [name for (plan, _), name in planned if plan.is_summed])
         graph.eliminate_dead_code()
         schedule_step(graph, group_names=names, following=following)
         tell("schedule_step", graph)
@@ -126,7 +141,7 @@ class StepPipeline:
         graph.lint()
 
     def _lend_rows(self, graph: Graph, names: Sequence[str]) -> None:
-        others = sum(len(plan.buckets) for plan, _ in self.reductions if not plan.is_scattered)
+        others = sum(len(plan.buckets) for plan, _ in self.reductions if plan.is_summed)
         end = len(graph.find_nodes(op="placeholder")) - others
         for (plan, group_name), name in reversed([*zip(self.reductions, names, strict=True)]):
             lent = lent_memory(plan) if plan.is_scattered else ()
@@ -135,6 +150,12 @@ class StepPipeline:
                 inputs = graph.find_nodes(op="placeholder")[begin:end]
                 lend_rows(graph, plan, lent=dict(zip(lent, inputs, strict=True)), group_names=(name, group_name))
             end = begin
+
+
+def _in_further_rounds(launches: Sequence[Node]) -> list[Node]:
+    """What needs results of other launches, and last the riders, which tell whether all is sound; none in one round."""
+    _, later = rounds(launches)
+    return [*later, launches[-1]] if later else []
 
 
 def _nobody(_: str, __: Graph) -> None:

@@ -59,6 +59,23 @@ def unfold_sum(graph: Graph, plan: BucketPlan, *, reduction: Node, group_name: s
     return {index: len(outputs) + index for index in range(len(gradients))}
 
 
+def unfold_kept(graph: Graph, reduction: Node) -> list[tuple[Node, Node]]:
+    """What a communication hook keeps of all buckets, and what stands for what becomes of it: copies, until its program
+    is there. Takes the results of these from one `sum_over_ranks`.
+    """
+    gradients, passengers = reduction.args[:2]
+    kept: Sequence[Node] = reduction.args[9]  # type: ignore[assignment]
+    first = len(gradients) + len(passengers) + 1  # type: ignore[arg-type]
+    results = results_of(reduction)
+    pairs = []
+    for number, node in enumerate(kept):
+        with graph.inserting_before(reduction):
+            pairs.append((node, emit(graph, _aten.clone.default, node)))
+        if first + number in results:
+            results[first + number].replace_all_uses_with(pairs[-1][1])
+    return pairs
+
+
 def drop_outputs(graph: Graph, number: int) -> None:
     """Take the last `number` outputs away."""
     set_output_values(graph, output_values(graph)[:-number])

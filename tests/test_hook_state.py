@@ -49,9 +49,13 @@ def sequence(*sections: Section) -> ReductionSequence:
     return ReductionSequence(sections, NAMES)
 
 
+def adopt(hook: BucketHook, agreed: ReductionSequence, *, lasting: bool) -> None:
+    hook.adopt(agreed.sections, agreed.parameter_names, lasting=lasting)
+
+
 def hook_with(*sections: Section, lasting: bool = True) -> tuple[BucketHook, ReductionSequence]:
     hook, agreed = BucketHook(Half(), Ranks(2, "nobody")), sequence(*sections)
-    hook.adopt(agreed, lasting=lasting)
+    adopt(hook, agreed, lasting=lasting)
     return hook, agreed
 
 
@@ -181,7 +185,7 @@ def test_what_a_graph_computes_for_nobody_changes_nothing() -> None:
 def test_what_is_owed_moves_to_where_gradients_go() -> None:
     hook, agreed = hook_with(section([0, 1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 4.0)
-    hook.adopt(sequence(section([2]), section([0], [1])), lasting=True)
+    adopt(hook, sequence(section([2]), section([0], [1])), lasting=True)
     assert_owed(hook, a=4.0, b=4.0, c=2.0)
     assert counts(hook) == {"c": 1.0, "a": 0.0, "b": 0.0}, "a bucket that stays keeps all of its state"
 
@@ -189,16 +193,16 @@ def test_what_is_owed_moves_to_where_gradients_go() -> None:
 def test_what_is_owed_in_two_places_is_added_up_and_in_one_of_two_stays_one() -> None:
     hook, agreed = hook_with(section([0, 1]), section([0, 1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 16.0, 2.0)
-    hook.adopt(sequence(section([1, 0]), section([2])), lasting=True)
+    adopt(hook, sequence(section([1, 0]), section([2])), lasting=True)
     assert_owed(hook, a=12.0, b=12.0, c=1.0)
-    hook.adopt(sequence(section([0, 1]), section([0, 1]), section([2])), lasting=True)
+    adopt(hook, sequence(section([0, 1]), section([0, 1]), section([2])), lasting=True)
     assert_owed(hook, a=12.0, b=12.0, c=1.0)
 
 
 def test_what_is_owed_to_a_place_that_stays_is_added_to() -> None:
     hook, agreed = hook_with(section([0, 1]), section([0]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 16.0, 2.0)
-    hook.adopt(sequence(section([0, 1]), section([2])), lasting=True)
+    adopt(hook, sequence(section([0, 1]), section([2])), lasting=True)
     assert_owed(hook, a=12.0, b=4.0, c=1.0)
     assert counts(hook) == {"a,b": 1.0, "c": 1.0}
 
@@ -207,7 +211,7 @@ def test_what_is_owed_waits_in_an_unused_section() -> None:
     hook, agreed = hook_with(section([0, 1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 4.0)
     agreed = sequence(section([0, 1]), section([2], origin="unused"))
-    hook.adopt(agreed, lasting=True)
+    adopt(hook, agreed, lasting=True)
     by_hooks(hook, agreed.launched, 0.0)
     assert_owed(hook, a=2.0, b=2.0, c=2.0)
     by_hooks(hook, agreed.unused, 0.0)
@@ -220,12 +224,12 @@ def test_state_is_converted_with_the_parameters(dtype: torch.dtype) -> None:
     by_hooks(hook, agreed.sections, 8.0, 4.0)
     converted = [*parameters(dtype)[:2], parameters()[2]]
     agreed = sequence(section([0, 1], of=converted), section([2]))
-    hook.adopt(agreed, lasting=True)
+    adopt(hook, agreed, lasting=True)
     count, error = TracedHook(NO_COMMUNICATOR, hook, agreed.sections).state(range(1))
     real = torch.float32 if dtype.is_complex else dtype
     assert count.dtype == error.dtype == real and count.item() == 1.0
     assert error.tolist() == ([4.0, 0.0] * 8 if dtype.is_complex else [4.0] * 8)
-    hook.adopt(sequence(section([0, 1]), section([2])), lasting=True)
+    adopt(hook, sequence(section([0, 1]), section([2])), lasting=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of an imaginary part that is dropped
         assert_owed(hook, a=4.0, b=4.0, c=2.0)
@@ -239,7 +243,7 @@ def test_what_is_owed_follows_the_memory_format() -> None:
     backward.settle(frozenset)
     transposed = [torch.zeros(2), torch.zeros(3, 2).t(), torch.zeros(4)]
     agreed = sequence(section([1], of=transposed), section([0], [2]))
-    hook.adopt(agreed, lasting=True)
+    adopt(hook, agreed, lasting=True)
     _, error = TracedHook(NO_COMMUNICATOR, hook, agreed.sections).state(range(1))
     assert (2 * error).tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]
     assert (2 * owed(hook)["b"]).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
@@ -249,7 +253,7 @@ def test_a_parameter_of_another_shape_is_named() -> None:
     hook, agreed = hook_with(section([0, 1]), section([2]))
     by_hooks(hook, agreed.sections, 8.0, 4.0)
     with pytest.warns(UserWarning, match=r"parameter a had the shape \(2,\) and has \(7,\) now"):
-        hook.adopt(sequence(section([0, 1], of=[torch.zeros(7), *parameters()[1:]]), section([2])), lasting=True)
+        adopt(hook, sequence(section([0, 1], of=[torch.zeros(7), *parameters()[1:]]), section([2])), lasting=True)
     (_, error), (_, other) = hook.state_dict(NAMES).values()
     assert error.tolist() == [0.0] * 7 + [4.0] * 6 and other.tolist() == [2.0] * 4
 
@@ -273,7 +277,7 @@ def test_a_saved_state_does_not_change_and_may_be_changed() -> None:
     state = hook.state_dict(NAMES)
     before = {key: [tensor.clone() for tensor in tensors] for key, tensors in state.items()}
     by_hooks(hook, agreed.sections, 8.0, 8.0)
-    hook.adopt(sequence(section([0], [1]), section([2])), lasting=True)
+    adopt(hook, sequence(section([0], [1]), section([2])), lasting=True)
     for key, tensors in state.items():
         for one, other in zip(tensors, before[key], strict=True):
             assert torch.equal(one, other)
@@ -292,7 +296,7 @@ def test_equal_buckets_get_what_they_had(first: bool) -> None:
     if first:
         load(hook, state)
         assert hook.state_dict(NAMES).keys() == state.keys()
-    hook.adopt(agreed, lasting=True)
+    adopt(hook, agreed, lasting=True)
     if not first:
         load(hook, state)
     for key, tensors in hook.state_dict(NAMES).items():
@@ -310,7 +314,7 @@ def test_other_buckets_get_what_is_owed_to_their_parameters() -> None:
 def test_what_belongs_to_a_bucket_waits_for_it_over_the_first_backward() -> None:
     hook, _ = hook_with(section([0], [1]), section([2]), lasting=False)
     load(hook, saved())
-    hook.adopt(sequence(section([2]), section([0, 1])), lasting=True)
+    adopt(hook, sequence(section([2]), section([0, 1])), lasting=True)
     assert_owed(hook, a=12.0, b=12.0, c=2.0)
     assert counts(hook) == {"c": 1.0, "a,b": 1.0}
 

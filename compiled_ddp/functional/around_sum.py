@@ -1,4 +1,4 @@
-"""A communication hook as a whole step takes it: what it does to each element before one sum over ranks, and behind it.
+"""A communication hook as whole steps take most: what it does to each element before one sum over ranks, and behind it.
 
 So it needs to know of no bucket: what it makes of gradients is planned, summed, scattered and proven as gradients are,
 and a compiler has it in the kernels that make them, and in those that read the sums.
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from compiled_ddp.comm_hooks import CommHook, Ranks, StatefulHook
+from compiled_ddp.functional.on_buckets import OnBuckets
 from compiled_ddp.passes.graph_edit import is_elementwise, output_values
 from compiled_ddp.passes.ops import all_reduce
 from compiled_ddp.plan import gradient_dtype
@@ -21,8 +22,31 @@ from compiled_ddp.torch_private.tracing import outside_of_traces
 _ELEMENTS = (64, 65)  # of the gradients that a hook is traced with: it may not ask how many there are
 
 
+class NotAroundSum(ValueError):
+    """Raised for a hook that is not elementwise around one sum."""
+
+
+def hook_of_step(
+    hook: CommHook, parameters: Mapping[str, Tensor], ranks: int, *, scatters: bool
+) -> tuple["AroundSum | OnBuckets", list[str]]:
+    """`hook` as a step takes it, and what ranks compare of it: what it does to gradients of these parameters.
+
+    Raises TypeError or ValueError for what is no hook, and NotAroundSum for one on buckets where the step `scatters`.
+    """
+    around = AroundSum(hook)
+    try:
+        return around, around.check(parameters, ranks)
+    except NotAroundSum:
+        if scatters:
+            raise
+    on_buckets = OnBuckets(hook)
+    return on_buckets, on_buckets.check(parameters, ranks)
+
+
 class AroundSum:
     """A hook around the sum over so many ranks. It divides, and so what comes of the sum is the mean."""
+
+    told = "Gradients"  # what it is given, in `explain()`
 
     def __init__(self, hook: CommHook) -> None:
         self.hook = hook
@@ -31,7 +55,7 @@ class AroundSum:
     def check(self, parameters: Mapping[str, Tensor], ranks: int) -> list[str]:
         """What ranks compare: which hook, and what it does to gradients of these parameters.
 
-        Raises TypeError or ValueError for what is no hook, and for one that is not elementwise around one sum.
+        Raises TypeError or ValueError for what is no hook, and NotAroundSum for one on buckets.
         """
         if isinstance(self.hook, StatefulHook):
             raise _not_around(self.hook, "keeps tensors for each bucket from step to step")
@@ -68,7 +92,7 @@ class _Program:
 
     @classmethod
     def of(cls, hook: CommHook, dtype: torch.dtype, device: torch.device, ranks: int) -> "_Program":
-        """Raises ValueError where it is not elementwise around one sum."""
+        """Raises NotAroundSum where it is not elementwise around one sum."""
         programs = [HookProgram(hook, Ranks(ranks, "sum"), example(size, dtype, device), []) for size in _ELEMENTS]
         program, other = programs
         if str(program.graph) != str(other.graph):
@@ -111,9 +135,10 @@ def _is_made_of(given: Node, node: Node) -> bool:
     return is_alike and is_elementwise(node) and bool(node.all_input_nodes)
 
 
-def _not_around(hook: CommHook, why: str) -> ValueError:
-    return ValueError(
-        "compile_step takes a communication hook that does something to each element before and after one all-reduce, "
-        f"as bf16_compress, fp16_compress and fp32_reduce of compiled_ddp.comm_hooks do, and {hook!r} {why}: train "
-        "with compile_ddp(model, comm_hook=...)."
+def _not_around(hook: CommHook, why: str) -> NotAroundSum:
+    return NotAroundSum(
+        "with pipeline_updates or shard_optimizer each rank has its share of the gradients, so a communication hook "
+        "may do something to each element before and after one all-reduce, as bf16_compress, fp16_compress and "
+        f"fp32_reduce of compiled_ddp.comm_hooks do, and {hook!r} {why}: leave out these options, or train with "
+        "compile_ddp(model, comm_hook=...)."
     )

@@ -14,7 +14,7 @@ from compiled_ddp.functional.agreements import Agreements, ReductionOrder
 from compiled_ddp.functional.wanted import Agreed, Arrival, Wanted
 from compiled_ddp.keywords import suggests_keywords
 from compiled_ddp.plan import COUNT_MODULUS, FIRST_USED
-from compiled_ddp.planning.planners import MEBIBYTE, Planner, SizedBuckets
+from compiled_ddp.planning.planners import Planner
 from compiled_ddp.ranks import communicator as ranks
 from compiled_ddp.ranks.host_numbers import LateRows, to_copy
 from compiled_ddp.ranks.rank_group import RankGroup
@@ -229,10 +229,8 @@ class Communicator:
         return agreed
 
     def _planner(self, wanted: Wanted) -> Planner:
-        if wanted.plan is not None:
-            return wanted.plan
-        if wanted.bucket_cap_mb is not None:
-            return SizedBuckets((wanted.bucket_cap_mb * MEBIBYTE,))
+        if wanted.planner is not None:
+            return wanted.planner
         planner = self.agreements.planner(self._own(), wanted.device)
         return planner if wanted.scattered is None else planner.of_shares()
 
@@ -249,7 +247,8 @@ class Communicator:
         agreed = self.order.note_launched()
         proof = self._proofs.get(agreed)
         if proof is None:
-            proof = self._proofs[agreed] = Proof(agreed, own, function=agreed.wanted.function)
+            verify = "first" if agreed.wanted.hook is None else "off"  # of whose results no sum tells anything
+            proof = self._proofs[agreed] = Proof(agreed, own, verify, function=agreed.wanted.function)
         proof.begin_backward()
         self._calls += 1
         own.progress.forward_began(self._calls)

@@ -101,6 +101,12 @@ class FlatBuffers:
             self.memory[number] = torch.empty_like(self.memory[number])
 
 
+def _lent(plans: Sequence[BucketPlan], *, rows: bool) -> list[Lent]:
+    """What graphs with these plans are lent; with `rows` of what is scattered too."""
+    scattered = [each for plan in plans if plan.is_scattered and rows for each in lent_memory(plan)]
+    return scattered + [Lent(bucket, "flat") for plan in plans if plan.is_summed for bucket in plan.buckets]
+
+
 def _empty(lent: Lent) -> Tensor:
     with torch.inference_mode(False):  # a later call, outside of that mode, writes into it too
         return torch.empty(lent.numel, dtype=lent.bucket.dtype, device=lent.bucket.device)
@@ -470,7 +476,7 @@ class CompiledStep:
             self._own_changes.add_set(traced.set_first)
             graph = traced.graph_module.graph
             first = session.first_parameters(traced.values_by_node())
-            reference = ReferenceStep(traced.graph_module) if session.runs else None
+            reference = ReferenceStep(traced.graph_module) if session.sums_gradients else None
             prepare_step(graph)
             refuse_rows_of_shares(graph)
             if session.departing:
@@ -487,12 +493,12 @@ class CompiledStep:
                 (one.plan, run.communicator.group_name) for one, run in zip(agreed, session.runs, strict=True)
             )
             traced, to_gather = self._gathering_later(traced, session, plans)
-            lends_rows = all(run.wanted.gathers_what_it_scatters for run in session.runs)
-            lent = [each for plan, _ in plans if plan.is_scattered and lends_rows for each in lent_memory(plan)]
-            lent += [Lent(bucket, "flat") for plan, _ in plans if not plan.is_scattered for bucket in plan.buckets]
+            rows = all(run.wanted.gathers_what_it_scatters for run in session.runs)
+            lent = _lent([plan for plan, _ in plans], rows=rows)
             flat_buffers = FlatBuffers(lent, self._memory, unit.communicators[0].rank if unit is not None else 0)
             traced = traced.add_inputs(flat_buffers.inputs, "flat_buffer")
-            pipeline = StepPipeline(plans, in_place=self._backend == "aot_eager", lent=True, lends_rows=lends_rows)
+            hooks = {place: one.programs for place, one in enumerate(agreed) if one.programs}
+            pipeline = StepPipeline(plans, self._backend == "aot_eager", lent=True, lends_rows=rows, hooks=hooks)
             identity = f"{pipeline.cache_identity} {torch_private.tracing.labels_of(traced.graph_module.graph)}"
             rewriting = torch_private.inductor.rewriting_step(pipeline.run, identity)
             options = {**self._options, **(torch_private.compiler_options.KEEPS_ORDER if to_gather else {})}

@@ -34,11 +34,7 @@ class FirstParameters:
             for number, function in functions.items()
             for name, parameter in self._of_reductions[number].items()
         }
-        names, found = [*named], dict[str, int]()
-        with torch_private.tracing.outside_of_traces():
-            for numbers, batch in batched(_rows([*named.values()])):
-                found |= zip((names[number] for number in numbers), batch.checksums().tolist(), strict=True)
-        return found
+        return checksums_of(named)
 
     def note(self, ranks: RankGroup, differing: Differing) -> None:
         """What these ranks have found."""
@@ -61,6 +57,15 @@ class FirstParameters:
                 "begin with params = compiled_ddp.functional.broadcast(params), or make them from one seed. Where "
                 'ranks are meant to differ: warnings.filterwarnings("ignore", "the parameters differ between ranks").'
             )
+
+
+def checksums_of(parameters: Mapping[str, Tensor | None]) -> dict[str, int]:
+    """One of each whose values can be read. Reads from the device."""
+    names, found = [*parameters], dict[str, int]()
+    with torch_private.tracing.outside_of_traces():
+        for numbers, batch in batched(_rows([*parameters.values()])):
+            found |= zip((names[number] for number in numbers), batch.checksums().tolist(), strict=True)
+    return found
 
 
 def _rows(parameters: Sequence[Tensor | None]) -> Iterator[tuple[int, Tensor]]:

@@ -34,10 +34,11 @@ def plan_of(
     *,
     is_scattered: bool = False,
     whole: bool = False,
+    by_hook: bool = False,
 ) -> BucketPlan:
     """The buckets of these gradients, so many in each in this `order`, with so many elements of the user's at the end.
 
-    Where the last one has none, the riders have a bucket of their own.
+    Where the last one has none, or a communication hook reduces the others, the riders have a bucket of their own.
     """
     in_order = iter([gradients[index] for index in order])
     buckets = [[*itertools.islice(in_order, length)] for length in lengths if length]
@@ -45,7 +46,7 @@ def plan_of(
         buckets,
         world_size,
         riders_apart=not lengths[-1],
-        reduction="sum",
+        reduction="hook" if by_hook else "sum",
         passengers=passengers,
         is_scattered=is_scattered,
         whole=whole,
@@ -83,8 +84,10 @@ def _sum_over_ranks(
     group_name: str,
     scattered_by: str = "",
     whole: bool = False,
+    kept: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """All buckets launched one after the other, then awaited; the results are views of them."""
+    assert kept is None, "a hook's program is run by graphs alone"
     specs = tuple(spec_of(index, tuple(g.shape), g.dtype, g.device) for index, g in enumerate(gradients))
     ridden = sum(passenger.numel() for passenger in passengers)
     of_all = specs, tuple(order), tuple(lengths), world_size, ridden

@@ -17,6 +17,7 @@ from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.around_sum import AroundSum
 from compiled_ddp.functional.communicator import Communicator, new_leading
 from compiled_ddp.functional.first_parameters import FirstParameters
+from compiled_ddp.functional.on_buckets import Kept, OnBuckets
 from compiled_ddp.functional.operator import SumOverRanks, naming_buckets
 from compiled_ddp.functional.session import Session, current_session
 from compiled_ddp.functional.shares import scattered_by
@@ -42,7 +43,7 @@ class Options:
     numbers: int = 0  # that it sums up in between: see `Scattered`
     is_gathered_later: bool = False  # likewise
     whole: bool = False  # whether the sums are gathered, so that any part of them may be a rank's share
-    hook: AroundSum | None = None  # of a compiled step; makes the mean of a sum
+    hook: AroundSum | OnBuckets | None = None  # of a compiled step; makes the mean
     plan: SavedPlan | None = None  # of a compiled step, in place of one that is made for the link
 
     def __post_init__(self) -> None:
@@ -104,6 +105,10 @@ class GradientReduction:
         return 0 if self._communicator is None else self._communicator.rank
 
     @property
+    def is_on_gloo(self) -> bool:
+        return self._communicator is not None and torch_private.groups.is_gloo(self._communicator.process_group)
+
+    @property
     def global_rank(self) -> int:
         return 0 if self._communicator is None else dist.get_rank()
 
@@ -160,6 +165,36 @@ class GradientReduction:
             reduce = functools.partial(self._reduce, parameters)
         return list(SumOverRanks.apply(reduce, len(gradients), *gradients, *passengers))  # type: ignore[no-untyped-call]
 
+    def planned(self, parameters: Mapping[str, Tensor], passengers: Sequence[Tensor]) -> Agreed:
+        """The reduction of such gradients and passengers by whole buckets, as a step that is traced wants it."""
+        wanted = self._wanted(parameters, [*parameters.values()], passengers)
+        assert wanted.planner is not None, "buckets depend on the link"
+        return Agreed(wanted, Arrival.last_first(wanted), self.world_size, wanted.planner)
+
+    def by_buckets(
+        self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor], kept: Kept
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What a hook on buckets makes of gradients, and the sums of passengers; and what it keeps.
+
+        In a graph that is traced, or where one rank is alone.
+        """
+        hook, planned = self.options.hook, self.planned(parameters, passengers)
+        assert isinstance(hook, OnBuckets)
+
+        def reduce(given: Sequence[Tensor]) -> Sequence[Tensor]:
+            if self.is_alone:
+                results = hook.alone(gradients, planned.plan, given)
+                return [*results[: len(gradients)], *passengers, *results[len(gradients) :]]
+            session = current_session()
+            assert session is not None, "a hook on buckets is a compiled step's"
+            leading = new_leading(planned.wanted.device)
+            results = planned.launch(gradients, passengers, leading, "", [*given])
+            place = len(gradients) + len(passengers)
+            session.note_run(Run(self.communicator, planned.wanted, leading), results.pop(place), parameters)
+            return results
+
+        return hook.reduced(planned.plan, reduce, kept)
+
     def note_call(self) -> None:
         """Let the step that is being traced know whom to tell of an error."""
         session = current_session()
@@ -190,7 +225,8 @@ class GradientReduction:
             are_alike = len({sent for _, sent in kinds}) == len(kinds)  # in each bucket, behind a hook that converts
             scattered = Scattered(by, options.numbers, options.is_gathered_later, options.whole and are_alike, gathered)
         buckets = options.bucket_cap_mb, options.plan
-        return Wanted(self.name, self.place, options.reduction, *buckets, tuple(found), ridden, scattered)
+        hook = options.hook if isinstance(options.hook, OnBuckets) else None
+        return Wanted(self.name, self.place, options.reduction, *buckets, tuple(found), ridden, scattered, hook)
 
     def _reduce(
         self, parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], passengers: Sequence[Tensor]

@@ -87,6 +87,11 @@ class Session:
         (run,) = self.runs
         self.runs = [replace(run, wanted=run.wanted.gathered_in(dtypes))]
 
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether any run has sums, and not what a communication hook makes of buckets."""
+        return any(run.wanted.hook is None for run in self.runs)
+
     def are_sound(self) -> Tensor | None:
         """Whether all runs have summed what ranks were to send; None where there are none."""
         if not self.runs:

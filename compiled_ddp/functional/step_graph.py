@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from compiled_ddp import torch_private
+from compiled_ddp.functional.on_buckets import Kept
 from compiled_ddp.functional.reduction import GradientReduction, Options
 from compiled_ddp.functional.session import current_session, note_departing, note_settled
 from compiled_ddp.functional.shares import gathered_in_trace, own_row, scattered_by, summed_in_trace
@@ -124,6 +125,7 @@ class Written(NamedTuple):
     buffers: Tensors
     state: dict[str, Tensors]
     held: Tensors  # sums of the gradients of earlier micro-batches; empty where each batch is an update
+    kept: Sequence[Tensor] = ()  # what a communication hook keeps for the buckets
 
 
 class Read(NamedTuple):
@@ -225,11 +227,11 @@ class StepGraph:
         reduced_of = self._reduced_of(layout)
 
         def reduce(written: Written, read: Read, given: Given) -> Any:
-            outcome, buffers = reduced_of(written, read, given)
+            outcome, buffers, kept = reduced_of(written, read, given)
             gradients, factor = outcome.gradients, outcome.factor
             if factor is not None:
                 gradients = {name: each * factor.to(each.device, each.dtype) for name, each in gradients.items()}
-            left = written._replace(buffers=buffers, held=_zeros(written.held))
+            left = written._replace(buffers=buffers, held=_zeros(written.held), kept=kept)
             return left, outcome._replace(gradients=gradients, factor=None, is_sound=_are_sound())
 
         return reduce
@@ -242,7 +244,7 @@ class StepGraph:
         def update(written: Written, read: Read, numbers: Sequence[Tensor], given: Given) -> Any:
             if is_gathered_later:
                 written = written._replace(params=_arrived(written.params))
-            outcome, buffers = reduced_of(written, read, given)
+            outcome, buffers, kept = reduced_of(written, read, given)
             terms = _TermsOfAll(numbers, outcome.factor, _skip(outcome.finite, _are_sound()), outcome.used_by_some())
             params, state = self._updated(layout, written, read, outcome.gradients, terms)
             if is_gathered_later:
@@ -252,7 +254,8 @@ class StepGraph:
                 note_settled(params.values())
             else:
                 params = self._gathered(params, written.params, layout.ranks)
-            return Written(params, buffers, state, _zeros(written.held)), outcome._replace(gradients={}, factor=None)
+            left = Written(params, buffers, state, _zeros(written.held), kept)
+            return left, outcome._replace(gradients={}, factor=None)
 
         return update
 
@@ -270,7 +273,7 @@ class StepGraph:
             params, state = self._updated(layout, written, read, gradients, terms)
             params = {name: params[name] for name in written.params}
             note_settled(params.values())
-            outcome, buffers = reduced_of(written._replace(params=params), read, given)
+            outcome, buffers, _ = reduced_of(written._replace(params=params), read, given)
             note_departing((outcome.gradients[name] for name in params), outcome.finite)
             aux = _apart(outcome.aux, params.values())  # so that parameters may be updated where they are
             return Written(params, buffers, state, _zeros(written.held)), outcome._replace(gradients={}, aux=aux)
@@ -330,12 +333,13 @@ class StepGraph:
         by = scattered_by(self.reduction.communicator.process_group, sent[0].device)
         return dict(zip(shares, gathered_in_trace(sent, sizes, ranks, by), strict=True))
 
-    def _reduced_of(self, layout: Layout) -> Callable[[Written, Read, Given], tuple[Outcome, Tensors]]:
+    def _reduced_of(self, layout: Layout) -> Callable[[Written, Read, Given], tuple[Outcome, Tensors, list[Tensor]]]:
+        """A function that has, besides what comes of an update, new buffers and what a communication hook keeps."""
         gradient, most = self._gradient, self._clip_grad_norm
         sums_numbers = self.reduction.world_size > 1 and self.reduction.options.numbers > 0
 
-        def reduced(written: Written, read: Read, given: Given) -> tuple[Outcome, Tensors]:
-            (gradients, (used,)), (_, (value, aux, buffers, unused)) = gradient(
+        def reduced(written: Written, read: Read, given: Given) -> tuple[Outcome, Tensors, list[Tensor]]:
+            (gradients, (used, *kept)), (_, (value, aux, buffers, unused)) = gradient(
                 _differentiated(written, read), written, read, given
             )
             infinite = squares = torch.zeros((), dtype=torch.float64, device=used.device)
@@ -351,7 +355,11 @@ class StepGraph:
                 norm = squares.sqrt() if factor is None else squares.sqrt() * factor
                 clipping = (most / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
                 factor = clipping if factor is None else factor * clipping
-            return Outcome(value, aux, unused, used, finite, gradients, factor), buffers
+            if finite is not None:  # else what was sent of this update is lost
+                kept = [
+                    torch.where(finite.to(new.device), new, old) for new, old in zip(kept, written.kept, strict=True)
+                ]
+            return Outcome(value, aux, unused, used, finite, gradients, factor), buffers, kept
 
         return reduced
 
@@ -470,8 +478,9 @@ def _summed(
     written: Written,
     read: Read,
     given: Given,
-) -> tuple[Tensors, list[Tensor]]:
-    """The gradients of all micro-batches of an update so far; and which parameters have one, which rides along.
+) -> tuple[Tensors, list[Tensor], Kept]:
+    """The gradients of all micro-batches of an update so far; which parameters have one, which rides along; and what a
+    communication hook has kept.
 
     A parameter without a gradient on any rank is left as it is, as by torch.optim.
     """
@@ -485,7 +494,7 @@ def _summed(
     if given.share is not None:
         share = given.share
         gradients = {name: each * share.to(each.device, each.dtype) for name, each in gradients.items()}
-    return gradients, [used]
+    return gradients, [used], Kept(written.kept, used if unused else None)
 
 
 def _apart(tree: Any, tensors: Iterable[Tensor]) -> Any:

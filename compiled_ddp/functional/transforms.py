@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from compiled_ddp import torch_private
 from compiled_ddp.formatting import format_names
+from compiled_ddp.functional.around_sum import AroundSum
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.donations import donations
+from compiled_ddp.functional.on_buckets import NOTHING_KEPT, Kept, OnBuckets
 from compiled_ddp.functional.reduction import GradientReduction, Kind, Options
 from compiled_ddp.functional.session import LossCall, calling_loss
 from compiled_ddp.keywords import check_switches, suggests_keywords
@@ -157,9 +159,10 @@ class GradientFunction:
         reduce_value: bool = False,
         before_sum: Callable[..., Any] | None = None,
     ) -> None:
-        """`before_sum` makes of this rank's gradients, of aux and of the call's arguments what is summed, and a list of
-        float32 tensors that ride along: then calls return a pair of the reduced gradients and of the sums of these. Its
-        first argument is a dict of a model's parameters, which are called by their own names.
+        """`before_sum` makes of this rank's gradients, of aux and of the call's arguments what is summed, a list of
+        float32 tensors that ride along, and what a hook on buckets has kept: then calls return a pair of the reduced
+        gradients and of the sums of these, behind which is what it keeps from then on. Its first argument is a dict of
+        a model's parameters, which are called by their own names.
         """
         if not callable(f):
             raise TypeError(f"{transform} takes a function, f, found {type(f).__name__}.")
@@ -190,23 +193,28 @@ class GradientFunction:
         reduction.find_ranks()
         if reduction.is_alone:
             weight = self._take_weight(kwargs)
-            self._differentiated(args)
-            gradients, riding, value, aux = self._local(args, kwargs, None, ())
+            tensors = self._differentiated(args)
+            gradients, riding, kept, value, aux = self._local(args, kwargs, None, ())
             if weight is not None:
                 gradients, value = self._weighed_alone(gradients, value, weight)
-            gradients = self._hooked_alone(gradients)
+            if isinstance(hook, OnBuckets):
+                gradients, riding = self._by_buckets(tensors, gradients, riding, kept)
+            gradients = self._around_alone(gradients)
             return self._with_riding(gradients, riding), (value, aux) if self._has_aux else value
         reduction.note_call()
         failures = reduction.failures
         try:
             weight, tensors = self._take_weight(kwargs), self._differentiated(args)
             dtypes = [tensor.dtype for tensor in tensors.values()]
-            gradients, riding, value, aux = self._local(args, kwargs, weight, dtypes)
+            gradients, riding, kept, value, aux = self._local(args, kwargs, weight, dtypes)
             flat, structure = torch_private.trees.flatten(gradients)
             refuse_sparse(list(tensors), flat, reduction.name)
             if torch_private.autograd.transforms_are_active():
                 flat, value = _batched(list(tensors.values()), flat, value)
             self._prove_division(list(tensors), flat)
+            if isinstance(hook, OnBuckets):
+                gradients, riding = self._by_buckets(tensors, gradients, riding, kept)
+                return self._with_riding(gradients, riding), (value, aux) if self._has_aux else value
             sent, passengers = self._sent(flat, value, weight)
             if hook is not None:
                 sent = [hook.sent(each, reduction.world_size) for each in sent]
@@ -225,10 +233,18 @@ class GradientFunction:
         reduced = torch_private.trees.unflatten(reduced, structure)
         return self._with_riding(reduced, sums[ridden:]), (value, aux) if self._has_aux else value
 
-    def _hooked_alone(self, gradients: Any) -> Any:
-        """What a communication hook makes of gradients that nobody else adds anything to."""
+    def _by_buckets(
+        self, tensors: Mapping[str, Tensor], gradients: Any, riding: Sequence[Tensor], kept: Kept
+    ) -> tuple[Any, list[Tensor]]:
+        """What a hook on buckets makes of gradients; the sums of what rides along, and what it keeps."""
+        flat, structure = torch_private.trees.flatten(gradients)
+        sums, new = self.reduction.by_buckets(tensors, flat, riding, kept)
+        return torch_private.trees.unflatten(sums[: len(flat)], structure), [*sums[len(flat) :], *new]
+
+    def _around_alone(self, gradients: Any) -> Any:
+        """What a hook around a sum makes of gradients that nobody else adds anything to."""
         hook = self.reduction.options.hook
-        if hook is None:
+        if not isinstance(hook, AroundSum):
             return gradients
         flat, structure = torch_private.trees.flatten(gradients)
         return torch_private.trees.unflatten([hook.mean(hook.sent(each, 1), each.dtype, 1) for each in flat], structure)
@@ -239,7 +255,7 @@ class GradientFunction:
     def on_this_rank(self, *args: Any) -> tuple[Any, Sequence[Tensor], Any]:
         """What `before_sum` makes of this rank's gradients, and lets ride along, which nobody sums; and aux."""
         self.reduction.find_ranks()
-        gradients, riding, _, aux = self._local(args, {}, None, ())
+        gradients, riding, _, _, aux = self._local(args, {}, None, ())
         return gradients, riding, aux
 
     def _differentiated(self, args: Sequence[Any]) -> dict[str, Tensor]:
@@ -281,8 +297,9 @@ class GradientFunction:
 
     def _local(
         self, args: Sequence[Any], kwargs: dict[str, Any], weight: Any, dtypes: Sequence[torch.dtype]
-    ) -> tuple[Any, Sequence[Tensor], Tensor, Any]:
-        """What is summed of this rank's loss, times its weight where it has one; what rides along; the loss, and aux.
+    ) -> tuple[Any, Sequence[Tensor], Kept, Tensor, Any]:
+        """What is summed of this rank's loss, times its weight where it has one; what rides along, and what a hook has
+        kept; the loss, and aux.
 
         Gradients are with respect to tensors of these dtypes. [Note: weights behind half precision]
         """
@@ -317,9 +334,10 @@ class GradientFunction:
             leaves.insert(place, leaf)
         aux = torch_private.trees.unflatten(leaves, structure)
         riding: Sequence[Tensor] = ()
+        kept = NOTHING_KEPT
         if self._before_sum is not None:
-            gradients, riding = self._before_sum(gradients, aux, *args, **kwargs)
-        return gradients, riding, value, aux
+            gradients, riding, kept = self._before_sum(gradients, aux, *args, **kwargs)
+        return gradients, riding, kept, value, aux
 
     def _tell_of_unused(self, loss: object) -> None:
         if isinstance(loss, Tensor) and not loss.requires_grad and not self._has_told_of_unused:

@@ -17,6 +17,7 @@ from compiled_ddp.functional.agreements import Agreements
 from compiled_ddp.functional.communicator import Communicator
 from compiled_ddp.functional.first_parameters import FirstParameters
 from compiled_ddp.functional.loss_group import LossGroup, LossLaunch, LossLaunches
+from compiled_ddp.functional.on_buckets import in_launch_order
 from compiled_ddp.functional.shares import gather
 from compiled_ddp.functional.wanted import Agreed, Arrival, Wanted, agreed_apart, describe
 from compiled_ddp.passes.ops import wait_tensor
@@ -151,6 +152,7 @@ class Unit:
                 on_its_group = [
                     (each, None if reference_of is None else reference_of(number))
                     for number, each in self._launched_on(communicator)
+                    if each.agreed.wanted.hook is None  # what that launches is not the gradients
                 ]
                 if is_profiled or any(each.recording is not None for each, _ in on_its_group):
                     stack.enter_context(_watching(on_its_group, communicator.group_name, sees_values=sees_values))
@@ -160,7 +162,8 @@ class Unit:
         """Within the context the graph of the one reduction here runs, whose times are taken."""
         (agreed,), (communicator,) = self.reductions, self.communicators
         assert communicator.made is not None
-        return recorder.watching(agreed.plan, communicator.group_name, communicator.made.group)
+        of_hook = [position for position, _ in in_launch_order(agreed.programs)]
+        return recorder.watching(agreed.plan, communicator.group_name, communicator.made.group, of_hook)
 
     @property
     def verifies(self) -> bool:

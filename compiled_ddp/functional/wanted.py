@@ -10,16 +10,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from compiled_ddp.functional.on_buckets import OnBuckets, launch_zeros
 from compiled_ddp.functional.operator import plan_of, spec_of
 from compiled_ddp.passes.ops import gather_shares, sum_numbers, sum_over_ranks
 from compiled_ddp.plan import BucketPlan, GradientSpec
 from compiled_ddp.planning.cost_model import BackwardWork, Work
-from compiled_ddp.planning.planners import Planner, SizedBuckets
+from compiled_ddp.planning.planners import MEBIBYTE, Planner, SizedBuckets
 from compiled_ddp.planning.saved_plan import SavedPlan
 from compiled_ddp.ranks.agreement import Description
 from compiled_ddp.ranks.progress import format_bucket
+from compiled_ddp.reducers.traced_hook import HookProgram
 
 _NEXT = "the next collective"
+_OF_HOOKS = MEBIBYTE, 25 * MEBIBYTE  # DDP's sizes, as ranks that trace have not measured their link yet
 _MOST_TOLD = 4  # of what follows it, one by one
 
 
@@ -51,6 +54,7 @@ class Wanted:
     gradients: tuple[tuple[str, tuple[int, ...], torch.dtype, torch.device], ...]  # name, shape, ...
     passengers: int  # float32 elements of the user's
     scattered: "Scattered | None" = None  # None where every rank gets all sums
+    hook: OnBuckets | None = None  # that reduces buckets in place of a sum, the same one on every rank
 
     def __hash__(self) -> int:
         return self._hash
@@ -64,6 +68,15 @@ class Wanted:
     def device(self) -> torch.device:
         """Where the riders are."""
         return self.gradients[0][3]
+
+    @property
+    def planner(self) -> Planner | None:
+        """What fills its buckets; None for what suits the link."""
+        if self.plan is not None:
+            return self.plan
+        if self.bucket_cap_mb is not None:
+            return SizedBuckets((self.bucket_cap_mb * MEBIBYTE,))
+        return None if self.hook is None else SizedBuckets(_OF_HOOKS)
 
     @property
     def gathers_what_it_scatters(self) -> bool:
@@ -200,7 +213,10 @@ class Arrival:
 
 @dataclass(frozen=True, eq=False)
 class Agreed:
-    """One that all ranks know: `planner` fills buckets with its gradients as they arrive."""
+    """One that all ranks know: `planner` fills buckets with its gradients as they arrive.
+
+    Buckets of a hook are known before that, and have them as they usually do.
+    """
 
     wanted: Wanted
     arrival: Arrival
@@ -210,10 +226,10 @@ class Agreed:
     @functools.cached_property
     def _buckets(self) -> tuple[tuple[int, ...], ...]:
         """The gradients of each; a last one without any has the riders alone, as where the plan is scattered."""
-        arrival = self.arrival
+        arrival = self.arrival if self.wanted.hook is None else Arrival.last_first(self.wanted)
         filled = self.planner.fill([self.gradients[index] for index in arrival.order], self.names, arrival.work)
         buckets = [tuple(gradient.index for gradient in bucket) for bucket in filled]
-        return (*buckets, ()) if self.planner.naive else tuple(buckets)
+        return (*buckets, ()) if self.planner.naive and self.wanted.hook is None else tuple(buckets)
 
     @functools.cached_property
     def _places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -236,27 +252,45 @@ class Agreed:
         """Asked several times in each step, and the same each time."""
         scattered, of_all = self.wanted.scattered, (self.gradients, *self._places, self.world_size)
         whole = scattered is not None and scattered.whole
-        return plan_of(*of_all, self.wanted.passengers, is_scattered=scattered is not None, whole=whole)
+        by_hook = self.wanted.hook is not None
+        return plan_of(
+            *of_all, self.wanted.passengers, is_scattered=scattered is not None, whole=whole, by_hook=by_hook
+        )
+
+    @property
+    def programs(self) -> list[HookProgram | None]:
+        """Those of the communication hook that reduces buckets: one for each, none without a hook."""
+        return [] if self.wanted.hook is None else self.wanted.hook.programs(self.plan)
 
     def bucket_name(self, position: int) -> str:
         """The name of the bucket at `position` of the launch order, in profiles."""
         return f"{format_bucket(position, self.plan.buckets[position], self.names)} of {self.wanted.function}"
 
     def launch(
-        self, gradients: Sequence[Tensor], passengers: Sequence[Tensor], leading: Tensor, group_name: str
+        self,
+        gradients: Sequence[Tensor],
+        passengers: Sequence[Tensor],
+        leading: Tensor,
+        group_name: str,
+        kept: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """The sums over ranks: of gradients, or this rank's shares of them, of passengers and of the leading riders."""
+        """The sums over ranks: of gradients, or this rank's shares of them, of passengers and of the leading riders.
+
+        With what a hook has `kept`, its means in place of sums, and last what becomes of that.
+        """
         order, lengths = map(list, self._places)
         scattered = self.wanted.scattered
         how = ("", False) if scattered is None else (scattered.by, scattered.whole)
         sums: list[Tensor] = sum_over_ranks(
-            list(gradients), list(passengers), leading, order, lengths, self.world_size, group_name, *how
+            list(gradients), list(passengers), leading, order, lengths, self.world_size, group_name, *how, kept
         )
         return sums
 
     def launch_zeros(self, leading: Tensor, group_name: str) -> Tensor:
         """Launch all that others do, adding nothing to it; returns the sums of the leading riders."""
         wanted, scattered = self.wanted, self.wanted.scattered
+        if wanted.hook is not None:
+            return launch_zeros(self.plan, self.programs, leading, group_name)
         gradients = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype, device in wanted.gradients]
         passengers = [torch.zeros(wanted.passengers, dtype=torch.float32, device=wanted.device)]
         *sums, leading_sums = self.launch(gradients, passengers, leading, group_name)

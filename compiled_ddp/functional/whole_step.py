@@ -12,6 +12,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from compiled_ddp import torch_private
-from compiled_ddp.comm_hooks import CommHook
+from compiled_ddp.comm_hooks import CommHook, Ranks
 from compiled_ddp.environment import check_environment
 from compiled_ddp.formatting import format_function, format_names
-from compiled_ddp.functional.around_sum import AroundSum
+from compiled_ddp.functional.around_sum import AroundSum, hook_of_step
 from compiled_ddp.functional.closed_over import settings_of
 from compiled_ddp.functional.compiled import Backend, CompiledStep, Memory
 from compiled_ddp.functional.deferred import DeferredUpdate, Update
+from compiled_ddp.functional.first_parameters import checksums_of
 from compiled_ddp.functional.in_flight import InFlight, refuse_other_classes
 from compiled_ddp.functional.kept import Arguments, Unchanged
+from compiled_ddp.functional.on_buckets import OnBuckets
 from compiled_ddp.functional.reached import OwnChanges, dictionaries_of
 from compiled_ddp.functional.reduction import Options, current_world
+from compiled_ddp.functional.same_updates import SameUpdates
 from compiled_ddp.functional.sharded_state import ShardedState
 from compiled_ddp.functional.step_graph import (
     USED,
@@ -50,6 +54,7 @@ from compiled_ddp.keywords import check_switches, suggests_keywords
 from compiled_ddp.model.checks import check_model, check_writable, properties_of
 from compiled_ddp.model.managed import is_wrapper
 from compiled_ddp.options import check_comm_hook, check_compiler, check_plan, is_number
+from compiled_ddp.passes.inline_hook import HOOKS_GROUP
 from compiled_ddp.plan import gradient_dtype
 from compiled_ddp.plan.sequence import described
 from compiled_ddp.planning.saved_plan import SavedPlan
@@ -108,8 +113,9 @@ def compile_step(
         check_stale: for debugging that: until then the memory of parameters is NaN, for who has another name for it.
         shard_optimizer: let each rank update its share of every parameter, and keep the state of that alone, as ZeRO-1
             does. `optimizer.state_dict()` and `.step()` are collectives then, and have the whole.
-        comm_hook: what is sent in place of gradients, and what becomes of its sum: one of `compiled_ddp.comm_hooks`
-            that does something to each element before and after one all-reduce, as `bf16_compress`.
+        comm_hook: what is sent in place of gradients, and what becomes of that: one of `compiled_ddp.comm_hooks`. With
+            `pipeline_updates` or `shard_optimizer` one that does something to each element before and after one
+            all-reduce, as `bf16_compress`.
         bucket_cap_mb: size of a bucket in MiB; None plans them (docs/planner.md).
         plan: buckets as they were saved, by `step.plan.save()` or `ddp.plan.save()` of a wrapper's.
         backend: "inductor", or "aot_eager", which runs the same graph without compiling kernels.
@@ -135,10 +141,10 @@ def compile_step(
         is_scattered=shard_optimizer or pipeline_updates,
         is_gathered_later=pipeline_updates,
         whole=pipeline_updates and not shard_optimizer,
-        hook=None if comm_hook is None else AroundSum(comm_hook),
         plan=plan,
     )
-    _begin(model, optimizer, accumulate, RankGroup(process_group), of_graph, shard_optimizer=shard_optimizer)
+    hook = _begin(model, optimizer, accumulate, RankGroup(process_group), of_graph, comm_hook, shard_optimizer)
+    of_graph = replace(of_graph, hook=hook)
     _warn_of_others(model, optimizer)
     in_flight: InFlight | None = None
     if pipeline_updates and shard_optimizer:
@@ -216,12 +222,14 @@ def _begin(
     accumulate: int,
     ranks: RankGroup,
     options: Options,
-    *,
+    comm_hook: CommHook | None,
     shard_optimizer: bool,
-) -> None:
-    """Compare what ranks have, and send the values of the group's first one."""
+) -> AroundSum | OnBuckets | None:
+    """Compare what ranks have, and send the values of the group's first one. Returns the hook as a step takes it."""
+    hook: AroundSum | OnBuckets | None = None
 
     def describe() -> Description:
+        nonlocal hook
         _, contents = check_model(model, "compile_step")
         check_writable(contents)
         parameters = dict(model.named_parameters())
@@ -233,12 +241,14 @@ def _begin(
         differentiated: dict[str, Tensor] = {name: parameter for name, _, parameter in trained}
         if options.plan is not None:
             options.plan.check(differentiated)
-        hook = [] if options.hook is None else options.hook.check(differentiated, ranks.world_size)
+        does: list[str] = []
+        if comm_hook is not None:
+            hook, does = hook_of_step(comm_hook, differentiated, ranks.world_size, scatters=options.is_scattered)
         description: Description = {"optimizer": [type(optimizer).__name__], "accumulate": [accumulate]}
         description |= {
             "shard_optimizer": [shard_optimizer],
             "pipeline_updates": [options.is_gathered_later],
-            "comm_hook": [*hook],
+            "comm_hook": [type(hook).__name__, *does],
         }
         description |= {
             f"group {number} of the optimizer": [*kind.switches] for number, kind in enumerate(layout.kinds)
@@ -251,6 +261,7 @@ def _begin(
     tensors = [each.detach() for each in (*model.parameters(), *model.buffers())]
     if ranks.world_size > 1 and tensors:
         torch_private.groups.broadcast_coalesced(ranks.process_group, tensors, source=0)
+    return hook
 
 
 def _layout(
@@ -343,6 +354,9 @@ class TrainingStep:
         self._recorder: StepRecorder | None = None
         self._numbers: tuple[list[list[float]], Arguments] | None = None  # of the latest update
         self._is_behind = False  # whether an update outside of the graph has raised here
+        hook = graph.reduction.options.hook
+        self._on_buckets = hook if isinstance(hook, OnBuckets) else None
+        self._same_updates = None if self._on_buckets is None else SameUpdates(self._on_buckets.hook)
         self._held, self._batches = Tensors(), 0  # sums of the gradients of so many micro-batches
         self._held_of: dict[str, nn.Parameter] = {}  # the parameters whose they are
 
@@ -366,6 +380,34 @@ class TrainingStep:
                 self._take(None, {}, is_update=True)
         if self._in_flight is not None:
             self._in_flight.land()
+
+    def comm_hook_state_dict(self) -> dict[str, list[Tensor]]:
+        """Return a copy of the `comm_hook`'s state on this rank, for a checkpoint that every rank writes.
+
+        Keys name each bucket's parameters. Empty for a hook that keeps nothing, and before the first step.
+        """
+        return {} if self._on_buckets is None else self._on_buckets.state_dict()
+
+    @untraced
+    def load_comm_hook_state_dict(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        """Restore what `comm_hook_state_dict` has returned on the same rank, also of `compile_ddp`'s wrapper.
+
+        Buckets, dtypes and devices may differ from those at the time of saving: what is owed to a parameter moves to
+        the bucket of its gradient. What the hook keeps for a bucket as a whole, such as PowerSGD's factor, is restored
+        only if a bucket has the same parameters, and otherwise starts afresh.
+
+        Raises KeyError for a parameter that the model does not have, ValueError, which names the bucket, for tensors of
+        another number or shape than the hook's or owed values that are not finite, RuntimeError without a hook that
+        keeps anything. Then nothing is loaded.
+        """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"the state must be what comm_hook_state_dict() has returned, found {state!r}.")
+        if self._on_buckets is None:
+            if state:
+                raise RuntimeError("the step has no comm_hook that keeps a state, and so none to load.")
+            return
+        self._know(self._on_buckets, dict(self.model.named_parameters()))
+        self._on_buckets.load_state_dict(state)
 
     # ---- what users look at ------------------------------------------------------------------------------------------
 
@@ -440,8 +482,8 @@ class TrainingStep:
             for agreed in compiled.reductions
             for place, bucket in enumerate(agreed.plan.buckets)
         ]
-        is_scattered = any(agreed.plan.is_scattered for agreed in compiled.reductions)
-        what = f"{len(buckets)} {'bucket' if is_scattered else 'all-reduce'}{'' if len(buckets) == 1 else 's'}"
+        are_summed = all(agreed.plan.is_summed for agreed in compiled.reductions)
+        what = f"{len(buckets)} {'all-reduce' if are_summed else 'bucket'}{'' if len(buckets) == 1 else 's'}"
         told = f"The forward and backward of {model}, {what} and the update of {optimizer} are one graph."
         if self._deferred is not None and self._agreed is not None:
             told += (
@@ -468,7 +510,7 @@ class TrainingStep:
             lines.append(f"{self._accumulate} calls make an update; {self._batches} were made for the next one.")
         hook = self._graph.reduction.options.hook
         if hook is not None:
-            lines.append(f"Gradients are sent, and averaged, as {format_function(hook.hook)} has it.")
+            lines.append(f"{hook.told} are sent, and averaged, as {format_function(hook.hook)} has it.")
         if unused:
             lines.append(f"The latest batch of this rank did not use {format_names(unused)}.")
         times = self._times()
@@ -555,11 +597,19 @@ class TrainingStep:
 
     def _update(self, now: "_Now", given: Given) -> Outcome:
         outcome: Outcome
+        same, reduction = self._same_updates, self._graph.reduction
+        if same is not None and (same.is_seen or reduction.is_alone):
+            same = None
         if now.layout.outside:
-            outcome = now.known.update.run((given,), {}, now.beside_update, self._recorder)
+            outcome = now.known.update.run((given,), {}, now.before_update, self._recorder)
+            if same is not None:
+                same.compare(reduction.communicator, {}, outcome.gradients)
             self._update_outside(now, outcome)
         else:
+            before = {} if same is None else checksums_of(now.read.params)
             outcome = self._update_inside(now, given)
+            if same is not None:
+                same.compare(reduction.communicator, before, now.read.params)
         if outcome.finite is not None:
             assert self._scaler is not None
             found = (~outcome.finite).float()
@@ -649,7 +699,8 @@ class TrainingStep:
         """
         latest = self._latest
         is_same_world = latest is not None and latest.world == current_world()
-        if latest is not None and is_same_world and latest.held is self._held and latest.is_still(self.optimizer):
+        is_held = latest is not None and latest.held is self._held and latest.kept is self._kept
+        if latest is not None and is_same_world and is_held and latest.is_still(self.optimizer):
             _refuse_hooks(latest.parameters)
             return latest
         parameters = dict(self.model.named_parameters())
@@ -669,11 +720,38 @@ class TrainingStep:
         )
         if self._accumulate > 1:
             self._hold({name: parameter for name, _, parameter in trained})
+        if self._on_buckets is not None and self._same_updates is not None:
+            self._know(self._on_buckets, parameters)
+            passenger = torch.empty(len(params), dtype=torch.float32, device=device)
+            plan = self._graph.reduction.planned(params, [passenger]).plan
+            self._on_buckets.begin(plan, [*params])
+            self._same_updates.begin(plan)
         known, buffers = self._known_of(layout), dict(self.model.named_buffers())
         unchanged = _unchanged(self.model, self.optimizer, [*parameters.values(), *buffers.values()])
         return _Now(
-            layout, known, parameters, trained, buffers, self._held, read, unchanged, _of_groups(self.optimizer)
+            layout,
+            known,
+            parameters,
+            trained,
+            buffers,
+            self._held,
+            self._kept,
+            read,
+            unchanged,
+            _of_groups(self.optimizer),
         )
+
+    @property
+    def _kept(self) -> tuple[Tensor, ...]:
+        """What a hook on buckets keeps: the same tensors, until others are trained or a state is loaded."""
+        return () if self._on_buckets is None else self._on_buckets.tensors
+
+    def _know(self, hook: OnBuckets, parameters: Mapping[str, Tensor]) -> None:
+        """Let it know what it may keep something for, and among which ranks."""
+        reduction = self._graph.reduction
+        reduction.find_ranks()
+        place = reduction.own_rank if reduction.is_on_gloo else None
+        hook.know(parameters, Ranks(reduction.world_size, HOOKS_GROUP, place))
 
     def _hold(self, params: Mapping[str, nn.Parameter]) -> None:
         """Memory for the sums of micro-batches' gradients, zeros before the first.
@@ -728,7 +806,7 @@ class TrainingStep:
 
         Parameters that had no state of the optimizer's, and have now, are put into `begun`.
         """
-        written = Written(now.read.params, now.buffers, self._state(now, begun), now.held)
+        written = Written(now.read.params, now.buffers, self._state(now, begun), now.held, now.kept)
         made = Arguments(written), Arguments(now.read._replace(params={}))
         if not begun:
             now.in_update = made
@@ -804,6 +882,7 @@ class _Now:
         trained: Sequence[tuple[str, int, nn.Parameter]],
         buffers: Tensors,
         held: Tensors,
+        kept: tuple[Tensor, ...],
         read: Read,
         unchanged: Unchanged,
         of_groups: list[list[object]],
@@ -813,7 +892,7 @@ class _Now:
         They are held, so that nothing else comes to have the ids by which they are compared.
         """
         self.layout, self.known, self.parameters, self.trained = layout, known, parameters, trained
-        self.buffers, self.held, self.read = buffers, held, read
+        self.buffers, self.held, self.kept, self.read = buffers, held, kept, read
         self._unchanged, self._of_groups, self._ids_of_groups = unchanged, of_groups, _ids(of_groups)
         self.world = current_world()
         # Once each parameter has the state that an update needs.
@@ -825,8 +904,13 @@ class _Now:
 
     @functools.cached_property
     def beside_update(self) -> tuple[Arguments, Arguments]:
-        """The arguments of a graph without an update."""
+        """The arguments of a graph that adds a micro-batch."""
         return Arguments(Written({}, self.buffers, {}, self.held)), Arguments(self.read)
+
+    @functools.cached_property
+    def before_update(self) -> tuple[Arguments, Arguments]:
+        """The arguments of a graph behind which the update is."""
+        return Arguments(Written({}, self.buffers, {}, self.held, self.kept)), Arguments(self.read)
 
 
 def _unchanged(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Sequence[Tensor]) -> Unchanged:

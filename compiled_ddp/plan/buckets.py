@@ -249,6 +249,11 @@ class BucketPlan:
         return any(bucket.ranks > 1 for bucket in self.buckets)
 
     @property
+    def is_summed(self) -> bool:
+        """Whether each bucket is summed as it is, and every rank gets the sums."""
+        return not self.is_scattered and self.reduction != "hook"
+
+    @property
     def of_gradients(self) -> tuple[Bucket, ...]:
         """The buckets that have gradients."""
         return tuple(bucket for bucket in self.buckets if bucket.gradients)

@@ -13,7 +13,7 @@ from compiled_ddp.planning.cost_model import Link, Readiness
 from compiled_ddp.planning.optimal import lower_bound
 
 Mode = Literal["all-reduced", "sharded", "pipelined", "deferred"]
-Kind = Literal["all-reduce", "scatter", "gather"]  # what is sent of a bucket
+Kind = Literal["all-reduce", "scatter", "gather", "hook"]  # what is sent of a bucket; by a hook in several parts
 GATHERED_LATER = frozenset[Mode]({"pipelined", "deferred"})  # the modes whose next step awaits what one has gathered
 
 

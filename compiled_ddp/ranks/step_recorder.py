@@ -56,6 +56,7 @@ class StepRecorder:
         self._open: RecordedStep | None = None
         self._observer: LaunchObserver | None = None  # one, as some transfers last from step to step
         self._launched: dict[int, RecordedTransfer] = {}  # by its number among the launches of all steps
+        self._of_hook: Sequence[int] = ()  # the positions of what a hook launches
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -71,12 +72,15 @@ class StepRecorder:
             self._open = None
 
     def watching(
-        self, plan: BucketPlan, group_name: str, group: dist.ProcessGroup
+        self, plan: BucketPlan, group_name: str, group: dist.ProcessGroup, of_hook: Sequence[int] = ()
     ) -> contextlib.AbstractContextManager[object]:
-        """Within the context a graph runs that reduces by this plan, on this group."""
+        """Within the context a graph runs that reduces by this plan, on this group.
+
+        Where a communication hook does, `of_hook` has the position of the bucket of each launch, the riders' too.
+        """
         if self._open is None:
             return UNNAMED
-        self._open.plan = plan
+        self._open.plan, self._of_hook = plan, of_hook
         if self._observer is None:
             self._observer = LaunchObserver(
                 group_name,
@@ -98,7 +102,8 @@ class StepRecorder:
     def _note(self, kind: Kind) -> RecordedTransfer | None:
         """The next one of this kind, as all ranks launch them in one order; None for what is of no bucket."""
         assert self._open is not None and self._open.plan is not None
-        positions = _positions(kind, self._open.plan, self.mode)
+        kind = "hook" if self._of_hook else kind
+        positions = self._of_hook or _positions(kind, self._open.plan, self.mode)
         before = sum(each.kind == kind for each in self._open.transfers)
         if before >= len(positions):
             return None

@@ -30,8 +30,9 @@ from torch.fx import Graph, Node
 from compiled_ddp import torch_private
 from compiled_ddp.comm_hooks import CommHook, Ranks, StatefulHook
 from compiled_ddp.passes.graph_edit import output_values, set_output_values
+from compiled_ddp.passes.inline_hook import rounds
 from compiled_ddp.passes.ops import LAUNCHES, all_gather, all_reduce, wait_tensor
-from compiled_ddp.plan import Bucket, Gradient, GradientSpec, ReductionSequence, Section, gradient_dtype
+from compiled_ddp.plan import Bucket, Gradient, GradientSpec, Section, gradient_dtype
 from compiled_ddp.planning.assignment import place_buckets
 from compiled_ddp.ranks.communicator import Communicator
 from compiled_ddp.reducers.reducer import Reducer, Work
@@ -253,13 +254,15 @@ class HookProgram:
         _leave_inputs_alone(self.graph)
         _set_result_apart(self.graph)
         nodes = list(self.graph.nodes)
+        self.state = self.graph.find_nodes(op="placeholder")[1:]  # its inputs that are that
         self.launches = [node for node in nodes if node.target in LAUNCHES]  # the same on every rank, in this order
+        self.rounds = rounds(self.launches)
         waited = {node for node in nodes if node.target is wait_tensor}
         for node in nodes:
             if not waited.isdisjoint(node.all_input_nodes):
                 waited.add(node)
         # Where a collective needs another one's result, the others would have to be launched in between.
-        several_rounds = any(node.target in LAUNCHES for node in waited)
+        several_rounds = bool(self.rounds[1])
         self.first = nodes if several_rounds else [node for node in nodes if node not in waited]
         self.then = [] if several_rounds else [node for node in nodes if node in waited]
         text = [str(self.graph), *(_format_value(node.meta["val"]) for node in self.graph.find_nodes(op="placeholder"))]
@@ -295,14 +298,7 @@ class HookProgram:
 
         None waits for another one's result, so that this rank need not compute anything.
         """
-        results = []
-        for node in self.launches[launched:]:
-            assert callable(node.target)
-            sent, *others = node.args
-            assert isinstance(sent, Node)
-            like = sent.meta["val"]
-            results.append(node.target(torch.zeros(like.shape, dtype=like.dtype, device=like.device), *others))
-        return results
+        return [*map(launch_of_zeros, self.launches[launched:])]
 
     def results(self, values: Mapping[Node, Any]) -> list[torch.Tensor]:
         """The mean, and the new state."""
@@ -313,6 +309,18 @@ class HookProgram:
         values = self.inputs(flat, state)
         self.run([*self.first, *self.then], values, _ALONE)
         return self.results(values)
+
+
+@torch.no_grad()
+def launch_of_zeros(launch: Node, group_name: str = "") -> torch.Tensor:
+    """Launch a collective of a hook's program with zeros, on the group that it names or on another one."""
+    assert callable(launch.target)
+    sent, *others = launch.args
+    assert isinstance(sent, Node)
+    like = sent.meta["val"]
+    others[-1] = group_name or others[-1]
+    result: torch.Tensor = launch.target(torch.zeros(like.shape, dtype=like.dtype, device=like.device), *others)
+    return result
 
 
 def _checked(hook: CommHook, results: object, expected: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -435,7 +443,8 @@ class BucketHook:
         self._hook, self._ranks = hook, ranks
         self._programs: dict[tuple[int, torch.dtype, torch.device], HookProgram] = {}
         self._elementwise: frozenset[int] | None = None
-        self._sequence: ReductionSequence | None = None
+        self._sections: Sequence[Section] = ()
+        self._names: Sequence[str] = ()
         self._is_lasting = False
         self._places: dict[int, list[Place]] = {}  # by id of a section of the sequence
         self._former: list[_Former] = []
@@ -476,17 +485,18 @@ class BucketHook:
 
     # ---- when the sequence changes -----------------------------------------------------------------------------------
 
-    def adopt(self, sequence: ReductionSequence, *, lasting: bool) -> None:
+    def adopt(self, sections: Sequence[Section], names: Sequence[str], *, lasting: bool) -> None:
         """Take another sequence. A bucket that stays keeps its state; of others what their parameters have moves on.
 
-        Unless it is `lasting`, another one follows at the end of the next backward.
+        `names` are those of the parameters. Unless it is `lasting`, another one follows at the end of the next
+        backward.
         """
         kept: dict[Bucket, list[Place]] = defaultdict(list)
         for place in self._with_state():
             kept[place.bucket].append(place)
-        self._sequence, self._is_lasting = sequence, lasting
-        self._places = {id(s): [Place(bucket) for bucket in s.plan.buckets] for s in sequence.sections}
-        assert len(self._places) == len(sequence.sections), "a section stands twice in the sequence"
+        self._sections, self._names, self._is_lasting = sections, names, lasting  # held, so that their ids stay theirs
+        self._places = {id(s): [Place(bucket) for bucket in s.plan.buckets] for s in sections}
+        assert len(self._places) == len(sections), "a section stands twice in the sequence"
         for place in self._all():
             if kept[place.bucket]:
                 place.keep(kept[place.bucket].pop(0).state)
@@ -553,9 +563,8 @@ class BucketHook:
             former.remaining.discard(index)
 
     def _warn_of_another_shape(self, index: int, found: torch.Tensor, now: torch.Tensor) -> None:
-        assert self._sequence is not None
         warn_user(
-            f"parameter {self._sequence.parameter_names[index]} had the shape {tuple(found.shape)} and has "
+            f"parameter {self._names[index]} had the shape {tuple(found.shape)} and has "
             f"{tuple(now.shape)} now: what the communication hook {self._hook!r} kept of its gradients is dropped."
         )
 

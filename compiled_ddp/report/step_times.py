@@ -3,6 +3,7 @@
 All times are in seconds from the beginning of the step.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -141,20 +142,23 @@ class StepTimes:
 
     def _table(self) -> str:
         """In launch order, as measured or else as predicted; what is gathered of the step before stands first."""
-        rows: dict[tuple[Kind, int, bool], list[float | None]] = {}
+        rows: dict[tuple[Kind, int, bool, int], list[float | None]] = {}
+        parts = Counter[tuple[Kind, int, bool]]()  # which one of a hook's it is
         positions = self.plan.places_of_gradients
         for each in self.predicted.transfers if self.predicted is not None else ():
-            key = each.kind, positions[each.bucket], each.kind == "gather" and each.launched == 0.0
+            key = each.kind, positions[each.bucket], each.kind == "gather" and each.launched == 0.0, 0
             rows[key] = [each.launched, each.start, each.end, None, None, None]
         for seen in self.measured.transfers if self.measured is not None else ():
             times = seen.times
             waited = None if times.wait is None else times.wait[1] - times.wait[0]
-            key = seen.kind, seen.position, times.launch < 0
+            same = seen.kind, seen.position, times.launch < 0
+            key = *same, parts[same]
+            parts[same] += 1
             rows[key] = [*rows.get(key, [None] * 3)[:3], times.launch, waited, times.end]
         first, last = (0 if self.predicted is not None else 3), (6 if self.measured is not None else 3)
         headers = ["predicted launch", "start", "end", "measured launch", "wait", "end"][first:last]
         table = []
-        for (kind, position, _), times_of in sorted(rows.items(), key=lambda row: _launch(row[1])):
+        for (kind, position, *_), times_of in sorted(rows.items(), key=lambda row: _launch(row[1])):
             bucket, cells = self.plan.buckets[position], ["" if at is None else format_ms(at) for at in times_of]
             table.append([kind, position, bucket.nbytes, *cells[first:last], self._shown(bucket)])
         return str(tabulate(table, headers=["", "bucket", "bytes", *headers, "parameters"], tablefmt="simple"))
@@ -200,7 +204,8 @@ def _measured_spans(measured: MeasuredStep) -> Iterator[Span]:
         if each.times.wait is not None
     ]
     launches = sorted((each.times.launch, each.position) for each in every if each.times.launch >= 0)
-    of_gradients = "scatter" if any(each.kind == "scatter" for each in every) else "all-reduce"  # else of riders
+    kinds = {each.kind for each in every}
+    of_gradients = next((kind for kind in ("scatter", "hook") if kind in kinds), "all-reduce")  # else of riders
     backward = min((each.times.launch for each in every if each.kind == of_gradients), default=seconds)
 
     def bucket_of(begin: float, end: float) -> int | None:

@@ -218,7 +218,7 @@ class AgreedSequence:
         if sequence is not self.sequence:
             self.buffers = SequenceBuffers(sequence.launched, self.buffers)
         if self._traced_hook is not None:
-            self._traced_hook.adopt(sequence, lasting=self.refined)
+            self._traced_hook.adopt(sequence.sections, sequence.parameter_names, lasting=self.refined)
         self.sequence, self.must_agree = sequence, False
         self.unused = frozenset(index for section in sequence.unused for index in section.plan.indices)
         launched = enumerate(sequence.launched)

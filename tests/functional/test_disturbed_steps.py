@@ -17,6 +17,7 @@ import torch.distributed as dist
 from test_whole_step import Loop, Net, assert_same, batch
 from torch import nn
 
+from compiled_ddp.comm_hooks import PowerSGD, StatefulHook, TopK
 from ranks import RankPool
 
 MODES: dict[str, dict[str, Any]] = {
@@ -187,6 +188,15 @@ def _is_disturbed(rank: int, seed: int, mode: str, accumulate: int, options: dic
 @pytest.mark.parametrize("mode", MODES)
 def test_what_users_do_between_steps(ranks2: RankPool, mode: str, seed: int) -> None:
     ranks2.run(_is_disturbed, seed, mode, 1, {}, timeout_seconds=300)
+
+
+@pytest.mark.parametrize("accumulate", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hook", [TopK(1.0), PowerSGD(1000)], ids=["TopK", "PowerSGD"])
+def test_what_users_do_between_steps_whose_hook_sends_everything(
+    ranks2: RankPool, hook: StatefulHook, accumulate: int
+) -> None:
+    """In several buckets, so that what is kept of them moves where others are trained."""
+    ranks2.run(_is_disturbed, 5, "plain", accumulate, {"comm_hook": hook, "bucket_cap_mb": 0.0001}, timeout_seconds=300)
 
 
 @pytest.mark.parametrize("mode", ["pipelined", "both"])

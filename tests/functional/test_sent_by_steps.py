@@ -221,12 +221,14 @@ REFUSED = {
 }
 
 
-def _is_refused(rank: int) -> list[str]:
+def _is_refused(rank: int, options: str) -> list[str]:
     told = []
     for hook, _ in REFUSED.values():
         with pytest.raises((ValueError, RuntimeError)) as caught:
-            made(comm_hook=hook if rank == 1 else None)
+            made(comm_hook=hook if rank == 1 else None, **OPTIONS[options])
         told.append(str(caught.value))
+        with pytest.raises(RuntimeError, match="comm_hook"):
+            made(comm_hook=hook if rank == 1 else bf16_compress)
     with pytest.raises(RuntimeError, match="comm_hook"):
         made(comm_hook=bf16_compress if rank == 1 else fp16_compress)
     step = made(comm_hook=bf16_compress)
@@ -234,9 +236,11 @@ def _is_refused(rank: int) -> list[str]:
     return told
 
 
-def test_what_is_not_elementwise_is_refused_on_every_rank(ranks2: RankPool) -> None:
-    for told, (_, why) in zip(ranks2.run(_is_refused)[1], REFUSED.values(), strict=True):
+@pytest.mark.parametrize("options", ["sharded", "pipelined", "deferred"])
+def test_what_is_not_elementwise_is_refused_on_every_rank_where_it_has_a_share(ranks2: RankPool, options: str) -> None:
+    for told, (_, why) in zip(ranks2.run(_is_refused, options)[1], REFUSED.values(), strict=True):
         assert why in told, told
+        assert "leave out these options" in told, told
         assert "compile_ddp(model, comm_hook=...)" in told
 
 

@@ -3,6 +3,7 @@
 from functools import partial
 
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from benchmarks import torch_rows
@@ -50,6 +51,8 @@ def make_variants(
         ),
         Variant("torch DDP, float16", "eager", partial(_torch_ddp_in_float16, options), by_default=False),
         further("compile_ddp, float16", "compiled", options.compile_ddp, comm_hook=comm_hooks.fp16_compress),
+        Variant("torch DDP, PowerSGD", "eager", partial(_torch_ddp_by_powersgd, options), by_default=False),
+        further("compile_ddp, PowerSGD", "compiled", options.compile_ddp, comm_hook=comm_hooks.PowerSGD()),
     )
     return variants.make_variants(options) | {variant.name: variant for variant in own}
 
@@ -57,6 +60,14 @@ def make_variants(
 def _torch_ddp_in_float16(options: WrapperOptions, model: nn.Module) -> nn.Module:
     wrapper = options.torch_ddp(model)
     wrapper.register_comm_hook(None, fp16_compress_hook)
+    return wrapper
+
+
+def _torch_ddp_by_powersgd(options: WrapperOptions, model: nn.Module) -> nn.Module:
+    """Each parameter's matrix by one of rank 2; torch 2.13's hook for whole buckets fails in an assertion."""
+    wrapper = options.torch_ddp(model)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return wrapper
 
 

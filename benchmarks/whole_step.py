@@ -25,7 +25,7 @@ from benchmarks.tasks import EXTENTS, WORKLOADS
 from benchmarks.variants import make_variants
 from benchmarks.workload import Workload
 from compiled_ddp import compile_step
-from compiled_ddp.comm_hooks import bf16_compress
+from compiled_ddp.comm_hooks import PowerSGD, TopK, bf16_compress
 from compiled_ddp.tools.comparison.measure import Contender, warm_up
 from compiled_ddp.tools.comparison.probe import peak_within
 from compiled_ddp.tools.comparison.ranks import Rank
@@ -43,6 +43,8 @@ WHOLE: dict[str, dict[str, Any]] = {
     "compile_step, deferred": {"pipeline_updates": True},
     "compile_step, bf16_compress": {"comm_hook": bf16_compress},
     "compile_step, bf16_compress, deferred": {"comm_hook": bf16_compress, "pipeline_updates": True},
+    "compile_step, PowerSGD": {"comm_hook": PowerSGD()},
+    "compile_step, TopK": {"comm_hook": TopK()},
 }
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_whole_step import OPTIMIZERS, Loop, Net, assert_same, batch, graphs
+from test_sent_by_steps import Small
+from test_whole_step import OPTIMIZERS, Fails, Loop, Net, assert_same, batch, graphs
 from torch import Tensor, nn
 
 from compiled_ddp import EagerDDP, SavedPlan, compile_step
@@ -285,23 +286,10 @@ def test_code_launches_what_it_can_before_it_waits(ranks2: RankPool, hook: str) 
             assert found[-1] == "wait_tensor" and found.count("all_reduce_") == 2 * buckets + 1
 
 
-class Mixed(nn.Module):
-    """Parameters of 16 bits, and complex ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow = nn.Linear(6, 3).to(torch.bfloat16)
-        self.turn = nn.Parameter(torch.tensor([0.5 + 0.1j, 0.3j, 1.0 - 0.2j]))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = (self.narrow(x.to(torch.bfloat16)).float() * self.turn).abs()
-        return ((hidden.sum(1) - y) ** 2).mean()
-
-
 def _of_other_dtypes(rank: int, hook: StatefulHook) -> None:
-    step = made(Mixed, comm_hook=hook, clip_grad_norm=5.0)
+    step = made(Small, comm_hook=hook, clip_grad_norm=5.0)
     torch.manual_seed(0)
-    ddp = EagerDDP(Mixed(), comm_hook=hook)
+    ddp = EagerDDP(Small(), comm_hook=hook)
     optimizer = OPTIMIZERS["momentum"](ddp.parameters())
     for n in range(4):
         step(*batch(rank, n))
@@ -561,19 +549,11 @@ def test_an_update_outside_goes_with_it(ranks2: RankPool) -> None:
     ranks2.run(_outside)
 
 
-class _Fails(torch.optim.RMSprop):
-    """Whose first update raises on rank 1; it is none that graphs have."""
-
-    updates = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.updates += 1
-        if self.updates == 1 and dist.get_rank() == 1:
-            raise MemoryError("no memory left")
-        return super().step(closure)
+class _FailsAtFirst(Fails):
+    updates = 1
 
 
-OPTIMIZERS["failing"] = lambda p: _Fails(p, lr=0.1)
+OPTIMIZERS["failing"] = lambda p: _FailsAtFirst(p, lr=0.1)
 
 
 def _fails_outside(rank: int) -> list[str]:

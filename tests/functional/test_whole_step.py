@@ -791,7 +791,7 @@ def test_a_step_that_raises_changes_nothing_on_any_rank(
     assert "no labels" in first and "no labels" in second
 
 
-class _Fails(torch.optim.RMSprop):
+class Fails(torch.optim.RMSprop):
     """Whose second update raises on rank 1; it is none that graphs have."""
 
     updates = 0
@@ -806,7 +806,7 @@ class _Fails(torch.optim.RMSprop):
 def _raises_in_an_update(rank: int) -> list[str]:
     torch.manual_seed(0)
     model, told = nn.Linear(3, 2), []
-    step = compile_step(model, _Fails(model.parameters(), lr=0.1), _of_outputs, backend="aot_eager")
+    step = compile_step(model, Fails(model.parameters(), lr=0.1), _of_outputs, backend="aot_eager")
     for n in range(4):
         try:
             step(torch.full((2, 3), 1.0 + rank + n))
@@ -824,7 +824,7 @@ def _of_outputs(net: nn.Module, x: Tensor) -> Tensor:
 def test_an_update_outside_that_raises_on_one_rank_is_told_on_all_in_the_next_call(ranks2: RankPool) -> None:
     first, second = ranks2.run(_raises_in_an_update)
     assert first[:2] == ["", ""] and second[:2] == ["", "no memory left"]
-    assert "_Fails.step() has raised in the call before" in first[2] and "Load the latest checkpoint" in second[2]
+    assert "Fails.step() has raised in the call before" in first[2] and "Load the latest checkpoint" in second[2]
     assert first[3] == second[3] == ""
 
 
